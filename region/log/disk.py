@@ -736,6 +736,14 @@ class DiskLog:
             history.begin(epoch, self.end_offset)
             self.save_epochs(history)
 
+    def end_epochs(self, epoch: int) -> None:
+        """Forget, durably, epochs above `epoch` that begin where the log ends: `epoch` is the newest of which something stands. A follower
+        may then be given more of an older one."""
+        history = EpochHistory(list(self.epochs.starts))
+        history.truncate(self.end_offset, epoch)
+        if history.starts != self.epochs.starts:
+            self.save_epochs(history)
+
     def save_epochs(self, history: EpochHistory) -> None:
         """Make the leader-epoch history durable."""
         save_checked(self._files, self.folder / EPOCHS_NAME, encode_epochs(history))

@@ -457,6 +457,8 @@ def _logs(reader: _Reader) -> int:
 def _decode_place(reader: _Reader) -> LogPlace:
     log, start, start_note, end, end_note, complete, number = reader.take(_LOG_PLACE)
     starts = reader.starts(number, STARTS_MAX)
+    if not starts and not complete:
+        raise _malformed("a follower tells no epoch, and has some")
     return LogPlace(log, _point(start, start_note), _point(end, end_note), starts, _flag(complete))
 
 
@@ -478,9 +480,11 @@ def _decode_append(reader: _Reader, epoch: int, election: str, registration: int
         entries.append(entry)
     if not entries:
         raise _malformed("an APPEND brings frames")
+    frames = frames_from(at, entries)
+    if starts and not at <= starts[0].start <= starts[-1].start < frames[-1].end:
+        raise _malformed("an epoch begins outside of its frames")
     return Append(
-        epoch, election, registration, ask, log, at, prev_epoch, _point(commit, commit_note), _point(start, start_note), starts,
-        frames_from(at, entries),
+        epoch, election, registration, ask, log, at, prev_epoch, _point(commit, commit_note), _point(start, start_note), starts, frames,
     )  # fmt: skip
 
 

@@ -78,13 +78,14 @@ def appends(draw: st.DrawFn) -> Append:
         made = entry(offset, 3, number, annotation, slot) if number else position(offset, 3, annotation, slot)
         entries.append(made)
         offset += number
+    begun = (EpochStart(3, draw(elections), prev),) if draw(st.booleans()) else ()
     return Append(
         draw(st.integers(3, 9)), draw(elections), draw(registrations), draw(asks), draw(logs), prev, draw(st.integers(0, 3)),
-        draw(points), draw(points), draw(starts()), frames_from(prev, entries),
+        draw(points), draw(points), begun, frames_from(prev, entries),
     )  # fmt: skip
 
 
-places = st.builds(LogPlace, logs, points, points, starts(), st.booleans())
+places = st.builds(LogPlace, logs, points, points, starts(), st.just(True))
 placements = st.builds(Placement, logs, st.sampled_from(Action), points, points)
 messages = st.one_of(
     appends(),

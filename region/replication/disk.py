@@ -1,0 +1,324 @@
+"""One log of a replica on its disk: the log itself, the elections of its epochs, and the commit point. Blocking: commit threads only,
+one at a time; `read` from any.
+
+The log's folder holds, beside what is the log's own, `elections` (epochs by points and election ids) and `commit` (the commit
+point, written now and then: an old one is only lower).
+
+Invariants:
+- an epoch stands in `elections`, durably, before a frame of it is given to the log: of no frame is the election unknown;
+- what recovery lets stand is rewritten and synced before any end is told (R4, R11): after a sync that failed, the page cache may have
+  what the disk has not, and a later sync would not tell;
+- `commit` is lowered before anything below it is cut;
+- a copy of a log is whole under another name before it takes the place of the old one, which is put back where that did not end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from felix.errors import CorruptionError
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
+from felix.storage.port import Files, write_all
+from felix.storage.small_file import load_checked, save_checked
+from region.log.disk import DiskLog
+from region.log.durable_mark import MARK_NAME, decode_mark
+from region.log.frame import Frame as LogFrame
+from region.log.open_logs import OpenLogs
+from region.log.point import LogPoint
+from region.log.recovery import EPOCHS_NAME
+from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, no_commitment
+from region.log.segment_limits import SegmentLimits
+from region.replication.history import BEGINNING, EpochStart, History
+from region.replication.messages import Frame
+from region.replication.origin import Beginning
+from region.replication.replica import Log
+from region.replication.wire import frames_from
+
+ELECTIONS_NAME: Final = "elections"
+COMMIT_NAME: Final = "commit"
+COPY_SUFFIX: Final = ".copy"
+OLD_SUFFIX: Final = ".old"
+UNKNOWN_ELECTION: Final = "0" * 16
+"""Of epochs that a broker began before its log was replicated: nobody was elected, and nobody else has them."""
+_REWRITE_BYTES: Final = 1 << 20
+
+_starts: Final = msgspec.json.Decoder(list[EpochStart])
+_point: Final = msgspec.json.Decoder(LogPoint)
+
+
+@dataclass(frozen=True, slots=True)
+class LogPlan:
+    """Where a log of a replica is, and how it is opened."""
+
+    number: int
+    folder: Path
+    identity: ShardIdentity
+    limits: SegmentLimits = SegmentLimits()  # noqa: RUF009 - immutable
+    commitment: Callable[[], bytes] = no_commitment
+
+
+class ReplicaDisk:
+    """See the module. Construct with `open`."""
+
+    def __init__(
+        self,
+        plan: LogPlan,
+        log: DiskLog,
+        starts: Sequence[EpochStart],
+        kept: LogPoint,
+        *,
+        files: Files,
+        runtime: Runtime,
+        open_logs: OpenLogs,
+    ) -> None:
+        self.plan = plan
+        self.log = log
+        self.history = History(starts)
+        self.kept = kept
+        self._files = files
+        self._runtime = runtime
+        self._open_logs = open_logs
+
+    @classmethod
+    def open(
+        cls, plan: LogPlan, *, files: Files, runtime: Runtime = REAL, open_logs: OpenLogs | None = None
+    ) -> ReplicaDisk:
+        """Recover the log, or begin one. All that it then holds is on the disk, where the folder that it lies in is.
+
+        Raises CorruptionError where the log, or what is known of its elections, must not be used; OSError.
+        """
+        open_logs = OpenLogs() if open_logs is None else open_logs
+        _finish_copy(files, plan.folder)
+        rewrite_unsynced(files, plan.folder)
+        log, _ = DiskLog.open(
+            plan.folder,
+            plan.identity,
+            now_ms=runtime.clock.now_ms(),
+            files=files,
+            limits=plan.limits,
+            commitment=plan.commitment,
+            runtime=runtime,
+            open_logs=open_logs,
+        )
+        try:
+            # A log whose own name is not on the disk is gone with the power, however often it was synced.
+            files.sync_folder(plan.folder.parent)
+            starts = _load_elections(files, plan.folder, log)
+            payload = load_checked(files, plan.folder / COMMIT_NAME)
+            kept = BEGINNING if payload is None else _point.decode(payload)
+        except (CorruptionError, OSError, msgspec.DecodeError):
+            log.abandon()
+            raise
+        return cls(plan, log, starts, kept, files=files, runtime=runtime, open_logs=open_logs)
+
+    def beginning(self) -> Log:
+        """What a replica knows of it after its start."""
+        log = self.log
+        end = log.end_point
+        commit = max(log.start_point, min(self.kept, end))
+        # Durable: recovery has synced all that it let stand.
+        return Log(
+            self.plan.number,
+            History(self.history.starts),
+            log.start_point,
+            end,
+            durable=end,
+            commit=commit,
+            kept=self.kept,
+        )
+
+    # Writing
+
+    def write(
+        self, prev: LogPoint, entries: Sequence[LogFrame], starts: Sequence[EpochStart] = (), *, now_ms: int
+    ) -> None:
+        """Frames of this or another copy, where this one ends; `starts`: epochs that begin with them.
+
+        Raises as `DiskLog.write_frames` does.
+        """
+        newer = [start for start in starts if start.epoch > self.history.last.epoch]
+        if newer:
+            for start in newer:
+                self.history.begin(start)
+            self._save_elections()
+        self.log.write_frames(prev, entries, now_ms)
+
+    def begin(self, start: EpochStart) -> None:
+        """N1: all that is held is synced, and the epoch begins here, durably. Raises StorageFailedError, OSError."""
+        assert start.start == self.log.end_point, (start, self.log.end_point)
+        self.sync()
+        if start.epoch > self.history.last.epoch:
+            self.history.begin(start)
+            self._save_elections()
+        self.log.begin_epoch(start.epoch)
+
+    def cut(self, point: LogPoint) -> None:
+        """What stands behind `point` goes, and epochs that began there; durable on return. Raises as `DiskLog.truncate` does."""
+        if self.kept > point:
+            self.keep(point)
+        if point < self.log.end_point:
+            self.log.truncate(point)
+        self.history.truncate(point)
+        self._save_elections()
+        self.log.end_epochs(self.history.epoch_before(point))
+
+    def sync(self) -> LogPoint:
+        """Where the log ended when the sync began, which is on the disk now. Raises StorageFailedError."""
+        point = self.log.end_point
+        self.log.sync()
+        return point
+
+    def keep(self, point: LogPoint) -> None:
+        """Keep the commit point, and the log's mark, durably. Raises OSError, StorageFailedError."""
+        save_checked(self._files, self.plan.folder / COMMIT_NAME, msgspec.json.encode(point))
+        self.kept = point
+        self.log.sync_mark()
+
+    def trim(self, point: LogPoint, *, now_ms: int) -> LogPoint:
+        """Let go of segments that end at or before `point`; where the log begins then. Raises as `DiskLog.trim` does."""
+        self.log.trim(point.offset, now_ms)
+        return self.log.start_point
+
+    def _save_elections(self) -> None:
+        save_checked(self._files, self.plan.folder / ELECTIONS_NAME, msgspec.json.encode(self.history.starts))
+
+    # Reading
+
+    def read(self, begin: LogPoint, size: int, end: LogPoint) -> tuple[Frame, ...]:
+        """Frames from `begin` on and before `end`, of at most `size` bytes, one at least. Raises as `DiskLog.read_frames` does."""
+        return frames_from(begin, self.log.read_frames(begin, size, end))
+
+    # Copies
+
+    def told_beginning(self, producers: bytes = b"") -> Beginning:
+        """Where a copy of this log begins. Raises as `DiskLog.origin` does."""
+        origin = self.log.origin(producers)
+        return Beginning(origin, tuple(start for start in self.history.starts if start.start < origin.point))
+
+    def begin_anew(self, beginning: Beginning) -> ReplicaDisk:
+        """The log that takes this one's place, begun where the leader's begins; frames follow. This one is closed.
+
+        Raises CorruptionError (of the snapshot of producers), OSError, with the old log in its place.
+        """
+        folder = self.plan.folder
+        aside = folder.with_name(folder.name + COPY_SUFFIX)
+        self._files.remove_folder(aside)
+        log, _ = DiskLog.open(
+            aside,
+            self.plan.identity,
+            now_ms=self._runtime.clock.now_ms(),
+            files=self._files,
+            commitment=self.plan.commitment,
+            origin=beginning.origin,
+            runtime=self._runtime,
+        )
+        log.close()
+        save_checked(self._files, aside / ELECTIONS_NAME, msgspec.json.encode(beginning.starts))
+        save_checked(self._files, aside / COMMIT_NAME, msgspec.json.encode(beginning.origin.point))
+        self.close()
+        self._files.rename(folder, folder.with_name(folder.name + OLD_SUFFIX))
+        self._files.rename(aside, folder)
+        self._files.sync_folder(folder.parent)
+        return ReplicaDisk.open(
+            self.plan, files=self._files, runtime=self._runtime, open_logs=self._open_logs
+        )
+
+    # The end
+
+    def close(self) -> None:
+        """Sync everything, and close the files. Raises StorageFailedError."""
+        self.log.close()
+
+    def abandon(self) -> None:
+        """Close the files, and promise nothing."""
+        self.log.abandon()
+
+
+def _finish_copy(files: Files, folder: Path) -> None:
+    """What a copy that did not end has left: the old log is put back, or goes where the new one stands."""
+    old, aside = folder.with_name(folder.name + OLD_SUFFIX), folder.with_name(folder.name + COPY_SUFFIX)
+    if files.exists(old):
+        if files.exists(folder):
+            # The names must be on the disk before the old log goes.
+            files.sync_folder(folder.parent)
+            files.remove_folder(old)
+        else:
+            files.rename(old, folder)
+            files.sync_folder(folder.parent)
+    if files.exists(aside):
+        files.remove_folder(aside)
+
+
+def rewrite_unsynced(files: Files, folder: Path) -> None:
+    """Write again what the mark does not say is on the disk: a sync of it may have failed in a process that is gone (R11).
+
+    Blocking. Raises OSError. A log without a mark has nothing that was acknowledged.
+    """
+    if not files.exists(folder / MARK_NAME):
+        return
+    descriptor = files.open(folder / MARK_NAME, os.O_RDONLY)
+    try:
+        mark = decode_mark(files.pread(descriptor, files.size(descriptor), 0))
+    finally:
+        files.close(descriptor)
+    for name in files.names(folder):
+        base = name.removesuffix(SEGMENT_SUFFIX)
+        if not name.endswith(SEGMENT_SUFFIX) or not base.isdigit() or mark is None:
+            continue
+        if int(base) >= mark.segment:
+            _rewrite(files, folder / name, mark.synced_to if int(base) == mark.segment else 0)
+
+
+def _rewrite(files: Files, path: Path, position: int) -> None:
+    descriptor = files.open(path, os.O_RDWR)
+    try:
+        end = files.size(descriptor)
+        if position >= end:
+            return
+        while position < end:
+            data = files.pread(descriptor, min(_REWRITE_BYTES, end - position), position)
+            if not data:
+                break
+            position = write_all(files, descriptor, (data,), position)
+        files.sync(descriptor)
+    finally:
+        files.close(descriptor)
+
+
+def _load_elections(files: Files, folder: Path, log: DiskLog) -> list[EpochStart]:
+    """The history as it stands on the disk, as far as the log has what it is about."""
+    path, end = folder / ELECTIONS_NAME, log.end_point
+    payload = load_checked(files, path)
+    if payload is None:
+        if files.exists(path):
+            raise _unreadable(path, "its checksum does not hold")
+        return [
+            EpochStart(start.epoch, UNKNOWN_ELECTION, LogPoint(start.start_offset))
+            for start in log.epochs.starts
+        ]
+    try:
+        starts = [start for start in _starts.decode(payload) if start.start <= end]
+    except msgspec.DecodeError as error:
+        raise _unreadable(path, str(error)) from error
+    written = log.epochs.starts
+    if (
+        written
+        and written[-1].start_offset < end.offset
+        and written[-1].epoch > max((start.epoch for start in starts), default=0)
+    ):
+        raise _unreadable(path, f"epoch {written[-1].epoch} stands in {EPOCHS_NAME}, and is not in it")
+    return starts
+
+
+def _unreadable(path: Path, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"{path} does not say who led the epochs of the log: {why}.",
+        hint="Replace this broker's copy: it is built anew from the shard's leader.",
+    )

@@ -1,0 +1,660 @@
+"""One broker's replicas on real logs, links and metadata: feeds each shard's `ReplicaCore` with what happens, and does what it says.
+
+Disk work goes to the logs' workers (`log_worker`), messages to the links (`links`), changes of records to the metadata store, all in the order
+of `Ready`'s fields where that matters: a log's jobs keep their order, and what rests on the disk is asked for by the core only once the
+worker has told of it.
+
+Invariants:
+- a core sees one event at a time, on the event loop;
+- from the moment that a leader is deposed until the appends that a thread was writing are told, a shard hears nothing else: what is in the
+  file and what the core knows of it are the same before a follower's frames come;
+- what a peer says that no replica here could mean is refused before a core sees it;
+- frames of followers that wait for the disk are bounded (FOLLOWER_WAITING_BYTES_MAX), and so are a leader's appends (APPEND_WAITING_BYTES_MAX).
+
+Order: `open` after the registry's `open`; `start` after its `announce`; `close` before its `close`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+from felix.batch import Batch
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.runtime.port import Runtime
+from felix.storage.port import Files
+from felix.tasks import end_tasks
+from region.cluster.mirror import ClusterMirror
+from region.cluster.records import ShardDurability, ShardId, YieldReason
+from region.cluster.transactions import Refusal, change
+from region.log.errors import NotLocalError
+from region.log.open_logs import OpenLogs
+from region.log.point import LogPoint
+from region.metadata.lease import Lease as StoreLease
+from region.metadata.transaction import Change, Snapshot
+from region.replication.core import ReplicaCore
+from region.replication.disk import LogPlan, ReplicaDisk
+from region.replication.leader import TICK_MS
+from region.replication.log_worker import (
+    Appended,
+    AppendJob,
+    AppendRefused,
+    LogBegun,
+    LogWorker,
+    Replace,
+    TrimOwn,
+)  # fmt: skip
+from region.replication.log_worker import Told as WorkerTold
+from region.replication.messages import Follow, Message, Placed, Probe
+from region.replication.origin import decode_beginning, encode_beginning
+from region.replication.ready import (
+    Begun,
+    CopyFailed,
+    CopyFrom,
+    DiskFailed,
+    FramesRead,
+    Lease,
+    Linked,
+    Living,
+    MinWanted,
+    Outcome,
+    Read,
+    Ready,
+    Received,
+    RecordRead,
+    Swap,
+    SwapAnswered,
+    Tick,
+    Written,
+    YieldAsked,
+)  # fmt: skip
+from region.replication.replica import Replica
+from region.replication.wire import ORIGIN_BYTES_MAX, OriginAsked, OriginTold, Said, Told
+
+log = logging.getLogger("felix.region.replication")
+
+APPEND_WAITING_BYTES_MAX: Final = 16 << 20
+"""A leader's appends of one log that wait for its disk: two groups."""
+ANSWERS_WAITING_MAX: Final = 4_096
+"""Appends of one shard that wait for a commit: with the largest groups in flight there are some hundred."""
+FOLLOWER_WAITING_BYTES_MAX: Final = 32 << 20
+"""Frames of one log that wait for a follower's disk. A leader has four times less on its way; more of them come of leaders that followed
+each other quickly."""
+COPY_MS: Final = 10_000
+"""A leader that has not said where its log begins for so long is asked again."""
+RETRY_MS: Final = 250
+"""How soon a refused append may be tried again."""
+
+
+class Links(Protocol):
+    """What the host needs of `links.PeerLinks`."""
+
+    def send(self, peer: str, shard: ShardId, message: Told) -> None: ...
+
+    async def room(self, peer: str) -> None: ...
+
+    def know(self, addresses: Mapping[str, str]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """A shard that this broker has a copy of, with all its logs."""
+
+    shard: ShardId
+    logs: tuple[LogPlan, ...]
+    durability: ShardDurability = "fsync"
+
+
+@dataclass(slots=True)
+class Hosted:
+    """A replica of this broker."""
+
+    shard: ShardId
+    core: ReplicaCore
+    workers: dict[int, LogWorker]
+    answers: dict[int, deque[tuple[LogPoint, asyncio.Future[LogPoint]]]]
+    """Per log: whoever waits for a commit, in order of the points."""
+    writing: int = 0
+    """appends that workers have and have not told of"""
+    is_settling: bool = False
+    """deposed, while appends are being written"""
+    put_off: deque[object] = field(default_factory=deque)
+    """events meanwhile"""
+    to_begin: dict[int, int] = field(default_factory=dict)
+    """per log the epoch that it is about to begin"""
+    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """per log that is to be copied: the question it is asked with, and when, in ms"""
+    lease_until_ms: int = 0
+    broken: str = ""
+    """why nothing is done any more: our own mistake"""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it serves as leader."""
+        return self.core.leader.commits
+
+
+class ReplicaHost:
+    """See the module. One event loop, no locks."""
+
+    def __init__(
+        self,
+        broker: str,
+        mirror: ClusterMirror,
+        links: Links,
+        *,
+        files: Files,
+        commit_pool: Executor,
+        read_pool: Executor,
+        runtime: Runtime,
+        seal: Callable[[Batch], Batch] = lambda batch: batch,
+        sync_failed: Callable[[], Awaitable[None]] | None = None,
+        producers: Callable[[ShardId, int], bytes] = lambda shard, number: b"",
+        open_logs: OpenLogs | None = None,
+    ) -> None:
+        """`sync_failed`: `Registry.sync_failed`. `producers`: a snapshot of what a log knows of them, for copies."""
+        self.alarms: dict[ShardId, str] = {}
+        """what needs a person, the newest of each shard"""
+        self._broker = broker
+        self._mirror = mirror
+        self._links = links
+        self._files = files
+        self._commit_pool = commit_pool
+        self._read_pool = read_pool
+        self._runtime = runtime
+        self._seal = seal
+        self._sync_failed = sync_failed
+        self._producers = producers
+        self._open_logs = OpenLogs() if open_logs is None else open_logs
+        self._hosted: dict[ShardId, Hosted] = {}
+        self._lease: StoreLease | None = None
+        self._registration = 0
+        self._is_started = self._is_closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ticks: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        mirror.on_change(self._mirrored)
+
+    # -- a broker's life -------------------------------------------------------------------------------
+
+    async def open(
+        self, plans: Sequence[ShardPlan], *, registration: int, folder: str, registered_at: int
+    ) -> None:
+        """Open the logs; all that they then hold is on the disk. `registered_at`: a revision of the store not below that which
+        registered this start. Raises CorruptionError, OSError."""
+        self._registration = registration
+        for plan in plans:
+            disks = await self._loop.run_in_executor(self._commit_pool, self._open_logs_of, plan)
+            replica = Replica(
+                self._broker, registration, folder, registered_at, plan.durability,
+                {number: disk.beginning() for number, disk in disks.items()},
+            )  # fmt: skip
+            hosted = Hosted(plan.shard, ReplicaCore(replica), {}, {number: deque() for number in disks})
+            for number, disk in disks.items():
+                hosted.workers[number] = LogWorker(
+                    disk, self._commit_pool, self._runtime, self._seal,
+                    lambda told, hosted=hosted: self._worked(hosted, told),  # type: ignore[misc]
+                )  # fmt: skip
+            self._hosted[plan.shard] = hosted
+
+    def _open_logs_of(self, plan: ShardPlan) -> dict[int, ReplicaDisk]:
+        disks: dict[int, ReplicaDisk] = {}
+        try:
+            for each in plan.logs:
+                disks[each.number] = ReplicaDisk.open(
+                    each, files=self._files, runtime=self._runtime, open_logs=self._open_logs
+                )
+        except BaseException:
+            for disk in disks.values():
+                disk.abandon()
+            raise
+        return disks
+
+    def start(self) -> None:
+        """Lead and follow. The mirror has reached the registration, and the broker is alive."""
+        self._is_started = True
+        self._know_peers()
+        self._hear_records(list(self._hosted))
+        self._ticks = self._loop.create_task(self._tick(), name="replication ticks")
+
+    async def close(self) -> None:
+        """Do nothing more; close the logs, all that they hold synced where their disks take it."""
+        await self._stop("the broker stops")
+        for hosted in self._hosted.values():
+            for worker in hosted.workers.values():
+                await worker.idle()
+                try:
+                    await self._loop.run_in_executor(self._commit_pool, worker.disk.close)
+                except (OSError, FelixError) as error:
+                    log.warning("closing log %s: %s", worker.disk.plan.folder, error)
+
+    async def abandon(self) -> None:
+        """Do nothing more, and sync nothing: as where the process ends."""
+        await self._stop("the broker is gone")
+        for hosted in self._hosted.values():
+            for worker in hosted.workers.values():
+                await worker.idle()
+                worker.disk.abandon()
+
+    async def _stop(self, why: str) -> None:
+        self._is_closed = True
+        if self._ticks is not None:
+            await end_tasks(self._ticks)
+        await end_tasks(*self._tasks)
+        for hosted in self._hosted.values():
+            for worker in hosted.workers.values():
+                worker.halt(why)
+            self._forget_answers(hosted)
+
+    # -- what others ask -------------------------------------------------------------------------------
+
+    def replica(self, shard: ShardId) -> Replica | None:
+        """What is known of a copy here; to be looked at only."""
+        hosted = self._hosted.get(shard)
+        return None if hosted is None else hosted.core.replica
+
+    def serves(self, shard: ShardId) -> bool:
+        """Whether appends are taken here now."""
+        hosted = self._hosted.get(shard)
+        return hosted is not None and not hosted.is_settling and hosted.core.leader.may_append()
+
+    def may_answer(self, shard: ShardId) -> bool:
+        """Whether what rests on no commit may be answered here now (L1)."""
+        hosted = self._hosted.get(shard)
+        return hosted is not None and hosted.core.leader.may_answer(self._now())
+
+    def append_nowait(
+        self, shard: ShardId, number: int, batch: Batch | None, *, slot: int = 0, annotation: bytes = b""
+    ) -> asyncio.Future[LogPoint]:
+        """A batch, or a position where it is None, to a log that is led here: the point behind it once it is committed.
+
+        Raises UnavailableError where it is not taken: nothing of it was or will be written. The future raises UnavailableError where it is not
+        known what becomes of it, and DISK_FULL where it was not written.
+        """
+        hosted = self._hosted.get(shard)
+        if hosted is None or not hosted.leads or hosted.is_settling:
+            raise not_leader(shard, "It was not written.")
+        worker = hosted.workers[number]
+        if not hosted.core.leader.may_append():
+            raise UnavailableError(
+                f"Shard {shard.number} has too few copies in sync for what is written to be committed; nothing was written.",
+                hint="The brokers that have its other copies must be up and catch up; felix region status shows them.",
+                retry_after_ms=RETRY_MS,
+            )
+        if (
+            worker.waiting_bytes > APPEND_WAITING_BYTES_MAX
+            or sum(map(len, hosted.answers.values())) + hosted.writing >= ANSWERS_WAITING_MAX
+        ):
+            raise UnavailableError(
+                f"Too much waits to be committed in shard {shard.number}; nothing was written.",
+                code=Code.LIMIT_MEMORY,
+                retry_after_ms=RETRY_MS,
+            )
+        answer: asyncio.Future[LogPoint] = self._loop.create_future()
+        hosted.writing += 1
+        worker.put(AppendJob(hosted.core.leader.epoch, batch, slot, annotation, answer))
+        return answer
+
+    async def append(
+        self, shard: ShardId, number: int, batch: Batch | None, *, slot: int = 0, annotation: bytes = b""
+    ) -> LogPoint:
+        """`append_nowait`, and wait."""
+        return await self.append_nowait(shard, number, batch, slot=slot, annotation=annotation)
+
+    def trim(self, shard: ShardId, number: int, point: LogPoint) -> None:
+        """Let go, as leader, of segments that end at or before `point`, at most the commit point."""
+        hosted = self._hosted[shard]
+        if hosted.leads:
+            hosted.workers[number].put(TrimOwn(min(point, hosted.core.replica.logs[number].commit)))
+
+    def want_min(self, shard: ShardId, minimum: int) -> None:
+        """The catalog asks for this `min` (R9)."""
+        self._step(self._hosted[shard], MinWanted(minimum))
+
+    def give_up(self, why: YieldReason) -> None:
+        """Yield what is led here, where somebody else is eligible: a drain, a clock that is off."""
+        for hosted in self._hosted.values():
+            self._step(hosted, YieldAsked(why))
+
+    def leased(self, lease: StoreLease | None) -> None:
+        """For `Registry.on_lease`."""
+        self._lease = lease
+
+    def linked(self, peer: str, up: bool) -> None:
+        """For `PeerLinks`."""
+        for hosted in self._hosted.values():
+            self._step(hosted, Linked(peer, up))
+
+    def heard(self, peer: str, said: Said) -> None:
+        """For `PeerLinks`."""
+        hosted = self._hosted.get(said.shard)
+        if hosted is None or not self._is_started or hosted.broken:
+            return
+        message = said.message
+        if isinstance(message, OriginAsked):
+            self._begin_task(self._tell_origin(hosted, peer, message))
+        elif isinstance(message, OriginTold):
+            self._take_origin(hosted, peer, message)
+        elif not hosted.is_settling and self._is_meant(hosted, message):
+            # What is said while a shard settles is lost; it is said again.
+            self._step(hosted, Received(peer, message))
+
+    def _is_meant(self, hosted: Hosted, message: Message) -> bool:
+        """Whether a message speaks of the logs that are here, and is not too much."""
+        logs = hosted.core.replica.logs
+        if isinstance(message, Probe):
+            return True
+        if isinstance(message, Follow | Placed):
+            numbers = [place.log for place in message.logs]
+            return sorted(numbers) == sorted(logs)
+        if message.log not in logs:
+            return False
+        return hosted.workers[message.log].waiting_bytes <= FOLLOWER_WAITING_BYTES_MAX
+
+    # -- steps -----------------------------------------------------------------------------------------
+
+    def _now(self) -> int:
+        return self._runtime.clock.boot_ms()
+
+    def _step(self, hosted: Hosted, event: object) -> None:
+        if self._is_closed or hosted.broken or not self._is_started:
+            return
+        if hosted.is_settling and not isinstance(event, Written):
+            hosted.put_off.append(event)
+            return
+        try:
+            ready = hosted.core.step(event, self._now())
+            self._carry_out(hosted, ready)
+        except Exception as error:
+            # What it was about to do is half done: it must not go on. The others take over when it does not acknowledge.
+            log.exception("shard %s fails at %s", hosted.shard, type(event).__name__)
+            hosted.broken = f"{type(error).__name__}: {error}"
+            self._alarm(hosted, f"it has stopped by a mistake of its own ({hosted.broken})")
+            for worker in hosted.workers.values():
+                worker.halt(hosted.broken)
+            self._forget_answers(hosted)
+            return
+        self._answer(hosted, ready)
+
+    def _carry_out(self, hosted: Hosted, ready: Ready) -> None:
+        workers = hosted.workers
+        for cut in ready.truncate:
+            workers[cut.log].put(cut)
+        if ready.begin:
+            hosted.to_begin = {begin.log: begin.start.epoch for begin in ready.begin}
+        for begin in ready.begin:
+            workers[begin.log].put(begin)
+        for write in ready.write:
+            workers[write.log].put(write)
+        for send in ready.send:
+            self._links.send(send.peer, hosted.shard, send.message)
+        for sync in ready.sync:
+            workers[sync.log].put(sync)
+        for copy in ready.copy:
+            self._ask_origin(hosted, copy)
+        for read in ready.read:
+            self._begin_task(self._read(hosted, read, hosted.core.replica.logs[read.log].cuts))
+        for keep in ready.keep:
+            workers[keep.log].put(keep)
+        for trim in ready.trim:
+            workers[trim.log].put(trim)
+        if ready.swap is not None:
+            self._begin_task(self._swap(hosted, ready.swap))
+        for alarm in ready.alarms:
+            self._alarm(hosted, alarm)
+
+    def _alarm(self, hosted: Hosted, sentence: str) -> None:
+        self.alarms[hosted.shard] = sentence
+        log.error("shard %s: %s", hosted.shard, sentence)
+
+    def _begin_task(self, work: Awaitable[None]) -> None:
+        async def run() -> None:
+            await work
+
+        task = self._loop.create_task(run(), name="replication")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # -- answers ---------------------------------------------------------------------------------------
+
+    def _answer(self, hosted: Hosted, ready: Ready) -> None:
+        if ready.deposed:
+            for worker in hosted.workers.values():
+                for job in worker.drop_appends():
+                    hosted.writing -= 1
+                    _raise(job.answer, not_leader(hosted.shard, "It was not written."))
+            hosted.is_settling = hosted.writing > 0
+            self._forget_answers(hosted)
+        elif hosted.leads:
+            for number in ready.committed:
+                commit, waiting = hosted.core.replica.logs[number].commit, hosted.answers[number]
+                while waiting and waiting[0][0] <= commit:
+                    point, answer = waiting.popleft()
+                    if not answer.done():
+                        answer.set_result(point)
+
+    def _forget_answers(self, hosted: Hosted) -> None:
+        """L5."""
+        for waiting in hosted.answers.values():
+            while waiting:
+                _raise(
+                    waiting.popleft()[1],
+                    not_leader(hosted.shard, "Whether it was committed is not known here."),
+                )
+
+    # -- the disk --------------------------------------------------------------------------------------
+
+    def _worked(self, hosted: Hosted, told: WorkerTold) -> None:
+        if self._is_closed or hosted.broken:
+            return
+        if isinstance(told, Appended):
+            hosted.writing -= len(told.jobs)
+            waiting = hosted.answers[told.log]
+            if not hosted.is_settling:
+                waiting.extend((point, job.answer) for job, point in told.jobs)
+            else:
+                for job, _ in told.jobs:
+                    _raise(
+                        job.answer, not_leader(hosted.shard, "Whether it was committed is not known here.")
+                    )
+            self._step(hosted, Written(told.log, told.prev, told.frames))
+            self._settle(hosted)
+        elif isinstance(told, AppendRefused):
+            hosted.writing -= len(told.jobs)
+            for job in told.jobs:
+                _raise(job.answer, told.error)
+            self._settle(hosted)
+        elif isinstance(told, LogBegun):
+            if hosted.to_begin.pop(told.log, 0) and not hosted.to_begin:
+                self._step(hosted, Begun(told.epoch))
+        elif isinstance(told, DiskFailed):
+            self._begin_task(self._disk_failed(hosted, told))
+        else:
+            self._step(hosted, told)
+
+    def _settle(self, hosted: Hosted) -> None:
+        """The appends that were being written when the shard was deposed are told: hear the rest."""
+        if hosted.is_settling and not hosted.writing:
+            hosted.is_settling = False
+            while hosted.put_off and not hosted.is_settling:
+                self._step(hosted, hosted.put_off.popleft())
+
+    async def _disk_failed(self, hosted: Hosted, failed: DiskFailed) -> None:
+        """First that goes to the folder's file (where an `interval` log was acknowledged unsynced), then to the core, which tells the store."""
+        if self._sync_failed is not None and hosted.core.replica.durability != "fsync":
+            try:
+                await self._sync_failed()
+            except OSError as error:
+                log.error("that a sync failed cannot be written down: %s", error)
+        self._alarm(hosted, f"its disk has failed: {hosted.workers[failed.log].failure}")
+        for worker in hosted.workers.values():
+            worker.halt("another log of the shard failed")
+        hosted.writing, hosted.is_settling = 0, False
+        self._step(hosted, failed)
+        self._forget_answers(hosted)
+        while hosted.put_off:
+            self._step(hosted, hosted.put_off.popleft())
+
+    async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
+        """Frames for a follower, once the link to it has room."""
+        await self._links.room(read.peer)
+        disk = hosted.workers[read.log].disk
+        try:
+            frames = await self._loop.run_in_executor(
+                self._read_pool, disk.read, read.begin, read.size, read.end
+            )
+        except (RequestError, NotLocalError):
+            frames = ()
+        except (CorruptionError, OSError, FelixError) as error:
+            frames = ()
+            if hosted.core.replica.logs[read.log].cuts == cuts and hosted.leads:
+                log.error("log %s cannot be read: %s", disk.plan.folder, error)
+                why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
+                await self._disk_failed(hosted, DiskFailed(read.log, why))
+                return
+        self._step(hosted, FramesRead(read.peer, read.ask, read.log, read.begin, frames))
+
+    # -- copies ----------------------------------------------------------------------------------------
+
+    def _ask_origin(self, hosted: Hosted, copy: CopyFrom) -> None:
+        follower, fence = hosted.core.follower, hosted.core.replica.fence
+        hosted.copies[copy.log] = (follower.ask, self._now())
+        self._links.send(
+            copy.peer,
+            hosted.shard,
+            OriginAsked(fence.epoch, fence.election, self._registration, follower.ask, copy.log),
+        )
+
+    async def _tell_origin(self, hosted: Hosted, peer: str, asked: OriginAsked) -> None:
+        leader = hosted.core.leader
+        if not hosted.leads or (asked.epoch, asked.election) != (leader.epoch, leader.election):
+            return
+        if asked.log not in hosted.workers:
+            return
+        disk, payload = hosted.workers[asked.log].disk, b""
+        try:
+            beginning = await self._loop.run_in_executor(
+                self._read_pool, disk.told_beginning, self._producers(hosted.shard, asked.log)
+            )
+            payload = encode_beginning(beginning)
+        except (FelixError, OSError) as error:
+            log.warning("log %s cannot be begun at %s as it is: %s", disk.plan.folder, peer, error)
+        if len(payload) > ORIGIN_BYTES_MAX:
+            log.error(
+                "what log %s begins with has %d bytes, and is not copied", disk.plan.folder, len(payload)
+            )
+            payload = b""
+        self._links.send(peer, hosted.shard, OriginTold(*asked, payload))
+
+    def _take_origin(self, hosted: Hosted, peer: str, told: OriginTold) -> None:
+        asked = hosted.copies.get(told.log)
+        if (
+            asked is None
+            or hosted.is_settling
+            or (told.registration, told.ask) != (self._registration, asked[0])
+            or told.epoch != hosted.core.replica.fence.epoch
+            or told.election != hosted.core.replica.fence.election
+        ):
+            return
+        del hosted.copies[told.log]
+        replica = hosted.core.replica.logs[told.log]
+        if told.payload:
+            try:
+                beginning = decode_beginning(told.payload)
+            except FelixError as error:
+                log.error("broker %s says where a log begins so that it cannot be read: %s", peer, error)
+            else:
+                if beginning.origin.point >= replica.commit:
+                    hosted.workers[told.log].put(Replace(beginning))
+                    return
+        self._step(hosted, CopyFailed(told.log))
+
+    def _look_at_copies(self, hosted: Hosted, now: int) -> None:
+        for number, (_, asked_ms) in list(hosted.copies.items()):
+            if now - asked_ms > COPY_MS:
+                del hosted.copies[number]
+                self._step(hosted, CopyFailed(number))
+
+    # -- the metadata store ----------------------------------------------------------------------------
+
+    def _mirrored(self, known: Snapshot | Change) -> None:
+        if not self._is_started or self._is_closed:
+            return
+        keys = self._mirror.view.keys
+        if isinstance(known, Snapshot):
+            self._know_peers()
+            self._hear_records(list(self._hosted))
+            return
+        names = {event.key for event in known.events}
+        self._hear_records([keys.shard_of(name) for name in names if name.startswith(keys.shards)])
+        if any(name.startswith(keys.brokers) for name in names):
+            self._know_peers()
+
+    def _hear_records(self, shards: Sequence[ShardId]) -> None:
+        view = self._mirror.view
+        for shard in shards:
+            hosted, record = self._hosted.get(shard), view.shards.get(shard)
+            if hosted is not None and record is not None:
+                key = view.keys.shard(shard)
+                self._step(hosted, RecordRead(record, view.revision_of(key), view.revision))
+
+    def _know_peers(self) -> None:
+        view = self._mirror.view
+        self._links.know({broker: record.peer_address for broker, record in view.alive.items()})
+        living = view.brokers.registrations()
+        for hosted in self._hosted.values():
+            self._step(hosted, Living(living))
+
+    async def _swap(self, hosted: Hosted, swap: Swap) -> None:
+        view = self._mirror.view
+        made = change(view, hosted.shard, self._broker, swap.before, swap.revision, swap.record)
+        if isinstance(made, Refusal):
+            log.info("shard %s: its record is not changed: %s", hosted.shard, made.sentence)
+            self._step(hosted, SwapAnswered(swap.attempt, Outcome.REFUSED))
+            return
+        outcome, revision = Outcome.UNKNOWN, 0
+        try:
+            result = await self._mirror.commit(made)
+        except FelixError as error:
+            # Not sent, or sent and not heard of: the larger set stands until it is known.
+            log.warning("shard %s: what came of a change of its record is not known: %s", hosted.shard, error)
+        else:
+            if result is not None:
+                outcome = Outcome.APPLIED if result.succeeded else Outcome.REFUSED
+                revision = result.revision
+        self._step(hosted, SwapAnswered(swap.attempt, outcome, revision))
+
+    # -- time ------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_MS / 1_000)
+            now = self._now()
+            until_ms = 0 if self._lease is None else now + self._lease.remaining_ms()
+            for hosted in list(self._hosted.values()):
+                if until_ms > now and until_ms - hosted.lease_until_ms > TICK_MS:
+                    hosted.lease_until_ms = until_ms
+                    self._step(hosted, Lease(until_ms))
+                self._look_at_copies(hosted, now)
+                if not hosted.is_settling:
+                    self._step(hosted, Tick())
+
+
+def not_leader(shard: ShardId, what: str) -> UnavailableError:
+    """The answer to an append where the shard is not led, or no longer."""
+    return UnavailableError(
+        f"This broker does not lead shard {shard.number}. {what}",
+        code=Code.NOT_LEADER,
+        hint="Ask the shard's new leader; a producer's sequence tells it what it has already.",
+        retry_after_ms=RETRY_MS,
+    )
+
+
+def _raise(answer: asyncio.Future[LogPoint], error: FelixError) -> None:
+    if not answer.done():
+        answer.set_exception(error)

@@ -1,0 +1,487 @@
+"""Links between the brokers of a region: one connection for each pair, on which they speak of their shards.
+
+Of two brokers the one whose id is less calls. Both prove who they are, as in every session: the called one by its certificate in TLS, which
+has its own name, and the caller by a signature in the handshake (felix.session); both are brokers of this region. Then each opens two
+streams, for what is short and for frames of logs (region.replication.wire).
+
+What is sent may be lost: where a link goes down, or where more waits than may. Nothing is sent twice, and each of the two streams keeps
+its order.
+
+Invariants:
+- nothing is heard of a peer, nor is a link up, before its identity is proved and is that of the broker that was called, or that says hello;
+- frames that wait are at most BULK_WAITING_BYTES_MAX for each link; what is short never waits behind them;
+- a link on which nothing was heard for SILENT_MS is over, and is called again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from felix.address import Address
+from felix.backoff import Backoff, BackoffPolicy
+from felix.errors import Code, FelixError, ProtocolError, RequestError
+from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
+from felix.messages import Challenge, Limits, Welcome
+from felix.news import News
+from felix.peer import Peer, TrustBundle, verify_peer
+from felix.runtime.port import Runtime
+from felix.session import Authenticated, ClientSession, Established, Refused, ServerSession
+from felix.tasks import end_tasks
+from felix.transport.port import ClientTls, Connection, Engine, Listener, ServerTls, TransportLimits
+from region.cluster.records import ShardId
+from region.replication.wire import (
+    Beat,
+    Hello,
+    Lane,
+    PeerDecoder,
+    Said,
+    Told,
+    encode,
+    encode_beat,
+    encode_hello,
+    encode_preface,
+    lane_of,
+)  # fmt: skip
+
+log = logging.getLogger("felix.region.replication")
+
+BEAT_MS: Final = 500
+"""A link says so often that it is there, besides what it has to say."""
+SILENT_MS: Final = 2_000
+"""Four beats: a peer that says nothing for so long is gone, or so slow that it would leave every in-sync set."""
+BULK_WAITING_BYTES_MAX: Final = 32 << 20
+"""Frames that wait for one link: four logs' windows. Beyond that they are dropped, and their followers ask again."""
+CONTROL_BACKLOG_BYTES_MAX: Final = 8 << 20
+"""With so much on its way to a peer that takes nothing, what is short is dropped, too."""
+HANDSHAKE_S: Final = 10.0
+"""From the first byte to the hello."""
+RETRY: Final = BackoffPolicy(first_ms=50, ceiling_ms=2_000)
+"""Between calls of a peer that does not answer."""
+LINK_LIMITS: Final = TransportLimits(
+    backlog_high_bytes=1 << 20, backlog_low_bytes=1 << 18, keepalive_ms=0, idle_timeout_ms=10_000
+)
+"""Frames wait here, where what is short can pass them, and not in the engine. Beats keep a link alive."""
+SOFTWARE: Final = "felix broker"
+_NO_REQUESTS: Final = Limits(batch_bytes_max=0, subscriptions_max=0, streams_max=0, requests_max=0)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBroker:
+    """This broker, as it says hello."""
+
+    broker: str
+    region: str
+    mesh: str
+    registration: int
+    folder: str
+
+    def server_name(self, broker: str) -> str:
+        """What the certificate of a broker of this region has."""
+        return f"{broker}.{self.region}.{self.mesh}"
+
+
+Heard = Callable[[str, Said], None]
+Linked = Callable[[str, bool], None]
+
+
+class PeerLinks:
+    """All links of one broker. One event loop, no locks."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        me: LocalBroker,
+        identity: Callable[[], Identity],
+        bundle: Callable[[], TrustBundle],
+        authorities_pem: bytes,
+        heard: Heard,
+        linked: Linked,
+        *,
+        mirror_revision: Callable[[], int],
+        runtime: Runtime,
+    ) -> None:
+        """`identity` and `bundle` are asked for each link: certificates are renewed. `heard` and `linked` are called on the loop, `linked`
+        with True before anything is heard of a peer, and with False after the last."""
+        self.me = me
+        self.dropped = 0
+        """Frames that were not sent for want of room; for metrics."""
+        self.clocks: dict[str, int] = {}
+        """By peer: how far ahead its wall clock was with its last beat, in ms."""
+        self._engine = engine
+        self._identity = identity
+        self._bundle = bundle
+        self._authorities_pem = authorities_pem
+        self._heard = heard
+        self._linked = linked
+        self._mirror_revision = mirror_revision
+        self._runtime = runtime
+        self._listener: Listener | None = None
+        self._addresses: dict[str, str] = {}
+        self._callers: dict[str, asyncio.Task[None]] = {}
+        self._up: dict[str, Link] = {}
+        self._strangers: set[Link] = set()
+        self._beats: asyncio.Task[None] | None = None
+        self._news = News()
+
+    # -- what the host asks ----------------------------------------------------------------------------
+
+    async def listen(self, host: str, port: int, tls: ServerTls) -> tuple[str, int]:
+        """Take calls; where. Raises as `Engine.listen` does."""
+        self._listener = await self._engine.listen(host, port, tls, lambda: Link(self, None), LINK_LIMITS)
+        self._beats = asyncio.get_running_loop().create_task(self._beat(), name="peer beats")
+        return self._listener.address
+
+    def know(self, addresses: Mapping[str, str]) -> None:
+        """The brokers that are alive, each with its address for peers (`host:port`)."""
+        self._addresses = {
+            broker: address for broker, address in addresses.items() if broker != self.me.broker
+        }
+        loop = asyncio.get_running_loop()
+        for broker in self._addresses:
+            if self.me.broker < broker and (broker not in self._callers or self._callers[broker].done()):
+                self._callers[broker] = loop.create_task(self._call(broker), name=f"link to {broker}")
+
+    def is_up(self, peer: str) -> bool:
+        """Whether a link to this broker stands."""
+        return peer in self._up
+
+    @property
+    def peers(self) -> list[str]:
+        """Brokers that a link stands to."""
+        return sorted(self._up)
+
+    def send(self, peer: str, shard: ShardId, message: Told) -> None:
+        """Say something of a shard to a peer; it may be lost."""
+        link = self._up.get(peer)
+        if link is not None:
+            link.say(encode(shard, message))
+
+    async def room(self, peer: str) -> None:
+        """Return once more frames may be sent to a peer without waiting for long, or its link is down."""
+        await self._news.until(lambda: (link := self._up.get(peer)) is None or link.has_room())
+
+    async def close(self) -> None:
+        """End all links, and take no calls."""
+        tasks = [*self._callers.values(), *([self._beats] if self._beats else [])]
+        self._callers, self._addresses = {}, {}
+        await end_tasks(*tasks)
+        for link in [*self._up.values(), *self._strangers]:
+            link.end(Code.SHUTTING_DOWN, "the broker stops")
+        if self._listener is not None:
+            await self._listener.close("the broker stops")
+            self._listener = None
+        self._news.tell()
+
+    # -- calling ---------------------------------------------------------------------------------------
+
+    async def _call(self, broker: str) -> None:
+        """Keep a link to a broker for as long as it is alive."""
+        backoff = Backoff(RETRY, self._runtime.random)
+        told = ""
+        while broker in self._addresses:
+            link = Link(self, broker)
+            self._strangers.add(link)
+            try:
+                address = Address.parse(self._addresses[broker])
+                tls = ClientTls(self._authorities_pem, self.me.server_name(broker))
+                await self._engine.connect(address.host, address.port, tls, link, LINK_LIMITS)
+                was_up = await link.over
+                if was_up:
+                    backoff.reset()
+                error: FelixError | None = link.error
+            except FelixError as failed:
+                error = failed
+            finally:
+                self._strangers.discard(link)
+            if error is not None and error.sentence != told:
+                told = error.sentence
+                log.warning("the link to broker %s: %s", broker, error)
+            await asyncio.sleep(backoff.next_ms() / 1_000)
+
+    # -- what links tell -------------------------------------------------------------------------------
+
+    def check_caller(self, proof: Proof, binding: Binding) -> Peer:
+        """Whoever calls is a broker of this region. Raises RequestError."""
+        peer = verify_peer(
+            proof, binding, self._bundle(), self._runtime.clock.now_ms(), expected_kinds={"broker"}
+        )
+        name = peer.spiffe_id
+        if (name.region, name.mesh) != (self.me.region, self.me.mesh) or name.name == self.me.broker:
+            raise RequestError(
+                f"{name} is no other broker of region {self.me.region}.",
+                code=Code.IDENTITY_REFUSED,
+                hint="Only the brokers of one region replicate its logs. Over borders, streams cross by bridges.",
+            )
+        return peer
+
+    def prove(self, binding: Binding) -> Proof:
+        return prove(self._identity(), binding)
+
+    def nonce(self) -> bytes:
+        return self._runtime.random.randbytes(NONCE_BYTES)
+
+    def hello(self) -> bytes:
+        return encode_hello(Hello(self.me.broker, self.me.registration, self.me.folder))
+
+    def now_ms(self) -> int:
+        return self._runtime.clock.now_ms()
+
+    def stranger(self, link: Link) -> None:
+        """Somebody calls."""
+        self._strangers.add(link)
+
+    def came_up(self, link: Link) -> None:
+        """The peer is who it says, and has said hello. An older link of the same broker is over: it may not know yet."""
+        older = self._up.pop(link.peer, None)
+        if older is not None:
+            self._linked(link.peer, False)
+            older.end(Code.DISCONNECTED, "another link took its place")
+        self._strangers.discard(link)
+        self._up[link.peer] = link
+        self._linked(link.peer, True)
+
+    def went_down(self, link: Link) -> None:
+        self._strangers.discard(link)
+        if self._up.get(link.peer) is link:
+            del self._up[link.peer]
+            self.clocks.pop(link.peer, None)
+            self._linked(link.peer, False)
+        self._news.tell()
+
+    def heard(self, link: Link, said: Said | Beat) -> None:
+        if self._up.get(link.peer) is not link:
+            return
+        if isinstance(said, Beat):
+            self.clocks[link.peer] = said.clock_ms - self.now_ms()
+        else:
+            self._heard(link.peer, said)
+
+    def has_room(self) -> None:
+        """Some link has room again."""
+        self._news.tell()
+
+    async def _beat(self) -> None:
+        clock = self._runtime.clock
+        looked_ms = clock.boot_ms()
+        while True:
+            await asyncio.sleep(BEAT_MS / 1_000)
+            now_ms = clock.boot_ms()
+            # What arrived while this process stood still was not heard yet.
+            is_late = now_ms - looked_ms > 2 * BEAT_MS
+            looked_ms = now_ms
+            beat = encode_beat(Beat(clock.now_ms(), self._mirror_revision()))
+            for link in list(self._up.values()):
+                if is_late:
+                    link.heard_ms = now_ms
+                elif now_ms - link.heard_ms > SILENT_MS:
+                    link.end(Code.DISCONNECTED, f"nothing was heard for {SILENT_MS} ms")
+                    continue
+                link.say(beat)
+
+    def boot_ms(self) -> int:
+        return self._runtime.clock.boot_ms()
+
+
+class Link:
+    """One connection: `felix.transport.port.Handler`, for both ends."""
+
+    def __init__(self, links: PeerLinks, called: str | None) -> None:
+        """`called`: whom this end has called; None at the other end."""
+        self.peer = called or ""
+        self.error: FelixError | None = None
+        self.heard_ms = 0
+        self.over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether it was up, once it is over."""
+        self._links = links
+        self._called = called
+        self._connection: Connection | None = None
+        self._session: ClientSession | ServerSession | None = None
+        self._session_stream: int | None = None
+        self._proved = called or ""
+        self._decoders: dict[int, PeerDecoder] = {}
+        self._streams: dict[Lane, int] = {}
+        self._is_up = False
+        self._waiting: deque[bytes] = deque()
+        self._waiting_bytes = 0
+        self._timeout: asyncio.TimerHandle | None = None
+
+    # -- the transport's calls -------------------------------------------------------------------------
+
+    def connected(self, connection: Connection) -> None:
+        self._connection = connection
+        links = self._links
+        leaf = connection.server_leaf_sha256
+        self._timeout = asyncio.get_running_loop().call_later(
+            HANDSHAKE_S, self.end, Code.HANDSHAKE_TIMEOUT, "the handshake took too long"
+        )
+        me = links.me
+        if self._called is not None:
+            self._session = ClientSession(
+                region=me.region, software=SOFTWARE, nonce=links.nonce(), leaf_sha256=leaf, prove=self._prove
+            )
+            self._session_stream = connection.open_stream(bidirectional=True)
+            self._flush()
+        else:
+            links.stranger(self)
+            self._session = ServerSession(
+                region=me.region, mesh=me.mesh, broker=me.broker, nonce=links.nonce(), leaf_sha256=leaf,
+                verify=links.check_caller,
+            )  # fmt: skip
+
+    def stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
+        try:
+            if stream_id & 2:
+                self._hear(stream_id, data)
+            elif self._session_stream in (None, stream_id):
+                self._session_stream = stream_id
+                self._greet(data)
+            else:
+                raise ProtocolError("A link has one stream for its handshake.", code=Code.STATE)
+            if end:
+                raise ProtocolError("A stream of a link ended before the link did.", code=Code.STATE)
+        except FelixError as error:
+            self.error = error
+            self.end(error.code, error.sentence)
+
+    def stream_reset(self, stream_id: int, code: int) -> None:
+        self.end(Code.STATE, "a stream of the link was reset")
+
+    def drained(self) -> None:
+        self._pump()
+
+    def closed(self, code: int, reason: str) -> None:
+        if self.error is None and reason:
+            self.error = ProtocolError(f"It ended ({code}): {reason}.")
+        self._finish()
+
+    # -- the handshake ---------------------------------------------------------------------------------
+
+    def _prove(self, challenge: Challenge, binding: Binding) -> Proof:
+        if challenge.broker != self._called or challenge.mesh != self._links.me.mesh:
+            raise RequestError(
+                f"Broker {self._called} was called, and {challenge.broker} of {challenge.mesh} answers.",
+                code=Code.IDENTITY_REFUSED,
+                hint="Two brokers may have the same address in the metadata store; look at their listen addresses.",
+            )
+        return self._links.prove(binding)
+
+    def _flush(self) -> None:
+        assert self._session is not None and self._connection is not None and self._session_stream is not None
+        out = self._session.take_output()
+        if out and not self._connection.is_closed:
+            self._connection.send(self._session_stream, out)
+
+    def _greet(self, data: bytes) -> None:
+        session, links = self._session, self._links
+        if isinstance(session, ClientSession):
+            for event in session.receive(data):
+                if isinstance(event, Refused):
+                    raise event.error
+                if isinstance(event, Established):
+                    self._open()
+            self._flush()
+            return
+        assert isinstance(session, ServerSession) and self._connection is not None
+        for told in session.receive(data, links.now_ms()):
+            if not isinstance(told, Authenticated):
+                raise ProtocolError("A link carries no requests.", code=Code.STATE)
+            self._proved = told.peer.spiffe_id.name
+            self._connection.admit()
+            session.welcome(Welcome(links.me.broker, str(told.peer.spiffe_id), 0, _NO_REQUESTS))
+        self._flush()
+
+    def _open(self) -> None:
+        """Both streams, and hello."""
+        assert self._connection is not None
+        for lane in Lane:
+            self._streams[lane] = self._connection.open_stream(bidirectional=False)
+            self._connection.send(self._streams[lane], encode_preface(lane))
+        self._connection.send(self._streams[Lane.CONTROL], self._links.hello())
+
+    def _hello(self, hello: Hello) -> None:
+        if hello.broker != self._proved or self._is_up:
+            raise ProtocolError(
+                f"Broker {self._proved} says that it is {hello.broker}.", code=Code.IDENTITY_REFUSED
+            )
+        self.peer = hello.broker
+        if self._called is None:
+            self._open()
+        if self._timeout is not None:
+            self._timeout.cancel()
+        self._is_up = True
+        self.heard_ms = self._links.boot_ms()
+        self._links.came_up(self)
+
+    # -- what is said ----------------------------------------------------------------------------------
+
+    def _hear(self, stream_id: int, data: bytes) -> None:
+        if not self._proved or (self._called and not self._streams):
+            raise ProtocolError("A peer spoke before its handshake was done.", code=Code.STATE)
+        decoder = self._decoders.get(stream_id)
+        if decoder is None:
+            if len(self._decoders) == len(Lane):
+                raise ProtocolError("A link has a stream for each lane, and no more.", code=Code.STATE)
+            decoder = self._decoders[stream_id] = PeerDecoder()
+        for said in decoder.feed(data):
+            self.heard_ms = self._links.boot_ms()
+            if isinstance(said, Hello):
+                self._hello(said)
+            elif self._is_up:
+                self._links.heard(self, said)
+
+    def has_room(self) -> bool:
+        """Whether less than half of what may wait does."""
+        return self._waiting_bytes < BULK_WAITING_BYTES_MAX // 2
+
+    def say(self, encoded: bytes) -> None:
+        """Send it, or drop it where too much waits."""
+        connection = self._connection
+        if connection is None or connection.is_closed or not self._is_up:
+            return
+        if lane_of(encoded) is Lane.CONTROL:
+            if connection.backlog_bytes() < CONTROL_BACKLOG_BYTES_MAX:
+                connection.send(self._streams[Lane.CONTROL], encoded)
+            else:
+                self._links.dropped += 1
+            return
+        if self._waiting_bytes + len(encoded) > BULK_WAITING_BYTES_MAX:
+            self._links.dropped += 1
+            return
+        self._waiting.append(encoded)
+        self._waiting_bytes += len(encoded)
+        self._pump()
+
+    def _pump(self) -> None:
+        connection = self._connection
+        if connection is None or connection.is_closed:
+            return
+        had_room = self.has_room()
+        while self._waiting and connection.backlog_bytes() < LINK_LIMITS.backlog_high_bytes:
+            encoded = self._waiting.popleft()
+            self._waiting_bytes -= len(encoded)
+            connection.send(self._streams[Lane.BULK], encoded)
+        if not had_room and self.has_room():
+            self._links.has_room()
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def end(self, code: int, reason: str) -> None:
+        """End the connection."""
+        if self._connection is not None and not self._connection.is_closed:
+            self._connection.close(code, reason)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.over.done():
+            return
+        self.over.set_result(self._is_up)
+        if self._timeout is not None:
+            self._timeout.cancel()
+        self._waiting.clear()
+        self._waiting_bytes = 0
+        self._links.went_down(self)

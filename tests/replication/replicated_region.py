@@ -1,0 +1,555 @@
+"""A region of several brokers with real logs, links, registries and controllers, in one process: on simulated time, disks and network,
+where everything fails as a test wants it, or on real files and real QUIC. Clients append through it, and what they were told is held
+against what the logs have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from random import Random
+
+from cluster.simulated_brokers import Store
+
+from felix.batch import Batch, NewRecord, body_checksum, decode_records, encode_batch
+from felix.errors import FelixError, UnavailableError
+from felix.identity import Identity
+from felix.names import SpiffeId
+from felix.peer import TrustBundle
+from felix.runtime.port import Runtime
+from felix.runtime.real import now_ms
+from felix.runtime.simulated import WORK_S_MAX, SimulatedLoop, simulated
+from felix.storage.memory import MemoryDisk
+from felix.storage.port import Files
+from felix.tasks import end_tasks
+from felix.transport.memory import MemoryEngine, MemoryNetwork
+from felix.transport.port import Engine, ServerTls
+from keys.authority import RegionAuthority, create_authority
+from region.cluster.controller import StreamWish
+from region.cluster.controller_service import ControllerService
+from region.cluster.mirror import ClusterMirror
+from region.cluster.node_file import NodeFile
+from region.cluster.records import Health, ShardId, ShardRecord
+from region.cluster.registration import Start
+from region.cluster.registry import Address, Registry
+from region.log.frame import Frame as LogFrame
+from region.log.point import LogPoint
+from region.log.segment import ShardIdentity
+from region.log.segment_limits import SegmentLimits
+from region.metadata.port import MetadataStore
+from region.replication.disk import LogPlan, ReplicaDisk
+from region.replication.history import BEGINNING, EpochStart
+from region.replication.host import ReplicaHost, ShardPlan
+from region.replication.links import LocalBroker, PeerLinks
+from region.replication.messages import Frame
+
+REGION, MESH = "us-east", "acme"
+STREAM = "ab" * 16
+NAMES = ("a", "b", "c")
+LOGS = (0, 1)
+"""A record log and a journal."""
+LEASE_MS = 2_000
+PORT = 7443
+SEGMENTS = SegmentLimits(segment_bytes_max=6_000)
+START_MS = now_ms()
+"""Certificates hold on simulated and on real time alike."""
+PATIENCE_S = 2.0
+"""A client that has no answer for so long asks again."""
+
+
+@cache
+def authority() -> RegionAuthority:
+    return create_authority(REGION, MESH, START_MS)
+
+
+@cache
+def identity(broker: str, kind: str = "broker") -> Identity:
+    names = (f"{broker}.{REGION}.{MESH}",) if kind == "broker" else ()
+    return authority().issue_identity(SpiffeId(REGION, MESH, kind, broker), START_MS, dns_names=names)
+
+
+def bundle() -> TrustBundle:
+    return TrustBundle([authority().anchor()])
+
+
+def sealed(batch: Batch) -> Batch:
+    """A stand-in for a seal: other bytes, other checksum, and its own inverse."""
+    body = bytes(byte ^ 0x5A for byte in batch.body)
+    return Batch(batch.header._replace(body_checksum=body_checksum(body)), body)
+
+
+@dataclass
+class Machine:
+    """What outlives a broker's process."""
+
+    name: str
+    folder: Path
+    boots: int = 1
+    lives: int = 0
+    disk: MemoryDisk | None = None
+
+
+class Broker:
+    """One process: a registry, its part in being the controller, links, and the host of its replicas."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        store: MetadataStore,
+        engine: Engine,
+        files: Files,
+        runtime: Runtime,
+        shards: int,
+        address: tuple[str, int],
+        pools: tuple[Executor, Executor] | None = None,
+    ) -> None:
+        self.name = machine.name
+        self._machine = machine
+        self._runtime = runtime
+        self._shards = shards
+        self._address = address
+        files.make_folder(machine.folder)
+        self.mirror = ClusterMirror(store, REGION, runtime)
+        told = f"{address[0]}:{address[1]}"
+        self.registry = Registry(
+            store,
+            self.mirror,
+            NodeFile(files, machine.folder, runtime.random),
+            Start(
+                broker=self.name,
+                host=self.name,
+                boot=f"boot-{machine.boots}",
+                lock=f"{self.name}-{machine.boots}",
+            ),
+            Address(told, told),
+            lease_ms=LEASE_MS,
+            runtime=runtime,
+        )
+        self.controller = ControllerService(
+            store, self.mirror, self.registry, lambda asked: None, lease_ms=LEASE_MS, runtime=runtime
+        )
+        commits, reads = pools or (runtime.pool(2, "commit"), runtime.pool(2, "read"))
+        self._pools = (commits, reads)
+        self._engine = engine
+        self.links: PeerLinks
+        self._files = files
+        self.host: ReplicaHost
+        self._controls: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.mirror.start()
+        await self.registry.open()
+        registration = self.registry.registration
+        folder = self.mirror.view.nodes[self.name].folder
+        self.links = PeerLinks(
+            self._engine,
+            LocalBroker(self.name, REGION, MESH, registration, folder),
+            lambda: identity(self.name),
+            bundle,
+            authority().anchor().root_pem,
+            lambda peer, said: self.host.heard(peer, said),
+            lambda peer, up: self.host.linked(peer, up),
+            mirror_revision=lambda: self.mirror.view.revision,
+            runtime=self._runtime,
+        )
+        self.host = ReplicaHost(
+            self.name,
+            self.mirror,
+            self.links,
+            files=self._files,
+            commit_pool=self._pools[0],
+            read_pool=self._pools[1],
+            runtime=self._runtime,
+            seal=sealed,
+            sync_failed=self.registry.sync_failed,
+        )
+        plans = [plan_of(ShardId(STREAM, number), self._machine.folder) for number in range(self._shards)]
+        await self.host.open(
+            plans, registration=registration, folder=folder, registered_at=self.mirror.view.revision
+        )
+        self.registry.on_lease(self.host.leased)
+        own = identity(self.name)
+        await self.links.listen(*self._address, ServerTls(own.chain_pem, own.key_pem()))
+        await self.registry.announce(Health(open=True))
+        self.host.start()
+        self._controls = asyncio.get_running_loop().create_task(self.controller.run())
+
+    async def close(self, *, in_order: bool = True) -> None:
+        if self._controls is not None:
+            await end_tasks(self._controls)
+        await self.controller.close()
+        await self.links.close()
+        await (self.host.close() if in_order else self.host.abandon())
+        await self.registry.close(in_order=in_order)
+        await self.mirror.close()
+        for pool in self._pools:
+            pool.shutdown(wait=False)
+
+
+def plan_of(shard: ShardId, folder: Path) -> ShardPlan:
+    made = ShardIdentity(REGION, "acme/test/orders", bytes.fromhex(shard.incarnation), shard.number)
+    logs = tuple(LogPlan(number, folder / f"s{shard.number}-{number}", made, SEGMENTS) for number in LOGS)
+    return ShardPlan(shard, logs)
+
+
+@dataclass
+class Client:
+    """Appends its numbers, each until it is acknowledged, to whoever leads."""
+
+    name: str
+    shard: ShardId
+    number: int = 0
+    acknowledged: list[tuple[int, int, LogPoint]] = field(default_factory=list)
+    """(log, number, point)"""
+    refused: int = 0
+    unknown: int = 0
+
+    def payload(self, number: int) -> bytes:
+        return f"{self.name}:{number}".encode() + b"." * (number % 7 * 40)
+
+
+class Region:
+    """The store, the machines, and the processes that run."""
+
+    def __init__(self, store: MetadataStore, random: Random, shards: int = 1) -> None:
+        self.store = store
+        self.random = random
+        self.shards = [ShardId(STREAM, number) for number in range(shards)]
+        self.machines = {name: Machine(name, Path("/data")) for name in NAMES}
+        self.running: dict[str, Broker] = {}
+        self.clients: list[Client] = []
+        self._clients_end = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- what tests look at ----------------------------------------------------------------------------
+
+    async def until(self, holds: Callable[[], object], seconds: float = 120) -> None:
+        async with asyncio.timeout(seconds):
+            while not holds():  # noqa: ASYNC110 - no event is set for it
+                await asyncio.sleep(0.05)
+
+    def record(self, shard: ShardId) -> ShardRecord | None:
+        """As the broker that has read most of the store knows it."""
+        views = [broker.mirror.view for broker in self.running.values()]
+        newest = max(views, key=lambda view: view.revision)
+        return newest.shards.get(shard)
+
+    def leader(self, shard: ShardId) -> Broker | None:
+        """Who takes appends, of the newest epoch."""
+        serving = [
+            broker
+            for broker in self.running.values()
+            if hasattr(broker, "host") and broker.host.serves(shard)
+        ]
+        return max(serving, key=lambda broker: broker.host._hosted[shard].core.leader.epoch, default=None)
+
+    def is_well(self) -> bool:
+        """Every shard is served, every copy is in sync and has all."""
+        for shard in self.shards:
+            record, leader = self.record(shard), self.leader(shard)
+            if record is None or leader is None or set(record.isr) != set(NAMES) or record.elr:
+                return False
+            own = leader.host.replica(shard)
+            assert own is not None
+            for broker in self.running.values():
+                copy = broker.host.replica(shard)
+                if copy is None or any(
+                    copy.logs[number].durable != log.end or log.commit != log.end
+                    for number, log in own.logs.items()
+                ):
+                    return False
+        return len(self.running) == len(NAMES)
+
+    async def well(self) -> None:
+        await self.until(self.is_well)
+
+    # -- clients ---------------------------------------------------------------------------------------
+
+    def append_all_the_time(self, clients: int = 2) -> None:
+        for number in range(clients):
+            client = Client(f"c{number}", self.shards[number % len(self.shards)])
+            self.clients.append(client)
+            self._tasks.append(asyncio.get_running_loop().create_task(self._drive(client)))
+
+    async def _drive(self, client: Client) -> None:
+        while not self._clients_end.is_set():
+            leader = self.leader(client.shard)
+            if leader is None:
+                await asyncio.sleep(0.05)
+                continue
+            number = LOGS[client.number % 3 == 2]
+            made = encode_batch([NewRecord(client.payload(client.number))])
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    point = await leader.host.append(client.shard, number, made)
+            except (UnavailableError, TimeoutError) as error:
+                unknown = isinstance(error, TimeoutError) or "not known" in error.sentence
+                client.unknown += unknown
+                client.refused += not unknown
+                await asyncio.sleep(0.05)
+                continue
+            except FelixError:
+                client.unknown += 1
+                await asyncio.sleep(0.05)
+                continue
+            client.acknowledged.append((number, client.number, point))
+            client.number += 1
+            await asyncio.sleep(self.random.choice((0.0, 0.03, 0.1)))
+
+    async def no_more_appends(self) -> None:
+        self._clients_end.set()
+        for task in self._tasks:
+            await task
+
+    def acknowledged(self) -> int:
+        return sum(len(client.acknowledged) for client in self.clients)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Nothing that was acknowledged is missing, and all copies are equal frame by frame."""
+        for shard in self.shards:
+            logs: dict[int, list[Frame]] = {}
+            begins: dict[int, LogPoint] = {}
+            for number in LOGS:
+                disks = {
+                    name: broker.host._hosted[shard].workers[number].disk
+                    for name, broker in self.running.items()
+                }
+                # Copies let go of whole segments, which differ.
+                begin = begins[number] = max(disk.log.start_point for disk in disks.values())
+                copies = {
+                    name: [frame for frame in frames_of(disk) if frame.end > begin]
+                    for name, disk in disks.items()
+                }
+                logs[number] = copies["a"]
+                assert all(copy == copies["a"] for copy in copies.values()), f"copies of log {number} differ"
+                histories = {name: epochs_of(disk, begin) for name, disk in disks.items()}
+                assert all(each == histories["a"] for each in histories.values()), histories
+            for client in self.clients:
+                if client.shard == shard:
+                    check_client(client, logs, begins)
+
+
+def epochs_of(disk: ReplicaDisk, begin: LogPoint) -> list[EpochStart]:
+    """What a copy knows of its epochs of which something stands in every copy."""
+    return [start for start in disk.history.starts if begin <= start.start < disk.log.end_point]
+
+
+def check_client(client: Client, logs: dict[int, list[Frame]], begins: dict[int, LogPoint]) -> None:
+    """Each acknowledged number stands at the point that was told, and they follow each other in the order in which they were sent."""
+    places: dict[int, dict[bytes, list[LogPoint]]] = {}
+    for number, frames in logs.items():
+        places[number] = defaultdict(list)
+        for frame in frames:
+            body = frame.body
+            assert isinstance(body, LogFrame) and body.batch is not None
+            plain = sealed(body.batch)
+            places[number][payload_of(plain)].append(frame.end)
+    last = dict.fromkeys(logs, BEGINNING)
+    for number, sent, point in client.acknowledged:
+        if point <= begins[number]:
+            # Let go of since.
+            continue
+        found = places[number].get(client.payload(sent), [])
+        assert point in found, (
+            f"{client.name}:{sent} was acknowledged at {point} of log {number}, and stands at {found}"
+        )
+        assert point > last[number], f"{client.name}:{sent} stands before what was sent earlier"
+        last[number] = point
+
+
+def payload_of(batch: Batch) -> bytes:
+    (record,) = decode_records(batch)
+    return bytes(record.payload)
+
+
+def frames_of(disk: ReplicaDisk) -> list[Frame]:
+    """All frames of a log, with bodies as bytes."""
+    found: list[Frame] = []
+    at, end = disk.log.start_point, disk.log.end_point
+    while at < end:
+        for frame in disk.read(at, 1 << 20, end):
+            body = frame.body
+            assert isinstance(body, LogFrame)
+            whole = body.batch and Batch(body.batch.header, bytes(body.batch.body))
+            found.append(frame._replace(body=body._replace(batch=whole)))
+            at = frame.end
+    return found
+
+
+class SimulatedRegion(Region):
+    """On simulated time, disks and network. A process is killed with no word to anybody."""
+
+    def __init__(self, loop: SimulatedLoop, store: MetadataStore, shards: int = 1) -> None:
+        super().__init__(store, loop.random, shards)
+        self.loop = loop
+        self.network = MemoryNetwork(loop.random)
+        self.faults: list[tuple[float, str, str, str]] = []
+        """what went wrong so far: when, what, where"""
+        for machine in self.machines.values():
+            machine.disk = MemoryDisk()
+
+    async def start(self, *names: str) -> None:
+        """Start these brokers, again while the store does not let them."""
+        for name in names or NAMES:
+            while name not in self.running:
+                try:
+                    await self._start(name)
+                except FelixError:
+                    self._end(name)
+                    await asyncio.sleep(0.5)
+        wish = StreamWish(STREAM, "acme/test/orders", shards=len(self.shards), replicas=3, min=2)
+        for broker in self.running.values():
+            broker.controller.want([wish], {})
+
+    async def _start(self, name: str) -> None:
+        machine = self.machines[name]
+        machine.lives += 1
+        assert machine.disk is not None
+        with self.loop.process(f"{name}{machine.lives}"):
+            broker = Broker(
+                machine, self.store, MemoryEngine(self.network, name), machine.disk.mount(), simulated(self.loop, START_MS),
+                len(self.shards), (name, PORT),
+            )  # fmt: skip
+            task = asyncio.get_running_loop().create_task(broker.start())
+        await task
+        machine.disk.mounted.sync_folder(Path("/"))
+        self.running[name] = broker
+
+    def _end(self, name: str) -> None:
+        machine = self.machines[name]
+        assert machine.disk is not None
+        self.loop.end(f"{name}{machine.lives}")
+        self.network.crash(name)
+        machine.disk.kill()
+
+    def kill(self, name: str, *, power: bool = False) -> None:
+        """The process ends with no word to anybody, perhaps with its machine."""
+        machine = self.machines[name]
+        assert machine.disk is not None
+        self._end(name)
+        if power:
+            machine.boots += 1
+            machine.disk.lose_power(self.random)
+        del self.running[name]
+
+
+def play(scene: Callable[[SimulatedRegion], Awaitable[None]], seed: int, shards: int = 1) -> None:
+    """A scene on simulated time, which begins when all brokers are up and every copy is in sync."""
+    loop = SimulatedLoop(Random(seed))
+
+    async def work() -> None:
+        store = Store(loop)
+        # The sweep of leases is nobody's who may be killed.
+        await store.grant(60_000)
+        region = SimulatedRegion(loop, store, shards)
+        await region.start()
+        await region.well()
+        await scene(region)
+        for broker in list(region.running.values()):
+            await broker.close()
+        await store.close()
+
+    try:
+        loop.run_until_complete(work())
+    finally:
+        loop.close()
+
+
+FAULTS = ("kill", "power", "all power", "part", "deaf", "slow", "store", "fail", "trim", "full", "yield")
+
+
+async def go_wrong(region: SimulatedRegion, seconds: float) -> None:
+    """Faults that chance chooses, for so long, several at a time; then none are left."""
+    random, loop = region.random, region.loop
+    until_s = loop.time() + seconds
+    while loop.time() < until_s:
+        name, other = random.sample(NAMES, 2)
+        await _fault(region, random.choice(FAULTS), name, other)
+        await asyncio.sleep(random.choice((0.05, 0.5, 2.0, 4.0)))
+    region.network.heal()
+    loop.work_s_max = WORK_S_MAX
+    for name in NAMES:
+        machine = region.machines[name]
+        if name in region.running and any(
+            hosted.core.replica.failed for hosted in region.running[name].host._hosted.values()
+        ):
+            # What watches over processes starts it again.
+            region.kill(name)
+        if name not in region.running:
+            await region.start(name)
+        assert machine.disk is not None
+    assert isinstance(region.store, Store)
+    region.store.is_away = False
+
+
+async def _fault(region: SimulatedRegion, what: str, name: str, other: str) -> None:
+    random, running = region.random, region.running
+    region.faults.append((region.loop.time(), what, name, other))
+    match what:
+        case "kill" | "power":
+            if name in running:
+                region.kill(name, power=what == "power")
+                await asyncio.sleep(random.choice((0.1, 1.0, 3.0)))
+                if name not in running:
+                    await region.start(name)
+        case "all power":
+            for each in list(running):
+                region.kill(each, power=True)
+            for each in random.sample(NAMES, len(NAMES)):
+                await region.start(each)
+        case "part" | "deaf":
+            region.network.part(name, other, both=what == "part")
+            region.loop.call_later(random.choice((0.3, 2.0, 6.0)), region.network.heal)
+        case "slow":
+            region.loop.work_s_max = random.choice((0.05, 0.4))
+            region.loop.call_later(2.0, setattr, region.loop, "work_s_max", WORK_S_MAX)
+        case "store":
+            assert isinstance(region.store, Store)
+            region.store.is_away = True
+            await asyncio.sleep(random.choice((0.2, 1.0, 3.0)))
+            region.store.is_away = False
+        case "fail" | "full":
+            disk = region.machines[name].disk
+            assert disk is not None
+            if name in running:
+                error = errno.EIO if what == "fail" else errno.ENOSPC
+                calls = ("sync",) if what == "fail" else ("pwritev",)
+                disk.on_call = failing(calls, error, random.randrange(1, 6))
+                await asyncio.sleep(0.5)
+                disk.on_call = None
+                if name in running and what == "fail":
+                    # What watches over processes starts it again.
+                    region.kill(name)
+                    await region.start(name)
+        case "trim":
+            shard = random.choice(region.shards)
+            leader = region.leader(shard)
+            if leader is not None:
+                replica = leader.host.replica(shard)
+                assert replica is not None
+                leader.host.trim(shard, 0, LogPoint(replica.logs[0].commit.offset // 2))
+        case "yield":
+            if name in running:
+                running[name].host.give_up("drain")
+
+
+def failing(calls: tuple[str, ...], error: int, number: int) -> Callable[[str, Path], None]:
+    """The next `number` of these calls on a log's segments fail."""
+    left = number
+
+    def on_call(call: str, path: Path) -> None:
+        nonlocal left
+        if left and call in calls and ".seg" in path.name:
+            left -= 1
+            raise OSError(error, os.strerror(error), str(path))
+
+    return on_call

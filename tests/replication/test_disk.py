@@ -1,0 +1,242 @@
+"""A replica's log on its disk: elections and commit point beside it, cuts, copies, and what a loss of power or a failed sync leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+import pytest
+from long_runs import count
+from replication.sealed import IDENTITY, entry, position
+
+from felix.batch import Batch
+from felix.errors import CorruptionError
+from felix.storage.disk import DiskFiles
+from felix.storage.memory import MemoryDisk
+from region.log.disk import DiskLog
+from region.log.frame import Frame as LogFrame
+from region.log.point import LogPoint
+from region.log.segment_limits import SegmentLimits
+from region.replication.disk import (
+    COPY_SUFFIX,
+    ELECTIONS_NAME,
+    OLD_SUFFIX,
+    UNKNOWN_ELECTION,
+    LogPlan,
+    ReplicaDisk,
+    rewrite_unsynced,
+)  # fmt: skip
+from region.replication.history import EpochStart
+from region.replication.messages import Frame
+
+FOLDER = Path("/shard")
+PLAN = LogPlan(0, FOLDER, IDENTITY, SegmentLimits(segment_bytes_max=900))
+
+
+def begun(epoch: int, offset: int, note: int = 0) -> EpochStart:
+    return EpochStart(epoch, f"{epoch:016x}", LogPoint(offset, note))
+
+
+def opened(disk: MemoryDisk) -> ReplicaDisk:
+    files = disk.mount()
+    found = ReplicaDisk.open(PLAN, files=files)
+    files.sync_folder(FOLDER.parent)
+    return found
+
+
+def write(log: ReplicaDisk, *entries: LogFrame, starts: tuple[EpochStart, ...] = ()) -> None:
+    log.write(log.log.end_point, entries, starts, now_ms=1_000)
+
+
+def frames(log: ReplicaDisk) -> list[Frame]:
+    """All of them, with bodies as bytes."""
+    found: list[Frame] = []
+    at, end = log.log.start_point, log.log.end_point
+    while at < end:
+        for frame in log.read(at, 500, end):
+            body = frame.body
+            assert isinstance(body, LogFrame)
+            batch = body.batch and Batch(body.batch.header, bytes(body.batch.body))
+            found.append(frame._replace(body=body._replace(batch=batch)))
+            at = frame.end
+    return found
+
+
+def test_elections_and_the_commit_point_outlive_the_process() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    log.begin(begun(1, 0))
+    write(log, entry(0, 1, 2), position(2, 1, b"at", 5))
+    log.sync()
+    log.keep(LogPoint(2))
+    log.begin(begun(4, 2, 1))
+    write(log, entry(2, 4))
+    log.close()
+    again = opened(disk).beginning()
+    assert again.history.starts == (begun(1, 0), begun(4, 2, 1))
+    assert (again.end, again.durable, again.commit) == (LogPoint(3), LogPoint(3), LogPoint(2))
+
+
+def test_a_frame_whose_epoch_is_new_never_stands_without_its_election() -> None:
+    for seed in range(count(30, 1_000)):
+        random = Random(seed)
+        disk = MemoryDisk()
+        log = opened(disk)
+        known = {}
+        for epoch in range(1, random.randrange(2, 6)):
+            start = EpochStart(epoch, f"{random.getrandbits(64):016x}", log.log.end_point)
+            known[epoch] = start
+            end = log.log.end_point.offset
+            write(log, entry(end, epoch, random.randrange(1, 3)), starts=(start,))
+            if random.random() < 0.4:
+                log.sync()
+        disk.lose_power(random)
+        again = opened(disk)
+        epochs = {frame.epoch for frame in frames(again)}
+        starts = {start.epoch: start for start in again.beginning().history.starts}
+        assert epochs <= set(starts), seed
+        assert all(known[epoch] == start for epoch, start in starts.items())
+        assert all(start.start <= again.log.end_point for start in starts.values())
+
+
+def test_an_older_epoch_goes_on_where_a_newer_one_wrote_nothing() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    write(log, entry(0, 1), starts=(begun(1, 0),))
+    log.begin(begun(2, 1))
+    log.cut(LogPoint(1))
+    write(log, entry(1, 1), entry(2, 3), starts=(begun(3, 2),))
+    log.close()
+    again = opened(disk)
+    assert [start.epoch for start in again.history.starts] == [1, 3]
+    assert [frame.epoch for frame in frames(again)] == [1, 1, 3]
+
+
+def test_a_cut_below_the_commit_point_that_was_kept_lowers_it_first() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    write(log, *(entry(at, 1) for at in range(9)), starts=(begun(1, 0),))
+    log.sync()
+    log.keep(LogPoint(8))
+    log.cut(LogPoint(3))
+    write(log, *(entry(at, 2) for at in range(3, 9)), starts=(begun(2, 3),))
+    log.close()
+    assert opened(disk).beginning().commit == LogPoint(3)
+
+
+@pytest.mark.parametrize("damage", ["flipped", "not json"])
+def test_elections_that_cannot_be_read_stop_the_copy(damage: str, tmp_path: Path) -> None:
+    plan = LogPlan(0, tmp_path / "shard", IDENTITY)
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    write(log, entry(0, 1), starts=(begun(1, 0),))
+    log.close()
+    path = tmp_path / "shard" / ELECTIONS_NAME
+    if damage == "flipped":
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    else:
+        path.write_bytes(b"")
+    with pytest.raises(CorruptionError, match="who led the epochs") as stopped:
+        ReplicaDisk.open(plan, files=DiskFiles())
+    assert "built anew" in stopped.value.hint
+
+
+def test_a_log_that_was_not_replicated_before_has_epochs_that_nobody_was_elected_for(tmp_path: Path) -> None:
+    folder = tmp_path / "shard"
+    log, _ = DiskLog.open(folder, IDENTITY, now_ms=1_000)
+    log.begin_epoch(7)
+    log.write([entry(0, 7)], 1_000)
+    log.close()
+    again = ReplicaDisk.open(LogPlan(0, folder, IDENTITY), files=DiskFiles())
+    assert again.history.starts == (EpochStart(7, UNKNOWN_ELECTION, LogPoint(0)),)
+    again.close()
+
+
+def test_a_copy_begins_where_the_leaders_log_does_and_goes_on_with_its_frames() -> None:
+    leader, follower = opened(MemoryDisk()), opened(disk := MemoryDisk())
+    for epoch in (1, 2):
+        end = leader.log.end_point
+        write(leader, entry(end.offset, epoch, 1, b"note", 9), starts=(begun(epoch, end.offset),))
+        for at in range(end.offset + 1, end.offset + 20):
+            write(leader, entry(at, epoch))
+    start = leader.trim(LogPoint(25), now_ms=1_000)
+    assert start > LogPoint(0)
+    write(follower, entry(0, 1), starts=(begun(1, 0),))
+    copy = follower.begin_anew(leader.told_beginning())
+    assert copy.beginning().end == copy.beginning().commit == start
+    at = start
+    for frame in frames(leader):
+        body = frame.body
+        assert isinstance(body, LogFrame)
+        starts = tuple(each for each in leader.history.starts if at <= each.start < frame.end)
+        copy.write(at, [body], starts, now_ms=1_000)
+        at = frame.end
+    assert frames(copy) == frames(leader)
+    assert copy.log.annotations == leader.log.annotations == {9: b"note"}
+    copy.close()
+    disk.lose_power(Random(1))
+    again = opened(disk)
+    assert frames(again) == frames(leader) and again.history.starts == leader.history.starts
+
+
+def test_a_copy_that_is_cut_off_at_any_call_leaves_the_old_log_or_the_new_one() -> None:
+    leader = opened(MemoryDisk())
+    for at in range(60):
+        write(leader, entry(at, 1), starts=(begun(1, 0),) if not at else ())
+    leader.trim(LogPoint(40), now_ms=1_000)
+    told = leader.told_beginning()
+    for name in (OLD_SUFFIX, COPY_SUFFIX, "both"):
+        disk = MemoryDisk()
+        log = opened(disk)
+        write(log, entry(0, 1), starts=(begun(1, 0),))
+        log.close()
+        files = disk.mount()
+        if name in (COPY_SUFFIX, "both"):
+            files.make_folder(FOLDER.with_name(FOLDER.name + COPY_SUFFIX))
+        if name in (OLD_SUFFIX, "both"):
+            files.rename(FOLDER, FOLDER.with_name(FOLDER.name + OLD_SUFFIX))
+        again = opened(disk)
+        assert again.beginning().end == LogPoint(1), name
+        assert again.begin_anew(told).beginning().end == told.origin.point
+
+
+class Lying(DiskFiles):
+    """A disk whose syncs fail while `fails`; what was written stays in the cache."""
+
+    def __init__(self) -> None:
+        self.fails = False
+        self.rewritten: dict[str, int] = {}
+        self._names: dict[int, str] = {}
+
+    def open(self, path: Path, flags: int) -> int:
+        descriptor = super().open(path, flags)
+        self._names[descriptor] = path.name
+        return descriptor
+
+    def pwritev(self, descriptor, buffers, position):  # type: ignore[no-untyped-def]
+        written = super().pwritev(descriptor, buffers, position)
+        name = self._names[descriptor]
+        self.rewritten[name] = self.rewritten.get(name, 0) + written
+        return written
+
+
+def test_what_a_failed_sync_may_have_left_in_the_cache_is_written_again_at_the_start(tmp_path: Path) -> None:
+    """R11: the pages are there and clean, so that a sync of them would do nothing."""
+    plan = LogPlan(0, tmp_path / "shard", IDENTITY)
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    write(log, entry(0, 1, payload=b"synced"), starts=(begun(1, 0),))
+    log.sync()
+    synced = log.log._written.synced_to
+    write(log, entry(1, 1, payload=b"not synced"))
+    log.abandon()
+    (segment,) = (tmp_path / "shard").glob("*.seg")
+    files = Lying()
+    rewrite_unsynced(files, tmp_path / "shard")
+    assert files.rewritten == {segment.name: segment.stat().st_size - synced}
+    again = ReplicaDisk.open(plan, files=DiskFiles())
+    assert again.beginning().end == LogPoint(2)
+    again.close()
+    untouched = Lying()
+    rewrite_unsynced(untouched, tmp_path / "shard")
+    assert not untouched.rewritten, "all of it was synced"

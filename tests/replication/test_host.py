@@ -1,0 +1,214 @@
+"""Three brokers with real logs, links, registries and controllers, on simulated time: what was acknowledged is never lost, whatever fails."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+import pytest
+from long_runs import count
+from replication.replicated_region import NAMES, SimulatedRegion, failing, go_wrong, play
+
+from felix.batch import NewRecord, encode_batch
+from felix.errors import Code, UnavailableError
+from region.cluster.records import ShardId
+from region.log.point import LogPoint
+from region.replication.disk import ReplicaDisk
+from region.replication.messages import Commit, Durable, Follow, LogPlace, Probe
+from region.replication.wire import Said
+
+
+async def settle(region: SimulatedRegion) -> None:
+    """Nobody appends any more, everybody is up: everything is served, and equal."""
+    await region.no_more_appends()
+    await region.well()
+    region.check()
+
+
+def test_what_is_appended_is_committed_by_all_copies_and_equal_on_them() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 200)
+        await settle(region)
+
+    play(scene, 1)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["process", "power"])
+@pytest.mark.parametrize("seed", range(count(3, 60)))
+def test_a_leader_that_dies_is_followed_by_one_that_has_all_it_acknowledged(seed: int, power: bool) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 50)
+        leader = region.leader(region.shards[0])
+        assert leader is not None
+        region.kill(leader.name, power=power)
+        before = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > before + 50)
+        record = region.record(region.shards[0])
+        assert record is not None and record.epoch == 2 and record.leader != leader.name
+        await region.start(leader.name)
+        await settle(region)
+
+    play(scene, seed)
+
+
+@pytest.mark.parametrize("seed", range(count(8, 400)))
+def test_nothing_that_was_acknowledged_is_lost_whatever_goes_wrong(seed: int) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time(3)
+        try:
+            await go_wrong(region, 20)
+            await settle(region)
+        except (AssertionError, TimeoutError) as error:
+            error.add_note(f"what went wrong: {region.faults}")
+            raise
+        assert region.acknowledged() > 20
+
+    play(scene, seed, shards=2)
+
+
+def test_a_disk_that_has_not_what_was_acknowledged_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin: without the sync, a loss of power everywhere loses what was acknowledged, and the check says so."""
+    monkeypatch.setattr(ReplicaDisk, "sync", lambda self: self.log.end_point)
+
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 100)
+        for name in list(region.running):
+            region.kill(name, power=True)
+        await region.start()
+        await region.no_more_appends()
+        await region.until(region.is_well, 20)
+        region.check()
+
+    caught = 0
+    for seed in range(4):
+        try:
+            play(scene, seed)
+        except (AssertionError, TimeoutError):
+            caught += 1
+    assert caught
+
+
+def test_a_follower_that_is_far_behind_a_trimmed_log_begins_anew_where_it_begins() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        away = next(name for name in NAMES if name != leader.name)
+        region.kill(away)
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 300)
+        replica = leader.host.replica(shard)
+        assert replica is not None
+        for number, log in replica.logs.items():
+            leader.host.trim(shard, number, log.commit)
+        await region.until(lambda: all(log.start > LogPoint(0) for log in replica.logs.values()))
+        await region.start(away)
+        await settle(region)
+        copy = region.running[away].host.replica(shard)
+        assert copy is not None
+        assert all(copy.logs[number].start >= LogPoint(1) for number in copy.logs)
+
+    play(scene, 3)
+
+
+def test_a_full_disk_refuses_a_leaders_appends_and_goes_on_once_it_has_room() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        disk = region.machines[leader.name].disk
+        assert disk is not None
+        disk.on_call = failing(("pwritev",), errno.ENOSPC, 1_000)
+        with pytest.raises(UnavailableError) as refused:
+            await leader.host.append(shard, 0, encode_batch([NewRecord(b"no room")]))
+        assert refused.value.code is Code.DISK_FULL
+        disk.on_call = None
+        assert await leader.host.append(shard, 0, encode_batch([NewRecord(b"room")])) == LogPoint(1)
+        await region.well()
+        region.check()
+
+    play(scene, 4)
+
+
+def test_a_follower_whose_disk_is_full_leaves_and_comes_back_by_itself() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        name = next(each for each in NAMES if each != leader.name)
+        disk = region.machines[name].disk
+        assert disk is not None
+        disk.on_call = failing(("pwritev",), errno.ENOSPC, 1_000_000)
+        region.append_all_the_time()
+        await region.until(lambda: name not in (region.record(shard) or leader.mirror.view.shards[shard]).isr)
+        before = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > before + 50)
+        disk.on_call = None
+        await settle(region)
+        assert not region.running[name].host.alarms
+
+    play(scene, 5)
+
+
+def test_an_append_to_who_does_not_lead_is_not_written() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        other = next(broker for broker in region.running.values() if broker is not leader)
+        with pytest.raises(UnavailableError) as refused:
+            other.host.append_nowait(shard, 0, encode_batch([NewRecord(b"x")]))
+        assert refused.value.code is Code.NOT_LEADER and "not written" in refused.value.sentence
+        region.check()
+
+    play(scene, 6)
+
+
+def test_appends_under_way_at_a_leader_that_gives_up_are_told_to_be_unknown_or_are_committed() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        answers = [
+            leader.host.append_nowait(shard, 0, encode_batch([NewRecord(f"{at}".encode())]))
+            for at in range(40)
+        ]
+        await asyncio.sleep(region.random.random() * 0.004)
+        leader.host.give_up("drain")
+        told = await asyncio.gather(*answers, return_exceptions=True)
+        assert all(isinstance(each, LogPoint | UnavailableError) for each in told)
+        await region.well()
+        region.check()
+        record = region.record(shard)
+        assert record is not None and record.leader != leader.name
+        new = region.leader(shard)
+        assert new is not None
+        replica = new.host.replica(shard)
+        assert replica is not None
+        assert all(each <= replica.logs[0].commit for each in told if isinstance(each, LogPoint))
+
+    for seed in range(count(5, 200)):
+        play(scene, seed)
+
+
+def test_what_a_peer_says_of_logs_that_are_not_here_is_not_heard() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        replica = leader.host.replica(shard)
+        assert replica is not None
+        epoch, election = replica.fence.epoch, replica.fence.election
+        for message in (
+            Durable(epoch, election, 1, 1, 99, LogPoint(5)),
+            Commit(epoch, election, 1, 1, 99, LogPoint(5)),
+            Follow(epoch, election, 9, "f" * 32, 9, (LogPlace(99, LogPoint(0), LogPoint(0), (), True),)),
+        ):
+            leader.host.heard("b" if leader.name != "b" else "c", Said(shard, message))
+        leader.host.heard("c", Said(ShardId("00" * 16, 5), Probe(1, "0" * 15 + "1")))
+        assert not leader.host.alarms and not leader.host._hosted[shard].broken
+        await region.well()
+
+    play(scene, 7)

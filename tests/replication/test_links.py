@@ -1,0 +1,206 @@
+"""Links between brokers: who is let in, what is bounded, and what happens when a peer goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from replication.replicated_region import (
+    MESH,
+    REGION,
+    START_MS,
+    SimulatedRegion,
+    authority,
+    bundle,
+    identity,
+    play,
+)
+from replication.sealed import entry
+
+from felix.identity import Identity
+from felix.names import SpiffeId
+from felix.peer import TrustBundle
+from felix.runtime.simulated import simulated
+from felix.transport.memory import MemoryEngine
+from felix.transport.port import ServerTls
+from keys.authority import create_authority
+from region.cluster.records import ShardId
+from region.log.point import LogPoint
+from region.replication import links as links_module
+from region.replication.links import LocalBroker, PeerLinks
+from region.replication.messages import Append, Probe
+from region.replication.wire import Said, frames_from
+
+SHARD = ShardId("ab" * 16, 0)
+ELECTION = "00000000000000a1"
+
+
+class End:
+    """One broker's links, and what it is told."""
+
+    def __init__(
+        self,
+        region: SimulatedRegion,
+        name: str,
+        who: Identity | None = None,
+        trusts: Callable[[], TrustBundle] = bundle,
+    ) -> None:
+        self.name = name
+        self.heard: list[tuple[str, Said]] = []
+        self.linked: list[tuple[str, bool]] = []
+        self.host = f"h-{name}"
+        self.links = PeerLinks(
+            MemoryEngine(region.network, self.host),
+            LocalBroker(name, REGION, MESH, 1, "f" * 32),
+            lambda: who or identity(name),
+            trusts,
+            authority().anchor().root_pem,
+            lambda peer, said: self.heard.append((peer, said)),
+            lambda peer, up: self.linked.append((peer, up)),
+            mirror_revision=lambda: 7,
+            runtime=simulated(region.loop, START_MS),
+        )
+
+    async def listen(self) -> None:
+        own = identity(self.name)
+        await self.links.listen(self.host, 7443, ServerTls(own.chain_pem, own.key_pem()))
+
+
+async def joined(region: SimulatedRegion, *ends: End) -> None:
+    for end in ends:
+        await end.listen()
+    for end in ends:
+        end.links.know({other.name: f"{other.host}:7443" for other in ends})
+
+
+def alone(scene: Callable[[SimulatedRegion], object]) -> None:
+    async def run(region: SimulatedRegion) -> None:
+        await scene(region)  # type: ignore[misc]
+
+    play(run, 1)
+
+
+def test_two_brokers_have_one_link_on_which_both_speak() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        await joined(region, a, b)
+        await region.until(lambda: a.links.peers == ["y"] and b.links.peers == ["x"])
+        a.links.send("y", SHARD, Probe(1, ELECTION))
+        b.links.send("x", SHARD, Probe(2, ELECTION))
+        await region.until(lambda: a.heard and b.heard)
+        assert b.heard == [("x", Said(SHARD, Probe(1, ELECTION)))]
+        assert a.heard == [("y", Said(SHARD, Probe(2, ELECTION)))]
+        await a.links.close()
+        await region.until(lambda: not b.links.peers)
+        assert b.linked == [("x", True), ("x", False)]
+        await b.links.close()
+
+    alone(scene)
+
+
+def stranger(kind: str, region: str = REGION, name: str = "x") -> Identity:
+    owner = authority() if region == REGION else create_authority(region, MESH, authority_ms())
+    return owner.issue_identity(SpiffeId(region, MESH, kind, name), authority_ms())
+
+
+def authority_ms() -> int:
+    return identity("a").not_before_ms + 60_000
+
+
+@pytest.mark.parametrize("kind", ["client", "operator", "bridge"])
+def test_nobody_but_a_broker_is_let_in(kind: str) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x", stranger(kind)), End(region, "y")
+        await joined(region, a, b)
+        await asyncio.sleep(5)
+        assert not a.links.peers and not b.links.peers and not b.linked
+        await a.links.close()
+        await b.links.close()
+
+    alone(scene)
+
+
+def test_a_broker_of_another_region_is_refused_though_that_region_is_trusted() -> None:
+    other = create_authority("eu-west", MESH, authority_ms())
+    who = other.issue_identity(SpiffeId("eu-west", MESH, "broker", "x"), authority_ms())
+
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x", who), End(region, "y", trusts=lambda: bundle().trusting(other.anchor()))
+        await joined(region, a, b)
+        await asyncio.sleep(5)
+        assert not a.links.peers and not b.linked
+        await a.links.close()
+        await b.links.close()
+
+    alone(scene)
+
+
+def test_a_broker_that_says_it_is_another_one_is_refused() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x", stranger("broker", name="w")), End(region, "y")
+        await joined(region, a, b)
+        await asyncio.sleep(5)
+        assert not b.linked
+        await a.links.close()
+        await b.links.close()
+
+    alone(scene)
+
+
+def test_a_link_on_which_nothing_is_heard_is_over_on_both_sides_and_comes_back() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        await joined(region, a, b)
+        await region.until(lambda: a.links.peers and b.links.peers)
+        region.network.part(a.host, b.host)
+        await region.until(lambda: not a.links.peers and not b.links.peers)
+        region.network.heal()
+        await region.until(lambda: a.links.peers and b.links.peers)
+        assert a.linked == [("y", True), ("y", False), ("y", True)]
+        await a.links.close()
+        await b.links.close()
+
+    alone(scene)
+
+
+def test_frames_that_wait_are_bounded_and_what_is_short_passes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links_module, "BULK_WAITING_BYTES_MAX", 1 << 20)
+
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        await joined(region, a, b)
+        await region.until(lambda: a.links.peers and b.links.peers)
+        frames = frames_from(LogPoint(0), [entry(0, 1, payload=b"." * 200_000)])
+        message = Append(1, ELECTION, 1, 1, 0, LogPoint(0), 0, LogPoint(0), LogPoint(0), (), frames)
+        for _ in range(40):
+            a.links.send("y", SHARD, message)
+        a.links.send("y", SHARD, Probe(1, ELECTION))
+        assert a.links.dropped
+        link = a.links._up["y"]
+        assert link._waiting_bytes <= 1 << 20 and not link.has_room()
+        await a.links.room("y")
+        await region.until(lambda: any(isinstance(said.message, Probe) for _, said in b.heard))
+        await region.until(lambda: not link._waiting)
+        appends = [said for _, said in b.heard if isinstance(said.message, Append)]
+        assert len(appends) + a.links.dropped == 40
+        await a.links.close()
+        await b.links.close()
+
+    alone(scene)
+
+
+def test_a_broker_that_comes_back_quickly_takes_the_place_of_its_older_link() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        await joined(region, a, b)
+        await region.until(lambda: a.links.peers and b.links.peers)
+        again = End(region, "x")
+        again.links.know({"y": f"{b.host}:7443"})
+        await region.until(lambda: again.links.peers)
+        assert b.linked == [("x", True), ("x", False), ("x", True)]
+        for end in (a, again, b):
+            end.links.know({})
+            await end.links.close()
+
+    alone(scene)

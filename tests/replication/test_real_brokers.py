@@ -1,0 +1,132 @@
+"""The same brokers on real files, real QUIC and a real store: SQLite, and etcd. A leader that is gone is followed by another one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from random import Random
+from threading import Event
+from typing import Any
+
+import pytest
+from etcd_process import EtcdProcess, etcd
+from ports import claim_port
+from replication.replicated_region import NAMES, STREAM, Broker, Region
+
+from felix.batch import NewRecord, encode_batch
+from felix.errors import UnavailableError
+from felix.runtime.real import REAL
+from felix.storage.disk import DiskFiles
+from felix.transport.port import engine_named
+from region.cluster.controller import StreamWish
+from region.log.point import LogPoint
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.etcd import EtcdConfig, EtcdStore
+from region.metadata.port import MetadataStore
+
+__all__ = ["etcd"]  # the fixture, by its name
+
+
+class RealRegion(Region):
+    """All in this process; a broker that is gone has said nothing to anybody, and synced nothing."""
+
+    def __init__(self, store: MetadataStore, folder: Path) -> None:
+        super().__init__(store, Random(1))
+        self._addresses = {name: ("127.0.0.1", claim_port()) for name in NAMES}
+        for name, machine in self.machines.items():
+            machine.folder = folder / name
+
+    async def start(self, *names: str) -> None:
+        for name in names or NAMES:
+            machine = self.machines[name]
+            broker = Broker(
+                machine,
+                self.store,
+                engine_named(),
+                DiskFiles(),
+                REAL,
+                len(self.shards),
+                self._addresses[name],
+            )
+            await broker.start()
+            self.running[name] = broker
+        wish = StreamWish(STREAM, "acme/test/orders", shards=len(self.shards), replicas=3, min=2)
+        for broker in self.running.values():
+            broker.controller.want([wish], {})
+
+    async def end(self, name: str) -> None:
+        await self.running.pop(name).close(in_order=False)
+
+
+@pytest.fixture(params=["embedded", pytest.param("etcd", marks=pytest.mark.etcd)])
+async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[MetadataStore]:
+    async with AsyncExitStack() as stack:
+        if request.param == "etcd":
+            process: EtcdProcess = request.getfixturevalue("etcd")
+            yield await stack.enter_async_context(await EtcdStore.open(EtcdConfig((process.endpoint,))))
+        else:
+            yield await stack.enter_async_context(await EmbeddedStore.open(tmp_path / "metadata.db"))
+
+
+async def test_a_leader_that_is_gone_is_followed_and_comes_back_as_a_follower(
+    store: MetadataStore, tmp_path: Path
+) -> None:
+    region = RealRegion(store, tmp_path)
+    await region.start()
+    await region.well()
+    region.append_all_the_time()
+    await region.until(lambda: region.acknowledged() > 30)
+    leader = region.leader(region.shards[0])
+    assert leader is not None
+    await region.end(leader.name)
+    before = region.acknowledged()
+    await region.until(lambda: region.acknowledged() > before + 30)
+    await region.start(leader.name)
+    await region.no_more_appends()
+    await region.well()
+    region.check()
+    await asyncio.gather(*(broker.close() for broker in region.running.values()))
+
+
+async def test_a_deposed_leader_hears_nobody_until_what_a_thread_was_writing_is_told(tmp_path: Path) -> None:
+    """An append is in a thread's hands when its leader gives up: the file has what the core does not know of yet."""
+    async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
+        region = RealRegion(store, tmp_path)
+        await region.start()
+        await region.well()
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        hosted = leader.host._hosted[shard]
+        disk = hosted.workers[0].disk
+        begun, goes_on, write = Event(), Event(), disk.write
+
+        def slow_write(*arguments: Any, **more: Any) -> None:
+            begun.set()
+            assert goes_on.wait(120)
+            write(*arguments, **more)
+
+        disk.write = slow_write  # type: ignore[method-assign]
+        answer = leader.host.append_nowait(shard, 0, encode_batch([NewRecord(b"late")]))
+        await region.until(begun.is_set)
+        waiting = leader.host.append_nowait(shard, 0, encode_batch([NewRecord(b"behind")]))
+        leader.host.give_up("drain")
+        await region.until(lambda: region.leader(shard) not in (None, leader))
+        new = region.leader(shard)
+        assert new is not None
+        await region.until(lambda: new.host.serves(shard))
+        assert hosted.core.replica.logs[0].end == LogPoint(0)
+        newer = new.host.append_nowait(shard, 0, encode_batch([NewRecord(b"new")]))
+        await region.until(lambda: new.host._hosted[shard].core.replica.logs[0].durable == LogPoint(1))
+        goes_on.set()
+        with pytest.raises(UnavailableError, match="not known"):
+            await answer
+        with pytest.raises(UnavailableError, match="not written"):
+            await waiting
+        assert await newer == LogPoint(1)
+        await region.well()
+        region.check()
+        assert not leader.host.alarms
+        await asyncio.gather(*(broker.close() for broker in region.running.values()))
