@@ -44,6 +44,10 @@ def test_a_report_reads_every_document_leaf_in_order(
         f"if(id > 1, '{REGION_ORIGIN}', '{EGRESS_ORIGIN}') AS log",
         f"if(id > 1, {LEAVES + 2} - id, id + 1) AS leaf_index",
         "if(id = 1, 'ACK', 'STANDING') AS kind",
+        "'egress' AS side",
+        "2 AS version",
+        "0L AS time_ms",
+        "'g-none' AS grant_id",
     )
     read = read_signed(spark, leaves, logs, trust())
     assert seen == {REGION_ORIGIN: LEAVES, EGRESS_ORIGIN: 1}
