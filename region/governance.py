@@ -27,7 +27,7 @@ from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import Binding, Proof
-from felix.names import SpiffeId, StreamName
+from felix.names import NamePattern, SpiffeId, StreamName
 from felix.pace import Pace
 from felix.peer import Peer, TrustBundle, verify_peer
 from keys.bundle import RegionBundle, check_update, decode_bundle
@@ -130,7 +130,7 @@ LOG_AGAIN_S: Final = 1.0
 MIRROR_TIMEOUT_S: Final = 10.0
 """How long a put document waits until this broker judges by it."""
 
-Drain = Callable[[str], Awaitable[None]]
+Drain = Callable[[str, Callable[[StreamName], bool]], Awaitable[None]]
 """Returns once nothing that was taken under the grant is on its way any more."""
 
 _STORED: Final[dict[str, tuple[DocumentKind, DocumentSide]]] = {
@@ -848,7 +848,7 @@ class Governance:
         grant = grant_of(document)
         if isinstance(document, SignedDocument) and is_revocation(document):
             drain_until = now + DRAIN_MS
-            await self._drain(grant)
+            await self._drain(grant, lambda arriving: self._arrives(grant, arriving))
         own = self._own
         actor = self._actors.get(digest) or SpiffeId(own.region, own.mesh, "broker", self.broker.broker_id)
         leaf = signed_leaf(
@@ -864,6 +864,13 @@ class Governance:
         )
         await self.logged.append(document.encode_file(), leaf)
         self._actors.pop(digest, None)
+
+    def _arrives(self, grant: str, arriving: StreamName) -> bool:
+        """Whether records under the grant may arrive in this stream here."""
+        terms = self._terms_of(grant)
+        if terms is None:
+            return False
+        return NamePattern(terms.stream if terms.wildcard else terms.destination_stream).matches(arriving)
 
     def _terms_of(self, grant: str) -> GrantTerms | None:
         try:

@@ -140,6 +140,7 @@ class IngestService:
         """Before a stream is served: what landed in it has its leaves. Raises what keeps the ingress log from taking them."""
         for shard in hosted.serving:
             await settle(shard, self.governance.trail, lambda grant, size: self.meter(grant).take(size))
+        self.landings.opened(hosted.name)
 
     def close(self) -> None:
         """The broker stops."""

@@ -73,10 +73,21 @@ class Landings:
     def __init__(self) -> None:
         self._landings: dict[tuple[StreamName, int, int], Landing] = {}
         self._streams_open = asyncio.Event()
+        self._unopened: dict[StreamName, asyncio.Event] = {}
 
     def streams_opened(self) -> None:
-        """Every stream that the broker found at its start is open, or cannot be."""
+        """Every stream that the broker found at its start is open, or `unopened`."""
         self._streams_open.set()
+
+    def unopened(self, name: StreamName) -> None:
+        """A stream cannot be opened at a start: what a crash left in it has no leaves yet."""
+        self._unopened.setdefault(name, asyncio.Event())
+
+    def opened(self, name: StreamName) -> None:
+        """What landed in the stream has its leaves by now, or is deleted."""
+        waiting = self._unopened.pop(name, None)
+        if waiting is not None:
+            waiting.set()
 
     def claim(self, name: StreamName, shard: int, slot: int, stream: Replaceable) -> Landing:
         """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone.
@@ -92,13 +103,17 @@ class Landings:
             before.replaced()
         return landing
 
-    async def drained(self, grant_id: str) -> None:
+    async def drained(self, grant_id: str, leads_to: Callable[[StreamName], bool]) -> None:
         """Wait until nothing that was taken under this grant is on its way to the disk or the log any more.
 
         The caller has seen to it that nothing new is taken. Each range ends: answered, or lost with its stream; at a start, what
-        a crash left of it in the streams has its leaves first.
+        a crash left of it in the streams has its leaves first. `leads_to`: whether records under the grant arrive in a stream; one
+        that could not be opened yet is waited for.
         """
         await self._streams_open.wait()
+        for name, opened in list(self._unopened.items()):
+            if leads_to(name):
+                await opened.wait()
         for landing in list(self._landings.values()):
             if landing.grant_id == grant_id:
                 await landing.settled.wait()

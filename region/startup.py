@@ -310,7 +310,7 @@ async def open_broker(
         },
     )
 
-    follower = StreamFollower(streams, mirror)
+    follower = StreamFollower(streams, mirror, landings.opened)
     governance.follow()
     _follow_settings(broker, mirror)
     if clustered is not None:
@@ -332,7 +332,9 @@ async def open_broker(
         except FelixError as error:
             # One stream that does not fit must not keep the others from being served.
             log.error("stream %s cannot be opened: %s", record.name, error)
-            follower.retry(StreamName.parse(record.name))
+            name = StreamName.parse(record.name)
+            landings.unopened(name)
+            follower.retry(name)
 
     with collector_paused():
         await at_once(OPENED_AT_ONCE, open_stream, records.values())

@@ -1,12 +1,15 @@
 """The follower of the catalog's streams: it opens those that came and closes those that went, also when another broker wrote it.
 
-Invariant: a stream that could not be opened is tried again with the next change, which may be what makes room.
+Invariant: a stream that could not be opened is tried again with the next change, which may be what makes room, and every RETRY_S.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Final
 
 from felix.errors import FelixError, RequestError
 from felix.names import StreamName
@@ -15,12 +18,19 @@ from region.streams import StreamTable
 
 log = logging.getLogger("felix.region.stream_follower")
 
+RETRY_S: Final = 10.0
+"""What kept a stream from being opened may pass by itself: a key service that did not answer, too many open files."""
+
 
 class StreamFollower:
     """One per broker. It notes what changes from the moment that it is made; `run` acts on it."""
 
-    def __init__(self, streams: StreamTable, mirror: CatalogMirror) -> None:
+    def __init__(
+        self, streams: StreamTable, mirror: CatalogMirror, deleted: Callable[[StreamName], None]
+    ) -> None:
+        """`deleted` is told of each stream that was."""
         self._streams = streams
+        self._deleted = deleted
         self._mirror = mirror
         # Names and incarnations of changed catalog records that were not processed yet.
         self._wanted: set[StreamName] = set()
@@ -30,7 +40,7 @@ class StreamFollower:
         mirror.on_change(self._note)
 
     def retry(self, name: StreamName) -> None:
-        """A stream that could not be opened: try again with the next change."""
+        """A stream that could not be opened: try again later."""
         self._wanted.add(name)
 
     def assigned(self, name: str) -> None:
@@ -50,7 +60,9 @@ class StreamFollower:
     async def run(self) -> None:
         """Follow, for ever."""
         while True:
-            await self._changed.wait()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S if self._wanted or self._assigned else None):
+                    await self._changed.wait()
             self._changed.clear()
             try:
                 await self._follow_once()
@@ -64,9 +76,11 @@ class StreamFollower:
             deleted = self._mirror.deleted_streams.get(self._gone.pop())
             if deleted is None:
                 continue
-            held = self._streams.get(StreamName.parse(deleted.name))
+            name = StreamName.parse(deleted.name)
+            held = self._streams.get(name)
             if held is not None and held.record.incarnation == deleted.incarnation:
                 await self._streams.remove(held.name, deleted.incarnation)
+            self._deleted(name)
         for name in sorted(self._wanted):
             self._wanted.discard(name)
             record = self._mirror.streams.get(name)

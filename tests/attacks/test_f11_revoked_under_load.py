@@ -142,7 +142,7 @@ async def test_a_destination_that_puts_its_revocation_off_and_dates_it_rightly_i
         stop_asking(monkeypatch)
         held = asyncio.Event()
 
-        async def waiting(_: str) -> None:
+        async def waiting(*_: object) -> None:
             await held.wait()
 
         governance._drain = waiting  # type: ignore[assignment]
