@@ -28,7 +28,7 @@ from audit.trail import Trail, TrailStatus
 from audit.trust import RegionTrust, Trust
 from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.document_feed import DocumentFeed
-from bridge.document_sync import KINDS, Documents, DocumentSync, parse_documents
+from bridge.document_sync import KINDS, Documents, DocumentSync
 from bridge.documents import POLICY, EgressDocuments
 from bridge.egress_disk import open_egress, read_words, save_ledger
 from bridge.endpoint import RegionEndpoint
@@ -73,7 +73,6 @@ from keys.hybrid import HybridKeyPair
 from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from policy.approval import Document
 from policy.grant import ExportGrant, GrantBook
 
 log = logging.getLogger("felix.bridge.agent")
@@ -99,6 +98,8 @@ TRAIL_AGAIN_S: Final = 1.0
 """How often the egress log is tried while another process has it open."""
 CLOSE_S: Final = 10.0
 """How long an orderly end waits for links, and again for the last cosignatures."""
+PROBLEMS_MAX: Final = 100
+"""Documents that are not believed and are logged one by one, at each change."""
 STREAMS_MAX: Final = 1_000
 """Streams that are looked at for wildcard grants."""
 
@@ -488,7 +489,7 @@ class Agent:
                 if not self.context.source.is_up:
                     pause_s = SOON_S
                 else:
-                    self._make_book()
+                    await self._make_book()
                     await self._bring_documents()
                     # A revocation whose last link is about to end does not wait for the next round.
                     if self._egress_documents.is_waiting:
@@ -556,23 +557,22 @@ class Agent:
             for feed in self._feeds.values():
                 feed.look()
 
-    def _make_book(self) -> None:
+    async def _make_book(self) -> None:
         """Anew where a document changed, or the egress log has another word."""
         listed = self._documents
-        made_of = (listed, self._egress_documents.said.changes)
-        if self._book_of != made_of:
-            documents: list[Document] = []
-            for held in listed.values():
-                documents += parse_documents({kind: held.get(kind, {}) for kind in KINDS})
-            trusted = {region: endpoint.bundle.policy_keys for region, endpoint in self._endpoints.items()}
-            anchors = TrustBundle(endpoint.bundle.anchor() for endpoint in self._endpoints.values())
-            self._book = self._egress_documents.counting(GrantBook(documents, trusted, anchors))
-            self._egress_documents.take(listed, trusted, anchors, self._book)
-            for problem in self._book.problems:
-                log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
-            # What a region said is never changed: it says something else.
-            self._book_of = made_of
-            self._hold_back()
+        if self._book_of == (listed, self._egress_documents.said.changes):
+            return
+        trusted = {region: endpoint.bundle.policy_keys for region, endpoint in self._endpoints.items()}
+        anchors = TrustBundle(endpoint.bundle.anchor() for endpoint in self._endpoints.values())
+        self._book = await self._egress_documents.read(listed, trusted, anchors)
+        # What a region said is never changed: it says something else.
+        self._book_of = (listed, self._egress_documents.said.changes)
+        problems = self._book.problems
+        for problem in problems[:PROBLEMS_MAX]:
+            log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)
+        if len(problems) > PROBLEMS_MAX:
+            log.error("%d more documents are not believed", len(problems) - PROBLEMS_MAX)
+        self._hold_back()
 
     async def _plan(self) -> None:
         """Tell the workers what the book says."""

@@ -4,7 +4,8 @@ The region's broker says with each list which revision it is of, and answers a l
 of the version before gives no revision; it is asked again every POLL_S. After a reconnect the same question is asked again:
 a revision is of what is shown, whichever broker says it.
 
-A region that always has something new is listed at a steady pace: it is another's, and may say what it likes.
+A region that always has something new is listed at a steady pace, and the more slowly the more is new: it is another's, and may
+say what it likes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from bridge.endpoint import RegionEndpoint
 from felix.connection import RegionConnection
 from felix.errors import FelixError
 from felix.messages import ListDocuments
-from felix.pace import Pace
+from felix.rate import TokenBucket
 from felix.runtime.port import Runtime
 
 log = logging.getLogger("felix.bridge.document_feed")
@@ -31,6 +32,8 @@ LIST_PER_S: Final = 1.0
 """How often documents of one region are listed that change all the time, after LIST_BURST: as often as where they are polled."""
 LIST_BURST: Final = 20
 """A grant is five documents that come one after the other, and a few grants may be given at once."""
+NEW_DOCUMENTS: Final = 500
+"""So many documents of a list that were not in the one before count as one list more: each has a signature to verify, which took 0.3 ms."""
 WAIT_MS: Final = 20_000
 """How long the broker is asked to wait for something new: well below what a request may take."""
 SESSION_LOOK_S: Final = 0.1
@@ -55,7 +58,8 @@ class DocumentFeed:
         self._kinds = kinds
         self._changed = changed
         self._failed = failed
-        self._pace = Pace(LIST_PER_S, LIST_BURST, 1, runtime.clock.monotonic)
+        self._monotonic_s = runtime.clock.monotonic
+        self._pace = TokenBucket(LIST_PER_S, LIST_BURST, self._monotonic_s())
         self._look = asyncio.Event()
 
     def look(self) -> None:
@@ -78,9 +82,12 @@ class DocumentFeed:
 
     async def _follow(self, connection: RegionConnection) -> None:
         """List, and again whenever there is something new; returns where the broker cannot say so."""
+        # Nor does a region come round the pace by a new session, or as a broker that gives no revision.
+        await asyncio.sleep(self._pace.wait_s(self._monotonic_s()))
         while True:
             held, revision = await list_documents(connection, self._kinds)
             if held != self.held:
+                self._pace.charge(_new_in(held, self.held or {}) / NEW_DOCUMENTS, self._monotonic_s())
                 self.held = held
                 self._changed()
             if not revision:
@@ -88,7 +95,8 @@ class DocumentFeed:
             known = revision
             while known == revision:
                 # A region that answers at once, whatever is asked, is asked at the same pace.
-                await asyncio.sleep(self._pace.take("") / 1000)
+                await asyncio.sleep(self._pace.wait_s(self._monotonic_s()))
+                self._pace.charge(1, self._monotonic_s())
                 known = await _next_revision(connection, revision)
 
     async def _pause(self, pause_s: float) -> None:
@@ -96,6 +104,15 @@ class DocumentFeed:
             async with asyncio.timeout(pause_s):
                 await self._look.wait()
         self._look.clear()
+
+
+def _new_in(held: Documents, before: Documents) -> int:
+    """How many documents are in this list and were not in the one before."""
+    return sum(
+        before.get(kind, {}).get(name) != data
+        for kind, listed in held.items()
+        for name, data in listed.items()
+    )
 
 
 async def _next_revision(connection: RegionConnection, known: bytes) -> bytes:

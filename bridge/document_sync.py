@@ -16,7 +16,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Final
+from hashlib import sha256
+from typing import Final, NamedTuple
 
 from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, UnavailableError
@@ -119,6 +120,23 @@ def missing(giver: Documents, taker: Documents, from_region: str, to_region: str
     return wanted
 
 
+class _Missing(NamedTuple):
+    """What is missing between these documents of two regions: kind, id, and the hash that its leaf has."""
+
+    giver: Documents
+    taker: Documents
+    found: tuple[tuple[str, str, bytes], ...]
+
+
+def _missing_with_hashes(
+    giver: Documents, taker: Documents, from_region: str, to_region: str
+) -> tuple[tuple[str, str, bytes], ...]:
+    return tuple(
+        (kind, name, sha256(parse_document(giver[kind][name]).encode_file()).digest())
+        for kind, name in missing(giver, taker, from_region, to_region)
+    )
+
+
 def _outranks(document: Document, held: bytes) -> bool:
     """Whether a half takes the place of the one that a region holds, which takes no other. What cannot be read is replaced."""
     rank = _rank_of(document)
@@ -167,7 +185,7 @@ def _concerns(document: Document, region: str, own: dict[str, str]) -> bool:
 class DocumentSync:
     """Carries between regions, and remembers what was brought or refused.
 
-    `is_logged`: whether a document's leaf stands in the egress log; without it, it is brought nowhere.
+    `is_logged`: whether the leaf of the document with this hash stands in the egress log; without it, it is brought nowhere.
     `on_brought` is called after each journey with how many documents were taken.
     """
 
@@ -182,28 +200,44 @@ class DocumentSync:
         self._on_brought = on_brought
         self._refused: dict[tuple[str, str, str], int] = {}
         self._ways: dict[tuple[str, str], asyncio.Task[None]] = {}
-        self._missing: dict[tuple[str, str], tuple[Documents, Documents, list[tuple[str, str]]]] = {}
-        """by way, what was missing and by which documents of both regions"""
+        self._missing: dict[tuple[str, str], _Missing] = {}
+        """by way"""
 
     def send(self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection) -> None:
         """Begin to bring what is missing. Where the last journey of this way has not ended, a later call brings it."""
-        to_region, now_ms = to.profile.region, self._clock_ms()
-        if (from_region, to_region) in self._ways:
+        way = (from_region, to.profile.region)
+        if way in self._ways:
             return
-        self._refused = {key: until for key, until in self._refused.items() if until > now_ms}
-        looked_at = self._missing.get((from_region, to_region))
+        looked_at = self._missing.get(way)
         # What a region said is never changed: it says something else.
-        if looked_at is None or looked_at[0] is not giver or looked_at[1] is not taker:
-            looked_at = (giver, taker, missing(giver, taker, from_region, to_region))
-            self._missing[from_region, to_region] = looked_at
-        wanted = [
-            (kind, name, giver[kind][name])
-            for kind, name in looked_at[2]
-            if (to_region, kind, name) not in self._refused
-            and self._is_logged(parse_document(giver[kind][name]).encode_file())
+        if looked_at is None or looked_at.giver is not giver or looked_at.taker is not taker:
+            self._ways[way] = asyncio.ensure_future(self._look(giver, taker, from_region, to))
+        elif wanted := self._wanted(looked_at, to.profile.region):
+            self._ways[way] = asyncio.ensure_future(self._journey(wanted, from_region, to))
+
+    def _wanted(self, looked_at: _Missing, to_region: str) -> list[tuple[str, str, bytes]]:
+        """Of what is missing all that may be brought now."""
+        now_ms = self._clock_ms()
+        self._refused = {key: until for key, until in self._refused.items() if until > now_ms}
+        return [
+            (kind, name, looked_at.giver[kind][name])
+            for kind, name, digest in looked_at.found
+            if (to_region, kind, name) not in self._refused and self._is_logged(digest)
         ]
+
+    async def _look(self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection) -> None:
+        """Find what is missing, in a thread: both regions may list ten thousand documents. Then bring it."""
+        to_region = to.profile.region
+        wanted: list[tuple[str, str, bytes]] = []
+        try:
+            found = await asyncio.to_thread(_missing_with_hashes, giver, taker, from_region, to_region)
+            self._missing[from_region, to_region] = looked_at = _Missing(giver, taker, found)
+            wanted = self._wanted(looked_at, to_region)
+        finally:
+            if not wanted:
+                del self._ways[from_region, to_region]
         if wanted:
-            self._ways[from_region, to_region] = asyncio.ensure_future(self._journey(wanted, from_region, to))
+            await self._journey(wanted, from_region, to)
 
     def is_between(self, one: str, other: str) -> bool:
         """Whether something is on its way from one of the two regions to the other."""

@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 from audit.document_disk import keep_document
 from audit.leaf import Side
 from audit.signed_leaf import signed_leaf
-from bridge.document_sync import Documents, parse_documents
+from bridge.document_sync import KINDS, Documents, parse_documents
 from bridge.link_worker import LinkContext
 from bridge.said import BYTES_MAX, WORDS_MAX, Said
 from felix.errors import FelixError, RequestError, UnavailableError
@@ -117,10 +117,36 @@ class EgressDocuments:
         beside = self.said.beside(listed.believed)
         return listed.including(beside) if beside else listed
 
+    async def read(self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle) -> GrantBook:
+        """Take what the regions list now; the book of what counts. In a thread: a region may list ten thousand documents, each with a
+        signature to verify, and the links of every other region go on meanwhile."""
+        while True:
+            changes = self.said.changes
+            book, papers = await asyncio.to_thread(self._read, held, trusted, anchors)
+            # A link that began meanwhile may have written a leaf, which then counts. What is verified is remembered.
+            if self.said.changes == changes:
+                self._take(papers, book)
+                return book
+
+    def _read(
+        self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle
+    ) -> tuple[GrantBook, dict[bytes, Paper]]:
+        documents: list[Document] = []
+        for listed in held.values():
+            documents += parse_documents({kind: listed.get(kind, {}) for kind in KINDS})
+        book = self.counting(GrantBook(documents, trusted, anchors))
+        return book, self._papers_of(held, trusted, book)
+
     def take(
         self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle, book: GrantBook
     ) -> None:
         """Take what the regions hold now; `book` was made of it."""
+        self._take(self._papers_of(held, trusted, book), book)
+
+    def _papers_of(
+        self, held: Mapping[str, Documents], trusted: Trusted, book: GrantBook
+    ) -> dict[bytes, Paper]:
+        """The documents that concern this bridge, by their hashes. Changes nothing."""
         context = self._context
         papers: dict[bytes, Paper] = {}
         own, regions = book.carried_by(str(context.bridge))
@@ -140,8 +166,10 @@ class EgressDocuments:
                 # Of a word that another one took the place of, none is made any more: whoever verifies may have forgotten the later one.
                 if paper is not None and (paper.policy or paper.digest in logged or document in current):
                     papers[paper.digest] = paper
-        papers = _without_more_approvers(papers)
-        now = context.clock_ms()
+        return _without_more_approvers(papers)
+
+    def _take(self, papers: dict[bytes, Paper], book: GrantBook) -> None:
+        now = self._context.clock_ms()
         self._seen_ms = {
             digest: self._seen_ms.get(digest, now) for digest, paper in papers.items() if paper.revokes
         }
@@ -175,9 +203,9 @@ class EgressDocuments:
             for paper in self._papers
         )
 
-    def is_logged(self, file: bytes) -> bool:
-        """True where the document may be brought to a region."""
-        return sha256(file).digest() in self._context.ledger.documents
+    def is_logged(self, digest: bytes) -> bool:
+        """True where the document with this hash may be brought to a region."""
+        return digest in self._context.ledger.documents
 
     def require_logged(self, grant: str) -> None:
         """Raises UnavailableError unless all that the grant rests on stands in the egress log, the source's policy included."""
@@ -260,6 +288,8 @@ class EgressDocuments:
         region = paper.document.region
         if region == self._context.source.region:
             return True
+        if region in self._held_back:
+            return False
         if not self.said.has_room(paper.document):
             if not self._no_room:
                 log.warning(
@@ -268,10 +298,11 @@ class EgressDocuments:
                 )  # fmt: skip
             self._no_room.add(paper.digest)
             return False
-        if region not in self._held_back and self._pace.take(region):
+        if self._pace.take(region):
             log.warning("%s signs documents without end; their leaves wait", region)
             self._held_back.add(region)
-        return region not in self._held_back
+            return False
+        return True
 
     async def _append(self, paper: Paper) -> bool:
         context = self._context

@@ -5,7 +5,7 @@ moment, and that has its leaf, counts until a later word of the same region does
 where a half of that region is listed: without any, there is no grant.
 
 Invariant: what is held is bounded for each region by itself, in words and in bytes, and nothing is forgotten: a word that has no room gets no
-leaf (`has_room`). Callers: bridge.documents.
+leaf (`has_room`). `current` and `beside` may be asked in another thread than the one that takes. Callers: bridge.documents.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class Said:
         shown = _newest(listed)
         return [
             document
-            for region, held in self._held.items()
-            for key, (rank, document) in held.items()
+            for region, held in tuple(self._held.items())
+            for key, (rank, document) in tuple(held.items())
             if (rank > shown[region, key] if (region, key) in shown else key[0] != _HALF)
         ]
 

@@ -152,3 +152,27 @@ async def test_a_region_that_always_has_something_new_is_listed_at_a_steady_pace
         for _ in range(1_000):
             await asyncio.sleep(0)
         assert broker.lists == LIST_BURST + 1
+
+
+@pytest.mark.parametrize("gives_revisions", [True, False])
+async def test_the_more_of_a_list_is_new_the_longer_the_next_one_waits(
+    monkeypatch: pytest.MonkeyPatch, gives_revisions: bool
+) -> None:
+    """Also where the region gives no revision, and is polled."""
+    monkeypatch.setattr("bridge.document_feed.LIST_PER_S", 1 / 3_600)
+    monkeypatch.setattr("bridge.document_feed.POLL_S", 0.001)
+    monkeypatch.setattr("bridge.document_feed.NEW_DOCUMENTS", 1)
+    broker = Broker(gives_revisions=gives_revisions)
+    answer = broker.request
+
+    async def request(request: ListDocuments) -> DocumentPage:
+        broker.revision += 1
+        return await answer(request)
+
+    broker.request = request  # type: ignore[method-assign]
+    async with following(broker, []) as (_, until):
+        most = LIST_BURST // LISTED + 1
+        await until(lambda: broker.lists >= most - 1)
+        for _ in range(1_000):
+            await asyncio.sleep(0)
+        assert broker.lists <= most

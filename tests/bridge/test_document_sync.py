@@ -78,10 +78,12 @@ async def test_a_region_that_never_answers_delays_only_itself() -> None:
     here = {"export": {first: one, second: two}, "standing": {f"{first}.a": standing(first, "us-east")}}
     back = {"export": here["export"], "standing": {f"{first}.b": standing(first, "eu-west")}}
 
+    nothing: dict[str, dict[str, bytes]] = {}
+
     def send_all() -> None:
-        document_sync.send(here, {}, "us-east", silent)  # type: ignore[arg-type]
-        document_sync.send(here, {}, "us-east", other)  # type: ignore[arg-type]
-        document_sync.send(back, {}, "eu-west", source)  # type: ignore[arg-type]
+        document_sync.send(here, nothing, "us-east", silent)  # type: ignore[arg-type]
+        document_sync.send(here, nothing, "us-east", other)  # type: ignore[arg-type]
+        document_sync.send(back, nothing, "eu-west", source)  # type: ignore[arg-type]
 
     send_all()
     assert document_sync.is_between("eu-west", "us-east")
