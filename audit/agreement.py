@@ -190,6 +190,8 @@ class Stop(NamedTuple):
     from_ms: int
     until_ms: int | None
     """None: it still holds at the log's end"""
+    document: bytes = b""
+    """the SHA-256 of the word"""
 
 
 class _Policy(NamedTuple):
@@ -416,7 +418,8 @@ class Agreements:
         if entry.region == self._origin.region:
             towards = "" if entry.peer == EVERYWHERE else entry.peer
             word = "" if entry.lifted else "denied"
-            stop = Stop(index, word, "", entry.streams, towards, header.time_ms, None)
+            digest = header.document_sha256
+            stop = Stop(index, word, "", entry.streams, towards, header.time_ms, None, digest)
             self._own_denies.take(("", entry.streams, towards, False), deny_rank(entry), stop)
         return []
 
@@ -517,11 +520,11 @@ class Agreements:
                     held.changed()
                     self._remember_older(held, grant, header.time_ms)
             case Standing():
-                self._stand(held, index, header.time_ms, body)
+                self._stand(held, index, header, body)
         return []
 
-    def _stand(self, held: _Held, index: int, time_ms: int, standing: Standing) -> None:
-        action = standing.action
+    def _stand(self, held: _Held, index: int, header: Header, standing: Standing) -> None:
+        action, time_ms = standing.action, header.time_ms
         if isinstance(standing.truncation, Truncation):
             goes_on = Accepted(
                 standing.truncation, standing.region, standing.at, action is StandingAction.RESEND
@@ -538,7 +541,8 @@ class Agreements:
             if held.stops is None:
                 held.stops = _Stops()
             key = (standing.grant, "", "", action is StandingAction.REVOKE)
-            stop = Stop(index, _FORBIDS.get(action, ""), standing.grant, "", "", time_ms, None)
+            word, digest = _FORBIDS.get(action, ""), header.document_sha256
+            stop = Stop(index, word, standing.grant, "", "", time_ms, None, digest)
             held.stops.take(key, standing_rank(standing), stop)
 
     def _derive(self, held: _Held) -> None:

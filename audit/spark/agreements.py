@@ -33,6 +33,8 @@ from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Terms, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.origin import Origin
 from audit.spark.files import open_files
+from audit.spark.stops import Seen, remember
+from audit.spark.stops import rows as stop_rows
 from audit.spark.verification import OpenedLog
 from audit.tile import Files
 from audit.trust import Trust
@@ -68,7 +70,7 @@ LEGAL_FIELDS: Final = _NAMES[9:]
 _REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
 _STOP: Final = (
     "source_region string, stop_leaf bigint, word string, stop_grant string, streams string, peer string, from_ms bigint, "
-    "until_ms bigint"
+    "until_ms bigint, stop_log string, known_leaf bigint, least_ms bigint, most_ms bigint"
 )
 
 
@@ -89,11 +91,13 @@ class LogDocuments(NamedTuple):
     stops: tuple[Stop, ...] = ()
     unjudged: tuple[tuple[str, int, str], ...] = ()
     """of grants whose documents could not be judged: the log, a leaf, in words"""
+    seen: Mapping[bytes, Seen] = MappingProxyType({})
+    """the leaves of its documents, of a region's own log"""
 
 
 class Signed(NamedTuple):
     """The same of all logs. `terms`: one row per terms hash; `revocations`: one per REVOKE leaf that ends its grant; `stops`: one per
-    `Stop`, with the region whose log it stands in; None: there is none, as in most reports, which then ask for nothing."""
+    `Stop` and other region's log (`audit.spark.stops`); None: there is none, as in most reports, which then ask for nothing."""
 
     terms: DataFrame
     revocations: DataFrame
@@ -179,6 +183,8 @@ def rows_of(
 
     read: dict[str, tuple[int, Leaf]] = {}
     claims: dict[str, tuple[int, Leaf]] = {}
+    seen: dict[bytes, Seen] = {}
+    is_region = Origin.parse(origin).bridge is None
     for index, leaf in leaves:
         look(index)
         # What does not hold about a document, or cannot be judged, is a finding of the verification, and the document is not believed.
@@ -188,6 +194,8 @@ def rows_of(
             raise
         except Exception as error:
             wrong = [unjudged.sentence(error, f"Leaf {index}")]
+        if is_region and not wrong and leaf.version > 1:
+            remember(seen, index, leaf.header)
         if leaf.header.kind is Kind.GRANT and not wrong:
             held = claims if leaf.version == 1 else read
             # Of those that nobody signed as many as the verifier holds: more are a finding there.
@@ -216,8 +224,8 @@ def rows_of(
         for grant_id in agreements.grants()
         for index in agreements.revocations(grant_id)
     ]
-    stops = agreements.stops() if Origin.parse(origin).bridge is None else ()
-    return LogDocuments(rows, revocations, agreements.crossed.derived, stops, tuple(told))
+    stops = agreements.stops() if is_region else ()
+    return LogDocuments(rows, revocations, agreements.crossed.derived, stops, tuple(told), seen)
 
 
 def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
@@ -281,14 +289,17 @@ def read_signed(
     claims: dict[tuple[str, ...], tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []
     derived: dict[bytes, Derived] = {}
-    stops: list[tuple[Any, ...]] = []
+    regions = [origin for origin in opened if Origin.parse(origin).bridge is None]
+    stops = stop_rows(
+        {origin: read.stops for origin, read in found.items()},
+        {origin: found[origin].seen if origin in found else {} for origin in regions},
+    )
     unjudged: list[tuple[str, int, str]] = []
     for origin in sorted(found, key=lambda origin: (Origin.parse(origin).bridge is None, origin)):
         read = found[origin]
         revocations += read.revocations
         derived |= read.derived
         unjudged += read.unjudged
-        stops += [(Origin.parse(origin).region, *stop) for stop in read.stops]
         for row in read.terms:
             if row[_NAMES.index("signed")]:
                 signed.setdefault(row[0], row)
@@ -300,7 +311,7 @@ def read_signed(
         if key in crossed and row[0] not in signed:
             kept.setdefault(key[2:], row)
     terms = [signed[key] for key in sorted(signed)] + [kept[key] for key in sorted(kept)]
-    return signed_frames(spark, terms, revocations, derived, stops)._replace(unjudged=tuple(unjudged))
+    return signed_frames(spark, terms, revocations, derived, list(stops))._replace(unjudged=tuple(unjudged))
 
 
 _CLAIMED_FOR: Final = ("log", "grant_id", "terms_hash", "source_region", "destination_region")

@@ -196,18 +196,36 @@ def _noticed() -> str:
 
 
 def _arrived_though() -> str:
-    """SQL: what arrived against the source's own word."""
-    sentence = """concat('Records arrived more than a minute after ', leaves.source_region, ' had ', word,
+    """SQL: what arrived against the source's own word, or may have. Not what stands behind that word in the other log: there the
+    verification judges. `least_ms`, `most_ms`: by how much the other clock may be ahead."""
+    against = """concat('Records arrived more than a minute after ', source_region, ' had ', word,
         ' it, by its own log: its word had not been brought to the destination.')"""
-    arrived = _event(BREACH, "concat('arrived-though-', word)", "true", sentence, records="records")
+    perhaps = """concat('By one of the two clocks records arrived more than a minute after ', source_region, ' had ', word,
+        ' it, and by the other not: by the documents in both logs the other clock is ', CAST(least_ms DIV 1000 AS STRING), ' to ',
+        CAST(most_ms DIV 1000 AS STRING), ' s ahead. Compare the clocks, and how late the documents were brought.')"""
+    events = [
+        _event(BREACH, "concat('arrived-though-', word)", "is_sure", against, records="records"),
+        _event(NOTICE, "concat('arrived-perhaps-though-', word)", "NOT is_sure", perhaps, records="records"),
+    ]
+
+    def stands(latest: str, earliest: str) -> str:
+        """Whether the word stood when the source's clock said so at the latest, and at the earliest."""
+        return f"""(time_ms - {latest} >= from_ms + {BROUGHT_MS}
+            AND (until_ms IS NULL OR time_ms - {earliest} < until_ms - {BROUGHT_MS}))"""
+
     return f"""
         UNION ALL
-        SELECT {_LEAVES_PLACE}, {one_row_each([arrived])}
-        FROM {{leaves}} AS leaves JOIN {{stops}} AS stops ON leaves.source_region = stops.source_region
-        WHERE kind = 'ACK' AND side = 'ingress' AND records > 0
-            AND time_ms >= from_ms + {BROUGHT_MS} AND (until_ms IS NULL OR time_ms < until_ms - {BROUGHT_MS})
-            AND (grant_id = stop_grant OR (stop_grant = '' AND (peer = '' OR peer = destination_region)
-                 AND stream RLIKE {pattern_to_regex("streams")}))
+        SELECT {_PLACE}, {one_row_each(events)}
+        FROM (
+            SELECT {_LEAVES_PLACE}, leaves.bridge, leaves.records, word, least_ms, most_ms, {stands("most_ms", "least_ms")} AS is_sure
+            FROM {{leaves}} AS leaves JOIN {{stops}} AS stops
+                ON leaves.source_region = stops.source_region AND leaves.log = stops.stop_log
+            WHERE kind = 'ACK' AND side = 'ingress' AND records > 0 AND {stands("least_ms", "most_ms")}
+                AND (until_ms IS NULL OR until_ms - from_ms > {2 * BROUGHT_MS})
+                AND (known_leaf IS NULL OR leaf_index < known_leaf)
+                AND (grant_id = stop_grant OR (stop_grant = '' AND (peer = '' OR peer = destination_region)
+                     AND stream RLIKE {pattern_to_regex("streams")}))
+        )
         """  # noqa: S608  # constants of this module
 
 

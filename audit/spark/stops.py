@@ -1,0 +1,80 @@
+"""What a region's own log forbade to leave it, as another region's log and clock have it. Pure.
+
+The two logs have times of two clocks. What stands behind the word's own leaf in the other log, that log's verification judges by its
+order, with no clock. For the rest the documents that stand in both logs say how far the clocks may be apart: a half is brought after its
+leaf in the log of the region that signed it, so its two times bound the difference, from above for the source's halves, from below for the
+other region's. One that was brought late is no bound that counts, beside one that was brought at once.
+
+A bridge that brings all halves late widens the bounds by as much, and no further: what may have arrived against a word is told then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+from audit.agreement import Stop
+from audit.leaf import Header, Kind
+from audit.origin import Origin
+
+DOCUMENTS_MAX: Final = 100_000
+"""Documents of one log whose leaves are remembered: some 30 MB. A word beyond them is compared by time alone."""
+
+
+class Seen(NamedTuple):
+    """The first leaf of a document that holds; times in ms."""
+
+    leaf: int
+    time_ms: int
+    kind: Kind
+    source: str
+    destination: str
+
+
+class Clocks(NamedTuple):
+    """By how much (ms) another region's clock may be ahead of the own one: at least, at most. 0 lies between the two: a clock may have been
+    set right since."""
+
+    least_ms: int
+    most_ms: int
+
+
+def remember(seen: dict[bytes, Seen], index: int, header: Header) -> None:
+    """Take the leaf of a document that holds."""
+    if len(seen) < DOCUMENTS_MAX:
+        found = Seen(index, header.time_ms, header.kind, header.source_region, header.destination_region)
+        seen.setdefault(header.document_sha256, found)
+
+
+def clocks(own: Mapping[bytes, Seen], other: Mapping[bytes, Seen], source: str, destination: str) -> Clocks:
+    """What both logs, of the regions `source` and `destination`, say about the difference of their clocks."""
+    behind: dict[Kind, list[int]] = {Kind.GRANT: [], Kind.ACCEPT: []}
+    for digest, here in own.items():
+        there = other.get(digest)
+        if (
+            there is not None
+            and here.kind in behind
+            and (here.source, here.destination) == (source, destination)
+        ):
+            behind[here.kind].append(there.time_ms - here.time_ms)
+    bounds = [0]
+    if behind[Kind.GRANT]:
+        bounds.append(min(behind[Kind.GRANT]))
+    if behind[Kind.ACCEPT]:
+        bounds.append(max(behind[Kind.ACCEPT]))
+    return Clocks(min(bounds), max(bounds))
+
+
+def rows(
+    stops: Mapping[str, tuple[Stop, ...]], seen: Mapping[str, Mapping[bytes, Seen]]
+) -> Iterator[tuple[Any, ...]]:
+    """Of each stop a row for every other region's log; both by origin. A log that has no documents is in `seen` as well."""
+    for origin, found in sorted(stops.items()):
+        source = Origin.parse(origin).region
+        for other, documents in sorted(seen.items()):
+            if not found or other == origin:
+                continue
+            apart = clocks(seen[origin], documents, source, Origin.parse(other).region)
+            for stop in found:
+                there = documents.get(stop.document)
+                yield source, *stop[:-1], other, there and there.leaf, *apart
