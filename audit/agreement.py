@@ -207,7 +207,7 @@ class _Held:
     """What the documents about one grant say so far."""
 
     export: Halves[ExportGrant] | None = None
-    """all of one grant have the same terms"""
+    """all of one grant have the terms of the first"""
     accepted: dict[Fit, Halves[ImportGrant]] = field(default_factory=dict)
     """those that fit the export; before there is one, all that may fit"""
     approved: dict[tuple[str, str], dict[tuple[str, str], tuple[ApprovalBody, Paper]]] = field(
@@ -276,8 +276,12 @@ class _Held:
         return None
 
     def is_newer(self, body: ExportGrant | ImportGrant) -> bool:
-        """Whether this half takes the place of the one that is held, or fills an empty one."""
+        """Whether this half takes the place of the one that is held, or fills an empty one. The first export fixes the grant's terms: an id
+        is a part of their hash, and who draws up terms may find two of one id."""
         if isinstance(body, ExportGrant):
+            newest = None if self.export is None else self.export.newest.body
+            if newest is not None and newest.terms_hash != body.terms_hash:
+                return False
             return self.export is None or self.export.is_newer(body)
         if self.export is not None and not agree(self.export.newest.body, body):
             return False

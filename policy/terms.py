@@ -199,7 +199,8 @@ class _Checked(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def grant_id(terms_hash: bytes) -> str:
-    """`g-` and 16 characters of base32: easy to read aloud, and no one can choose it."""
+    """`g-` and 16 characters of base32: easy to read aloud, and no one can find other terms of a given id. Two terms of one id, whatever it
+    is, cost 2^40 hashes: what two parties must see alike is held to the whole hash."""
     return "g-" + b32encode(terms_hash[:10]).decode("ascii").lower()
 
 

@@ -951,6 +951,12 @@ class Governance:
             before = open_export(held, keys) if kind == "export" else open_import(held, keys)
         except FelixError:
             return stored.revision  # what is not believed is replaced
+        if before.terms_hash != half.terms_hash:
+            raise GrantError(
+                f"The grant {half.grant} stands with other terms here: two terms have the same id.",
+                code=Code.CONFLICT,
+                hint="Change a word of the new terms, and grant them again: they get another id.",
+            )
         if half_rank(before) > half_rank(half):
             raise GrantError(
                 f"{held.region} signed {before.grant} again at {before.signed_at}; this is an older one.",

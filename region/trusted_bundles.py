@@ -30,7 +30,19 @@ def own_bundle(folder: RegionFolder, config: RegionConfig) -> RegionBundle:
 
 
 def _trusted_files(folder: RegionFolder) -> list[tuple[Path, SignedBundle]]:
-    return [(path, decode_bundle(_read(path))) for path in sorted(folder.trusted.glob("*.json"))]
+    return [(path, _read_bundle(path)) for path in sorted(folder.trusted.glob("*.json"))]
+
+
+def _read_bundle(path: Path) -> SignedBundle:
+    """Raises RequestError, which names the file."""
+    try:
+        return decode_bundle(_read(path))
+    except FelixError as error:
+        raise RequestError(
+            f"{path} is no bundle that can be trusted: {error.sentence}",
+            code=error.code,
+            hint="Take the file out of the folder, and trust that region's current bundle: felix region trust FILE.",
+        ) from error
 
 
 def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
