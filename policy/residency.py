@@ -36,7 +36,7 @@ from felix.names import NamePattern, StreamName, parse_region
 from policy.approval import ApprovalRule
 from policy.documents import ConfigError, Document, Mistake, Parsed, Path, Place, decode_placed, nearest
 from policy.fieldpath import FieldPath
-from policy.pattern import covers, overlap
+from policy.pattern import PatternMap, covers, overlap
 from policy.quantity import Duration, Instant
 from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, sign, verify
 from policy.terms import Basis, GrantTerms
@@ -404,6 +404,36 @@ def decide_grant(
     )
 
 
+class _Indexed:
+    """A policy as a key: two of one text are the same."""
+
+    __slots__ = ("policy",)
+
+    def __init__(self, policy: ResidencyPolicy) -> None:
+        self.policy = policy
+
+    def __hash__(self) -> int:
+        return hash(self.policy.hash)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Indexed) and self.policy.hash == other.policy.hash
+
+
+@lru_cache(maxsize=POLICIES_KEPT)
+def _classes_of(indexed: _Indexed) -> PatternMap[list[tuple[int, str]]]:
+    """A policy's classes, with their numbers, by the patterns of their streams: a policy may have ten thousand of these, and each stream
+    of a wildcard grant asks it."""
+    found = PatternMap[list[tuple[int, str]]]()
+    for number, (name, data) in enumerate(indexed.policy.file.classes.items()):
+        for pattern in data.streams:
+            held = found.get(pattern)
+            if held is None:
+                found.put(pattern, [(number, name)])
+            else:
+                held.append((number, name))
+    return found
+
+
 class _Decider:
     def __init__(self, policy: ResidencyPolicy, question: Question) -> None:
         self.policy = policy
@@ -434,23 +464,38 @@ class _Decider:
         if entry is None:
             return self._refuse(f"The policy does not know the region {self.peer}.", ("regions",))
         self.jurisdiction = entry.jurisdiction
-        self.classes = [
-            name
-            for name, data in file.classes.items()
-            if any(overlap(pattern, self.pattern) for pattern in data.streams)
-        ]
+        self.classes = self._classes()
         denials = list(self._denials())
         if denials:
             return Decision(False, denials[0].rule, tuple(denials), denied=True)
-        covered = any(
-            covers(pattern, self.pattern) for name in self.classes for pattern in file.classes[name].streams
-        )
-        if not covered:
+        if not self._is_covered():
             return self._refuse(
                 f"{question.stream} has no class in the policy, and what has no class does not cross.",
                 ("classes",),
             )
         return self._by_class()
+
+    def _classes(self) -> list[str]:
+        """The classes that have streams of the question, in the order of the policy."""
+        stream = self.question.stream
+        if isinstance(stream, StreamName):
+            found = {each for held in _classes_of(_Indexed(self.policy)).matching(stream) for each in held}
+            return [name for _, name in sorted(found)]
+        return [
+            name
+            for name, data in self.file.classes.items()
+            if any(overlap(pattern, self.pattern) for pattern in data.streams)
+        ]
+
+    def _is_covered(self) -> bool:
+        """Whether one class has all streams of the question; of one stream, each that has it."""
+        if isinstance(self.question.stream, StreamName):
+            return bool(self.classes)
+        return any(
+            covers(pattern, self.pattern)
+            for name in self.classes
+            for pattern in self.file.classes[name].streams
+        )
 
     def _refuse(self, sentence: str, path: Path) -> Decision:
         return Decision(False, "", (Reason(sentence, "", self.policy.place(*path)),))

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from departures import DAY, terms
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from felix.errors import Code
 from felix.names import NamePattern, StreamName
@@ -41,6 +44,10 @@ regions:
   eu-north: {country: "NO", jurisdiction: EEA}
 """
 """Nine lines; what a test adds begins on line 10."""
+
+
+PART = st.builds(lambda stem, end: stem + end or "a", st.text("ab", max_size=3), st.sampled_from(["", "*"]))
+PATTERNS = st.tuples(PART, PART, PART).map("/".join)
 
 
 def policy(text: str) -> ResidencyPolicy:
@@ -217,6 +224,26 @@ def test_each_way_to_fall_short_has_its_own_sentence(
     answer = ask(policy(RULES), stream, to, **changes)
     assert not answer.allowed
     assert any(sentence in reason.sentence for reason in answer.reasons), list(map(str, answer.reasons))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    classes=st.lists(st.lists(PATTERNS, min_size=1, max_size=4), min_size=1, max_size=5),
+    stream=st.tuples(*[st.text("ab", min_size=1, max_size=3)] * 3).map("/".join),
+    denied=st.booleans(),
+)
+def test_a_stream_by_its_name_is_decided_as_the_pattern_that_is_this_name(
+    classes: list[list[str]], stream: str, denied: bool
+) -> None:
+    """Names are looked up, patterns are searched for."""
+    named = {f"c{number}": {"description": "x", "streams": found} for number, found in enumerate(classes)}
+    deny = "[{name: stop, classes: [c0], because: audit under way}]"
+    held = policy(f"classes: {json.dumps(named)}\ndeny: {deny if denied else []}\n")
+    by_name, by_pattern = (
+        decide(held, Question(asked, "us-east", "eu-west"), 0)
+        for asked in (StreamName.parse(stream), NamePattern(stream))
+    )
+    assert by_name == by_pattern
 
 
 def test_an_empty_policy_allows_nothing() -> None:
