@@ -864,8 +864,9 @@ class Agreements:
         region = policy.region
         decision = self._decide(held, export, accepted, stream, policy, now)
         if not decision.allowed:
-            reasons = " ".join(map(str, decision.reasons))
-            return f"the policy of {region}, revision {policy.revision}, does not allow it. {reasons}"
+            return (
+                f"the policy of {region}, revision {policy.revision}, does not allow it. {decision.sentence}"
+            )
         for rule in decision.approvals:
             counted = (policy.hash, accepted.accepted_by, rule)
             if now >= held.approved_from.get(counted, NEVER):

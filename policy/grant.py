@@ -816,8 +816,7 @@ class GrantBook:
             if not decision.allowed:
                 return _Step.POLICY, Refusal(
                     RefusalKind.DENIED if decision.denied else RefusalKind.AGAINST_POLICY,
-                    f"The grant {name} is against the policy of {policy.region}, revision {policy.revision}: "
-                    + " ".join(map(str, decision.reasons)),
+                    f"The grant {name} is against the policy of {policy.region}, revision {policy.revision}: {decision.sentence}",
                     "Ask `felix bridge explain`; make a grant that the policy allows.",
                     name,
                     decision.rule,

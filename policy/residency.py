@@ -49,6 +49,8 @@ RULES_MAX: Final = 1_000
 POLICIES_KEPT: Final = 16
 """Texts that were read last: a broker and its agents read the same few again with each document that changes beside them,
 5 ms and more for each."""
+REASONS_TOLD: Final = 8
+"""Of a decision, in one sentence: a stream may be in hundreds of classes, each with a reason. `felix bridge explain` lists them all."""
 
 Region = Annotated[str, Parsed(parse_region)]
 Word = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]*\Z")]
@@ -351,11 +353,18 @@ class Decision(NamedTuple):
     denied: bool = False
     approvals: tuple[ApprovalRule, ...] = ()
 
+    @property
+    def sentence(self) -> str:
+        """The first REASONS_TOLD reasons, and how many more there are."""
+        told = [str(reason) for reason in self.reasons[:REASONS_TOLD]]
+        more = len(self.reasons) - len(told)
+        return " ".join([*told, f"And {more} more."] if more else told)
+
     def error(self) -> ResidencyError:
         """The refusal as an error."""
         assert not self.allowed
         return ResidencyError(
-            " ".join(map(str, self.reasons)),
+            self.sentence,
             hint="Ask `felix bridge explain` what a grant would need, or the owner of the region's policy.",
         )
 

@@ -14,6 +14,7 @@ from felix.errors import Code
 from felix.names import NamePattern, StreamName
 from policy.documents import ConfigError
 from policy.residency import (
+    REASONS_TOLD,
     Decision,
     Question,
     ResidencyError,
@@ -252,6 +253,15 @@ def test_an_empty_policy_allows_nothing() -> None:
     assert "has no class in the policy" in answer.reasons[0].sentence
     only_class = policy("classes: {all: {streams: ['*/*/*']}}")
     assert not ask(only_class, "acme/ops/a", **GOOD).allowed
+
+
+def test_of_hundreds_of_reasons_a_sentence_has_the_first_few() -> None:
+    classes = {f"c{number}": {"description": "x", "streams": ["acme/ops/*"]} for number in range(300)}
+    answer = ask(policy(f"classes: {json.dumps(classes)}"), "acme/ops/a", **GOOD)
+    assert len(answer.reasons) == 300
+    assert answer.sentence.startswith(str(answer.reasons[0]))
+    assert answer.sentence.endswith(f"And {300 - REASONS_TOLD} more.")
+    assert answer.error().sentence == answer.sentence
 
 
 def test_an_empty_destination_matches_nothing() -> None:
