@@ -72,7 +72,7 @@ from policy.grant_documents import (
     sign_standing,
 )
 from policy.grant_state import TRANSITIONS, GrantEvent, GrantState, advance
-from policy.pattern import PatternSet
+from policy.pattern import PatternMap, PatternSet
 from policy.quantity import Instant, Size
 from policy.residency import Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
@@ -319,9 +319,7 @@ class GrantBook:
         # Every read of a bridge queries this book, so an exact name is looked up, not searched for.
         self._exact = {place: tuple(found) for place, found in exact.items()}
         self._wild = tuple(wild)
-        self._denying = {
-            key: (NamePattern(deny.streams), deny) for key, deny in self._denies.items() if not deny.lifted
-        }
+        self._denying: PatternMap[list[DenyEntry]] | None = None
         self._carried: dict[str, Carried] | None = None
 
     @property
@@ -380,8 +378,7 @@ class GrantBook:
         made._standings, made._denies = dict(self._standings), dict(self._denies)
         made._truncations, made._decisions = dict(self._truncations), {}
         made._problems, made._exact = dict(self._problems), dict(self._exact)
-        made._wild, made._denying = self._wild, dict(self._denying)
-        made._carried = None
+        made._wild, made._denying, made._carried = self._wild, None, None
         return made
 
     def _leave_group(self, group: str, documents: Iterable[Document]) -> None:
@@ -402,9 +399,7 @@ class GrantBook:
                 continue
             try:
                 if document.purpose is Purpose.DENY:
-                    key = deny_key(decode_body(document, DenyEntry, Purpose.DENY))
-                    self._denies.pop(key, None)
-                    self._denying.pop(key, None)
+                    self._denies.pop(deny_key(decode_body(document, DenyEntry, Purpose.DENY)), None)
                     continue
                 standing = decode_body(document, Standing, Purpose.STANDING)
             except SignatureError:
@@ -425,7 +420,6 @@ class GrantBook:
         self._unbelieved |= part._unbelieved
         self._standings |= part._standings
         self._denies |= part._denies
-        self._denying |= part._denying
         for shard, accepted in part._truncations.items():
             self._truncations[shard] = [*self._truncations.get(shard, ()), *accepted]
         self._entries |= part._entries
@@ -632,22 +626,30 @@ class GrantBook:
         return found[1] if isinstance(found[1], Refusal) else None
 
     def _denied(self, attempt: Attempt) -> Refusal | None:
-        for pattern, entry in self._denying.values():
-            if entry.region not in (attempt.from_region, attempt.to_region):
-                continue
-            if _is_towards(entry, attempt) and pattern.matches(attempt.stream):
-                return denial(entry, attempt, attempt.stream)
-        return None
+        return self._denial(attempt, attempt.stream, (attempt.from_region, attempt.to_region))
 
     def _denied_there(self, attempt: Attempt, arriving: StreamName) -> Refusal | None:
         """The destination denies a stream by the name that it has there, too."""
-        for pattern, entry in self._denying.values():
-            if (
-                entry.region == attempt.to_region
-                and _is_towards(entry, attempt)
-                and pattern.matches(arriving)
-            ):
-                return denial(entry, attempt, arriving)
+        return self._denial(attempt, arriving, (attempt.to_region,))
+
+    def _denial(self, attempt: Attempt, stream: StreamName, regions: Collection[str]) -> Refusal | None:
+        """The refusal by a deny entry of these regions on this name. Looked up: a region may have thousands, and every read asks."""
+        denying = self._denying
+        if denying is None:
+            denying = PatternMap[list[DenyEntry]]()
+            for _, entry in sorted(self._denies.items()):
+                if not entry.lifted:
+                    pattern = NamePattern(entry.streams)
+                    held = denying.get(pattern)
+                    if held is None:
+                        denying.put(pattern, [entry])
+                    else:
+                        held.append(entry)
+            self._denying = denying
+        for held in denying.matching(stream):
+            for entry in held:
+                if entry.region in regions and _is_towards(entry, attempt):
+                    return denial(entry, attempt, stream)
         return None
 
     def _concerning(self, attempt: Attempt) -> Iterator[_Entry]:
