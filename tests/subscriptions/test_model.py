@@ -313,6 +313,13 @@ class World:
             for player in self.players
         )
 
+    async def decides(self) -> None:
+        """While a journal's folder is changed, which takes a slow disk its time, nobody's time is over: `stall` would count what does
+        not happen."""
+        async with asyncio.timeout(120):
+            while self.subscription.refusal() is not None:  # noqa: ASYNC110 - nobody announces it
+                await asyncio.sleep(0.0005)
+
     async def arrived(self) -> None:
         """What is read from disk takes its time."""
         async with asyncio.timeout(120):
@@ -348,6 +355,7 @@ class DurableAgainstModel(RuleBasedStateMachine):
             # The subscription's own timer may have fired while the last step ended: the model counts what is in hand.
             if self.world.under_way():
                 await self.world.arrived()
+            await self.world.decides()
             await work
             await self.world.quiet()
             self.world.check()
