@@ -310,14 +310,17 @@ class EgressDocuments:
             if paper.digest in context.ledger.documents:
                 return False
             trail = context.open_trail()
+            now_ms = context.clock_ms()
+            # What is no longer listed, since this waited, is signed all the same.
+            seen_ms = self._seen_ms.get(paper.digest, now_ms)
             leaf = signed_leaf(
                 paper.document,
                 own_region=context.source.region,
-                time_ms=context.clock_ms(),
+                time_ms=now_ms,
                 actor=str(context.bridge),
                 terms=self._terms(paper.grant),
                 policy=paper.policy,
-                drain_until_ms=self._seen_ms[paper.digest] + DRAIN_MS if paper.revokes else 0,
+                drain_until_ms=seen_ms + DRAIN_MS if paper.revokes else 0,
                 side=Side.EGRESS,
             )
             await asyncio.to_thread(keep_document, trail.files, paper.file)

@@ -12,6 +12,7 @@ from attacks.conftest import Tally
 from audit_log import BRIDGE, TIME_MS, trust
 from signed_grants import deny_entry, signed_grant, standing
 
+from audit.leaf import Leaf
 from bridge import document_sync as sync_module
 from bridge import documents as documents_module
 from bridge.document_sync import Documents, DocumentSync
@@ -91,6 +92,33 @@ async def test_a_word_that_gets_its_leaf_while_the_book_is_made_counts_in_it(
     logged.set()
     book = await reading
     assert book.get(SIGNED.grant, TIME_MS).paused_by == ("eu-west",)
+
+
+async def test_a_revocation_that_is_listed_no_more_while_it_waits_for_its_leaf_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    documents, leaves = egress_documents(), list[Leaf]()
+    revocation = standing(SIGNED.grant, StandingAction.REVOKE, "eu-west")
+    held = lists()
+    held["eu-west"]["standing"] = {"r": revocation.encode_file()}
+    keys, anchors = trust().policy_keys, trust().anchors
+    await documents.read(held, keys, anchors)
+    (paper,) = (paper for paper in documents._papers if paper.revokes)
+
+    async def append(more: list[Leaf]) -> None:
+        leaves.extend(more)
+
+    context: Any = documents._context
+    context.source.region = "us-east"
+    context.open_trail = lambda: SimpleNamespace(files=None, append=append)
+    context.failpoints = SimpleNamespace(at=lambda where: None)
+    monkeypatch.setattr(documents_module, "keep_document", lambda files, file: None)
+    async with documents._logging:
+        appending = asyncio.ensure_future(documents._append(paper))
+        await asyncio.sleep(0)
+        await documents.read(lists(), keys, anchors)
+    assert await appending
+    assert [leaf.header.document_sha256 for leaf in leaves] == [paper.digest]
 
 
 async def test_what_is_missing_is_found_while_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
