@@ -137,12 +137,6 @@ class EgressDocuments:
         book = self.counting(GrantBook(documents, trusted, anchors))
         return book, self._papers_of(held, trusted, book)
 
-    def take(
-        self, held: Mapping[str, Documents], trusted: Trusted, anchors: TrustBundle, book: GrantBook
-    ) -> None:
-        """Take what the regions hold now; `book` was made of it."""
-        self._take(self._papers_of(held, trusted, book), book)
-
     def _papers_of(
         self, held: Mapping[str, Documents], trusted: Trusted, book: GrantBook
     ) -> dict[bytes, Paper]:

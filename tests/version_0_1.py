@@ -6,6 +6,9 @@ import tarfile
 from pathlib import Path
 from typing import Final
 
+from audit.trust import Trust
+from keys.bundle import decode_bundle
+
 FOLDER: Final = Path(__file__).parent / "vectors" / "version-0.1"
 HOME: Final = FOLDER / "home.tar.xz"
 SHARDS: Final = FOLDER / "shards.tar.xz"
@@ -22,3 +25,11 @@ def lay_out(folder: Path) -> Path:
     with tarfile.open(HOME) as archive:
         archive.extractall(home, filter="data")
     return home
+
+
+def trust_of(home: Path) -> Trust:
+    """In both regions, by the bundles of then."""
+    return Trust.of(
+        decode_bundle((home / region / "bundle.json").read_bytes()).bundle
+        for region in ("us-east", "eu-west")
+    )

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from attacks.test_f08_truncation import accept, keep, link, numbered, put_back, streams_folder
+from attacks.test_f08_truncation import accept, link, numbered, source_put_back
 from bridge_mesh import Mesh, two_regions
 
 pytestmark = pytest.mark.timeout(300)
@@ -20,21 +20,7 @@ async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
 
 
 async def test_the_same_truncation_accepted_twice_is_accepted_once(mesh: Mesh, tmp_path: Path) -> None:
-    await mesh.create()
-    await mesh.grant()
-    await mesh.publish(numbered(0, 5))
-    async with mesh.agent():
-        await mesh.crossed(5)
-    await mesh.stop("us-east")
-    keep(streams_folder(mesh, "us-east"), tmp_path / "older")
-    await mesh.start("us-east")
-    await mesh.publish(numbered(100, 5))
-    async with mesh.agent() as agent:
-        await link(agent, "active", 10)
-    await mesh.stop("us-east")
-    put_back(tmp_path / "older", streams_folder(mesh, "us-east"))
-    await mesh.start("us-east")
-    await mesh.publish(numbered(900, 8))
+    await source_put_back(mesh, tmp_path / "older")
     async with mesh.agent() as agent:
         held = await link(agent, "truncated")
         await accept(mesh, held)

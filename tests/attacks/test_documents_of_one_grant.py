@@ -6,14 +6,15 @@ The bounds are lowered here; what decides is asked of the same documents with bo
 
 from __future__ import annotations
 
+import asyncio
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 from attacks.conftest import Tally
 from audit_log import BRIDGE, EGRESS_ORIGIN, INGRESS_ORIGIN, STREAM, TIME_MS, Link, trust
+from egress_documents import egress_documents
 from signed_grants import (
     HOUR_MS,
     Signed,
@@ -35,9 +36,6 @@ from audit.origin import Origin
 from audit.signed_leaf import signed_leaf
 from audit.words import Words
 from bridge import documents as documents_module
-from bridge.documents import EgressDocuments
-from bridge.ledger import Ledger
-from felix.names import SpiffeId
 from policy.approval import APPROVERS_MAX, Document, sign_approval
 from policy.grant import GrantBook, Rank, StandingAction
 from policy.residency import APPROVALS_MAX
@@ -248,16 +246,9 @@ def papers_of(signed: Signed, *more: Document) -> set[Document]:
     """Of which documents an honest agent writes leaves, where the destination lists these besides."""
     keys, anchors = trust("us-east", "eu-west", "ap-south").policy_keys, trust().anchors
     documents = [signed.export, signed.accepted, *signed.approvals, *more]
-    context = SimpleNamespace(
-        bridge=SpiffeId.parse(BRIDGE),
-        source=SimpleNamespace(region="us-east"),
-        clock_ms=lambda: TIME_MS,
-        ledger=Ledger(),
-        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
-    )
-    egress = EgressDocuments(context)  # type: ignore[arg-type]
+    egress = egress_documents()
     listed = {str(number): each.encode_file() for number, each in enumerate(documents)}
-    egress.take({"eu-west": {"all": listed}}, keys, anchors, GrantBook(documents, keys, anchors))
+    asyncio.run(egress.read({"eu-west": {"deny": listed}}, keys, anchors))
     return {paper.document for paper in egress._papers}
 
 

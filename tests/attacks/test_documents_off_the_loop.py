@@ -9,16 +9,14 @@ from typing import Any
 
 import pytest
 from attacks.conftest import Tally
-from audit_log import BRIDGE, TIME_MS, trust
+from audit_log import TIME_MS, trust
+from egress_documents import egress_documents
 from signed_grants import deny_entry, signed_grant, standing
 
 from audit.leaf import Leaf
 from bridge import document_sync as sync_module
 from bridge import documents as documents_module
 from bridge.document_sync import Documents, DocumentSync
-from bridge.documents import EgressDocuments
-from bridge.ledger import Ledger
-from felix.names import SpiffeId
 from policy.grant import GrantBook, StandingAction
 
 DENIES = 200
@@ -37,17 +35,6 @@ def lists() -> dict[str, Documents]:
             "deny": {str(number): each.encode_file() for number, each in enumerate(denies)},
         },
     }
-
-
-def egress_documents() -> EgressDocuments:
-    context: Any = SimpleNamespace(
-        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
-        source=SimpleNamespace(region="us-east"),
-        bridge=SpiffeId.parse(BRIDGE),
-        clock_ms=lambda: TIME_MS,
-        ledger=Ledger(),
-    )
-    return EgressDocuments(context)
 
 
 async def test_what_regions_list_is_verified_while_the_loop_goes_on(

@@ -18,18 +18,17 @@ from audit_log import EGRESS_ORIGIN, INGRESS_ORIGIN, POLICY_SEEDS, Link, key, re
 from crossing_logs import write_log
 from typer.testing import CliRunner
 from version_0_1 import EGRESS as OLD_EGRESS
-from version_0_1 import EU_WEST, US_EAST, lay_out
+from version_0_1 import EU_WEST, US_EAST, lay_out, trust_of
 
 from audit import leaf as leaf_module
 from audit.agreement import VERSION_1_UNSUPPORTED
 from audit.leaf import EncodedLeaf, Kind, Leaf, Side, Terms, decode_header, encode_leaf
 from audit.merkle import Tree, leaf_hash
 from audit.tile_disk import Folder
-from audit.trust import Trust
 from audit.verify import Version1, verify_log
 from cli.exits import EXIT_DAMAGED, EXIT_VERSION_1
 from cli.main import app
-from keys.bundle import decode_bundle, sign_bundle
+from keys.bundle import sign_bundle
 
 TERMS = Terms(purpose="INVENTED", basis="adequacy", article="45", reference="never")
 
@@ -102,13 +101,6 @@ def test_what_was_accepted_is_these_leaves_and_no_others(tally: Tally) -> None:
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return lay_out(tmp_path)
-
-
-def trust_of(home: Path) -> Trust:
-    return Trust.of(
-        decode_bundle((home / region / "bundle.json").read_bytes()).bundle
-        for region in ("us-east", "eu-west")
-    )
 
 
 def test_a_genuine_log_of_then_says_that_it_is_one(home: Path) -> None:

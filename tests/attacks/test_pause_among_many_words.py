@@ -5,19 +5,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from attacks.conftest import Tally
-from audit_log import BRIDGE, TIME_MS, trust
+from audit_log import trust
 from bridge_mesh import flight, two_regions, until
+from egress_documents import egress_documents
 from signed_grants import deny_entry, signed_grant
 
 from bridge.documents import EgressDocuments, Paper
-from bridge.ledger import Ledger
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
-from policy.grant import DenyEntry, GrantBook, Standing, StandingAction, sign_deny, sign_standing
+from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_standing
 from policy.signed import Purpose
 
 ENTRIES = 20
@@ -84,28 +83,21 @@ async def test_what_a_region_says_next_is_looked_at_before_the_rest_is_written(
     keys, anchors = trust().policy_keys, trust().anchors
     entries = [deny_entry(f"acme/ops/s{number}", "eu-west") for number in range(ENTRIES)]
     documents = [signed.export, signed.accepted, *signed.approvals, *entries]
-    context = SimpleNamespace(
-        bridge=SpiffeId.parse(BRIDGE),
-        source=SimpleNamespace(region="us-east"),
-        clock_ms=lambda: TIME_MS,
-        ledger=Ledger(),
-        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0)),
-    )
-    egress = EgressDocuments(context)  # type: ignore[arg-type]
-    listed = {"all": {str(number): each.encode_file() for number, each in enumerate(documents)}}
+    egress = egress_documents()
+    logged = egress._context.ledger.documents
+    listed = {"deny": {str(number): each.encode_file() for number, each in enumerate(documents)}}
     policy = {"policy": {"policy": signed.source_policy.encode_file()}}
-    book = GrantBook(documents, keys, anchors)
-    egress.take({"us-east": policy, "eu-west": listed}, keys, anchors, book)
+    await egress.read({"us-east": policy, "eu-west": listed}, keys, anchors)
 
     async def append(self: EgressDocuments, paper: Paper) -> bool:
-        context.ledger.documents.add(paper.digest)
+        logged.add(paper.digest)
         return True
 
     monkeypatch.setattr(EgressDocuments, "_append", append)
     total = 1 + len(documents)
     egress.is_newer = lambda: True
     assert await egress.log(lambda _: False) == 1
-    assert egress.is_waiting and len(context.ledger.documents) == 1
+    assert egress.is_waiting and len(logged) == 1
     egress.is_newer = lambda: False
     assert await egress.log(lambda _: False) == total - 1 and not egress.is_waiting
     tally("words that waited for what came next", total - 1)

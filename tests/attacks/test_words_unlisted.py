@@ -6,12 +6,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from attacks.conftest import Tally
 from attacks.test_half_signed_again import again, crossing
 from audit_log import BRIDGE, EGRESS_ORIGIN, STREAM, TIME_MS, log_signer, trust
+from egress_documents import egress_documents
 from signed_grants import deny_entry, grant_leaves, paper_leaf, signed_grant, standing
 
 from audit.agreement import STANDING_GRACE_MS, read_agreements
@@ -57,11 +57,6 @@ ATTEMPT = Attempt(StreamName.parse(STREAM), "us-east", "eu-west", SpiffeId.parse
 def lets(documents: list[Document]) -> bool:
     book = GrantBook(documents, trust().policy_keys, trust().anchors)
     return isinstance(book.check(ATTEMPT, None, TIME_MS), Allowed)
-
-
-def egress_documents() -> EgressDocuments:
-    runtime = SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: 0.0))
-    return EgressDocuments(SimpleNamespace(runtime=runtime))  # type: ignore[arg-type]
 
 
 def allows(documents: EgressDocuments, *listed: Document) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from version_0_1 import EGRESS, EU_WEST, US_EAST, lay_out
+from version_0_1 import EGRESS, EU_WEST, US_EAST, lay_out, trust_of
 
 from audit.proof import check_proof
 from audit.tile_disk import Folder
@@ -18,13 +18,6 @@ from keys.bundle import decode_bundle
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return lay_out(tmp_path)
-
-
-def trust_of(home: Path) -> Trust:
-    return Trust.of(
-        decode_bundle((home / region / "bundle.json").read_bytes()).bundle
-        for region in ("us-east", "eu-west")
-    )
 
 
 @pytest.mark.parametrize(
