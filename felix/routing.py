@@ -22,6 +22,7 @@ from collections.abc import Callable
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from felix.backoff import Backoff, BackoffPolicy
+from felix.bounded import BoundedMap
 from felix.errors import FelixError, NotLeaderError, RequestError
 from felix.names import StreamName
 from felix.profile import parse_address
@@ -29,6 +30,8 @@ from felix.runtime.port import Runtime
 
 LEADERS_MAX: Final = 128
 """Brokers of a region at most: connections that one client may be led to."""
+ROUTES_MAX: Final = 4_096
+"""Streams whose leaders are remembered; for others the first connection is asked."""
 
 _log = logging.getLogger("felix.routing")
 
@@ -91,16 +94,16 @@ class Routes(Generic[_MovableT]):
         self._policy = policy
         self._runtime = runtime
         self._here = here
-        self._routes: dict[StreamName, _Route] = {}
+        self._routes: BoundedMap[StreamName, _Route] = BoundedMap(ROUTES_MAX)
         self._leaders: dict[str, _Leader[_MovableT]] = {}
         self._placed: dict[_MovableT, tuple[StreamName, Reach[_MovableT]]] = {}
-        self._pauses: dict[str, tuple[float, Backoff]] = {}
+        self._pauses: BoundedMap[str, tuple[float, Backoff]] = BoundedMap(LEADERS_MAX)
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
     def attach(self, attachment: _MovableT, stream: StreamName) -> None:
         """Put it on the connection to the stream's leader, as far as that is known."""
-        route = self._routes.get(stream)
+        route = self._routes.use(stream)
         reach = (self.at(route.address) if route is not None else None) or self._first
         self._placed[attachment] = stream, reach
         reach.join(attachment)
@@ -122,9 +125,10 @@ class Routes(Generic[_MovableT]):
             stream = StreamName.parse(error.stream)
         except RequestError:
             return
-        known = self._routes.get(stream)
+        known = self._routes.use(stream)
         if known is None or known.epoch <= error.epoch or known.address == said_at:
-            known = self._routes[stream] = _Route(error.address, error.epoch)
+            known = _Route(error.address, error.epoch)
+            self._routes.put(stream, known)
         reach = self.at(known.address)
         if reach is None:
             return
@@ -140,7 +144,7 @@ class Routes(Generic[_MovableT]):
         if held is not None:
             return held.reach
         loop = asyncio.get_running_loop()
-        pause = self._pauses.get(address)
+        pause = self._pauses.use(address)
         if self._is_closed or len(self._leaders) >= LEADERS_MAX or (pause and loop.time() < pause[0]):
             return None
         try:
@@ -157,9 +161,9 @@ class Routes(Generic[_MovableT]):
         if leader is None or leader.reach is not reach or self._is_closed:
             return
         del self._leaders[address]
-        _, backoff = self._pauses.get(address) or (0.0, Backoff(self._policy, self._runtime.random))
+        _, backoff = self._pauses.use(address) or (0.0, Backoff(self._policy, self._runtime.random))
         loop = asyncio.get_running_loop()
-        self._pauses[address] = loop.time() + backoff.next_ms() / 1000, backoff
+        self._pauses.put(address, (loop.time() + backoff.next_ms() / 1000, backoff))
         error = NotLeaderError(f"The connection to {address} was lost.")
         for attachment, (stream, now) in list(self._placed.items()):
             if now is leader.reach:
@@ -186,7 +190,7 @@ class Routes(Generic[_MovableT]):
             _log.info("no connection to the leader at %s: %s", address, error.sentence)
             self.lost(address, leader.reach)
             return
-        self._pauses.pop(address, None)
+        self._pauses.pop(address)
 
     def _move(
         self, attachment: _MovableT, stream: StreamName, reach: Reach[_MovableT], error: FelixError
