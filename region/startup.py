@@ -173,8 +173,9 @@ async def open_broker(
     issuing = await asyncio.to_thread(authority)
     certification = await asyncio.to_thread(load_certification, folder.authority)
     own = await asyncio.to_thread(own_bundle, folder, config)
-    keys = folder.keys if config.cluster is None else data / "keys"
+    keys = folder.keys
     if config.cluster is not None:
+        keys = data / "keys"
         await asyncio.to_thread(_make_keys, keys, config.region, runtime)
     keyring = await asyncio.to_thread(machine.open_keys, keys, config.region, runtime=runtime)
     stack.callback(keyring.close)
@@ -183,17 +184,18 @@ async def open_broker(
     await _claim(store, folder, config, own=RegionTrust(own), now_ms=now_ms())
     registration: Registration | None = None
     clustered: Clustered | None = None
-    if config.cluster is None:
-        await asyncio.to_thread(_refuse_folders, data, config.region)
     if config.cluster is not None:
         clustered = await _join(store, folder, config, directory.lock_identity, machine.files, runtime, stack)
-    elif config.metadata.kind == "etcd":
-        await _refuse_cluster(store, config.region)
-        # Before the audit log is opened, which may sign.
-        registration = await Registration.open(
-            store, config.region, _holder(folder, config, directory.lock_identity, now_ms())
-        )
-        stack.push_async_callback(registration.close)
+    else:
+        await asyncio.to_thread(_refuse_folders, data, config.region)
+        if config.metadata.kind == "etcd":
+            await _refuse_cluster(store, config.region)
+            # Before the audit log is opened, which may sign.
+            registration = await Registration.open(
+                store, config.region, _holder(folder, config, directory.lock_identity, now_ms())
+            )
+            stack.push_async_callback(registration.close)
+    registered = registration if clustered is None else clustered.member
     catalog = Catalog(store, config.region)
     mirror = CatalogMirror(store, config.region)
     await mirror.start()
@@ -205,11 +207,9 @@ async def open_broker(
     has_audit_log = clustered is None or clustered.has_audit_log
 
     def may_not_sign() -> str:
-        if clustered is None:
-            return _why(registration)
-        if not has_audit_log:
+        if clustered is not None and not clustered.has_audit_log:
             return f"The region's audit log is written by broker {clustered.member.audit_home}"
-        return _why(clustered.member)
+        return _why(registered)
 
     witness, trail = await asyncio.to_thread(
         open_evidence,
@@ -231,7 +231,6 @@ async def open_broker(
     stack.push_async_callback(asyncio.to_thread, submissions.stop)
 
     budgets = Budgets()
-    registered = registration if clustered is None else clustered.member
     streams = StreamTable(
         directory,
         budgets.ring,

@@ -35,8 +35,6 @@ log = logging.getLogger("felix.region.cluster")
 
 REPLICAS: Final = 1
 """Copies of each shard: more are kept once logs are replicated."""
-
-
 WANT_PAUSES: Final = 10
 """After a look at all streams the next one waits so many times as long as it took: a tenth of the event loop at most."""
 

@@ -43,7 +43,7 @@ class NodeFile:
             pass
         raise CorruptionError(
             f"{self._path} is damaged: it says whose data folder this is.",
-            hint="Put it back from a backup of this folder, or give the broker a new folder with --replace.",
+            hint="Put the file back as this broker wrote it last.",
         )
 
     def save(self, record: FolderRecord) -> None:

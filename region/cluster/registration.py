@@ -223,7 +223,7 @@ def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: 
     if node.folder != file.folder:
         return Refusal(
             Reason.OTHER_FOLDER,
-            f"Broker {name} had another data folder. With the old one it goes on where it was; --replace gives up what was in it.",
+            f"Broker {name} had another data folder. Put it back: with it the broker goes on where it was.",
         )
     highest = max(file.registration, file.intended)
     if node.registration > highest:
@@ -263,7 +263,7 @@ def _pulse(view: ClusterView, broker: str) -> int:
 def _old_folder(broker: str) -> Refusal:
     return Refusal(
         Reason.OLD_FOLDER,
-        f"The data folder of broker {broker} is an older copy: the broker has run since it was made. --replace gives up what is in it.",
+        f"The data folder of broker {broker} is an older copy: the broker has run since it was made. Put its newest folder back.",
     )
 
 
