@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import schedule
 from hypothesis import settings
+from long_runs import IS_LONG
 from slow_disk import slow_down
 
-settings.register_profile("felix", deadline=None, print_blob=True)
+# `make test` tries the same examples everywhere, also where Hypothesis sees a CI; `make test-long` tries others each time.
+settings.register_profile("felix", deadline=None, print_blob=True, derandomize=not IS_LONG, database=None)
 settings.load_profile("felix")
 slow_down()
 

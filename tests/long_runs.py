@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
+from hypothesis import seed
 
 IS_LONG = "FELIX_LONG" in os.environ
 
@@ -15,6 +17,15 @@ IS_LONG = "FELIX_LONG" in os.environ
 def count(quick: int, long: int) -> int:
     """How often: in `make test`, and in `make test-long`."""
     return long if IS_LONG else quick
+
+
+def seeded(machine: type, round: int) -> type:
+    """A state machine whose examples are this round's own: the same in each run of `make test`, others in each `make test-long`."""
+
+    class Seeded(machine):  # type: ignore[misc]
+        pass
+
+    return seed(random.getrandbits(32) if IS_LONG else round)(Seeded)
 
 
 only_long = pytest.mark.skipif(not IS_LONG, reason="make test-long runs this")
