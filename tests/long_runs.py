@@ -19,13 +19,13 @@ def count(quick: int, long: int) -> int:
     return long if IS_LONG else quick
 
 
-def seeded(machine: type, round: int) -> type:
-    """A state machine whose examples are this round's own: the same in each run of `make test`, others in each `make test-long`."""
+def seeded(machine: type, number: int) -> type:
+    """A state machine whose examples are those of round `number`: the same in each run of `make test`, others in each `make test-long`."""
 
     class Seeded(machine):  # type: ignore[misc]
         pass
 
-    return seed(random.getrandbits(32) if IS_LONG else round)(Seeded)
+    return seed(random.getrandbits(32) if IS_LONG else number)(Seeded)
 
 
 only_long = pytest.mark.skipif(not IS_LONG, reason="make test-long runs this")

@@ -555,11 +555,11 @@ def test_whatever_is_done_answers_and_watchers_are_the_models(
 
     try:
         # An example leaves out kinds of steps as a whole, so that others come more often: several are wanted, each of its own seed.
-        for round in range(ROUNDS_MOST):
+        for number in range(ROUNDS_MOST):
             if world.looks >= wanted and not lacks_some():
                 break
             run_state_machine_as_test(
-                seeded(machine, round),
+                seeded(machine, number),
                 settings=settings(
                     max_examples=wanted // STEPS_PER_EXAMPLE // 2 + 1,
                     stateful_step_count=STEPS_PER_EXAMPLE,

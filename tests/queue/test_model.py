@@ -445,11 +445,11 @@ def place(tmp_path: Path) -> Iterator[Place]:
 def test_thousands_of_steps_end_where_the_model_ends(place: Place) -> None:
     Model.place = place
     seldom = ("lease", "ack", "nack", "restart", "purge", "replay")
-    for round in range(ROUNDS_MOST):
+    for number in range(ROUNDS_MOST):
         if place.steps >= STEPS_LEAST and min(place.counted.get(name, 0) for name in seldom) >= SELDOM_LEAST:
             break
         run_state_machine_as_test(
-            seeded(Model, round),
+            seeded(Model, number),
             settings=settings(
                 max_examples=STEPS_LEAST // 250 + 1, stateful_step_count=250, database=None, deadline=None,
                 suppress_health_check=list(HealthCheck),
