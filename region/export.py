@@ -38,7 +38,7 @@ from keys.signing import SigningKey
 from policy.grant import Allowed
 from policy.terms import pseudonym_scope
 from region.broker import Broker
-from region.governance import Governance
+from region.governance.service import Governance
 from region.log.ring import Entry
 from region.log.shard import ShardLog
 from region.streams import HostedStream

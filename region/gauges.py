@@ -7,7 +7,7 @@ from felix.transport.intake import HELD_BYTES_MAX
 from felix.transport.port import Listener
 from region.broker import Broker
 from region.cache.service import CacheService
-from region.governance import Governance
+from region.governance.service import Governance
 from region.log.directory import LogDirectory
 from region.queue.service import QueueService
 from region.subscriptions.service import SubscriptionService

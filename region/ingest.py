@@ -85,7 +85,7 @@ from policy.terms import GrantTerms
 from policy.truncation import Live
 from region.arrivals import LeafQueue, encode_arrival, settle
 from region.broker import Broker
-from region.governance import Governance
+from region.governance.service import Governance
 from region.grant_meter import GrantMeter
 from region.inspected import Inspected, Steps, inspect
 from region.landings import Landing, Landings

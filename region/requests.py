@@ -87,7 +87,7 @@ from region import overview
 from region.audience import AUDIENCES, request_name
 from region.broker import Broker, auto_config
 from region.export import ExportService
-from region.governance import SYNCED_KINDS, Governance
+from region.governance.service import SYNCED_KINDS, Governance
 from region.listing import Listing, fitting
 from region.metadata import records
 from region.metadata.catalog import Catalog

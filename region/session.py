@@ -51,7 +51,7 @@ from region.broker import Broker
 from region.delivery import Subscription, resolve_starts, subscription_refusal
 from region.exchange import OpenRole, PendingHandler, no_memory
 from region.export import ExportService
-from region.governance import Governance
+from region.governance.service import Governance
 from region.ports import Role
 from region.publishing import PUBLISH_WINDOW_BYTES, PublishStream
 from region.quota import Meter, Throttle

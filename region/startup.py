@@ -61,7 +61,7 @@ from region.document_log import DocumentLog
 from region.evidence import open_evidence
 from region.export import ExportService
 from region.folder import RegionFolder
-from region.governance import Governance
+from region.governance.service import Governance
 from region.ingest import IngestService
 from region.landings import Landings
 from region.log.directory import LogDirectory

@@ -26,9 +26,10 @@ from policy.grant import (
 from policy.signed import Purpose, SignedDocument, canonical, sign
 from policy.terms import grant_id
 from policy.truncation import Truncation
-from region.governance import Governance
+from region.governance.held_documents import HeldDocuments
+from region.governance.intake import DocumentIntake
+from region.governance.lasting import LastingDocuments
 from region.held_document import digest_of
-from region.trust_store import Newest
 
 REGIONS = ("us-east", "eu-west", "ap-south")
 
@@ -71,18 +72,17 @@ def sorted_by(own: str, stored: list[Document]) -> tuple[set[bytes], set[bytes]]
             document.purpose, ("grants", str(document.purpose).removeprefix("grant-"))
         )
         sections.setdefault(kind, {})[str(number)] = document.encode_file()
-    governance = object.__new__(Governance)
     bundles = {region: region_bundle(region) for region in REGIONS}
-    kept: list[Any] = []
-    for name, value in {
-        "_mirror": SimpleNamespace(documents=lambda section, side: sections.get((section, side), {})),
-        "_parsed": {}, "_halves": {}, "_unverified": {}, "_taken": set(), "_kept": frozenset(), "logged": set(),
-        "_bundles": bundles, "_believed": bundles, "_own": SpiffeId(own, "acme", "broker", "b1"), "_newest": Newest(),
-        "_memory": SimpleNamespace(keep=lambda *one: kept.append(one)), "_trust": trust(*REGIONS).anchors,
-    }.items():  # fmt: skip
-        setattr(governance, name, value)
-    documents, waiting = governance._sorted_documents()
-    held = {digest_of(each) for each in (*documents, *governance._newest)}
+    regions: Any = SimpleNamespace(
+        own=bundles[own], bundles=bundles, trust=trust(*REGIONS).anchors,
+        believed_policy_keys=lambda: {region: bundle.policy_keys for region, bundle in bundles.items()},
+    )  # fmt: skip
+    mirror: Any = SimpleNamespace(documents=lambda section, side: sections.get((section, side), {}))
+    memory: Any = SimpleNamespace(keep=lambda *_: None)
+    logged: Any = set()
+    lasting = LastingDocuments(logged, memory, [])
+    documents, waiting = HeldDocuments(regions, mirror, logged, lasting).sort()
+    held = {digest_of(each) for each in (*documents, *lasting.newest)}
     return held, {digest_of(each) for each in waiting}
 
 
@@ -144,7 +144,7 @@ def test_an_acceptance_of_other_terms_gets_none(tally: Tally) -> None:
 async def test_a_broker_keeps_as_many_approvals_as_whoever_verifies_its_log(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("region.governance.APPROVERS_MAX", 3)
+    monkeypatch.setattr("region.governance.intake.APPROVERS_MAX", 3)
     signed = signed_grant()
     names = ("x1", "x2", "x3")
     more = [sign_approval(signed.terms.hash(), approver("eu-west", name), TIME_MS) for name in names]
@@ -154,19 +154,19 @@ async def test_a_broker_keeps_as_many_approvals_as_whoever_verifies_its_log(
     async def keep(*said: Any) -> None:
         stored.append(said[-1])
 
-    governance = object.__new__(Governance)
+    intake = object.__new__(DocumentIntake)
     anchors = trust().anchors
     for name, value in {
-        "_trust": anchors, "broker": SimpleNamespace(clock_ms=lambda: TIME_MS), "_own": SpiffeId("us-east", "acme", "broker", "b1"),
-        "_book": GrantBook(documents, trust().policy_keys, anchors), "_require_room": keep, "_store_and_log": keep,
+        "_regions": SimpleNamespace(trust=anchors), "_broker": SimpleNamespace(clock_ms=lambda: TIME_MS), "_own": region_bundle("us-east"),
+        "_judgement": SimpleNamespace(book=GrantBook(documents, trust().policy_keys, anchors)), "_require_room": keep, "_store_and_log": keep,
     }.items():  # fmt: skip
-        setattr(governance, name, value)
+        setattr(intake, name, value)
     actor = SpiffeId.parse(signed.terms.bridge)
-    assert "already" in await governance._put_approval(actor, more[0])
+    assert "already" in await intake._put_approval(actor, more[0])
     with pytest.raises(GrantError, match="3 people of eu-west"):
-        await governance._put_approval(actor, more[2])
+        await intake._put_approval(actor, more[2])
     assert stored == []
     # Another region's do not use up this one's.
     own = sign_approval(signed.terms.hash(), approver("us-east", "x3"), TIME_MS)
-    await governance._put_approval(actor, own)
+    await intake._put_approval(actor, own)
     assert stored[-1] == own

@@ -252,12 +252,12 @@ async def test_no_witness_learns_another_key_for_a_log_and_pins_hold(mesh: Mesh,
         # Once an operator compared the fingerprint and pinned it, the same bundle is taken.
         trust_region(mesh.eu, update)
         await client.request(PutDocument("bundle", update.encode()))
-    await until(lambda: node.services.governance._bundles["us-east"] == changed, "the pinned bundle")
+    await until(lambda: node.services.governance.bundles["us-east"] == changed, "the pinned bundle")
     own = msgspec.structs.replace(
         mesh.bundle("eu-west"), receipt_keys=(other,), issued_ms=held.issued_ms + 10_000
     )
     forged = sign_bundle(own, load_signing_key(mesh.eu.policy_key)).encode()
-    revision = await node.services.governance._catalog.put_trusted("eu-west", forged)
-    await node.services.governance._mirror.wait_for(revision)
-    assert node.services.governance._bundles["eu-west"] == mesh.bundle("eu-west")
+    revision = await node.services.governance._intake._catalog.put_trusted("eu-west", forged)
+    await node.services.governance._intake._mirror.wait_for(revision)
+    assert node.services.governance.bundles["eu-west"] == mesh.bundle("eu-west")
     tally("bundles put", 3)

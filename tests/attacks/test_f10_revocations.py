@@ -19,7 +19,7 @@ from felix.names import StreamName
 from felix.runtime.real import now_ms
 from policy.grant import DenyEntry, GrantBook, Standing, StandingAction, sign_deny, sign_standing
 from policy.residency import parse_policy, sign_policy
-from region.governance import PEER_DOCUMENTS_MAX
+from region.governance.held_documents import PEER_DOCUMENTS_MAX
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")
@@ -89,7 +89,7 @@ async def test_too_many_documents_in_the_store_stop_no_broker(
         document = sign_deny(entry, mesh.key("us-east"))
         await catalog.put_document("denies", "state", f"d.{number}", document.encode_file(), revision=0)
     await mesh.stop("eu-west")
-    monkeypatch.setattr("region.governance.GrantBook", partial(GrantBook, documents_max=20))
+    monkeypatch.setattr("region.governance.book.GrantBook", partial(GrantBook, documents_max=20))
     await mesh.start("eu-west", engine=engine)
     governance = mesh.nodes["eu-west"].services.governance
     # Denials alone are too many: nothing is granted, and the broker serves its own people.
@@ -107,7 +107,7 @@ async def test_too_many_documents_in_the_store_stop_no_broker(
 async def test_other_documents_of_one_region_have_a_limit(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, limit: str, most: int, at_most: int
 ) -> None:
-    monkeypatch.setattr(f"region.governance.{limit}", most)
+    monkeypatch.setattr(f"region.governance.held_documents.{limit}", most)
     assert PEER_DOCUMENTS_MAX <= 5_000
     body, export, accepted = mesh.sign_grant()
     await mesh.agree("eu-west", body, export, accepted)
@@ -124,7 +124,7 @@ async def test_other_documents_of_one_region_have_a_limit(
     # What is there stays: nothing newer pushes it out. Another half goes in the place of the one before it.
     governance = mesh.nodes["eu-west"].services.governance
     assert governance.book.half(body.grant) is not None and len(governance.book.denies()) == taken
-    assert governance._has_room(accepted) and governance._has_room(export)
+    assert governance._judgement.held.has_room(accepted) and governance._judgement.held.has_room(export)
     # A revocation is always taken.
     await mesh.stand("eu-west", body.grant, StandingAction.REVOKE)
     with pytest.raises(RequestError, match="revoked"):
@@ -143,9 +143,9 @@ async def test_a_change_among_many_documents_holds_the_loop_briefly(
         document = sign_deny(entry, mesh.key("us-east"))
         await catalog.put_document("denies", "state", f"d.{number}", document.encode_file(), revision=0)
     await until(lambda: len(governance.book.denies()) == 50, "the deny entries")
-    before = {id(held.document) for held in governance._parsed.values()}
+    before = {id(held.document) for held in governance._judgement.held._parsed.values()}
     begun = time.perf_counter()
-    governance._reload()
+    governance._judgement.reload()
     spent_ms = (time.perf_counter() - begun) * 1000
-    assert {id(held.document) for held in governance._parsed.values()} == before
+    assert {id(held.document) for held in governance._judgement.held._parsed.values()} == before
     tally("microseconds of the loop for a change among 50", int(spent_ms * 1000) or 1)

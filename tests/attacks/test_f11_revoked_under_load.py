@@ -17,7 +17,7 @@ from felix.errors import Code, FelixError
 from felix.frames import FrameType
 from felix.names import StreamName
 from policy.grant import StandingAction
-from region.governance import DRAIN_MS
+from region.governance.leaves import DRAIN_MS
 from region.ingest import IngestStream
 from region.log.shard import ShardLog
 
@@ -145,9 +145,9 @@ async def test_a_destination_that_puts_its_revocation_off_and_dates_it_rightly_i
         async def waiting(*_: object) -> None:
             await held.wait()
 
-        governance._drain = waiting  # type: ignore[assignment]
+        governance._judgement.leaves._drain = waiting  # type: ignore[assignment]
         revoking = asyncio.ensure_future(mesh.stand("eu-west", grant[0], StandingAction.REVOKE))
-        await until(lambda: governance._logging, "the revocation")
+        await until(lambda: governance._judgement.leaves._writing, "the revocation")
         await asyncio.sleep(0)
         ahead = DRAIN_MS + 1_000
         monkeypatch.setattr(broker, "clock_ms", lambda: clock() + ahead)

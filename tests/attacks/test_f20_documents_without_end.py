@@ -40,9 +40,9 @@ from policy.signed import (
     verify,
 )
 from policy.transform import build_spec
-from region import governance as governance_module
 from region.denials import DENY_REGION_LEAVES_MAX
-from region.governance import SIGNED_AGAIN_MAX, Governance
+from region.governance import intake
+from region.governance.intake import SIGNED_AGAIN_MAX, DocumentIntake
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")
@@ -248,12 +248,12 @@ async def test_what_is_too_long_for_its_kind_is_refused_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:
     read: list[bytes] = []
-    monkeypatch.setattr(governance_module, "parse_document", read.append)
-    broker: Any = None
+    monkeypatch.setattr(intake, "parse_document", read.append)
+    service: Any = None
     for kind in KINDS:
         with pytest.raises(SignatureError, match="are allowed"):
-            await Governance.put(
-                broker,
+            await DocumentIntake.put(
+                service,
                 SpiffeId.parse("spiffe://us-east.acme/bridge/us-to-eu"),
                 kind,
                 bytes(KIND_BYTES_MAX[kind] + 1),

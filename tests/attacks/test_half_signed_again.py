@@ -28,7 +28,7 @@ from audit.origin import Origin
 from bridge.document_feed import LIST_BURST, LIST_PER_S
 from policy.grant import StandingAction
 from policy.signed import Purpose, SignedDocument, canonical, sign
-from region.governance import SIGNED_AGAIN_MAX, SIGNED_AGAIN_PER_S
+from region.governance.intake import SIGNED_AGAIN_MAX, SIGNED_AGAIN_PER_S
 
 SIDES = {Side.EGRESS: EGRESS_ORIGIN, Side.INGRESS: INGRESS_ORIGIN}
 

@@ -43,7 +43,7 @@ from policy.grant import (
 )
 from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
-from region.governance import Governance
+from region.governance.intake import DocumentIntake
 
 AT = TIME_MS - 1_000
 
@@ -129,13 +129,14 @@ def test_brokers_take_no_own_half_before_its_policy_and_let_nothing_cross_under_
         found = book.check(attempt, opened_policy(held), TIME_MS)
         assert isinstance(found, Allowed) if lawful else isinstance(found, Refusal)
         assert lawful or found.kind is RefusalKind.AGAINST_POLICY  # type: ignore[union-attr]
-        broker: Any = SimpleNamespace(_policy=opened_policy(held), _own=SimpleNamespace(region="us-east"))
+        judgement = SimpleNamespace(policy=opened_policy(held))
+        service: Any = SimpleNamespace(_judgement=judgement, _own=SimpleNamespace(region="us-east"))
         if lawful:
-            Governance._require_policy_of(broker, signed.body, "us-east")
+            DocumentIntake._require_policy_of(service, signed.body, "us-east")
         else:
             with pytest.raises(GrantError, match="revision 1 is in force"):
-                Governance._require_policy_of(broker, signed.body, "us-east")
-        Governance._require_policy_of(broker, signed.body, "eu-west")
+                DocumentIntake._require_policy_of(service, signed.body, "us-east")
+        DocumentIntake._require_policy_of(service, signed.body, "eu-west")
 
 
 async def test_an_agent_writes_no_half_before_its_policy(monkeypatch: pytest.MonkeyPatch) -> None:

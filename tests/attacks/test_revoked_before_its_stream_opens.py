@@ -73,7 +73,7 @@ async def test_a_revocation_has_its_leaf_behind_those_of_a_stream_that_opens_lat
         ]
 
     governance = mesh.nodes["eu-west"].services.governance
-    await until(lambda: governance._logging, "the revocation's leaf is on its way")
+    await until(lambda: governance._judgement.leaves._writing, "the revocation's leaf is on its way")
     assert mesh.nodes["eu-west"].broker.streams.get(StreamName.parse(STREAM)) is None
     may_open = True
     await until(lambda: "REVOKE" in kinds(), "the revocation's leaf")

@@ -57,7 +57,7 @@ from felix.settings import Durability, Retention
 from policy import residency
 from policy.explanation import explain_crossing
 from policy.grant import CODES, Allowed, Attempt, RefusalKind
-from region.governance import Governance
+from region.governance.service import Governance
 
 log_ = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ def broker(region: str, world: World, rendered: Rendered) -> Governance:
     stub._own = SimpleNamespace(region=region)
     stub._mirror = SimpleNamespace(is_current=True)
     stub._cut_off_ms = None
-    stub._book = rendered.book
-    stub._policy = rendered.policies[region]
+    stub._judgement = SimpleNamespace(book=rendered.book, policy=rendered.policies[region])
     stub.denied = lambda error, **_: error
     return held
 

@@ -22,7 +22,7 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, canonical, decode_body, sign
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.governance import Governance
+from region.governance.service import Governance
 from region.held_document import digest_of
 
 NAME = StreamName.parse(STREAM)
@@ -110,7 +110,7 @@ async def test_what_the_store_refuses_has_no_leaf(
 ) -> None:
     granted = await Granted(mesh).made()
     kind, document = granted.document(what)
-    catalog = governance(mesh)._catalog
+    catalog = governance(mesh)._intake._catalog
 
     async def refuse(*_: object, **__: object) -> None:
         raise UnavailableError("The store has no room.")
@@ -121,7 +121,7 @@ async def test_what_the_store_refuses_has_no_leaf(
         with pytest.raises(UnavailableError, match="no room"):
             await granted.put(kind, document)
     assert digest_of(document) not in governance(mesh).logged
-    assert governance(mesh)._actors == {}
+    assert governance(mesh)._judgement.leaves._actors == {}
     assert allowed(mesh, granted.body.grant), "and what was in force before is in force"
     await mesh.stop("us-east")
     assert granted.leaves(document) == 0
@@ -141,11 +141,11 @@ async def test_what_is_killed_between_the_two_gets_its_leaf_at_the_next_start(
         await asyncio.Event().wait()
         return False
 
-    monkeypatch.setattr("region.governance.DRAIN_MS", 100)
+    monkeypatch.setattr("region.governance.intake.DRAIN_MS", 100)
     monkeypatch.setattr(before.logged, "append", killed)
     putting = asyncio.ensure_future(granted.put(kind, document))
     await reached.wait()
-    await until(lambda: digest_of(document) in before._logging, "the store has it")
+    await until(lambda: digest_of(document) in before._judgement.leaves._writing, "the store has it")
     assert allowed(mesh, granted.body.grant) is MORE[what][1], "what forbids, at once; the rest with its leaf"
     if what in ("half", "policy"):
         shown = before.documents(mesh.bridge_id, kind)
@@ -156,7 +156,7 @@ async def test_what_is_killed_between_the_two_gets_its_leaf_at_the_next_start(
     assert granted.leaves(document) == 0
     await mesh.start("us-east")
     after = governance(mesh)
-    await until(lambda: digest_of(document) in after.logged and not after._waiting, "its leaf")
+    await until(lambda: digest_of(document) in after.logged and not after._judgement._waiting, "its leaf")
     assert allowed(mesh, granted.body.grant) is (what in ("policy", "approval"))
     await mesh.stop("us-east")
     assert granted.leaves(document) == 1
@@ -180,7 +180,7 @@ async def test_of_two_halves_that_are_put_at_once_the_store_has_the_one_that_the
     granted = await Granted(mesh).made()
     halves = [granted.again(later, approvals=later) for later in (3, 2)]
     done = await asyncio.gather(*(granted.put("export", each) for each in halves), return_exceptions=True)
-    stored = await governance(mesh)._catalog.document("grants", "export", granted.body.grant)
+    stored = await governance(mesh)._intake._catalog.document("grants", "export", granted.body.grant)
     assert stored is not None
     refused = [half for half, result in zip(halves, done, strict=True) if isinstance(result, RequestError)]
     assert refused and stored.document not in [half.encode_file() for half in refused]

@@ -37,7 +37,8 @@ from policy.signed import Purpose, SignedDocument, decode_body
 from region.bootstrap import issue_identity
 from region.config import load_config
 from region.denials import DENY_LEAVES_MAX
-from region.governance import CUT_OFF_MS_MAX, Governance
+from region.governance.held_documents import HeldDocuments
+from region.governance.service import CUT_OFF_MS_MAX, Governance
 from region.metadata.catalog import Catalog
 from region.metadata.records import PolicyPointer, encode
 from region.metadata.transaction import Put
@@ -147,7 +148,7 @@ async def test_the_other_half_of_a_grant_cannot_be_forged_with_a_bundle_of_ones_
     else:
         await mesh.nodes["us-east"].services.requests._mirror.wait_for(revision.revision)
     assert refusal(mesh, body.grant).code in (Code.GRANT_INVALID, Code.GRANT_MISSING)
-    held = governance(mesh)._bundles["eu-west"]
+    held = governance(mesh).bundles["eu-west"]
     assert held == mesh.bundle("eu-west") != decode_bundle(false.bundle.read_bytes()).bundle
 
 
@@ -160,7 +161,7 @@ async def test_documents_that_cannot_be_taken_in_allow_nothing(
     def broken(*_: object) -> object:
         raise MemoryError
 
-    monkeypatch.setattr(Governance, "_sorted_documents", broken)
+    monkeypatch.setattr(HeldDocuments, "sort", broken)
     await catalog(mesh).put_trusted("ap-south", b"{}")
     await until(lambda: "ap-south" in mesh.nodes["us-east"].services.requests._mirror.trusted(), "the change")
     assert refusal(mesh, grant).code in (Code.GRANT_MISSING, Code.RESIDENCY_DENIED)
@@ -247,7 +248,7 @@ async def test_a_region_has_no_say_in_grants_that_are_not_its_own(mesh: Mesh) ->
 async def test_another_region_cannot_fill_the_store_with_documents(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("region.governance.PEER_DOCUMENTS_MAX", 3)
+    monkeypatch.setattr("region.governance.held_documents.PEER_DOCUMENTS_MAX", 3)
     grant = await granted(mesh)
     node, identity = mesh.nodes["us-east"], load_identity(mesh.us.identity(BRIDGE))
 

@@ -1,0 +1,418 @@
+"""Signed documents that somebody brings: verified against the keys of the region that must have signed them, stored, and given their leaf.
+
+Invariants: the store first, then the leaf, then judged by: the log never knows of what the store does not have. What another region may
+have kept here, replace and sign again is bounded. On the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from typing import Final
+
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.names import SpiffeId
+from felix.pace import Pace
+from keys.bundle import check_update, decode_bundle
+from policy.approval import (
+    APPROVERS_MAX,
+    CLOCK_SKEW_MS,
+    Approval,
+    Document,
+    open_approval,
+    parse_document,
+    refuse_ended,
+    require_size,
+)
+from policy.grant import (
+    DenyEntry,
+    ExportGrant,
+    GrantError,
+    ImportGrant,
+    Standing,
+    StandingAction,
+    agree,
+    half_rank,
+    made_under_later,
+    open_export,
+    open_import,
+)
+from policy.residency import check_successor, open_policy
+from policy.signed import Purpose, SignedDocument, decode_body, verify
+from policy.truncation import Accepted, Truncation
+from region.broker import Broker
+from region.denials import DENIED_PEERS_MAX
+from region.document_log import DocumentLog
+from region.governance.held_documents import PEER_BYTES_MAX, PEER_DOCUMENTS_MAX, STORED
+from region.governance.judgement import MIRROR_TIMEOUT_S, Judgement
+from region.governance.leaves import DRAIN_MS
+from region.governance.parties import (
+    ends_of,
+    other_terms,
+    require_concerned,
+    require_end,
+    require_party,
+    require_say,
+)
+from region.held_document import digest_of, document_id, require_signer
+from region.metadata.catalog import Catalog
+from region.metadata.mirror import CatalogMirror
+from region.metadata.records import DocumentKind
+from region.metadata.records import Side as DocumentSide
+
+SIGNED_AGAIN_MAX: Final = 8
+"""How often another region may sign one half again, as it does after a new policy; each time is a leaf, and may be a file, for ever."""
+SIGNED_AGAIN_PER_S: Final = 1 / 3_600
+"""And so often after that."""
+SUPERSEDED_MAX: Final = 1_000
+"""How many pauses, resumptions, deny entries and liftings another region may replace by later ones at once: each is a leaf for ever.
+A night's maintenance of 500 grants."""
+SUPERSEDED_PER_S: Final = 1 / 60
+"""And so many after that. What is refused is in force in the region that signed it, and nothing crosses without both."""
+COMPACTED_MAX: Final = 100
+"""Superseded documents that one document removes from the store where there is no room for it."""
+HALVES_MAX: Final = 20_000
+"""Halves that are remembered as signed again; one region can have 5,000 here."""
+_DONE: Final = {
+    StandingAction.PAUSE: "paused",
+    StandingAction.RESUME: "resumed",
+    StandingAction.REVOKE: "revoked",
+    StandingAction.ACCEPT_TRUNCATION: "to go on after a truncation, accepted",
+    StandingAction.RESEND: "to send again what stayed, asked for",
+}
+_PURPOSES: Final = {
+    "export": Purpose.EXPORT,
+    "import": Purpose.IMPORT,
+    "approval": Purpose.APPROVAL,
+    "standing": Purpose.STANDING,
+    "deny": Purpose.DENY,
+    "policy": Purpose.POLICY,
+}
+
+
+class DocumentIntake:
+    """One per broker."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        judgement: Judgement,
+        catalog: Catalog,
+        mirror: CatalogMirror,
+        logged: DocumentLog,
+    ) -> None:
+        """`logged`: the documents that have a leaf."""
+        clock = broker.runtime.clock
+        self._broker = broker
+        self._judgement = judgement
+        self._regions = judgement.regions
+        self._held = judgement.held
+        self._leaves = judgement.leaves
+        self._own = judgement.regions.own
+        self._catalog = catalog
+        self._mirror = mirror
+        self._logged = logged
+        self._superseded = Pace(SUPERSEDED_PER_S, SUPERSEDED_MAX, DENIED_PEERS_MAX, clock.monotonic)
+        self._signed_again = Pace(SIGNED_AGAIN_PER_S, SIGNED_AGAIN_MAX, HALVES_MAX, clock.monotonic)
+
+    async def put(self, actor: SpiffeId, kind: str, body: bytes) -> str:
+        """Verify a signed document and put it in force. Returns a sentence for a person. Raises the refusal."""
+        if kind == "bundle":
+            return await self._put_bundle(body)
+        require_size(kind, body)
+        document = parse_document(body)
+        if document.purpose is not _PURPOSES.get(kind):
+            raise RequestError(
+                f"The document is a {document.purpose}, not of the kind {kind!r}.", code=Code.GRANT_INVALID
+            )
+        if isinstance(document, Approval):
+            return await self._put_approval(actor, document)
+        if kind == "policy":
+            return await self._put_policy(actor, document)
+        verify(document, self._regions.policy_keys())
+        if kind == "standing":
+            return await self._put_standing(actor, document)
+        await self._require_room(document)
+        if kind == "deny":
+            entry = decode_body(document, DenyEntry, Purpose.DENY)
+            require_signer(document, entry.region, "deny entry")
+            require_concerned(self._own.region, entry)
+            if await self._is_outranked(actor, document):
+                return f"{entry.region} has a later word on {entry.streams} to or from {entry.peer}."
+            await self._store_and_log(actor, "denies", "state", document_id(document), document)
+            return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
+        if kind == "import":
+            accepted = open_import(document, self._regions.policy_keys())
+            require_party(self._own.region, actor, accepted.bridge, accepted.from_region, accepted.to_region)
+            self._require_same_terms(accepted)
+            self._require_policy_of(accepted, accepted.to_region)
+            # By the region that signed it: nobody's acceptance stands in the place of another's.
+            name = f"{accepted.grant}.{accepted.to_region}"
+            before = await self._require_newest("import", name, document, accepted)
+            await self._store_and_log(actor, "grants", "import", name, document, before)
+            return f"{accepted.grant} is accepted by {accepted.to_region}."
+        export = open_export(document, self._regions.policy_keys())
+        terms = export.terms
+        require_party(self._own.region, actor, terms.bridge, terms.from_region, terms.to_region)
+        self._require_policy_of(export, terms.from_region)
+        before = await self._require_newest("export", export.grant, document, export)
+        await self._store_and_log(actor, "grants", "export", export.grant, document, before)
+        return f"{export.grant} is granted by {terms.from_region}."
+
+    async def _put_standing(self, actor: SpiffeId, document: SignedDocument) -> str:
+        standing = decode_body(document, Standing, Purpose.STANDING)
+        require_signer(document, standing.region, str(standing.action))
+        self._judgement.book.get(standing.grant, self._broker.clock_ms())
+        require_end(self._own.region, standing, self._held.ends_of(standing.grant))
+        done = f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
+        if self._judgement.book.is_revoked_by(standing.grant, standing.region):
+            # The first one holds. Others would be kept, verified at each change, and have no end.
+            return f"{standing.grant} is revoked by {standing.region} already."
+        held = self._accepted_before(standing)
+        if held is not None:
+            # A later word would begin another incarnation, and what crossed under the one that this began would be unknown.
+            return f"{standing.grant} is {_DONE[standing.action]} by {held.region} already, from offset {held.truncation.offset} on."
+        name = document_id(document)
+        if standing.action is not StandingAction.REVOKE:
+            if await self._is_outranked(actor, document):
+                return f"{standing.region} has a later word on {standing.grant}."
+            await self._require_room(document)
+            await self._store_and_log(actor, "revocations", "state", name, document)
+            return done
+        # A revocation takes effect whether or not the log can be written, and its leaf comes behind what it found on its way.
+        revision = await self._store(actor, "revocations", "state", name, document)
+        await self._judgement.follow_to(revision)
+        await asyncio.wait({self._leaves.log_soon(document)}, timeout=DRAIN_MS / 1000)
+        return done
+
+    def _accepted_before(self, standing: Standing) -> Accepted | None:
+        """What this region said before that is the same as this word of its own about a shard: who decides twice has one answer."""
+        cut = standing.truncation
+        if not isinstance(cut, Truncation) or standing.region != self._own.region:
+            return None
+        held = self._judgement.book.accepted_truncations(standing.grant, cut.stream, cut.shard).get(
+            cut.incarnation
+        )
+        is_resend = standing.action is StandingAction.RESEND
+        if held is None or (held.truncation, held.region, held.is_resend) != (
+            cut,
+            standing.region,
+            is_resend,
+        ):
+            return None
+        return held
+
+    async def _store_and_log(
+        self,
+        actor: SpiffeId,
+        kind: DocumentKind,
+        side: DocumentSide,
+        name: str,
+        document: Document,
+        before: int | None = None,
+    ) -> None:
+        """Into the store first, then its leaf, and wait until this broker judges by it. The log never knows of what the store does
+        not have: whatever ends this between the two, what stands in the store without a leaf gets one, and allows nothing
+        before that. `before`: the revision that it replaces, None for whichever there is."""
+        revision = await self._store(actor, kind, side, name, document, before)
+        await self._judgement.take_in(document, revision)
+
+    async def _put_policy(self, actor: SpiffeId, document: SignedDocument) -> str:
+        policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
+        if self._judgement.policy is not None:
+            check_successor(self._judgement.policy, policy)
+        await self._catalog.put_policy(policy.revision, document.encode_file())
+        self._leaves.name_actor(document, actor)
+        await self._leaves.log_stored(document)
+        self._judgement.recheck(document)
+        async with asyncio.timeout(MIRROR_TIMEOUT_S):
+            await self._judgement.watch.until(
+                lambda: (
+                    self._judgement.policy is not None and self._judgement.policy.revision >= policy.revision
+                )
+            )
+        return f"Policy revision {policy.revision} of {policy.region} is in force."
+
+    async def _put_bundle(self, body: bytes) -> str:
+        signed = decode_bundle(body)
+        bundle = signed.bundle
+        if bundle.region == self._own.region:
+            raise RequestError("That is this region's own bundle.", hint="Trust the other region's.")
+        if bundle.mesh != self._own.mesh:
+            raise RequestError(
+                f"{bundle.region} belongs to mesh {bundle.mesh!r}, this region to {self._own.mesh!r}.",
+                code=Code.WRONG_REGION,
+            )
+        held = self._regions.bundles.get(bundle.region)
+        if held == bundle:
+            return f"{bundle.region} is trusted already."
+        if held is not None and not await asyncio.to_thread(self._regions.is_pinned, bundle):
+            check_update(held, signed)
+        revision = self._mirror.trusted_revision(bundle.region)
+        await self._catalog.put_trusted(bundle.region, body, revision=revision)
+        return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
+
+    async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
+        trust, now = self._regions.trust, self._broker.clock_ms()
+        body = open_approval(approval, trust)
+        approver = SpiffeId.parse(body.approver)
+        export = require_say(self._own.region, body, self._judgement.book.get(body.grant, now).export)
+        require_party(self._own.region, actor, export.terms.bridge, *ends_of(export.terms))
+        if body.region == self._own.region:
+            refuse_ended(approval, trust, now)
+            if body.at > now + CLOCK_SKEW_MS:
+                raise GrantError(
+                    f"The approval of {body.grant} by {approver.name} is dated {(body.at - now) // 1000} s ahead.",
+                    hint="Compare the clocks, and have it signed again.",
+                )
+        if self._judgement.book.approval(body.grant, approver) is not None:
+            return f"{body.grant} is approved by {approver.name} of {body.region} already."
+        if self._judgement.book.approvers(body.grant, body.region) >= APPROVERS_MAX:
+            raise GrantError(
+                f"{APPROVERS_MAX} people of {body.region} have approved {body.grant}; no more are kept.",
+                hint="More approvals change nothing.",
+            )
+        await self._require_room(approval)
+        name = f"{body.grant}.{hashlib.sha256(body.approver.encode()).hexdigest()[:24]}"
+        await self._store_and_log(actor, "grants", "approval", name, approval)
+        found = next(
+            (
+                each
+                for each in self._judgement.book.get(body.grant, now).approvals
+                if each.region == body.region
+            ),
+            None,
+        )
+        return f"{body.grant} is approved by {approver.name} of {body.region}." + (
+            f" {found}." if found else ""
+        )
+
+    def _require_same_terms(self, accepted: ImportGrant) -> None:
+        """An acceptance fits the export grant that is held under its id. Raises GrantError(GRANT_MISMATCH)."""
+        try:
+            export = self._judgement.book.get(accepted.grant, self._broker.clock_ms()).export
+        except GrantError:
+            return
+        if export is not None and not agree(export, accepted):
+            raise other_terms(accepted)
+
+    def _require_policy_of(self, half: ExportGrant | ImportGrant, region: str) -> None:
+        """An own half comes behind its policy: what crosses under it could not be shown to be allowed. Raises GrantError(CONFLICT)."""
+        if region != self._own.region or self._judgement.policy is None:
+            return
+        later = made_under_later(half, self._judgement.policy)
+        if later is not None:
+            raise GrantError(later.sentence, code=Code.CONFLICT, hint=later.hint)
+
+    async def _require_newest(
+        self, kind: str, name: str, document: SignedDocument, half: ExportGrant | ImportGrant
+    ) -> int:
+        """A half does not take the place of one that outranks it, nor one of another region's again and again. Returns the revision of what
+        it would replace.
+
+        Raises GrantError(CONFLICT), UnavailableError(LIMIT_RATE).
+        """
+        stored = await self._catalog.document(*STORED[kind], name)
+        if stored is None:
+            return 0
+        try:
+            held, keys = SignedDocument.parse(stored.document), self._regions.policy_keys()
+            before = open_export(held, keys) if kind == "export" else open_import(held, keys)
+        except FelixError:
+            return stored.revision  # what is not believed is replaced
+        if before.terms_hash != half.terms_hash:
+            raise GrantError(
+                f"The grant {half.grant} stands with other terms here: two terms have the same id.",
+                code=Code.CONFLICT,
+                hint="Change a word of the new terms, and grant them again: they get another id.",
+            )
+        if half_rank(before) > half_rank(half):
+            raise GrantError(
+                f"{held.region} signed {before.grant} again at {before.signed_at}; this is an older one.",
+                code=Code.CONFLICT,
+            )
+        if document.region == self._own.region or held == document:
+            return stored.revision
+        wait_ms = self._signed_again.take(f"{kind}/{name}")
+        if wait_ms:
+            raise UnavailableError(
+                f"{document.region} has signed {before.grant} {SIGNED_AGAIN_MAX} times and more.",
+                code=Code.LIMIT_RATE,
+                hint="Make a new grant, or bring this one later.",
+                retry_after_ms=wait_ms,
+            )
+        return stored.revision
+
+    async def _is_outranked(self, actor: SpiffeId, document: SignedDocument) -> bool:
+        """True where a later word takes the place of this one, which gets its leaf and is kept no longer. Raises
+        UnavailableError(LIMIT_RATE) where another region replaces its words without end."""
+        if (
+            document.region != self._own.region
+            and self._held.lasting.newest.has(document)
+            and digest_of(document) not in self._logged
+        ):
+            wait_ms = self._superseded.take(document.region)
+            if wait_ms:
+                raise UnavailableError(
+                    f"{document.region} has replaced {SUPERSEDED_MAX} of its pauses and deny entries and more.",
+                    code=Code.LIMIT_RATE,
+                    hint="Bring this one later.",
+                    retry_after_ms=wait_ms,
+                )
+        if not self._held.lasting.newest.outranks(document):
+            return False
+        self._leaves.name_actor(document, actor)
+        await self._leaves.log(document)
+        return True
+
+    async def _require_room(self, document: Document) -> None:
+        """Another region may have so many documents kept here, of so many bytes, and one revocation of each grant besides. A half takes the
+        place of the one before it; no newer document takes another's. Raises UnavailableError(LIMIT_MEMORY)."""
+        region = document.region
+        if region == self._own.region or self._held.has_room(document):
+            return
+        await self._compact(region)
+        replaces = isinstance(document, SignedDocument) and self._held.lasting.newest.has(document)
+        if not replaces and not self._held.has_room(document):
+            documents, size = self._held.taken_by(region)
+            raise UnavailableError(
+                f"{region} has {documents} documents of {size >> 20} MiB in {self._own.region}; "
+                f"{PEER_DOCUMENTS_MAX} of {PEER_BYTES_MAX >> 20} MiB in all are the most that are kept.",
+                code=Code.LIMIT_MEMORY,
+                hint="Remove grants that ended long ago from the metadata store.",
+            )
+
+    async def _compact(self, region: str) -> None:
+        """Remove a region's documents from the store whose place a later word took: they stand in the log, and what this broker keeps
+        of the later word holds against them should somebody bring them again."""
+        outranked = self._held.outranked(region)[:COMPACTED_MAX]
+        for kind, side, name in outranked:
+            await self._catalog.delete_document(kind, side, name)
+        async with asyncio.timeout(MIRROR_TIMEOUT_S):
+            await self._mirror.until(
+                lambda: all(self._mirror.document(*place) is None for place in outranked)
+            )
+
+    async def _store(
+        self,
+        actor: SpiffeId,
+        kind: DocumentKind,
+        side: DocumentSide,
+        name: str,
+        document: Document,
+        before: int | None = None,
+    ) -> int:
+        """Keep a verified document in place of the one of revision `before`, or of whichever there is; its leaf names the actor.
+        Returns the revision that has it. Raises RequestError(CONFLICT)."""
+        self._leaves.name_actor(document, actor)
+        try:
+            data = document.encode_file()
+            held = await self._catalog.document(kind, side, name)
+            if held is not None and held.document == data:
+                return held.revision
+            if before is None:
+                before = 0 if held is None else held.revision
+            return (await self._catalog.put_document(kind, side, name, data, revision=before)).revision
+        except BaseException:
+            self._leaves.forget_actor(document)
+            raise

@@ -1,0 +1,70 @@
+"""What forbids, and what lifts it: of each key the newest document counts, also where the store has it no more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+
+from felix.errors import FelixError
+from policy.approval import Document
+from policy.signed import Purpose, SignedDocument
+from region.document_log import DocumentLog
+from region.held_document import HeldDocument, digest_of
+from region.trust_store import Memory, Newest, Remembered, forbids, place_of
+
+log = logging.getLogger("felix.region.governance")
+
+
+def read_remembered(remembered: Remembered) -> tuple[list[SignedDocument], list[SignedDocument]]:
+    """The documents that this broker had accepted before its restart: those that forbid or lift, and policies. None is verified yet."""
+    lasting: list[SignedDocument] = []
+    policies: list[SignedDocument] = []
+    for data in remembered.every():
+        try:
+            document = SignedDocument.parse(data)
+            if place_of(document) is not None:
+                lasting.append(document)
+            elif document.purpose is Purpose.POLICY:
+                policies.append(document)
+        except FelixError as error:
+            log.error("a document that was kept cannot be read: %s", error)
+    return lasting, policies
+
+
+class LastingDocuments:
+    """One per broker."""
+
+    def __init__(self, logged: DocumentLog, memory: Memory, remembered: Iterable[SignedDocument]) -> None:
+        """`logged`: the documents that have a leaf; `memory` keeps what must not be taken back; `remembered`: what it kept before."""
+        self.newest = Newest()
+        self._logged = logged
+        self._memory = memory
+        self._unverified = {digest_of(document): document for document in remembered}
+        self._kept = frozenset(self._unverified)
+        self._taken: set[bytes] = set()
+
+    def take(self, held: Iterable[HeldDocument], is_genuine: Callable[[Document], bool]) -> list[Document]:
+        """Take what forbids of these and of what was kept, and what lifts it once it has its leaf, into `newest`. Returns those without a leaf."""
+        self._unverified |= {
+            each.digest: each.document
+            for each in held
+            if each.lasts and each.digest not in self._taken and isinstance(each.document, SignedDocument)
+        }
+        waiting: list[Document] = []
+        for digest, document in list(self._unverified.items()):
+            if not is_genuine(document):
+                # Its region's bundle may come back: what was kept here is kept until then.
+                if digest not in self._kept:
+                    del self._unverified[digest]
+                    log.error("a %s of %s is not believed", document.purpose, document.region)
+                continue
+            if digest not in self._logged:
+                waiting.append(document)
+                if not forbids(document):
+                    continue
+            del self._unverified[digest]
+            self._taken.add(digest)
+            key = self.newest.take(document)
+            if key is not None:
+                self._memory.keep(key, document.encode_file())
+        return waiting

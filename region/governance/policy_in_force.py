@@ -1,0 +1,84 @@
+"""The residency policy that a region judges by.
+
+Invariants: the policy in force has its leaf in the audit log; only its successor replaces it, also over a restart (region.trust_store).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+from felix.errors import FelixError
+from keys.bundle import RegionBundle
+from policy.residency import ResidencyPolicy, check_successor, open_policy
+from policy.signed import SignedDocument
+from region.document_log import DocumentLog
+from region.held_document import digest_of
+from region.metadata.mirror import CatalogMirror
+from region.metadata.records import Policy
+from region.trust_store import Memory
+
+log = logging.getLogger("felix.region.governance")
+
+
+class PolicyInForce:
+    """One per broker."""
+
+    def __init__(
+        self,
+        own: RegionBundle,
+        mirror: CatalogMirror,
+        logged: DocumentLog,
+        memory: Memory,
+        remembered: Iterable[SignedDocument],
+    ) -> None:
+        """`remembered`: policies that were in force before a restart."""
+        self.policy: ResidencyPolicy | None = None
+        """in force now; without one, nothing may cross"""
+        self.record: Policy | None = None
+        """what `policy` was read from"""
+        self._own = own
+        self._mirror = mirror
+        self._logged = logged
+        self._memory = memory
+        self._newest: ResidencyPolicy | None = None
+        self._parsed: tuple[bytes, SignedDocument, ResidencyPolicy] | None = None
+        for document in remembered:
+            if document.region != own.region:
+                continue
+            try:
+                policy = self.open(document)
+            except FelixError as error:
+                log.error("a policy that was kept cannot be read: %s", error)
+                continue
+            if self._newest is None or policy.revision > self._newest.revision:
+                self._newest = policy
+
+    def open(self, document: SignedDocument) -> ResidencyPolicy:
+        """A policy of this region. Raises what is wrong with it."""
+        return open_policy(document, {self._own.region: self._own.policy_keys}, "the policy in force")
+
+    def read(self) -> SignedDocument | None:
+        """Take in the policy that the store holds now. Returns it where its leaf is missing."""
+        held = self._mirror.policy
+        if held is None:
+            self.policy = None
+            return None
+        try:
+            if self._parsed is None or self._parsed[0] != held.document:
+                document = SignedDocument.parse(held.document)
+                self._parsed = held.document, document, self.open(document)
+            _, document, policy = self._parsed
+            is_other = self._newest is None or self._newest.hash != policy.hash
+            if self._newest is not None and is_other:
+                check_successor(self._newest, policy)
+            if digest_of(document) not in self._logged:
+                # Until then the one before it, as of a half that is signed again.
+                return document
+            if is_other:
+                self._memory.keep_policy(held.document)
+            self.policy, self._newest, self.record = policy, policy, held
+        except FelixError as error:
+            log.error("the residency policy is not believed, so nothing may cross: %s", error)
+            self.policy = None
+        return None

@@ -1,0 +1,301 @@
+"""What the region has agreed to, and the audit log that records it: the broker's questions, answered in memory.
+
+Signed documents (grants, standings, deny entries, residency policies, bundles of other regions) come in through `intake`, are
+verified against the keys of the region that must have signed them, and only then reach the metadata store. From there every
+broker's mirror takes them: `judgement` reads `trusted_regions`, `policy_in_force` and `held_documents` at each change, has `leaves`
+written for what the audit log lacks, and rebuilds the `book` of grants.
+
+Invariants: nothing is believed because it stands in the store: the book verifies each document again; what a broker once
+knew of cannot be taken back there, also by way of its restart (region.trust_store): a revocation stays, a policy gives way only to a newer one, and a
+region's bundle only to one that its own policy key signed; what cannot be read allows nothing; a refusal
+that concerns residency is handed to the audit log as a DENY leaf before it is answered; without an audit log that can
+be written, nothing is let in or out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Final, NamedTuple
+
+from audit.trail import Trail
+from audit.trust import RegionTrust
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.identity import Binding, Proof
+from felix.names import SpiffeId, StreamName
+from felix.peer import Peer, verify_peer
+from keys.bundle import RegionBundle
+from keys.keyring import Keyring
+from policy.access import Verb
+from policy.explanation import Explanation, explain_crossing
+from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
+from policy.residency import ResidencyPolicy
+from policy.terms import GrantTerms
+from region.arrival_index import ArrivalIndex
+from region.broker import Broker
+from region.denials import Denials
+from region.document_log import DocumentLog
+from region.document_watch import DocumentWatch
+from region.governance.held_documents import STORED, HeldDocuments
+from region.governance.intake import DocumentIntake
+from region.governance.judgement import Judgement
+from region.governance.lasting import LastingDocuments, read_remembered
+from region.governance.leaves import Drain
+from region.governance.policy_in_force import PolicyInForce
+from region.governance.trusted_regions import TrustedRegions
+from region.held_document import denies_between
+from region.key_service import KeyService
+from region.metadata.catalog import Catalog
+from region.metadata.mirror import CatalogMirror
+from region.trust_store import Memory, Remembered
+from region.witnessing import Witnessing
+
+SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
+"""What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
+DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle")
+"""Names of the kinds of documents in PutDocument and ListDocuments."""
+CUT_OFF_MS_MAX: Final = 30_000
+"""How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
+_OF_NO_GRANT: Final = frozenset(
+    (RefusalKind.DENIED, RefusalKind.FORGED, RefusalKind.OUTDATED, RefusalKind.LEFT_OUT)
+)
+"""Refusals that hold whichever grant is named."""
+
+
+class ImportTerms(NamedTuple):
+    """What an ingest needs to know of its grant."""
+
+    destination: StreamName
+    terms_hash: bytes
+    terms: GrantTerms
+    decided_ms: int
+    """when this was true: the leaf of what crosses by it says so, and no later moment"""
+
+
+class Governance:
+    """One per broker."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        catalog: Catalog,
+        mirror: CatalogMirror,
+        keyring: Keyring,
+        trail: Trail,
+        witnessing: Witnessing,
+        own: RegionBundle,
+        pinned: Callable[[], Mapping[str, RegionBundle]],
+        memory: Memory,
+        remembered: Remembered,
+        logged: DocumentLog,
+        drain: Drain,
+    ) -> None:
+        """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
+        compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
+        that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
+        self.broker = broker
+        self.trail = trail
+        self.keys = KeyService(keyring, trail, own.region, lambda: broker.clock_ms())
+        self.witnessing = witnessing
+        self.logged = logged
+        self.watch = DocumentWatch(self._shown)
+        regions = TrustedRegions(own, mirror, pinned, witnessing.witness.follow_all)
+        lasting, policies = read_remembered(remembered)
+        self._judgement = Judgement(
+            broker, mirror, trail, regions,
+            PolicyInForce(own, mirror, logged, memory, policies),
+            HeldDocuments(regions, mirror, logged, LastingDocuments(logged, memory, lasting)),
+            self.watch, logged, drain,
+        )  # fmt: skip
+        self._intake = DocumentIntake(broker, self._judgement, catalog, mirror, logged)
+        self.put = self._intake.put
+        """takes a signed document that somebody brings"""
+        self.follow = self._judgement.follow
+        self.denials = Denials(broker, trail, own.region, lambda: self.book, lambda: self.bundles)
+        self.denied = self.denials.denied
+        """hands a DENY leaf for a refusal to the audit log, and gives the refusal back"""
+        self.arrivals = ArrivalIndex(trail)
+        self._own = own
+        self._mirror = mirror
+        self._cut_off_ms: int | None = None
+
+    def verify(self, proof: Proof, binding: Binding) -> Peer:
+        """Who the client is, by the roots of the regions that are trusted now. Another region's identity is let in only as a bridge."""
+        peer = verify_peer(proof, binding, self._judgement.regions.trust, self.broker.clock_ms())
+        identity, own = peer.spiffe_id, self._own.region
+        if identity.region != own and identity.kind != "bridge":
+            raise RequestError(
+                f"{identity} is of region {identity.region!r}; this is {own!r}, where only a bridge of "
+                "another region may come in.",
+                code=Code.WRONG_REGION,
+                hint=f"Use an identity that {own} issued.",
+            )
+        return peer
+
+    @property
+    def policy(self) -> ResidencyPolicy | None:
+        """The residency policy in force; without one, nothing may cross."""
+        return self._judgement.policy
+
+    @property
+    def book(self) -> GrantBook:
+        """Every grant this region knows of."""
+        return self._judgement.book
+
+    @property
+    def bundles(self) -> Mapping[str, RegionBundle]:
+        """This region's bundle and those it trusts, by region."""
+        return MappingProxyType(self._judgement.regions.bundles)
+
+    def trust_of(self, region: str) -> RegionTrust:
+        """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""
+        return self._judgement.regions.of(region)
+
+    # -- questions -------------------------------------------------------------------------------------
+
+    def check_export(self, bridge: SpiffeId, grant_id: str, stream: StreamName, action: str) -> Allowed:
+        """Whether a bridge may take sealed records of this stream. Raises the refusal, after its DENY leaf."""
+        to_region = self._destination_of(grant_id)
+        try:
+            # Two permissions, given apart: the right to read as a bridge, and the grant of both regions.
+            self.broker.require(bridge, Verb.BRIDGE_READ, stream)
+            if not to_region:
+                self.book.get(grant_id, self.broker.clock_ms())
+            now_ms = self.broker.clock_ms()
+            return self._check(Attempt(stream, self._own.region, to_region, bridge), grant_id, now_ms)
+        except UnavailableError:
+            # Nobody decided anything: no refusal of residency, and no leaf of one.
+            raise
+        except FelixError as error:
+            raise self.denied(
+                error, actor=bridge, action=action, stream=str(stream), grant_id=grant_id, to_region=to_region
+            ) from None
+
+    def check_import(
+        self, bridge: SpiffeId, grant_id: str, from_region: str, stream: StreamName
+    ) -> ImportTerms:
+        """Whether a bridge may bring records of this stream in. Raises the refusal; the caller writes its leaf."""
+        now_ms = self.broker.clock_ms()
+        allowed = self._check(Attempt(stream, from_region, self._own.region, bridge), grant_id, now_ms)
+        return ImportTerms(allowed.destination_stream, allowed.terms_hash, allowed.terms, now_ms)
+
+    def explain(self, stream: StreamName, source: str, destination: str) -> Explanation:
+        """What `check_export` and `check_import` would decide of this stream, and why. Raises RequestError where neither region is
+        this one, and what keeps everything from crossing."""
+        if self._own.region not in (source, destination) or source == destination:
+            raise RequestError(f"{self._own.region} answers for crossings from it or to it.")
+        policy = self._require_policy()
+        return explain_crossing(self.book, policy, stream, source, destination, self.broker.clock_ms())
+
+    def _require_policy(self) -> ResidencyPolicy:
+        """The policy in force. Raises what keeps everything from crossing, whatever was granted."""
+        if self.trail.failure is not None:
+            raise self.trail.failure
+        self._require_current()
+        if self.policy is None:
+            raise RequestError(
+                f"{self._own.region} has no residency policy in force, and an empty policy allows nothing.",
+                code=Code.RESIDENCY_DENIED,
+                hint="Put one in force: felix policy apply FILE.",
+            )
+        return self.policy
+
+    def _destination_of(self, grant_id: str) -> str:
+        try:
+            view = self.book.get(grant_id, self.broker.clock_ms())
+        except GrantError:
+            return self.book.claimed_destination(grant_id)
+        if view.export is not None:
+            return view.export.terms.to_region
+        return view.accepted.to_region if view.accepted is not None else ""
+
+    def _check(self, attempt: Attempt, grant_id: str, now: int) -> Allowed:
+        policy = self._require_policy()
+        result = self.book.check(attempt, policy, now, grant=grant_id)
+        if isinstance(result, Allowed):
+            return result
+        if result.kind is RefusalKind.NO_GRANT:
+            other = self.book.check(attempt, policy, now)
+            if isinstance(other, Allowed):
+                raise GrantError(
+                    f"{attempt.stream} crosses from {attempt.from_region} to {attempt.to_region} under the grant "
+                    f"{other.grant}, not under {grant_id[:40]}.",
+                    code=Code.GRANT_MISMATCH,
+                    hint="Use the grant that holds now.",
+                )
+            # The state of another grant is no reason to stop crossings under this one.
+            own = self.book.check_grant(grant_id, attempt.bridge, now)
+            if own is not None and own.kind is not RefusalKind.NO_GRANT:
+                result = own
+            elif other.kind in _OF_NO_GRANT:
+                result = other
+        raise result.error()
+
+    def _require_current(self) -> None:
+        """Raises UnavailableError where this broker has been cut off from the metadata store for too long."""
+        if self._mirror.is_current:
+            self._cut_off_ms = None
+            return
+        now = self.broker.clock_ms()
+        if self._cut_off_ms is None:
+            self._cut_off_ms = now
+        if now - self._cut_off_ms > CUT_OFF_MS_MAX:
+            raise UnavailableError(
+                f"The metadata store has not answered for {(now - self._cut_off_ms) // 1000} s, so it is not known "
+                "whether the grant was revoked.",
+                hint="Nothing crosses until it answers again.",
+                retry_after_ms=1000,
+            )
+
+    # -- documents -------------------------------------------------------------------------------------
+
+    def documents(self, identity: SpiffeId, kind: str) -> dict[str, bytes]:
+        """Documents of one kind by id. A bridge sees those of its own grants and their regions, and what cut its streams; an
+        operator all."""
+        own_policy = kind == "policy" and identity.region == self._own.region
+        if identity.kind != "bridge" or not (kind in SYNCED_KINDS or own_policy):
+            self.broker.require_operator(identity, f"list {kind} documents")
+        if kind == "bundle":
+            return self._mirror.trusted()
+        if kind == "policy":
+            policy = self._mirror.policy
+            if identity.kind == "bridge" and policy is not None and self.policy is not None:
+                policy = self._judgement.policies.record
+            return {} if policy is None else {str(policy.version): policy.document}
+        if kind not in STORED:
+            raise RequestError(
+                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join(DOCUMENT_KINDS)}."
+            )
+        found = self._mirror.documents(*STORED[kind])
+        if identity.kind != "bridge":
+            return found
+        # A document without a leaf in the log does not leave the region.
+        found = {
+            name: shown
+            for name, data in found.items()
+            if (shown := self._judgement.held.shown_as(data)) is not None
+        }
+        own, regions = self.book.carried_by(str(identity))
+        if kind in ("export", "standing"):
+            # What its streams cross under now may rest on what was accepted under another bridge's grant.
+            own |= self.book.cut_under(own)
+        if kind in ("export", "import", "approval", "standing"):
+            return {name: data for name, data in found.items() if name.split(".")[0] in own}
+        return {name: data for name, data in found.items() if denies_between(data, regions)}
+
+    def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
+        """All that an identity may list, by kind."""
+        kinds: tuple[str, ...] = DOCUMENT_KINDS
+        if identity.kind == "bridge":
+            kinds = (*SYNCED_KINDS, "policy") if identity.region == self._own.region else SYNCED_KINDS
+        return {kind: self.documents(identity, kind) for kind in kinds}
+
+    def audit_state(self) -> tuple[str, int]:
+        """The audit log's origin and durable size in leaves."""
+        return self.trail.key.name, self.trail.status().durable
+
+    async def close(self) -> None:
+        """Leaves that are being written are written; the next start reads on from here."""
+        await self._judgement.close()
+        await self.arrivals.close()
+        await self.logged.close()
