@@ -133,7 +133,8 @@ class EgressDocuments:
     ) -> tuple[GrantBook, dict[bytes, Paper]]:
         documents: list[Document] = []
         for listed in held.values():
-            documents += parse_documents({kind: listed.get(kind, {}) for kind in KINDS})
+            parsed = parse_documents({kind: listed.get(kind, {}) for kind in KINDS})
+            documents += (document for document in parsed if not self.said.refuses(document))
         book = self.counting(GrantBook(documents, trusted, anchors))
         return book, self._papers_of(held, trusted, book)
 

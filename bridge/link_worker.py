@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,7 +84,7 @@ from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
 from keys.transfer import TransferScope, seal_transfer_key
 from policy.terms import GrantTerms
 from policy.transform import Transform
-from policy.truncation import Live, chain
+from policy.truncation import Accepted, Live, chain
 
 _NO_ENTRIES_SHA256: Final = hashlib.sha256().digest()
 
@@ -169,6 +169,8 @@ class SourceShard(NamedTuple):
     signed: bytes
     statement: StreamStatement
     lives: tuple[Live, ...]
+    accepted: Mapping[str, tuple[Accepted, ...]]
+    """what the last follows from"""
 
     @property
     def live(self) -> Live:
@@ -584,7 +586,12 @@ class LinkWorker:
             raise ProtocolError(f"The source stated what another shard is: {said}.", code=Code.TAMPERED)
         if statement.incarnation != stream.incarnation:
             raise UnavailableError(f"{row.stream} was made anew while the link opened.", retry_after_ms=50)
-        return SourceShard(answer.statement, statement, chain(statement.incarnation, row.accepted))
+        lives = self._lives(statement.incarnation, row)
+        return SourceShard(answer.statement, statement, lives, row.accepted)
+
+    def _lives(self, incarnation: bytes, row: PlannedLink) -> tuple[Live, ...]:
+        """What the shard crossed under, by what was accepted and by what has leaves; the newest last."""
+        return chain(incarnation, row.accepted, self._context.ledger.incarnations(self.link_shard))
 
     async def _take_crossed(self, trail: Trail, source: SourceShard) -> None:
         """After a resend: what crossed before it, by the egress log. Reads the whole log, on another thread."""
@@ -836,9 +843,10 @@ class LinkWorker:
         """Whether the shard crosses under another incarnation by now: a resend was asked for."""
         source = self._source
         assert source is not None
-        return (
-            chain(source.statement.incarnation, self.row.accepted)[-1].incarnation != source.live.incarnation
-        )
+        if self.row.accepted == source.accepted:
+            return False
+        lives = self._lives(source.statement.incarnation, self.row)
+        return lives[-1].incarnation != source.live.incarnation
 
     async def _drain(self) -> None:
         """The link ends in order: nothing new is begun, receipts of what was sent are still taken."""

@@ -62,8 +62,8 @@ class PlannedLink(NamedTuple):
     reason: str
     code: int = 0
     export: ExportGrant | None = None
-    accepted: Mapping[str, Accepted] = MappingProxyType({})
-    """truncations that were accepted, by the incarnation (hex) that each ends"""
+    accepted: Mapping[str, tuple[Accepted, ...]] = MappingProxyType({})
+    """truncations that were accepted, and resends, by the incarnation (hex) that each ends"""
 
 
 def plan_links(

@@ -55,7 +55,7 @@ class Said:
             return
         key, rank = found
         held = self._held.setdefault(document.region, {})
-        if key in held and held[key][0] >= rank:
+        if key in held and (held[key][0] >= rank or _of_other_terms(document, held[key][1])):
             return
         self._bytes[document.region] += _size(document) - (_size(held[key][1]) if key in held else 0)
         held[key] = rank, document
@@ -70,6 +70,16 @@ class Said:
         before = _size(held[found[0]][1]) if found[0] in held else 0
         fits = self._bytes[document.region] - before + _size(document) <= BYTES_MAX
         return fits and (before > 0 or len(held) < WORDS_MAX)
+
+    def refuses(self, document: Document) -> bool:
+        """Whether it is the export of other terms than those that the log has under its id: the first stand."""
+        if isinstance(document, Approval) or document.purpose is not Purpose.EXPORT:
+            return False
+        found = _place_of(document)
+        if found is None:
+            return False
+        held = self._held.get(document.region, {}).get(found[0])
+        return held is not None and _of_other_terms(document, held[1])
 
     def current(self, listed: Iterable[Document]) -> set[Document]:
         """Of genuine documents those that no later word takes the place of, be it one of these or one that is held."""
@@ -94,6 +104,14 @@ class Said:
             for key, (rank, document) in tuple(held.items())
             if (rank > shown[region, key] if (region, key) in shown else key[0] != _HALF)
         ]
+
+
+def _of_other_terms(document: Document, held: Document) -> bool:
+    """Of two documents of one place: whether they are exports of different terms, whose hashes begin alike."""
+    if isinstance(document, Approval) or isinstance(held, Approval) or document.purpose is not Purpose.EXPORT:
+        return False
+    one, other = (decode_body(each, ExportGrant, Purpose.EXPORT) for each in (document, held))
+    return one.terms_hash != other.terms_hash
 
 
 def _size(document: Document) -> int:

@@ -21,7 +21,8 @@ Invariants:
 - deny wins over allow, revoked wins over everything later;
 - of several standings by one region the one with the highest sequence holds: an old resume cannot be played again
   over a newer pause;
-- of several exports, or imports of one region, under one id the one that was signed last holds;
+- of several exports, or imports of one region, under one id the one that was signed last holds; but other terms of the same id, which is
+  a part of their hash, count for nothing: the export that was signed first fixes them;
 - a grant book holds at most DOCUMENTS_MAX documents. If there are more, whole grants are left out, first those that expire
   first, and are refused and reported; deny entries are never left out, so that leaving out allows nothing.
 
@@ -84,7 +85,7 @@ from policy.signed import (
     verify,
 )
 from policy.terms import GrantTerms
-from policy.truncation import Accepted, Live, Truncation, chain
+from policy.truncation import Accepted, Live, Truncation, chain, said_first
 
 __all__ = [
     "ANEW_FROM",
@@ -167,7 +168,9 @@ class _Unbelieved(NamedTuple):
 @dataclass(slots=True)
 class _Entry:
     grant: str
+    exports: list[ExportGrant] = field(default_factory=list)
     export: ExportGrant | None = None
+    """once the book is complete: of the terms that were signed first, the one that was signed last"""
     imports: dict[str, list[ImportGrant]] = field(default_factory=dict)
     """By the region that signed them: a half signed by another region under this id is kept in addition, and replaces nothing."""
     approvals: dict[tuple[SpiffeId, str], ApprovalBody] = field(default_factory=dict)
@@ -181,9 +184,11 @@ class _Entry:
     counted_from: dict[tuple[str, ApprovalRule], int] = field(default_factory=dict)
     """The same for a region's rules."""
 
-    def count_speaking(self) -> None:
-        """Of the approvals that are there, those of the grant's terms by who has a say in it."""
-        if self.export is not None:
+    def complete(self) -> None:
+        """All documents are there: which export counts, and of the approvals those of its terms by who has a say in it."""
+        if self.exports:
+            terms_hash = min(self.exports, key=half_rank).terms_hash
+            self.export = max((half for half in self.exports if half.terms_hash == terms_hash), key=half_rank)
             for (who, _), body in sorted(self.approvals.items()):
                 if approves(self.export, body):
                     self.speaking[who.region] = (*self.speaking.get(who.region, ()), body)
@@ -310,7 +315,7 @@ class GrantBook:
         exact: dict[tuple[str, str, str], list[_Entry]] = {}
         wild: list[tuple[NamePattern, tuple[str, str], _Entry]] = []
         for _, entry in sorted(self._entries.items()):
-            entry.count_speaking()
+            entry.complete()
             for pattern, ends in _places(entry):
                 if pattern.is_exact:
                     exact.setdefault((str(pattern), *ends), []).append(entry)
@@ -439,8 +444,7 @@ class GrantBook:
         match document.purpose:
             case Purpose.EXPORT:
                 export = open_export(document, self._trusted)
-                entry = self._entry(export.grant)
-                entry.export = _newer(entry.export, export)
+                self._entry(export.grant).exports.append(export)
             case Purpose.IMPORT:
                 accepted = open_import(document, self._trusted)
                 self._entry(accepted.grant).imports.setdefault(document.region, []).append(accepted)
@@ -476,22 +480,18 @@ class GrantBook:
         if held is None or _outranks(standing, held):
             self._standings[key] = standing
 
-    def accepted_truncations(self, grant: str, stream: str, shard: int) -> dict[str, Accepted]:
+    def accepted_truncations(self, grant: str, stream: str, shard: int) -> dict[str, tuple[Accepted, ...]]:
         """Truncations and resends of a shard, under this grant or another into the same stream of the same region, by the incarnation
-        (hex) that each ends."""
+        (hex) that each ends: those signed first before others."""
         ends = self._ends_of(grant, stream)
-        accepted: dict[str, Accepted] = {}
+        accepted: dict[str, list[Accepted]] = {}
         for named, found in self._truncations.get((stream, shard), ()):
             # What it lets go out again is the source's word alone; what is gone, either end's.
-            if found.region not in ends[: 1 if found.is_resend else 2] or (
-                named != grant and self._ends_of(named, stream) != ends
+            if found.region in ends[: 1 if found.is_resend else 2] and (
+                named == grant or self._ends_of(named, stream) == ends
             ):
-                continue
-            held = accepted.get(found.truncation.incarnation)
-            # Where both regions accept the end of one incarnation, the later word counts, whatever order they came in.
-            if held is None or _last_word(held) < _last_word(found):
-                accepted[found.truncation.incarnation] = found
-        return accepted
+                accepted.setdefault(found.truncation.incarnation, []).append(found)
+        return {ended: tuple(sorted(words, key=said_first)) for ended, words in accepted.items()}
 
     def cut_under(self, grants: Collection[str]) -> set[str]:
         """The grants under which a truncation or a resend was accepted that also applies to one of these: an agent that crosses
@@ -522,10 +522,12 @@ class GrantBook:
                     found.add(named)
         return found
 
-    def incarnations(self, grant: str, stream: str, shard: int, incarnation: bytes) -> tuple[Live, ...]:
+    def incarnations(
+        self, grant: str, stream: str, shard: int, incarnation: bytes, begun: Iterable[bytes] = ()
+    ) -> tuple[Live, ...]:
         """What a shard crossed under, from its stream's own incarnation to the one that lives now: another begins wherever a
-        truncation was accepted."""
-        return chain(incarnation, self.accepted_truncations(grant, stream, shard))
+        truncation was accepted. `begun`: under which something crossed (policy.truncation)."""
+        return chain(incarnation, self.accepted_truncations(grant, stream, shard), begun)
 
     def live_incarnation(self, grant: str, stream: str, shard: int, incarnation: bytes) -> Live:
         """What a shard crosses under now."""
@@ -1004,19 +1006,8 @@ def _places(entry: _Entry) -> list[tuple[NamePattern, tuple[str, str]]]:
     return [(NamePattern(stream), (source, to)) for stream, source, to in dict.fromkeys(named)]
 
 
-def _last_word(accepted: Accepted) -> tuple[int, str, bool, int, int]:
-    """Of two of one instant and region always the same one."""
-    cut = accepted.truncation
-    return accepted.at, accepted.region, accepted.is_resend, cut.epoch, cut.offset
-
-
 def _ends(terms: GrantTerms) -> tuple[str, str]:
     return terms.from_region, terms.to_region
-
-
-def _newer(held: ExportGrant | None, found: ExportGrant) -> ExportGrant:
-    """The one that was signed last; of two of one instant always the same one."""
-    return found if held is None else max(held, found, key=half_rank)
 
 
 def half_rank(half: ExportGrant | ImportGrant) -> tuple[int, bytes]:

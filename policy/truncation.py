@@ -9,14 +9,15 @@ An operator of the source goes back in the same way for what stayed: a `Standing
 derived incarnation that it begins, records that crossed before stay, and the destination refuses them (audit.crossed).
 
 Invariants: what is accepted ends one incarnation and begins one, which nothing else derives; the chain from the stream's
-own incarnation to the one that lives follows from the signed documents alone, in whatever order they came.
+own incarnation to the one that lives follows from the signed documents, in whatever order they came, and from what crossed: of several
+words that end one incarnation that one holds under which something crossed, else the one that was signed first.
 Callers: policy.grant (collects them), bridge and region.ingest (cross under them), cli.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -84,15 +85,43 @@ class Live(NamedTuple):
     accepted: Accepted | None
 
 
-def chain(incarnation: bytes, accepted: Mapping[str, Accepted]) -> tuple[Live, ...]:
+def said_first(accepted: Accepted) -> tuple[int, str, bool, int, int]:
+    """Of several words that end one incarnation the least was signed first; of two of one instant always the same one."""
+    cut = accepted.truncation
+    return accepted.at, accepted.region, accepted.is_resend, cut.epoch, cut.offset
+
+
+def chain(
+    incarnation: bytes, accepted: Mapping[str, Sequence[Accepted]], begun: Iterable[bytes] = ()
+) -> tuple[Live, ...]:
     """From the stream's own incarnation to the one that lives now, which is the last.
 
-    `accepted`: by the incarnation (hex) that each ends.
+    `accepted`: the words by the incarnation (hex) that each ends, those signed first before others. `begun`: under which
+    incarnations something crossed, the newest last: no later word, nor one of an earlier date, makes that another history.
     """
+    held = _words_of(begun, accepted)
     found = [Live(incarnation, None)]
     while len(found) <= TRUNCATIONS_MAX:
-        following = accepted.get(found[-1].incarnation.hex())
-        if following is None:
+        ended = found[-1].incarnation.hex()
+        words = accepted.get(ended)
+        if not words:
             break
+        following = held.get(ended, words[0])
         found.append(Live(following.incarnation, following))
     return tuple(found)
+
+
+def _words_of(begun: Iterable[bytes], accepted: Mapping[str, Sequence[Accepted]]) -> dict[str, Accepted]:
+    """By the incarnation (hex) that each ends, the words that lead to what has begun. Empty where there is no choice."""
+    if all(len(words) < 2 for words in accepted.values()):
+        return {}
+    by = {word.incarnation: word for words in accepted.values() for word in words}
+    held: dict[str, Accepted] = {}
+    for incarnation in begun:
+        for _ in range(TRUNCATIONS_MAX):
+            word = by.get(incarnation)
+            if word is None:
+                break
+            held[word.truncation.incarnation] = word
+            incarnation = word.ended
+    return held

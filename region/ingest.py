@@ -332,7 +332,7 @@ class IngestStream:
         try:
             # First what may refuse it: the other two may read the whole log, which no statement that is too old is to cost.
             self._record = self._recorded(request, statement)
-            self._before = await self._crossed_before(scope, statement)
+            self._before = await self._crossed_before(scope, self._lives(request, statement))
             self._logged_to = await self._logged_below(scope)
         except UnavailableError as error:
             self._fail(error, correlation)
@@ -358,11 +358,8 @@ class IngestStream:
         )
         self._send(encode_message(FrameType.ANSWER, opened, correlation))
 
-    async def _crossed_before(self, scope: TransferScope, statement: StreamStatement) -> OffsetSet:
+    async def _crossed_before(self, scope: TransferScope, lives: Sequence[Live]) -> OffsetSet:
         """After a resend: what arrived before, and must not again. Empty where nobody asked for one."""
-        lives = self._service.governance.book.incarnations(
-            scope.grant_id, str(scope.stream), scope.shard, statement.incarnation
-        )
         if not any(live.accepted is not None and live.accepted.is_resend for live in lives):
             return OffsetSet()
         return await self._service.governance.arrivals.crossed_before(
@@ -410,13 +407,12 @@ class IngestStream:
         return statement
 
     def _live(self, request: OpenIngest, statement: StreamStatement) -> Live:
-        """What the shard crosses under now, by the source's statement and the truncations that were accepted.
+        """What the shard crosses under now, by the source's statement and the truncations that were accepted. Of several words that end
+        one incarnation the bridge goes by the one that its log has; what landed here is under it, or is refused (`_check_history`).
 
         Raises RequestError where the request names another incarnation.
         """
-        live = self._service.governance.book.live_incarnation(
-            request.grant, request.stream, request.shard, statement.incarnation
-        )
+        live = self._lives(request, statement)[-1]
         if live.incarnation != request.incarnation:
             raise RequestError(
                 f"{request.from_region} does not state that {request.stream} has the incarnation "
@@ -424,6 +420,12 @@ class IngestStream:
                 hint="If a truncation was just accepted, its document may still be on its way.",
             )
         return live
+
+    def _lives(self, request: OpenIngest, statement: StreamStatement) -> tuple[Live, ...]:
+        """What the shard crossed under, the newest last, if the one that the request names is among them."""
+        return self._service.governance.book.incarnations(
+            request.grant, request.stream, request.shard, statement.incarnation, (request.incarnation,)
+        )
 
     def _recorded(self, request: OpenIngest, statement: StreamStatement) -> LinkRecord:
         """Where the link stands here: what its slot holds, or where it begins.
@@ -477,9 +479,7 @@ class IngestStream:
                     hint=f"An operator of {region} decides: felix bridge resume {request.grant} --accept-truncation.",
                 )
             return
-        lives = self._service.governance.book.incarnations(
-            request.grant, request.stream, request.shard, statement.incarnation
-        )
+        lives = self._lives(request, statement)
         if all(each.incarnation != held.live for each in lives):
             raise CorruptionError(
                 f"{where} of {region} crossed under a truncation that is not known here any more.",

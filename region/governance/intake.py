@@ -39,7 +39,7 @@ from policy.grant import (
 )
 from policy.residency import check_successor, open_policy
 from policy.signed import Purpose, SignedDocument, decode_body, verify
-from policy.truncation import Accepted, Truncation
+from policy.truncation import Truncation
 from region.broker import Broker
 from region.denials import DENIED_PEERS_MAX
 from region.document_log import DocumentLog
@@ -168,10 +168,8 @@ class DocumentIntake:
         if self._judgement.book.is_revoked_by(standing.grant, standing.region):
             # The first one holds. Others would be kept, verified at each change, and have no end.
             return f"{standing.grant} is revoked by {standing.region} already."
-        held = self._accepted_before(standing)
-        if held is not None:
-            # A later word would begin another incarnation, and what crossed under the one that this began would be unknown.
-            return f"{standing.grant} is {_DONE[standing.action]} by {held.region} already, from offset {held.truncation.offset} on."
+        if said := self._accepted_before(actor, standing):
+            return said
         name = document_id(document)
         if standing.action is not StandingAction.REVOKE:
             if await self._is_outranked(actor, document):
@@ -185,22 +183,28 @@ class DocumentIntake:
         await asyncio.wait({self._leaves.log_soon(document)}, timeout=DRAIN_MS / 1000)
         return done
 
-    def _accepted_before(self, standing: Standing) -> Accepted | None:
-        """What this region said before that is the same as this word of its own about a shard: who decides twice has one answer."""
+    def _accepted_before(self, actor: SpiffeId, standing: Standing) -> str:
+        """What an operator is told who ends a shard's incarnation that was ended before: who decides twice has one answer. Empty: it was not.
+        Raises GrantError(CONFLICT) where it was ended otherwise."""
         cut = standing.truncation
-        if not isinstance(cut, Truncation) or standing.region != self._own.region:
-            return None
-        held = self._judgement.book.accepted_truncations(standing.grant, cut.stream, cut.shard).get(
-            cut.incarnation
+        if not isinstance(cut, Truncation) or actor.kind == "bridge":
+            # What a bridge brings stands elsewhere already: both regions hold all words, and choose alike (policy.truncation).
+            return ""
+        accepted = self._judgement.book.accepted_truncations(standing.grant, cut.stream, cut.shard)
+        words = accepted.get(cut.incarnation)
+        if not words:
+            return ""
+        said = {(held.truncation, held.is_resend) for held in words if held.region == standing.region}
+        if (cut, standing.action is StandingAction.RESEND) in said:
+            return f"{standing.grant} is {_DONE[standing.action]} by {standing.region} already, from offset {cut.offset} on."
+        held = words[0]
+        how = "a resend" if held.is_resend else "an accepted truncation"
+        raise GrantError(
+            f"Shard {cut.shard} of {cut.stream} goes on from offset {held.truncation.offset} by {how} of {held.region} already; "
+            f"offset {cut.offset} was asked for by what was so before.",
+            code=Code.CONFLICT,
+            hint="Look at the link with `felix bridge status`, and decide again where it is truncated still.",
         )
-        is_resend = standing.action is StandingAction.RESEND
-        if held is None or (held.truncation, held.region, held.is_resend) != (
-            cut,
-            standing.region,
-            is_resend,
-        ):
-            return None
-        return held
 
     async def _store_and_log(
         self,

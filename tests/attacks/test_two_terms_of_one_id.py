@@ -5,18 +5,30 @@ was on its way under them, and no broker takes the others.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
 from attacks.test_half_signed_again import crossing
 from audit_log import EGRESS_ORIGIN, INGRESS_ORIGIN, TIME_MS, trust
 from bridge_mesh import two_regions
-from signed_grants import grant_leaves, paper_leaf, signed_grant
+from signed_grants import (
+    grant_leaves,
+    make_terms,
+    opened_policy,
+    paper_leaf,
+    policy_document,
+    signed_grant,
+    signing_key,
+)
 
 from audit.agreement import read_agreements
 from audit.leaf import Side
 from audit.origin import Origin
+from bridge.said import Said
 from felix.errors import Code, RequestError
+from policy.grant import GrantBook, open_export, sign_export
+from policy.signed import SignedDocument
 
 Tally = Callable[[str, int], None]
 
@@ -41,6 +53,33 @@ def test_other_terms_of_the_same_id_change_no_log(one_id: None, side: Side, tall
     assert agreed is not None and agreed.terms == first.terms
     assert found.judge(crossing(other, side, TIME_MS + 3)), "under the others nothing may stand"
     tally("terms of one id", 1)
+
+
+def export_of(purpose: str, at: int) -> SignedDocument:
+    policy = opened_policy(policy_document("us-east"))
+    return sign_export(make_terms(purpose=purpose), policy, signing_key("us-east"), at)
+
+
+def test_a_book_goes_by_the_terms_that_were_signed_first(one_id: None, tally: Tally) -> None:
+    """In whatever order they come; of these terms by the export that was signed last."""
+    documents = [
+        export_of(*each) for each in (("one", TIME_MS), ("other", TIME_MS + 1), ("one", TIME_MS + 2))
+    ]
+    for exports in permutations(documents):
+        book = GrantBook(exports, trust().policy_keys, trust().anchors)
+        (grant,) = book.grants()
+        assert book.half(grant) == open_export(documents[2], trust().policy_keys)
+    tally("terms of one id", 6)
+
+
+def test_an_agent_goes_by_the_terms_that_its_log_has(one_id: None, tally: Tally) -> None:
+    """However early the source dates the others, and though it lists these alone."""
+    first, other, again = export_of("one", TIME_MS), export_of("other", 0), export_of("one", TIME_MS + 1)
+    said = Said()
+    for document in (first, other, again):
+        said.take(document)
+        assert [said.refuses(each) for each in (first, other, again)] == [False, True, False]
+    tally("terms of one id", 3)
 
 
 async def test_no_broker_takes_other_terms_of_the_same_id(one_id: None, tmp_path: Path, tally: Tally) -> None:
