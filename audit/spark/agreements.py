@@ -93,6 +93,8 @@ class LogDocuments(NamedTuple):
     """of grants whose documents could not be judged: the log, a leaf, in words"""
     seen: Mapping[bytes, Seen] = MappingProxyType({})
     """the leaves of its documents, of a region's own log"""
+    crossed: frozenset[str] = frozenset()
+    """hashes of terms (hex) of which the row is as of a first crossing in this log"""
 
 
 class Signed(NamedTuple):
@@ -225,7 +227,10 @@ def rows_of(
         for index in agreements.revocations(grant_id)
     ]
     stops = agreements.stops() if is_region else ()
-    return LogDocuments(rows, revocations, agreements.crossed.derived, stops, tuple(told), seen)
+    crossed_under = frozenset(agreement.terms_hash.hex() for agreement in then.values())
+    return LogDocuments(
+        rows, revocations, agreements.crossed.derived, stops, tuple(told), seen, crossed_under
+    )
 
 
 def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
@@ -239,15 +244,23 @@ def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
 def _first_crossings(
     leaves: DataFrame, since_ms: int | None, until_ms: int | None
 ) -> dict[str, dict[str, FirstCrossing]]:
-    """By log and grant, of the crossings within these times. Of grants that have a GRANT leaf there, and of so many as the verification holds:
-    under a grant beyond those nothing crosses lawfully."""
+    """By log and grant, of the crossings of which a leaf is within these times: the INTENT, the arrival or the receipt. A record may leave
+    before a time and arrive behind it, and by two clocks that are apart hours lie between. Of grants that have a GRANT leaf there, and of
+    so many as the verification holds: under a grant beyond those nothing crosses lawfully."""
     within = f"time_ms >= {since_ms or 0} AND time_ms < {NEVER - 1 if until_ms is None else until_ms}"
+    # Of all times a receipt's INTENT is among them, and nothing is to be put together.
+    is_whole = since_ms is None and until_ms is None
+    answered = f"max(kind = 'ACK' AND {within}) OVER (PARTITION BY grant_id, terms_hash, envelope_sha256)"
     found: dict[str, dict[str, FirstCrossing]] = defaultdict(dict)
     rows = leaves.sparkSession.sql(
         f"""
+        WITH crossings AS (
+            SELECT *, {"false" if is_whole else answered} AS answered
+            FROM {{leaves}} WHERE version > 1 AND kind IN ('INTENT', 'ACK')
+            AND grant_id IN (SELECT grant_id FROM {{leaves}} WHERE kind = 'GRANT')
+        )
         SELECT log, grant_id, min(struct(leaf_index, time_ms)) AS first
-        FROM {{leaves}} WHERE {within} AND version > 1 AND (kind = 'INTENT' OR (kind = 'ACK' AND side = 'ingress'))
-        AND grant_id IN (SELECT grant_id FROM {{leaves}} WHERE kind = 'GRANT')
+        FROM crossings WHERE (kind = 'INTENT' OR side = 'ingress') AND ({within} OR (kind = 'INTENT' AND answered))
         GROUP BY log, grant_id
         """,  # noqa: S608  # numbers
         leaves=leaves,
@@ -267,7 +280,7 @@ def read_signed(
     until_ms: int | None = None,
 ) -> Signed:
     """What all logs' documents say. Of signed terms that stand in several logs one row: the first log's whose documents are complete,
-    egress logs before others. Claims of version 1 are for crossings of version 1 of the same log and grant, where nobody signed
+    those in which something crossed before others, and egress logs before others. Claims of version 1 are for crossings of version 1 of the same log and grant, where nobody signed
     such terms: one row for each hash and pair of regions. `leaves`: as the source gives them. Approvals and acceptances are those that stood
     before the first crossing from `since_ms` on and before `until_ms`, where one is named."""
     crossings = _first_crossings(leaves, since_ms, until_ms)
@@ -286,6 +299,7 @@ def read_signed(
         named = _leaves(log, (index for row in rows for index in row["indexes"]))
         found[origin] = rows_of(origin, named, open_files(log.path), trust, crossings.get(origin, {}))
     signed: dict[str, tuple[Any, ...]] = {}
+    of_crossings: set[str] = set()
     claims: dict[tuple[str, ...], tuple[Any, ...]] = {}
     revocations: list[tuple[str, str, int]] = []
     derived: dict[bytes, Derived] = {}
@@ -302,7 +316,11 @@ def read_signed(
         unjudged += read.unjudged
         for row in read.terms:
             if row[_NAMES.index("signed")]:
-                signed.setdefault(row[0], row)
+                is_of_crossing = row[0] in read.crossed and row[0] not in of_crossings
+                if is_of_crossing or row[0] not in signed:
+                    signed[row[0]] = row
+                if is_of_crossing:
+                    of_crossings.add(row[0])
             else:
                 claims.setdefault(tuple(row[_NAMES.index(name)] for name in _CLAIMED_FOR), row)
     crossed = _crossed_under_claims(leaves) if claims else set()

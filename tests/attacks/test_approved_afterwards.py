@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 from attacks.conftest import Tally
 from attacks.test_half_signed_again import again
@@ -95,4 +96,49 @@ def test_a_report_names_those_who_signed_before_what_it_is_about(
         result = run_report(paths, tmp_path / name, trust=trust(), session=spark, **windows)
         for row in result.report.register.records():
             assert (set(row["approvers"]), row["accepted_by"]) == expected, name
+        tally("reports", 1)
+
+
+def border(arrival_ms: int) -> World:
+    """Ten records leave a moment before midnight and arrive so much later; an hour after it somebody else approves and accepts."""
+    made, midnight = World(), START_MS + DAY_MS
+    made.grant(DEPARTURES, START_MS - 1_000)
+
+    def there(leaves: list[Leaf]) -> list[Leaf]:
+        return [
+            Leaf(msgspec.structs.replace(leaf.header, time_ms=leaf.header.time_ms + arrival_ms), leaf.entries)
+            for leaf in leaves
+        ]
+
+    made.batch(DEPARTURES, 0, midnight - 100, 10, withheld=0.0, change=there)
+    later = midnight + 3_600_000
+    papers = (
+        sign_approval(S.terms.hash(), approver("eu-west", "ceo"), later),
+        again(S, "eu-west", later - S.half.signed_at, accepted_by=CAROL),
+    )
+    for log, side in ((made.egress, Side.EGRESS), (made.ingress, Side.INGRESS)):
+        log.append([paper_leaf(each, S, side, later) for each in papers])
+    return made
+
+
+@pytest.mark.spark
+def test_a_report_names_them_where_records_leave_in_one_time_and_arrive_in_another(
+    spark: SparkSession, tmp_path: Path, tally: Tally
+) -> None:
+    from audit.spark.report import run_report
+
+    midnight, hour = START_MS + DAY_MS, 3_600_000
+    window: dict[str, Any]
+    for name, arrival_ms, logs, window in (
+        ("after", 200, slice(None), {"since": midnight}),
+        ("of one log", 200, slice(1, None), {"since": midnight, "until": midnight + 1_000}),
+        ("by a clock that is a day behind", -DAY_MS, slice(None), {"until": midnight - hour}),
+    ):
+        folder = tmp_path / name.replace(" ", "-")
+        paths = write_world(folder, border(arrival_ms))[logs]
+        result = run_report(
+            paths, folder / "report", trust=trust(), session=spark, cosignatures_min=0, **window
+        )
+        for row in result.report.register.records():
+            assert (set(row["approvers"]), row["accepted_by"]) == BEFORE, name
         tally("reports", 1)
