@@ -196,7 +196,9 @@ class SimulatedLoop(asyncio.BaseEventLoop):
     ) -> asyncio.Future[Any]:
         if executor is None:
             executor = self._to_thread.setdefault(_process.get(), SimulatedPool(self, TO_THREAD_MAX))
-        assert isinstance(executor, SimulatedPool), "a pool of this runtime"
+        if not isinstance(executor, SimulatedPool):
+            # One that hands its work to a pool of this runtime.
+            return asyncio.wrap_future(executor.submit(func, *args), loop=self)
         # Nothing comes from another thread, so that no second future need carry it over.
         future: asyncio.Future[Any] = self.create_future()
         executor.add(future, partial(contextvars.copy_context().run, func, *args))

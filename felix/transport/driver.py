@@ -22,7 +22,7 @@ import ipaddress
 import logging
 import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any, Final, NamedTuple, Protocol
@@ -43,6 +43,7 @@ from felix.transport.intake import Arrival, Intake
 from felix.transport.port import (
     ALPN,
     CONNECT_TIMEOUT_S,
+    NO_OTHERS,
     ClientTls,
     Connection,
     Handler,
@@ -183,7 +184,7 @@ class Machinery(Protocol):
         self,
         identity: Any,
         limits: TransportLimits,
-        alpn: str,
+        protocols: tuple[str, ...],
         datagram_bytes: int,
         original_cid: bytes,
         retry_cid: bytes | None,
@@ -229,7 +230,6 @@ class DriverConnection:
     __slots__ = (
         "_above_high",
         "_allowed_bytes",
-        "_alpn",
         "_busy",
         "_closing",
         "_flush_scheduled",
@@ -248,6 +248,7 @@ class DriverConnection:
         "_pending",
         "_pending_bytes",
         "_pinged_at",
+        "_protocols",
         "_refused",
         "_released",
         "_send_to",
@@ -267,6 +268,7 @@ class DriverConnection:
         "is_established",
         "is_stranger",
         "limits",
+        "protocol",
         "wire_bytes",
     )
 
@@ -279,7 +281,7 @@ class DriverConnection:
         owner: Owner,
         engine_name: str,
         limits: TransportLimits,
-        alpn: str,
+        protocols: tuple[str, ...],
         peer_address: Address,
         tls: ClientTls | None,
         handshake_timeout: float,
@@ -290,7 +292,9 @@ class DriverConnection:
         self._udp = udp
         self._machine = machine
         self._owner = owner
-        self._alpn = alpn
+        self._protocols = protocols
+        self.protocol = ""
+        """The one of them that both ends speak, once the handshake is complete."""
         self._peer_address = peer_address
         self._tls = tls
         self._server_name = "" if tls is None else tls.server_name
@@ -571,7 +575,7 @@ class DriverConnection:
                 self._machine_closed(closing)
 
     def _handshake_completed(self, alpn: str | None) -> None:
-        if alpn != self._alpn:
+        if alpn not in self._protocols:
             self._end_on_wire(
                 _TLS_ALERTS + _ALERT_NO_APPLICATION_PROTOCOL, 0, "no common application protocol"
             )
@@ -585,6 +589,7 @@ class DriverConnection:
             self._machine_closed(why)
             return
         self.is_established = True
+        self.protocol = alpn
         if self.is_client:
             self._liveness = self._loop.call_later(LIVENESS_TICK_S, self._check_liveness)
         try:
@@ -996,7 +1001,7 @@ class DriverConnection:
 
     def _alpn_error(self) -> FelixError:
         return ProtocolError(
-            f"The peer at {_shown(self._peer_address)} does not speak {self._alpn!r} (TLS application protocol).",
+            f"The peer at {_shown(self._peer_address)} does not speak {' or '.join(map(repr, self._protocols))} (TLS application protocol).",
             code=Code.VERSION_UNSUPPORTED,
             hint="Check that the address is a Felix broker's, and that both sides run compatible versions.",
         )
@@ -1012,16 +1017,16 @@ class DriverListener:
         sock: socket.socket,
         machinery: Machinery,
         identity: ServerIdentity,
-        make_handler: Callable[[], Handler],
+        handlers: Mapping[str, Callable[[], Handler]],
         limits: TransportLimits,
-        alpn: str,
     ) -> None:
+        """`handlers`: by the protocol that a connection speaks; the first is preferred where a client speaks several."""
         self._loop = loop
         self._machinery = machinery
         self._identity = identity
-        self._make_handler = make_handler
+        self._handlers = handlers
         self._limits = limits
-        self._alpn = alpn
+        self._protocols = tuple(handlers)
         self._routes: dict[bytes, DriverConnection] = {}
         self._cids: dict[DriverConnection, set[bytes]] = {}
         self._handshakes: set[DriverConnection] = set()
@@ -1184,7 +1189,7 @@ class DriverListener:
             machine = self._machinery.accept(
                 self._identity.engine,
                 limits,
-                self._alpn,
+                self._protocols,
                 _datagram_bytes(address, limits),
                 original_cid,
                 retry_cid,
@@ -1199,7 +1204,7 @@ class DriverListener:
             owner=self,
             engine_name=self._machinery.name,
             limits=limits,
-            alpn=self._alpn,
+            protocols=self._protocols,
             peer_address=address,
             tls=None,
             handshake_timeout=limits.handshake_timeout_ms / 1000,
@@ -1280,7 +1285,7 @@ class DriverListener:
                 f"the server has {self._limits.connections_max} connections, which is its limit; try again later"
             )
         self._established.add(connection)
-        return self._make_handler()
+        return self._handlers[connection.protocol]()
 
     def failed(self, connection: DriverConnection, error: FelixError) -> None:
         self._handshakes.discard(connection)
@@ -1378,6 +1383,7 @@ class DriverEngine(msgspec.Struct, frozen=True):
         make_handler: Callable[[], Handler],
         limits: TransportLimits = TransportLimits(),  # noqa: B008 - frozen
         alpn: str = ALPN,
+        others: Mapping[str, Callable[[], Handler]] = NO_OTHERS,
     ) -> Listener:
         loop = asyncio.get_running_loop()
         identity = _read_identity(self.machinery, tls)
@@ -1397,9 +1403,8 @@ class DriverEngine(msgspec.Struct, frozen=True):
             sock=sock,
             machinery=self.machinery,
             identity=identity,
-            make_handler=make_handler,
+            handlers={alpn: make_handler, **others},
             limits=limits,
-            alpn=alpn,
         )
 
     async def connect(
@@ -1467,7 +1472,7 @@ class DriverEngine(msgspec.Struct, frozen=True):
             owner=dialer,
             engine_name=self.name,
             limits=limits,
-            alpn=alpn,
+            protocols=(alpn,),
             peer_address=address,
             tls=tls,
             handshake_timeout=max(0.001, seconds),

@@ -19,7 +19,7 @@ import asyncio
 import hashlib
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Final
@@ -27,11 +27,12 @@ from typing import Final
 from cryptography import x509
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, ProtocolError, RequestError, UnavailableError
 from felix.runtime.port import Random
 from felix.transport.port import (
     ALPN,
     CONNECT_TIMEOUT_S,
+    NO_OTHERS,
     ClientTls,
     Handler,
     NobodyListensError,
@@ -334,13 +335,13 @@ class MemoryListener:
         host: str,
         port: int,
         tls: ServerTls,
-        make_handler: Callable[[], Handler],
+        handlers: Mapping[str, Callable[[], Handler]],
         limits: TransportLimits,
     ) -> None:
         self.host, self.port = host, port
         self.leaf_sha256 = _leaf_sha256(tls)
         self._network = network
-        self._make_handler = make_handler
+        self._handlers = handlers
         self._context = copy_context()
         self._limits = limits
         self._ends: dict[MemoryConnection, None] = {}
@@ -354,15 +355,20 @@ class MemoryListener:
         return len(self._ends)
 
     def accept(
-        self, client_host: str, name: str, handler: Handler, limits: TransportLimits
+        self, client_host: str, name: str, handler: Handler, limits: TransportLimits, alpn: str
     ) -> MemoryConnection:
-        """Both ends of a new connection; the client's."""
+        """Both ends of a new connection; the client's. Raises ProtocolError where nobody here speaks `alpn`."""
+        make_handler = self._handlers.get(alpn)
+        if make_handler is None:
+            raise ProtocolError(
+                f"{self.host}:{self.port} does not speak {alpn!r}.", code=Code.VERSION_UNSUPPORTED
+            )
         client = MemoryConnection(self._network, client_host, self, handler, limits, name, copy_context())
         server = MemoryConnection(
             self._network,
             self.host,
             self,
-            self._context.copy().run(self._make_handler),
+            self._context.copy().run(make_handler),
             self._limits,
             "",
             self._context,
@@ -404,9 +410,10 @@ class MemoryEngine:
         make_handler: Callable[[], Handler],
         limits: TransportLimits = TransportLimits(),  # noqa: B008 - immutable
         alpn: str = ALPN,
+        others: Mapping[str, Callable[[], Handler]] = NO_OTHERS,
     ) -> MemoryListener:
         """`host` is what clients call; it lies on this engine's host."""
-        listener = MemoryListener(self._network, host, port, tls, make_handler, limits)
+        listener = MemoryListener(self._network, host, port, tls, {alpn: make_handler, **others}, limits)
         self._network.bind(listener)
         return listener
 
@@ -434,7 +441,7 @@ class MemoryEngine:
         listener = network.listener(host, port)
         if listener is None:
             raise NobodyListensError(f"Nobody listens at {host}:{port}.", code=Code.DISCONNECTED)
-        client = listener.accept(self._host, tls.server_name, handler, limits)
+        client = listener.accept(self._host, tls.server_name, handler, limits, alpn)
         client.begin()
         return client
 

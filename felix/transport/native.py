@@ -304,12 +304,12 @@ class NativeMachinery(msgspec.Struct, frozen=True):
         self,
         identity: Any,
         limits: TransportLimits,
-        alpn: str,
+        protocols: tuple[str, ...],
         datagram_bytes: int,
         original_cid: bytes,
         retry_cid: bytes | None,
     ) -> NativeMachine:
-        configuration = _configuration(limits, alpn, datagram_bytes, is_client=False)
+        configuration = _configuration(limits, protocols, datagram_bytes, is_client=False)
         configuration.certificate, configuration.certificate_chain, configuration.private_key = identity
         return NativeMachine(
             _Connection(
@@ -331,7 +331,7 @@ class NativeMachinery(msgspec.Struct, frozen=True):
     ) -> NativeMachine:
         if not load_pem_x509_certificates(tls.authorities_pem):
             raise ValueError("there is no certificate in them")
-        configuration = _configuration(limits, alpn, datagram_bytes, is_client=True)
+        configuration = _configuration(limits, (alpn,), datagram_bytes, is_client=True)
         configuration.server_name = tls.server_name
         configuration.cadata = tls.authorities_pem
         configuration.signature_algorithms = _SIGNATURES
@@ -341,12 +341,12 @@ class NativeMachinery(msgspec.Struct, frozen=True):
 
 
 def _configuration(
-    limits: TransportLimits, alpn: str, datagram_bytes: int, *, is_client: bool
+    limits: TransportLimits, protocols: tuple[str, ...], datagram_bytes: int, *, is_client: bool
 ) -> QuicConfiguration:
     jumbo = datagram_bytes > PROBED_BYTES_MAX
     return QuicConfiguration(
         is_client=is_client,
-        alpn_protocols=[alpn],
+        alpn_protocols=list(protocols),
         connection_id_length=CID_BYTES,
         idle_timeout=limits.idle_timeout_ms / 1000,
         max_data=limits.connection_window_bytes,

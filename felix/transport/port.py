@@ -28,7 +28,7 @@ together, and in number, per address and together. Where there are too many, the
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Final, Literal, Protocol
 
@@ -261,6 +261,10 @@ class Handler(Protocol):
         where the peer fell silent or its address is gone, PROTOCOL where a QUIC rule was broken."""
 
 
+NO_OTHERS: Final[Mapping[str, Callable[[], Handler]]] = {}
+"""A listener that speaks one protocol."""
+
+
 class Listener(Protocol):
     """A bound UDP socket that accepts connections."""
 
@@ -318,8 +322,9 @@ class Engine(Protocol):
         make_handler: Callable[[], Handler],
         limits: TransportLimits = ...,
         alpn: str = ALPN,
+        others: Mapping[str, Callable[[], Handler]] = NO_OTHERS,
     ) -> Listener:
-        """Bind and accept. Raises RequestError where the address cannot be used (in use, not ours, no right), or
+        """Bind and accept. `others`: who handles connections that speak another protocol on the same port, by its name. Raises RequestError where the address cannot be used (in use, not ours, no right), or
         the certificate or key cannot be read."""
 
     async def connect(

@@ -261,13 +261,13 @@ class PortableMachinery(msgspec.Struct, frozen=True):
         self,
         identity: Any,
         limits: TransportLimits,
-        alpn: str,
+        protocols: tuple[str, ...],
         datagram_bytes: int,
         original_cid: bytes,
         retry_cid: bytes | None,
     ) -> PortableMachine:
         window = limits.stranger_bytes_max
-        configuration = _configuration(limits, alpn, datagram_bytes, is_client=False)
+        configuration = _configuration(limits, protocols, datagram_bytes, is_client=False)
         configuration.max_data = configuration.max_stream_data = window
         chain, configuration.private_key = identity
         configuration.certificate, configuration.certificate_chain = chain[0], chain[1:]
@@ -294,7 +294,7 @@ class PortableMachinery(msgspec.Struct, frozen=True):
     ) -> PortableMachine:
         if not load_pem_x509_certificates(tls.authorities_pem):
             raise ValueError("there is no certificate in them")
-        configuration = _configuration(limits, alpn, datagram_bytes, is_client=True)
+        configuration = _configuration(limits, (alpn,), datagram_bytes, is_client=True)
         configuration.server_name = tls.server_name
         configuration.cadata = tls.authorities_pem
         quic = _Connection(
@@ -308,11 +308,11 @@ class PortableMachinery(msgspec.Struct, frozen=True):
 
 
 def _configuration(
-    limits: TransportLimits, alpn: str, datagram_bytes: int, *, is_client: bool
+    limits: TransportLimits, protocols: tuple[str, ...], datagram_bytes: int, *, is_client: bool
 ) -> QuicConfiguration:
     return QuicConfiguration(
         is_client=is_client,
-        alpn_protocols=[alpn],
+        alpn_protocols=list(protocols),
         congestion_control_algorithm="cubic",
         connection_id_length=CID_BYTES,
         idle_timeout=limits.idle_timeout_ms / 1000,

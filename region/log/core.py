@@ -303,7 +303,12 @@ class LogCore:
         return cls(
             identity,
             settings,
-            Admission(identity, producers or ProducerTable(settled=point.offset), settings.deduplication),
+            Admission(
+                identity,
+                # An empty one is one, too: whoever handed it in goes on with it.
+                ProducerTable(settled=point.offset) if producers is None else producers,
+                settings.deduplication,
+            ),
             commit or Alone(),
             settings.durability.kind == "ephemeral",
             entry_of,

@@ -79,6 +79,10 @@ class GroupCommit:
             while self._queue and not (group and size + self._queue[0].size > GROUP_BYTES_MAX):
                 group.append(self._queue.popleft())
                 size += group[-1].size
+            if not group:
+                # What waited was dropped.
+                self._writing = False
+                return
         event: Written | WriteRefused
         try:
             event = Written(group, self._write(group))

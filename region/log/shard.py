@@ -8,6 +8,8 @@ What the core decides is said there. Here:
   an error;
 - effects happen in the order of `Ready`: what may be read can be read before its append is answered, and whoever follows the tail hears
   of it afterwards;
+- a log that has other copies (region.log.copies) is written here, and answered and read once it is committed: its disk is opened and
+  closed, synced and cut by whoever keeps the copies;
 - one writer has the folder at a time; after a failed sync or write the shard is FAILED for good, and no sync is tried again;
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
 
@@ -20,6 +22,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
@@ -34,6 +37,7 @@ from region.log.admission import Appended
 from region.log.ahead import Ahead, Note
 from region.log.compaction import KEYS_BYTES_MAX, CompactionReport
 from region.log.compactor import WorkEndedError
+from region.log.copies import Copies
 from region.log.core import CommitPort, Done, LogCore, Pending, Ready
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog
@@ -110,11 +114,13 @@ class ShardLog:
         store: ShardStore | None = None,
         commit: CommitPort | None = None,
         kept: _Kept | None = None,
+        copies: Copies | None = None,
     ) -> None:
-        """`kept`: what is on the disk; None for an ephemeral log."""
+        """`kept`: what is on the disk; None for an ephemeral log. `copies`: who keeps the others; they say what is committed."""
         self.identity = identity
         self.observer: AppendObserver | None = None
         self._hooks = hooks
+        self._copies = copies
         self._commit_pool = commit_pool
         self._read_pool = read_pool
         self._loop = asyncio.get_running_loop()
@@ -215,6 +221,38 @@ class ShardLog:
         shard._core.turn(Event.OPENED)
         if shard._core.admission.ids is not None:
             await shard._read_ids(shard._core.admission.ids)
+        return shard
+
+    @classmethod
+    async def lead(
+        cls,
+        identity: ShardIdentity,
+        settings: ShardSettings,
+        hooks: ShardHooks,
+        copies: Copies,
+        *,
+        read_pool: Executor,
+        store: ShardStore | None = None,
+        files: Files | None = None,
+    ) -> ShardLog:
+        """Serve a log that has other copies, and of which this broker was elected the leader: all that it has is committed, and its epoch
+        has begun. Raises what reading its message ids raises; then it is not led."""
+        disk, files = copies.disk, files or DiskFiles()
+        disk.limits = settings.segments
+        recovered = Recovered(
+            list(disk.segments), disk.annotations, disk.epochs, copies.producers, disk.report
+        )
+        kept = _Kept(disk.folder, files, disk, recovered, Ahead(disk.folder, files), [])
+        shard = cls(identity, settings, hooks, copies.pool, read_pool, store, copies, kept, copies)
+        assert copies.committed(disk.end_point) == disk.end_point
+        copies.led(shard)
+        shard._core.turn(Event.OPENED)
+        try:
+            if shard._core.admission.ids is not None:
+                await shard._read_ids(shard._core.admission.ids)
+        except BaseException:
+            await shard.close()
+            raise
         return shard
 
     async def _read_ids(self, window: MessageIds) -> None:
@@ -456,7 +494,7 @@ class ShardLog:
             expected_offset,
             as_it_is,
             note,
-            hooks.refusal(),
+            self._refusal(),
         )
         ready = self._core.step(event, self._loop.time())
         if ready.write is None:
@@ -516,7 +554,12 @@ class ShardLog:
         """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
         if self._epoch_due:
             self._begin_due_epoch()
-        self._happened(core.FreeSlot(slot, done, self._hooks.refusal()))
+        self._happened(core.FreeSlot(slot, done, self._refusal()))
+
+    def _refusal(self) -> FelixError | None:
+        """Why nothing may be appended now, though the log serves."""
+        refused = self._hooks.refusal()
+        return refused if refused is not None or self._copies is None else self._copies.refusal()
 
     def hold_visibility(self) -> None:
         """From now on appends become durable and are answered, and nobody reads them, until `release_visibility`.
@@ -538,6 +581,8 @@ class ShardLog:
         """Stop serving for good, because something that was promised of this shard cannot be kept: as a failed write does."""
         waiting = self._group_commit.drop() if self._group_commit is not None else 0
         self._happened(core.Dropped(error, waiting))
+        if self._copies is not None:
+            self._copies.failed(error)
         self._wake_tail()
 
     # What the core decided.
@@ -620,6 +665,8 @@ class ShardLog:
                 frames.append(Frame(sealed, item.answer.base_offset, item.epoch, item.slot, item.annotation))
             if not frames:
                 return 0
+            if self._copies is not None:
+                return self._write_here(disk, frames, self._copies)
             disk.begin_epoch(frames[0].leader_epoch)
             disk.write(frames, self._hooks.clock_ms())
             if self.settings.durability.kind != "fsync":
@@ -627,6 +674,14 @@ class ShardLog:
             begun = self._hooks.runtime.clock.monotonic_ns()
             disk.sync()
             return self._hooks.runtime.clock.monotonic_ns() - begun
+
+    def _write_here(self, disk: DiskLog, frames: Sequence[Frame], copies: Copies) -> int:
+        """They are sent to the other copies after the write and before the sync, which is not asked for here."""
+        prev = disk.end_point
+        disk.write(frames, self._hooks.clock_ms())
+        # On the loop before the group is told to be written.
+        self._tell(lambda: copies.written(prev, frames))
+        return 0
 
     def _tell_written(self, event: core.Written | core.WriteRefused) -> None:
         """In a commit thread: what became of a group."""
@@ -642,6 +697,8 @@ class ShardLog:
             self._epochs = self._disk.epochs
             self._save_producers_of_a_rolled_segment()
         elif event.failed:
+            if self._copies is not None:
+                self._copies.failed(event.error)
             self._wake_tail()
 
     def _save_producers_of_a_rolled_segment(self) -> None:
@@ -890,16 +947,14 @@ class ShardLog:
         if not disk.retention_due(retention, now_ms, below=below, hold=hold):
             return 0
         try:
-            count = await self._change(lambda: disk.delete_old(retention, now_ms, below=below, hold=hold))
+            return await self._let_go(
+                disk, lambda: disk.delete_old(retention, now_ms, below=below, hold=hold)
+            )
         except UnavailableError as error:
             if error.code is Code.DISK_FULL:
                 # The roll before deletion found no room; the next sweep tries again.
                 return 0
             raise
-        self._log_start = disk.start_offset
-        self.counters.segments_deleted += count
-        self._segments_seen = disk.segment_count
-        return count
 
     async def trim(self, offset: int) -> int:
         """Let go of what is below `offset`, in whole segments: for a log whose owner no longer needs it (a journal below
@@ -912,10 +967,27 @@ class ShardLog:
         disk = self._disk
         if disk is None:
             return 0
-        count = await self._change(disk.trim, offset, self._hooks.clock_ms())
+        now_ms = self._hooks.clock_ms()
+        return await self._let_go(disk, lambda: disk.trim(offset, now_ms))
+
+    async def _let_go(self, disk: DiskLog, delete: Callable[[], int]) -> int:
+        """Delete old segments; how many. What they alone tell of producers is kept before."""
+        known, offset = len(self._core.admission.producers), self.high_watermark
+        snapshot = self.producers_snapshot() if known else b""
+
+        def work() -> int:
+            if snapshot:
+                # On a full disk it is more urgent that something goes.
+                with suppress(OSError):
+                    disk.save_producers(snapshot, offset)
+            return delete()
+
+        count = await self._change(work)
         self._log_start = disk.start_offset
         self.counters.segments_deleted += count
         self._segments_seen = disk.segment_count
+        if count and self._copies is not None:
+            self._copies.trimmed(disk.start_point)
         return count
 
     # Maintenance: see region.log.maintenance.
@@ -970,7 +1042,7 @@ class ShardLog:
 
     def held_back(self) -> FelixError | None:
         """Why a log that serves takes no appends for now: it is being changed, or its broker may not write. None where it does."""
-        return self._core.hold or self._hooks.refusal()
+        return self._core.hold or self._refusal()
 
     def no_room(self) -> FelixError | None:
         """Why every append is refused at once: the disk was full a moment ago. None where one may find out whether it still is."""
@@ -1003,6 +1075,11 @@ class ShardLog:
             self.stop(error)
             raise
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether other brokers have copies of it, so that its disk is not this log's to close."""
+        return self._copies is not None
+
     async def close(self) -> None:
         """Answer what is pending, sync, and close. A failed shard's files are only closed. Repeating it does nothing."""
         if self.state is State.STOPPED:
@@ -1025,6 +1102,9 @@ class ShardLog:
                 timer.cancel()
         failed = self.state is State.FAILED
         self._happened(core.Closed())
+        if self._copies is not None:
+            self._copies.released()
+            return
         disk, ahead = self._disk, self._ahead
         if disk is None or ahead is None:
             return

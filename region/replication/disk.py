@@ -1,5 +1,5 @@
-"""One log of a replica on its disk: the log itself, the elections of its epochs, and the commit point. Blocking: commit threads only,
-one at a time; `read` from any.
+"""One log of a replica on its disk: the log itself, the elections of its epochs, the commit point and the producers. Blocking: commit
+threads only, one at a time; `read` from any. While the log is led, its leader writes to `log` and keeps `producers` (region.log.copies).
 
 The log's folder holds, beside what is the log's own, `elections` (epochs by points and election ids) and `commit` (the commit
 point, written now and then: an old one is only lower).
@@ -8,6 +8,7 @@ Invariants:
 - an epoch stands in `elections`, durably, before a frame of it is given to the log: of no frame is the election unknown;
 - what recovery lets stand is rewritten and synced before any end is told (R4, R11): after a sync that failed, the page cache may have
   what the disk has not, and a later sync would not tell;
+- `producers` are those of what the log has, so that who is elected knows at once what was published before;
 - `commit` is lowered before anything below it is cut;
 - a copy of a log is whole under another name before it takes the place of the old one, which is put back where that did not end.
 """
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -32,9 +34,11 @@ from region.log.durable_mark import MARK_NAME, decode_mark
 from region.log.frame import Frame as LogFrame
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
+from region.log.producers import ProducerTable
 from region.log.recovery import EPOCHS_NAME
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, no_commitment
 from region.log.segment_limits import SegmentLimits
+from region.log.segment_scan import count_batch
 from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Frame
 from region.replication.origin import Beginning
@@ -73,6 +77,7 @@ class ReplicaDisk:
         log: DiskLog,
         starts: Sequence[EpochStart],
         kept: LogPoint,
+        producers: ProducerTable,
         *,
         files: Files,
         runtime: Runtime,
@@ -80,6 +85,8 @@ class ReplicaDisk:
     ) -> None:
         self.plan = plan
         self.log = log
+        self.producers = producers
+        self._segments_seen = log.segment_count
         self.history = History(starts)
         self.kept = kept
         self._files = files
@@ -97,7 +104,7 @@ class ReplicaDisk:
         open_logs = OpenLogs() if open_logs is None else open_logs
         _finish_copy(files, plan.folder)
         rewrite_unsynced(files, plan.folder)
-        log, _ = DiskLog.open(
+        log, recovered = DiskLog.open(
             plan.folder,
             plan.identity,
             now_ms=runtime.clock.now_ms(),
@@ -116,7 +123,9 @@ class ReplicaDisk:
         except (CorruptionError, OSError, msgspec.DecodeError):
             log.abandon()
             raise
-        return cls(plan, log, starts, kept, files=files, runtime=runtime, open_logs=open_logs)
+        return cls(
+            plan, log, starts, kept, recovered.producers, files=files, runtime=runtime, open_logs=open_logs
+        )
 
     def beginning(self) -> Log:
         """What a replica knows of it after its start."""
@@ -143,48 +152,76 @@ class ReplicaDisk:
 
         Raises as `DiskLog.write_frames` does.
         """
-        newer = [start for start in starts if start.epoch > self.history.last.epoch]
-        if newer:
-            for start in newer:
-                self.history.begin(start)
-            self._save_elections()
-        self.log.write_frames(prev, entries, now_ms)
+        with self.log.writer:
+            newer = [start for start in starts if start.epoch > self.history.last.epoch]
+            if newer:
+                for start in newer:
+                    self.history.begin(start)
+                self._save_elections()
+            self.log.write_frames(prev, entries, now_ms)
+            self._count_producers(entries)
+
+    def _count_producers(self, entries: Sequence[LogFrame]) -> None:
+        log, producers = self.log, self.producers
+        for entry in entries:
+            if entry.batch is not None and (header := entry.batch.header).producer_id:
+                count_batch(producers, header)
+        producers.settle(log.end_offset)
+        if log.segment_count != self._segments_seen:
+            # What is before a rolled segment need not be read again to know the producers.
+            self._segments_seen = log.segment_count
+            self._save_producers()
+
+    def _save_producers(self) -> None:
+        with suppress(OSError):
+            self.log.save_producers(self.producers.encode(self.log.end_offset), self.log.end_offset)
 
     def begin(self, start: EpochStart) -> None:
         """N1: all that is held is synced, and the epoch begins here, durably. Raises StorageFailedError, OSError."""
-        assert start.start == self.log.end_point, (start, self.log.end_point)
-        self.sync()
-        if start.epoch > self.history.last.epoch:
-            self.history.begin(start)
-            self._save_elections()
-        self.log.begin_epoch(start.epoch)
+        with self.log.writer:
+            assert start.start == self.log.end_point, (start, self.log.end_point)
+            self.log.sync()
+            if start.epoch > self.history.last.epoch:
+                self.history.begin(start)
+                self._save_elections()
+            self.log.begin_epoch(start.epoch)
 
     def cut(self, point: LogPoint) -> None:
         """What stands behind `point` goes, and epochs that began there; durable on return. Raises as `DiskLog.truncate` does."""
-        if self.kept > point:
-            self.keep(point)
-        if point < self.log.end_point:
-            self.log.truncate(point)
-        self.history.truncate(point)
-        self._save_elections()
-        self.log.end_epochs(self.history.epoch_before(point))
+        with self.log.writer:
+            if self.kept > point:
+                self._keep(point)
+            if point < self.log.end_point:
+                self.producers = self.log.truncate(point)
+                self._segments_seen = self.log.segment_count
+            self.history.truncate(point)
+            self._save_elections()
+            self.log.end_epochs(self.history.epoch_before(point))
 
     def sync(self) -> LogPoint:
         """Where the log ended when the sync began, which is on the disk now. Raises StorageFailedError."""
-        point = self.log.end_point
-        self.log.sync()
-        return point
+        with self.log.writer:
+            point = self.log.end_point
+            self.log.sync()
+            return point
 
     def keep(self, point: LogPoint) -> None:
         """Keep the commit point, and the log's mark, durably. Raises OSError, StorageFailedError."""
+        with self.log.writer:
+            self._keep(point)
+
+    def _keep(self, point: LogPoint) -> None:
         save_checked(self._files, self.plan.folder / COMMIT_NAME, msgspec.json.encode(point))
         self.kept = point
         self.log.sync_mark()
 
     def trim(self, point: LogPoint, *, now_ms: int) -> LogPoint:
         """Let go of segments that end at or before `point`; where the log begins then. Raises as `DiskLog.trim` does."""
-        self.log.trim(point.offset, now_ms)
-        return self.log.start_point
+        with self.log.writer:
+            self._save_producers()
+            self.log.trim(point.offset, now_ms)
+            self._segments_seen = self.log.segment_count
+            return self.log.start_point
 
     def _save_elections(self) -> None:
         save_checked(self._files, self.plan.folder / ELECTIONS_NAME, msgspec.json.encode(self.history.starts))
@@ -234,11 +271,13 @@ class ReplicaDisk:
 
     def close(self) -> None:
         """Sync everything, and close the files. Raises StorageFailedError."""
-        self.log.close()
+        with self.log.writer:
+            self.log.close()
 
     def abandon(self) -> None:
         """Close the files, and promise nothing."""
-        self.log.abandon()
+        with self.log.writer:
+            self.log.abandon()
 
 
 def _finish_copy(files: Files, folder: Path) -> None:

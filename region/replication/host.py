@@ -6,12 +6,12 @@ worker has told of it.
 
 Invariants:
 - a core sees one event at a time, on the event loop;
-- from the moment that a leader is deposed until the appends that a thread was writing are told, a shard hears nothing else: what is in the
-  file and what the core knows of it are the same before a follower's frames come;
+- from the moment that a leader is deposed until those who led its logs have released them, a shard hears nothing but what they wrote: what
+  is in the file and what the core knows of it are the same before a follower's frames come, and nobody reads what is cut;
 - what a peer says that no replica here could mean is refused before a core sees it;
-- frames of followers that wait for the disk are bounded (FOLLOWER_WAITING_BYTES_MAX), and so are a leader's appends (APPEND_WAITING_BYTES_MAX).
+- frames of followers that wait for the disk are bounded (FOLLOWER_WAITING_BYTES_MAX); a leader's appends are by who leads (region.log.shard).
 
-Order: `open` after the registry's `open`; `start` after its `announce`; `close` before its `close`.
+Order: `open` after the registry's `open`; `add` and `remove` at any time; `start` after its `announce`; `close` before its `close`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Protocol
 
-from felix.batch import Batch
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
@@ -34,20 +34,16 @@ from region.cluster.records import ShardDurability, ShardId, YieldReason
 from region.cluster.transactions import Refusal, change
 from region.log.errors import NotLocalError
 from region.log.open_logs import OpenLogs
-from region.log.point import LogPoint
 from region.metadata.lease import Lease as StoreLease
 from region.metadata.transaction import Change, Snapshot
+from region.replication.copies import HostedCopies
 from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk
-from region.replication.leader import TICK_MS
+from region.replication.leader import TICK_MS, Phase
 from region.replication.log_worker import (
-    Appended,
-    AppendJob,
-    AppendRefused,
     LogBegun,
     LogWorker,
     Replace,
-    TrimOwn,
 )  # fmt: skip
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Message, Placed, Probe
@@ -70,6 +66,7 @@ from region.replication.ready import (
     Swap,
     SwapAnswered,
     Tick,
+    Trimmed,
     Written,
     YieldAsked,
 )  # fmt: skip
@@ -78,10 +75,6 @@ from region.replication.wire import ORIGIN_BYTES_MAX, OriginAsked, OriginTold, S
 
 log = logging.getLogger("felix.region.replication")
 
-APPEND_WAITING_BYTES_MAX: Final = 16 << 20
-"""A leader's appends of one log that wait for its disk: two groups."""
-ANSWERS_WAITING_MAX: Final = 4_096
-"""Appends of one shard that wait for a commit: with the largest groups in flight there are some hundred."""
 FOLLOWER_WAITING_BYTES_MAX: Final = 32 << 20
 """Frames of one log that wait for a follower's disk. A leader has four times less on its way; more of them come of leaders that followed
 each other quickly."""
@@ -117,12 +110,12 @@ class Hosted:
     shard: ShardId
     core: ReplicaCore
     workers: dict[int, LogWorker]
-    answers: dict[int, deque[tuple[LogPoint, asyncio.Future[LogPoint]]]]
-    """Per log: whoever waits for a commit, in order of the points."""
-    writing: int = 0
-    """appends that workers have and have not told of"""
+    led: dict[int, HostedCopies] = field(default_factory=dict)
+    """per log: whoever leads it here, until it is released"""
     is_settling: bool = False
-    """deposed, while appends are being written"""
+    """deposed, while logs are not released"""
+    was_led: bool = False
+    """as listeners were told"""
     put_off: deque[object] = field(default_factory=deque)
     """events meanwhile"""
     to_begin: dict[int, int] = field(default_factory=dict)
@@ -135,8 +128,13 @@ class Hosted:
 
     @property
     def leads(self) -> bool:
-        """Whether it serves as leader."""
-        return self.core.leader.commits
+        """Whether it commits as leader."""
+        return self.core.leader.commits and not self.broken
+
+    @property
+    def serves(self) -> bool:
+        """Whether it leads, and all that it had at its election is committed (N3)."""
+        return self.core.leader.phase is Phase.SERVING and not self.is_settling and not self.broken
 
 
 class ReplicaHost:
@@ -152,12 +150,10 @@ class ReplicaHost:
         commit_pool: Executor,
         read_pool: Executor,
         runtime: Runtime,
-        seal: Callable[[Batch], Batch] = lambda batch: batch,
         sync_failed: Callable[[], Awaitable[None]] | None = None,
-        producers: Callable[[ShardId, int], bytes] = lambda shard, number: b"",
         open_logs: OpenLogs | None = None,
     ) -> None:
-        """`sync_failed`: `Registry.sync_failed`. `producers`: a snapshot of what a log knows of them, for copies."""
+        """`sync_failed`: `Registry.sync_failed`."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
         self._broker = broker
@@ -167,9 +163,10 @@ class ReplicaHost:
         self._commit_pool = commit_pool
         self._read_pool = read_pool
         self._runtime = runtime
-        self._seal = seal
         self._sync_failed = sync_failed
-        self._producers = producers
+        self._folder = ""
+        self._registered_at = 0
+        self._listeners: list[Callable[[ShardId], None]] = []
         self._open_logs = OpenLogs() if open_logs is None else open_logs
         self._hosted: dict[ShardId, Hosted] = {}
         self._lease: StoreLease | None = None
@@ -185,22 +182,48 @@ class ReplicaHost:
     async def open(
         self, plans: Sequence[ShardPlan], *, registration: int, folder: str, registered_at: int
     ) -> None:
-        """Open the logs; all that they then hold is on the disk. `registered_at`: a revision of the store not below that which
-        registered this start. Raises CorruptionError, OSError."""
-        self._registration = registration
+        """Know this start of the broker, and `add` these. `registered_at`: a revision of the store not below that which registered it."""
+        self._registration, self._folder, self._registered_at = registration, folder, registered_at
         for plan in plans:
-            disks = await self._loop.run_in_executor(self._commit_pool, self._open_logs_of, plan)
-            replica = Replica(
-                self._broker, registration, folder, registered_at, plan.durability,
-                {number: disk.beginning() for number, disk in disks.items()},
-            )  # fmt: skip
-            hosted = Hosted(plan.shard, ReplicaCore(replica), {}, {number: deque() for number in disks})
-            for number, disk in disks.items():
-                hosted.workers[number] = LogWorker(
-                    disk, self._commit_pool, self._runtime, self._seal,
-                    lambda told, hosted=hosted: self._worked(hosted, told),  # type: ignore[misc]
-                )  # fmt: skip
-            self._hosted[plan.shard] = hosted
+            await self.add(plan)
+
+    async def add(self, plan: ShardPlan) -> None:
+        """Have a copy of a shard; all that its logs then hold is on the disk. Raises CorruptionError, OSError."""
+        assert plan.shard not in self._hosted
+        disks = await self._loop.run_in_executor(self._commit_pool, self._open_logs_of, plan)
+        replica = Replica(
+            self._broker, self._registration, self._folder, self._registered_at, plan.durability,
+            {number: disk.beginning() for number, disk in disks.items()},
+        )  # fmt: skip
+        hosted = Hosted(plan.shard, ReplicaCore(replica), {})
+        for number, disk in disks.items():
+            hosted.workers[number] = LogWorker(
+                disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
+            )
+        self._hosted[plan.shard] = hosted
+        if self._is_started:
+            self._step(hosted, Living(self._mirror.view.brokers.registrations()))
+            self._hear_records([plan.shard])
+
+    async def remove(self, shard: ShardId) -> None:
+        """Have no copy of a shard any more; its files stay. Whoever leads it has been closed."""
+        hosted = self._hosted.pop(shard, None)
+        self.alarms.pop(shard, None)
+        if hosted is not None:
+            hosted.broken = "it is not here any more"
+            await self._end(hosted, hosted.broken, in_order=False)
+
+    async def _end(self, hosted: Hosted, why: str, *, in_order: bool) -> None:
+        for worker in hosted.workers.values():
+            worker.halt(why)
+        for worker in hosted.workers.values():
+            await worker.idle()
+            try:
+                await self._loop.run_in_executor(
+                    self._commit_pool, worker.disk.close if in_order else worker.disk.abandon
+                )
+            except (OSError, FelixError) as error:
+                log.warning("closing log %s: %s", worker.disk.plan.folder, error)
 
     def _open_logs_of(self, plan: ShardPlan) -> dict[int, ReplicaDisk]:
         disks: dict[int, ReplicaDisk] = {}
@@ -224,32 +247,20 @@ class ReplicaHost:
 
     async def close(self) -> None:
         """Do nothing more; close the logs, all that they hold synced where their disks take it."""
-        await self._stop("the broker stops")
-        for hosted in self._hosted.values():
-            for worker in hosted.workers.values():
-                await worker.idle()
-                try:
-                    await self._loop.run_in_executor(self._commit_pool, worker.disk.close)
-                except (OSError, FelixError) as error:
-                    log.warning("closing log %s: %s", worker.disk.plan.folder, error)
+        await self._stop("the broker stops", in_order=True)
 
     async def abandon(self) -> None:
         """Do nothing more, and sync nothing: as where the process ends."""
-        await self._stop("the broker is gone")
-        for hosted in self._hosted.values():
-            for worker in hosted.workers.values():
-                await worker.idle()
-                worker.disk.abandon()
+        await self._stop("the broker is gone", in_order=False)
 
-    async def _stop(self, why: str) -> None:
+    async def _stop(self, why: str, *, in_order: bool) -> None:
         self._is_closed = True
         if self._ticks is not None:
             await end_tasks(self._ticks)
         await end_tasks(*self._tasks)
         for hosted in self._hosted.values():
-            for worker in hosted.workers.values():
-                worker.halt(why)
-            self._forget_answers(hosted)
+            self._depose(hosted, UnavailableError(f"The shard has stopped: {why}.", code=Code.SHUTTING_DOWN))
+            await self._end(hosted, why, in_order=in_order)
 
     # -- what others ask -------------------------------------------------------------------------------
 
@@ -258,59 +269,61 @@ class ReplicaHost:
         hosted = self._hosted.get(shard)
         return None if hosted is None else hosted.core.replica
 
+    @property
+    def shards(self) -> list[ShardId]:
+        """Of which this broker has copies."""
+        return list(self._hosted)
+
+    def on_change(self, listener: Callable[[ShardId], None]) -> None:
+        """Call `listener` with each shard that `serves` says something else of than before."""
+        self._listeners.append(listener)
+
     def serves(self, shard: ShardId) -> bool:
-        """Whether appends are taken here now."""
+        """Whether it is led here, and its logs may be led: all that they had at the election is committed."""
         hosted = self._hosted.get(shard)
-        return hosted is not None and not hosted.is_settling and hosted.core.leader.may_append()
+        return hosted is not None and hosted.serves
 
-    def may_answer(self, shard: ShardId) -> bool:
-        """Whether what rests on no commit may be answered here now (L1)."""
+    def epoch(self, shard: ShardId) -> int:
+        """The epoch in which it is led here; 0 where `serves` is not true."""
         hosted = self._hosted.get(shard)
-        return hosted is not None and hosted.core.leader.may_answer(self._now())
+        return hosted.core.leader.epoch if hosted is not None and hosted.serves else 0
 
-    def append_nowait(
-        self, shard: ShardId, number: int, batch: Batch | None, *, slot: int = 0, annotation: bytes = b""
-    ) -> asyncio.Future[LogPoint]:
-        """A batch, or a position where it is None, to a log that is led here: the point behind it once it is committed.
-
-        Raises UnavailableError where it is not taken: nothing of it was or will be written. The future raises UnavailableError where it is not
-        known what becomes of it, and DISK_FULL where it was not written.
-        """
+    def lead(self, shard: ShardId, number: int) -> HostedCopies:
+        """What a log of a shard is led by, until it is released. Raises UnavailableError where the shard does not serve here."""
         hosted = self._hosted.get(shard)
-        if hosted is None or not hosted.leads or hosted.is_settling:
-            raise not_leader(shard, "It was not written.")
-        worker = hosted.workers[number]
-        if not hosted.core.leader.may_append():
-            raise UnavailableError(
-                f"Shard {shard.number} has too few copies in sync for what is written to be committed; nothing was written.",
-                hint="The brokers that have its other copies must be up and catch up; felix region status shows them.",
-                retry_after_ms=RETRY_MS,
-            )
-        if (
-            worker.waiting_bytes > APPEND_WAITING_BYTES_MAX
-            or sum(map(len, hosted.answers.values())) + hosted.writing >= ANSWERS_WAITING_MAX
-        ):
-            raise UnavailableError(
-                f"Too much waits to be committed in shard {shard.number}; nothing was written.",
-                code=Code.LIMIT_MEMORY,
-                retry_after_ms=RETRY_MS,
-            )
-        answer: asyncio.Future[LogPoint] = self._loop.create_future()
-        hosted.writing += 1
-        worker.put(AppendJob(hosted.core.leader.epoch, batch, slot, annotation, answer))
-        return answer
+        if hosted is None or not hosted.serves or number in hosted.led:
+            raise not_leader(shard)
 
-    async def append(
-        self, shard: ShardId, number: int, batch: Batch | None, *, slot: int = 0, annotation: bytes = b""
-    ) -> LogPoint:
-        """`append_nowait`, and wait."""
-        return await self.append_nowait(shard, number, batch, slot=slot, annotation=annotation)
+        def released() -> None:
+            del hosted.led[number]
+            self._settle(hosted)
 
-    def trim(self, shard: ShardId, number: int, point: LogPoint) -> None:
-        """Let go, as leader, of segments that end at or before `point`, at most the commit point."""
-        hosted = self._hosted[shard]
-        if hosted.leads:
-            hosted.workers[number].put(TrimOwn(min(point, hosted.core.replica.logs[number].commit)))
+        copies = hosted.led[number] = HostedCopies(
+            number,
+            hosted.core.replica.logs[number],
+            hosted.workers[number],
+            happened=partial(self._step, hosted),
+            failed=partial(self._failed, hosted),
+            refusal=partial(self._refusal, hosted),
+            released=released,
+        )
+        return copies
+
+    def _refusal(self, hosted: Hosted) -> UnavailableError | None:
+        """Why a shard that is led here takes no appends now."""
+        if not hosted.serves:
+            return not_leader(hosted.shard)
+        if hosted.core.leader.may_append():
+            return None
+        return UnavailableError(
+            f"Shard {hosted.shard.number} has too few copies in sync for what is written to be committed; nothing was written.",
+            hint="The brokers that have its other copies must be up and catch up; felix region status shows them.",
+            retry_after_ms=RETRY_MS,
+        )
+
+    def _failed(self, hosted: Hosted, failed: DiskFailed, error: FelixError) -> None:
+        hosted.workers[failed.log].halt(error.sentence)
+        self._begin_task(self._disk_failed(hosted, failed))
 
     def want_min(self, shard: ShardId, minimum: int) -> None:
         """The catalog asks for this `min` (R9)."""
@@ -364,7 +377,7 @@ class ReplicaHost:
     def _step(self, hosted: Hosted, event: object) -> None:
         if self._is_closed or hosted.broken or not self._is_started:
             return
-        if hosted.is_settling and not isinstance(event, Written):
+        if hosted.is_settling and not isinstance(event, Written | Trimmed):
             hosted.put_off.append(event)
             return
         try:
@@ -377,9 +390,17 @@ class ReplicaHost:
             self._alarm(hosted, f"it has stopped by a mistake of its own ({hosted.broken})")
             for worker in hosted.workers.values():
                 worker.halt(hosted.broken)
-            self._forget_answers(hosted)
-            return
-        self._answer(hosted, ready)
+            self._depose(hosted, not_leader(hosted.shard))
+        else:
+            if ready.deposed:
+                self._depose(hosted, not_leader(hosted.shard))
+            for number in ready.committed:
+                if number in hosted.led:
+                    hosted.led[number].moved()
+        if hosted.serves != hosted.was_led:
+            hosted.was_led = hosted.serves
+            for listener in self._listeners:
+                listener(hosted.shard)
 
     def _carry_out(self, hosted: Hosted, ready: Ready) -> None:
         workers = hosted.workers
@@ -420,69 +441,33 @@ class ReplicaHost:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # -- answers ---------------------------------------------------------------------------------------
+    # -- who leads its logs ----------------------------------------------------------------------------
 
-    def _answer(self, hosted: Hosted, ready: Ready) -> None:
-        if ready.deposed:
-            for worker in hosted.workers.values():
-                for job in worker.drop_appends():
-                    hosted.writing -= 1
-                    _raise(job.answer, not_leader(hosted.shard, "It was not written."))
-            hosted.is_settling = hosted.writing > 0
-            self._forget_answers(hosted)
-        elif hosted.leads:
-            for number in ready.committed:
-                commit, waiting = hosted.core.replica.logs[number].commit, hosted.answers[number]
-                while waiting and waiting[0][0] <= commit:
-                    point, answer = waiting.popleft()
-                    if not answer.done():
-                        answer.set_result(point)
+    def _depose(self, hosted: Hosted, why: FelixError) -> None:
+        """L5: what is not committed is not answered as if it were."""
+        hosted.is_settling = bool(hosted.led)
+        for copies in hosted.led.values():
+            copies.depose(why)
 
-    def _forget_answers(self, hosted: Hosted) -> None:
-        """L5."""
-        for waiting in hosted.answers.values():
-            while waiting:
-                _raise(
-                    waiting.popleft()[1],
-                    not_leader(hosted.shard, "Whether it was committed is not known here."),
-                )
+    def _settle(self, hosted: Hosted) -> None:
+        """Once nobody has the logs of a shard that was deposed, hear the rest."""
+        if hosted.is_settling and not hosted.led:
+            hosted.is_settling = False
+            while hosted.put_off and not hosted.is_settling:
+                self._step(hosted, hosted.put_off.popleft())
 
     # -- the disk --------------------------------------------------------------------------------------
 
     def _worked(self, hosted: Hosted, told: WorkerTold) -> None:
         if self._is_closed or hosted.broken:
             return
-        if isinstance(told, Appended):
-            hosted.writing -= len(told.jobs)
-            waiting = hosted.answers[told.log]
-            if not hosted.is_settling:
-                waiting.extend((point, job.answer) for job, point in told.jobs)
-            else:
-                for job, _ in told.jobs:
-                    _raise(
-                        job.answer, not_leader(hosted.shard, "Whether it was committed is not known here.")
-                    )
-            self._step(hosted, Written(told.log, told.prev, told.frames))
-            self._settle(hosted)
-        elif isinstance(told, AppendRefused):
-            hosted.writing -= len(told.jobs)
-            for job in told.jobs:
-                _raise(job.answer, told.error)
-            self._settle(hosted)
-        elif isinstance(told, LogBegun):
+        if isinstance(told, LogBegun):
             if hosted.to_begin.pop(told.log, 0) and not hosted.to_begin:
                 self._step(hosted, Begun(told.epoch))
         elif isinstance(told, DiskFailed):
             self._begin_task(self._disk_failed(hosted, told))
         else:
             self._step(hosted, told)
-
-    def _settle(self, hosted: Hosted) -> None:
-        """The appends that were being written when the shard was deposed are told: hear the rest."""
-        if hosted.is_settling and not hosted.writing:
-            hosted.is_settling = False
-            while hosted.put_off and not hosted.is_settling:
-                self._step(hosted, hosted.put_off.popleft())
 
     async def _disk_failed(self, hosted: Hosted, failed: DiskFailed) -> None:
         """First that goes to the folder's file (where an `interval` log was acknowledged unsynced), then to the core, which tells the store."""
@@ -494,11 +479,7 @@ class ReplicaHost:
         self._alarm(hosted, f"its disk has failed: {hosted.workers[failed.log].failure}")
         for worker in hosted.workers.values():
             worker.halt("another log of the shard failed")
-        hosted.writing, hosted.is_settling = 0, False
         self._step(hosted, failed)
-        self._forget_answers(hosted)
-        while hosted.put_off:
-            self._step(hosted, hosted.put_off.popleft())
 
     async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
         """Frames for a follower, once the link to it has room."""
@@ -539,7 +520,7 @@ class ReplicaHost:
         disk, payload = hosted.workers[asked.log].disk, b""
         try:
             beginning = await self._loop.run_in_executor(
-                self._read_pool, disk.told_beginning, self._producers(hosted.shard, asked.log)
+                self._read_pool, disk.told_beginning, self._producers(hosted, asked.log)
             )
             payload = encode_beginning(beginning)
         except (FelixError, OSError) as error:
@@ -550,6 +531,12 @@ class ReplicaHost:
             )
             payload = b""
         self._links.send(peer, hosted.shard, OriginTold(*asked, payload))
+
+    def _producers(self, hosted: Hosted, number: int) -> bytes:
+        led = hosted.led.get(number)
+        snapshot = None if led is None else led.snapshot()
+        disk = hosted.workers[number].disk
+        return disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
 
     def _take_origin(self, hosted: Hosted, peer: str, told: OriginTold) -> None:
         asked = hosted.copies.get(told.log)
@@ -645,16 +632,11 @@ class ReplicaHost:
                     self._step(hosted, Tick())
 
 
-def not_leader(shard: ShardId, what: str) -> UnavailableError:
+def not_leader(shard: ShardId) -> UnavailableError:
     """The answer to an append where the shard is not led, or no longer."""
     return UnavailableError(
-        f"This broker does not lead shard {shard.number}. {what}",
+        f"This broker does not lead shard {shard.number}. It was not written.",
         code=Code.NOT_LEADER,
         hint="Ask the shard's new leader; a producer's sequence tells it what it has already.",
         retry_after_ms=RETRY_MS,
     )
-
-
-def _raise(answer: asyncio.Future[LogPoint], error: FelixError) -> None:
-    if not answer.done():
-        answer.set_exception(error)

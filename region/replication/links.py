@@ -32,7 +32,7 @@ from felix.peer import Peer, TrustBundle, verify_peer
 from felix.runtime.port import Runtime
 from felix.session import Authenticated, ClientSession, Established, Refused, ServerSession
 from felix.tasks import end_tasks
-from felix.transport.port import ClientTls, Connection, Engine, Listener, ServerTls, TransportLimits
+from felix.transport.port import ClientTls, Connection, Engine, Handler, TransportLimits
 from region.cluster.records import ShardId
 from region.replication.wire import (
     Beat,
@@ -62,6 +62,8 @@ HANDSHAKE_S: Final = 10.0
 """From the first byte to the hello."""
 RETRY: Final = BackoffPolicy(first_ms=50, ceiling_ms=2_000)
 """Between calls of a peer that does not answer."""
+PEER_ALPN: Final = "felix-peer/1"
+"""The protocol of links, which brokers speak on the port that clients call, too."""
 LINK_LIMITS: Final = TransportLimits(
     backlog_high_bytes=1 << 20, backlog_low_bytes=1 << 18, keepalive_ms=0, idle_timeout_ms=10_000
 )
@@ -104,8 +106,9 @@ class PeerLinks:
         *,
         mirror_revision: Callable[[], int],
         runtime: Runtime,
+        accept_limits: TransportLimits = LINK_LIMITS,
     ) -> None:
-        """`identity` and `bundle` are asked for each link: certificates are renewed. `heard` and `linked` are called on the loop, `linked`
+        """`accept_limits`: of connections that others made (`accept`). `identity` and `bundle` are asked for each link: certificates are renewed. `heard` and `linked` are called on the loop, `linked`
         with True before anything is heard of a peer, and with False after the last."""
         self.me = me
         self.dropped = 0
@@ -120,7 +123,7 @@ class PeerLinks:
         self._linked = linked
         self._mirror_revision = mirror_revision
         self._runtime = runtime
-        self._listener: Listener | None = None
+        self._accept_limits = accept_limits
         self._addresses: dict[str, str] = {}
         self._callers: dict[str, asyncio.Task[None]] = {}
         self._up: dict[str, Link] = {}
@@ -130,11 +133,9 @@ class PeerLinks:
 
     # -- what the host asks ----------------------------------------------------------------------------
 
-    async def listen(self, host: str, port: int, tls: ServerTls) -> tuple[str, int]:
-        """Take calls; where. Raises as `Engine.listen` does."""
-        self._listener = await self._engine.listen(host, port, tls, lambda: Link(self, None), LINK_LIMITS)
-        self._beats = asyncio.get_running_loop().create_task(self._beat(), name="peer beats")
-        return self._listener.address
+    def accept(self) -> Handler:
+        """For whoever listens: what is done with a connection that speaks PEER_ALPN."""
+        return Link(self, None, self._accept_limits)
 
     def know(self, addresses: Mapping[str, str]) -> None:
         """The brokers that are alive, each with its address for peers (`host:port`)."""
@@ -142,6 +143,8 @@ class PeerLinks:
             broker: address for broker, address in addresses.items() if broker != self.me.broker
         }
         loop = asyncio.get_running_loop()
+        if self._beats is None:
+            self._beats = loop.create_task(self._beat(), name="peer beats")
         for broker in self._addresses:
             if self.me.broker < broker and (broker not in self._callers or self._callers[broker].done()):
                 self._callers[broker] = loop.create_task(self._call(broker), name=f"link to {broker}")
@@ -166,15 +169,12 @@ class PeerLinks:
         await self._news.until(lambda: (link := self._up.get(peer)) is None or link.has_room())
 
     async def close(self) -> None:
-        """End all links, and take no calls."""
+        """End all links. Nobody listens for more."""
         tasks = [*self._callers.values(), *([self._beats] if self._beats else [])]
         self._callers, self._addresses = {}, {}
         await end_tasks(*tasks)
         for link in [*self._up.values(), *self._strangers]:
             link.end(Code.SHUTTING_DOWN, "the broker stops")
-        if self._listener is not None:
-            await self._listener.close("the broker stops")
-            self._listener = None
         self._news.tell()
 
     # -- calling ---------------------------------------------------------------------------------------
@@ -184,12 +184,12 @@ class PeerLinks:
         backoff = Backoff(RETRY, self._runtime.random)
         told = ""
         while broker in self._addresses:
-            link = Link(self, broker)
+            link = Link(self, broker, LINK_LIMITS)
             self._strangers.add(link)
             try:
                 address = Address.parse(self._addresses[broker])
                 tls = ClientTls(self._authorities_pem, self.me.server_name(broker))
-                await self._engine.connect(address.host, address.port, tls, link, LINK_LIMITS)
+                await self._engine.connect(address.host, address.port, tls, link, LINK_LIMITS, PEER_ALPN)
                 was_up = await link.over
                 if was_up:
                     backoff.reset()
@@ -290,8 +290,8 @@ class PeerLinks:
 class Link:
     """One connection: `felix.transport.port.Handler`, for both ends."""
 
-    def __init__(self, links: PeerLinks, called: str | None) -> None:
-        """`called`: whom this end has called; None at the other end."""
+    def __init__(self, links: PeerLinks, called: str | None, limits: TransportLimits) -> None:
+        """`called`: whom this end has called; None at the other end. `limits`: the connection's."""
         self.peer = called or ""
         self.error: FelixError | None = None
         self.heard_ms = 0
@@ -299,6 +299,7 @@ class Link:
         """Whether it was up, once it is over."""
         self._links = links
         self._called = called
+        self._backlog_bytes_max = limits.backlog_high_bytes
         self._connection: Connection | None = None
         self._session: ClientSession | ServerSession | None = None
         self._session_stream: int | None = None
@@ -461,7 +462,7 @@ class Link:
         if connection is None or connection.is_closed:
             return
         had_room = self.has_room()
-        while self._waiting and connection.backlog_bytes() < LINK_LIMITS.backlog_high_bytes:
+        while self._waiting and connection.backlog_bytes() < self._backlog_bytes_max:
             encoded = self._waiting.popleft()
             self._waiting_bytes -= len(encoded)
             connection.send(self._streams[Lane.BULK], encoded)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from log.building import batch_of, serving
 from runtimes import with_wall
 
+from felix.errors import UnavailableError
 from felix.settings import EPHEMERAL, Retention
 from region.log.retention import AGE_PARTS, SegmentSpan, plan_deletion
 from region.log.segment_limits import SegmentLimits
@@ -126,3 +127,19 @@ async def test_what_is_altered_counts_from_now_on(tmp_path: Path) -> None:
         shard.alter(ShardSettings(retention=Retention(age_ms=10)))
         assert await shard.sweep(10**6) == 1
         assert shard.log_start_offset == 10
+
+
+async def test_a_producer_whose_records_all_went_goes_on_after_a_crash(tmp_path: Path) -> None:
+    clock = [1_000]
+    settings = ShardSettings(retention=Retention(age_ms=1_000))
+    hooks = ShardHooks(runtime=with_wall(lambda: clock[0]))
+    async with serving(tmp_path, settings, hooks) as shard:
+        await shard.append(batch_of(b"first", producer=7))
+        clock[0] = 100_000
+        assert await shard.sweep(clock[0]) == 1
+        # Nothing is written in order at the end.
+        shard.stop(UnavailableError("as if killed"))
+    async with serving(tmp_path, settings, hooks) as shard:
+        again = await shard.append(batch_of(b"first", producer=7))
+        assert again.duplicate and again.base_offset == 0
+        assert (await shard.append(batch_of(b"second", producer=7, sequence=1))).base_offset == 1

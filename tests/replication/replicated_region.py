@@ -1,6 +1,6 @@
 """A region of several brokers with real logs, links, registries and controllers, in one process: on simulated time, disks and network,
-where everything fails as a test wants it, or on real files and real QUIC. Clients append through it, and what they were told is held
-against what the logs have.
+where everything fails as a test wants it, or on real files and real QUIC. Clients append through the logs that are led, as numbered producers
+do, and what they were told is held against what the logs have.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -30,7 +31,7 @@ from felix.storage.memory import MemoryDisk
 from felix.storage.port import Files
 from felix.tasks import end_tasks
 from felix.transport.memory import MemoryEngine, MemoryNetwork
-from felix.transport.port import Engine, ServerTls
+from felix.transport.port import Engine, Listener, ServerTls
 from keys.authority import RegionAuthority, create_authority
 from region.cluster.controller import StreamWish
 from region.cluster.controller_service import ControllerService
@@ -43,11 +44,12 @@ from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
+from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.metadata.port import MetadataStore
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING, EpochStart
-from region.replication.host import ReplicaHost, ShardPlan
-from region.replication.links import LocalBroker, PeerLinks
+from region.replication.host import ReplicaHost, ShardPlan, not_leader
+from region.replication.links import LINK_LIMITS, PEER_ALPN, LocalBroker, PeerLinks
 from region.replication.messages import Frame
 
 REGION, MESH = "us-east", "acme"
@@ -139,9 +141,15 @@ class Broker:
         self._pools = (commits, reads)
         self._engine = engine
         self.links: PeerLinks
+        self._listener: Listener
         self._files = files
         self.host: ReplicaHost
         self._controls: asyncio.Task[None] | None = None
+        self.logs: dict[tuple[ShardId, int], ShardLog] = {}
+        """that are led here"""
+        self._led: dict[ShardId, int] = {}
+        self._leading: dict[ShardId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         await self.mirror.start()
@@ -167,25 +175,81 @@ class Broker:
             commit_pool=self._pools[0],
             read_pool=self._pools[1],
             runtime=self._runtime,
-            seal=sealed,
             sync_failed=self.registry.sync_failed,
         )
+        self.host.on_change(self._led_by_somebody)
         plans = [plan_of(ShardId(STREAM, number), self._machine.folder) for number in range(self._shards)]
         await self.host.open(
             plans, registration=registration, folder=folder, registered_at=self.mirror.view.revision
         )
         self.registry.on_lease(self.host.leased)
         own = identity(self.name)
-        await self.links.listen(*self._address, ServerTls(own.chain_pem, own.key_pem()))
+        self._listener = await self._engine.listen(
+            *self._address,
+            ServerTls(own.chain_pem, own.key_pem()),
+            self.links.accept,
+            LINK_LIMITS,
+            PEER_ALPN,
+        )
         await self.registry.announce(Health(open=True))
         self.host.start()
         self._controls = asyncio.get_running_loop().create_task(self.controller.run())
 
+    def _led_by_somebody(self, shard: ShardId) -> None:
+        task = asyncio.get_running_loop().create_task(self._lead(shard))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _lead(self, shard: ShardId) -> None:
+        """Open the logs of a shard that serves here, and close those of one that does no more."""
+        async with self._leading[shard]:
+            if self._led.get(shard, 0) == self.host.epoch(shard):
+                return
+            for number in LOGS:
+                if (led := self.logs.pop((shard, number), None)) is not None:
+                    await led.close()
+            epoch = self._led[shard] = self.host.epoch(shard)
+            for number in LOGS if epoch else ():
+                try:
+                    copies = self.host.lead(shard, number)
+                except UnavailableError:
+                    return
+                identity = ShardIdentity(
+                    REGION, "acme/test/orders", bytes.fromhex(shard.incarnation), shard.number
+                )
+                hooks = ShardHooks(seal=sealed, open_batch=sealed, runtime=self._runtime)
+                self.logs[shard, number] = await ShardLog.lead(
+                    identity,
+                    ShardSettings(segments=SEGMENTS),
+                    hooks,
+                    copies,
+                    read_pool=self._pools[1],
+                    files=self._files,
+                )
+
+    def log(self, shard: ShardId, number: int) -> ShardLog:
+        """A log that is led here. Raises UnavailableError."""
+        found = self.logs.get((shard, number))
+        if found is None or not self.host.serves(shard):
+            raise not_leader(shard)
+        return found
+
+    async def append(self, shard: ShardId, number: int, batch: Batch) -> LogPoint:
+        """The point behind a batch, once it is committed."""
+        appended = await self.log(shard, number).append(batch)
+        return LogPoint(appended.base_offset + batch.header.records)
+
     async def close(self, *, in_order: bool = True) -> None:
+        for task in list(self._tasks):
+            await task
+        if in_order:
+            for led in self.logs.values():
+                await led.close()
         if self._controls is not None:
             await end_tasks(self._controls)
         await self.controller.close()
         await self.links.close()
+        await self._listener.close()
         await (self.host.close() if in_order else self.host.abandon())
         await self.registry.close(in_order=in_order)
         await self.mirror.close()
@@ -206,6 +270,9 @@ class Client:
     name: str
     shard: ShardId
     number: int = 0
+    producer: int = 1
+    sent: dict[int, int] = field(default_factory=lambda: dict.fromkeys(LOGS, 0))
+    """per log, how many were acknowledged: the next one's sequence"""
     acknowledged: list[tuple[int, int, LogPoint]] = field(default_factory=list)
     """(log, number, point)"""
     refused: int = 0
@@ -274,7 +341,7 @@ class Region:
 
     def append_all_the_time(self, clients: int = 2) -> None:
         for number in range(clients):
-            client = Client(f"c{number}", self.shards[number % len(self.shards)])
+            client = Client(f"c{number}", self.shards[number % len(self.shards)], producer=number + 1)
             self.clients.append(client)
             self._tasks.append(asyncio.get_running_loop().create_task(self._drive(client)))
 
@@ -285,20 +352,21 @@ class Region:
                 await asyncio.sleep(0.05)
                 continue
             number = LOGS[client.number % 3 == 2]
-            made = encode_batch([NewRecord(client.payload(client.number))])
+            made = encode_batch(
+                [NewRecord(client.payload(client.number))],
+                producer_id=client.producer,
+                base_sequence=client.sent[number],
+            )
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    point = await leader.host.append(client.shard, number, made)
+                    point = await leader.append(client.shard, number, made)
             except (UnavailableError, TimeoutError) as error:
-                unknown = isinstance(error, TimeoutError) or "not known" in error.sentence
+                unknown = isinstance(error, TimeoutError) or "not written" not in error.sentence
                 client.unknown += unknown
                 client.refused += not unknown
                 await asyncio.sleep(0.05)
                 continue
-            except FelixError:
-                client.unknown += 1
-                await asyncio.sleep(0.05)
-                continue
+            client.sent[number] += 1
             client.acknowledged.append((number, client.number, point))
             client.number += 1
             await asyncio.sleep(self.random.choice((0.0, 0.03, 0.1)))
@@ -344,7 +412,7 @@ def epochs_of(disk: ReplicaDisk, begin: LogPoint) -> list[EpochStart]:
 
 
 def check_client(client: Client, logs: dict[int, list[Frame]], begins: dict[int, LogPoint]) -> None:
-    """Each acknowledged number stands at the point that was told, and they follow each other in the order in which they were sent."""
+    """Each acknowledged number stands once, at the point that was told, and they follow each other in the order in which they were sent."""
     places: dict[int, dict[bytes, list[LogPoint]]] = {}
     for number, frames in logs.items():
         places[number] = defaultdict(list)
@@ -359,7 +427,7 @@ def check_client(client: Client, logs: dict[int, list[Frame]], begins: dict[int,
             # Let go of since.
             continue
         found = places[number].get(client.payload(sent), [])
-        assert point in found, (
+        assert found == [point], (
             f"{client.name}:{sent} was acknowledged at {point} of log {number}, and stands at {found}"
         )
         assert point > last[number], f"{client.name}:{sent} stands before what was sent earlier"
@@ -536,7 +604,8 @@ async def _fault(region: SimulatedRegion, what: str, name: str, other: str) -> N
             if leader is not None:
                 replica = leader.host.replica(shard)
                 assert replica is not None
-                leader.host.trim(shard, 0, LogPoint(replica.logs[0].commit.offset // 2))
+                with suppress(FelixError):
+                    await leader.log(shard, 0).trim(replica.logs[0].commit.offset // 2)
         case "yield":
             if name in running:
                 running[name].host.give_up("drain")

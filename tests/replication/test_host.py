@@ -10,9 +10,12 @@ from long_runs import count
 from replication.replicated_region import NAMES, SimulatedRegion, failing, go_wrong, play
 
 from felix.batch import NewRecord, encode_batch
-from felix.errors import Code, UnavailableError
+from felix.errors import Code, RequestError, UnavailableError
 from region.cluster.records import ShardId
+from region.log.errors import FULL_RETRY_MS
 from region.log.point import LogPoint
+from region.log.producers import ProducerTable
+from region.replication.copies import HostedCopies
 from region.replication.disk import ReplicaDisk
 from region.replication.messages import Commit, Durable, Follow, LogPlace, Probe
 from region.replication.wire import Said
@@ -91,6 +94,25 @@ def test_a_disk_that_has_not_what_was_acknowledged_is_caught(monkeypatch: pytest
     assert caught
 
 
+def test_a_leader_that_does_not_know_who_published_before_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A twin: what is sent again after an election stands twice, or leaves a gap, and the check says so."""
+    monkeypatch.setattr(HostedCopies, "producers", property(lambda self: ProducerTable()))
+
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 50)
+        leader = region.leader(region.shards[0])
+        assert leader is not None
+        leader.host.give_up("drain")
+        await region.until(lambda: region.leader(region.shards[0]) not in (None, leader))
+        before = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > before + 50, 20)
+        await settle(region)
+
+    with pytest.raises((AssertionError, TimeoutError, RequestError)):
+        play(scene, 8)
+
+
 def test_a_follower_that_is_far_behind_a_trimmed_log_begins_anew_where_it_begins() -> None:
     async def scene(region: SimulatedRegion) -> None:
         shard = region.shards[0]
@@ -103,7 +125,7 @@ def test_a_follower_that_is_far_behind_a_trimmed_log_begins_anew_where_it_begins
         replica = leader.host.replica(shard)
         assert replica is not None
         for number, log in replica.logs.items():
-            leader.host.trim(shard, number, log.commit)
+            await leader.log(shard, number).trim(log.commit.offset)
         await region.until(lambda: all(log.start > LogPoint(0) for log in replica.logs.values()))
         await region.start(away)
         await settle(region)
@@ -123,10 +145,11 @@ def test_a_full_disk_refuses_a_leaders_appends_and_goes_on_once_it_has_room() ->
         assert disk is not None
         disk.on_call = failing(("pwritev",), errno.ENOSPC, 1_000)
         with pytest.raises(UnavailableError) as refused:
-            await leader.host.append(shard, 0, encode_batch([NewRecord(b"no room")]))
+            await leader.append(shard, 0, encode_batch([NewRecord(b"no room")]))
         assert refused.value.code is Code.DISK_FULL
         disk.on_call = None
-        assert await leader.host.append(shard, 0, encode_batch([NewRecord(b"room")])) == LogPoint(1)
+        await asyncio.sleep(FULL_RETRY_MS / 1_000)
+        assert await leader.append(shard, 0, encode_batch([NewRecord(b"room")])) == LogPoint(1)
         await region.well()
         region.check()
 
@@ -159,7 +182,7 @@ def test_an_append_to_who_does_not_lead_is_not_written() -> None:
         leader = region.leader(shard)
         other = next(broker for broker in region.running.values() if broker is not leader)
         with pytest.raises(UnavailableError) as refused:
-            other.host.append_nowait(shard, 0, encode_batch([NewRecord(b"x")]))
+            other.host.lead(shard, 0)
         assert refused.value.code is Code.NOT_LEADER and "not written" in refused.value.sentence
         region.check()
 
@@ -172,7 +195,7 @@ def test_appends_under_way_at_a_leader_that_gives_up_are_told_to_be_unknown_or_a
         leader = region.leader(shard)
         assert leader is not None
         answers = [
-            leader.host.append_nowait(shard, 0, encode_batch([NewRecord(f"{at}".encode())]))
+            asyncio.ensure_future(leader.append(shard, 0, encode_batch([NewRecord(f"{at}".encode())])))
             for at in range(40)
         ]
         await asyncio.sleep(region.random.random() * 0.004)

@@ -22,13 +22,13 @@ from felix.identity import Identity
 from felix.names import SpiffeId
 from felix.peer import TrustBundle
 from felix.runtime.simulated import simulated
-from felix.transport.memory import MemoryEngine
+from felix.transport.memory import MemoryEngine, MemoryListener
 from felix.transport.port import ServerTls
 from keys.authority import create_authority
 from region.cluster.records import ShardId
 from region.log.point import LogPoint
 from region.replication import links as links_module
-from region.replication.links import LocalBroker, PeerLinks
+from region.replication.links import LINK_LIMITS, PEER_ALPN, LocalBroker, PeerLinks
 from region.replication.messages import Append, Probe
 from region.replication.wire import Said, frames_from
 
@@ -50,8 +50,10 @@ class End:
         self.heard: list[tuple[str, Said]] = []
         self.linked: list[tuple[str, bool]] = []
         self.host = f"h-{name}"
+        self._engine = MemoryEngine(region.network, self.host)
+        self.listener: MemoryListener
         self.links = PeerLinks(
-            MemoryEngine(region.network, self.host),
+            self._engine,
             LocalBroker(name, REGION, MESH, 1, "f" * 32),
             lambda: who or identity(name),
             trusts,
@@ -64,7 +66,14 @@ class End:
 
     async def listen(self) -> None:
         own = identity(self.name)
-        await self.links.listen(self.host, 7443, ServerTls(own.chain_pem, own.key_pem()))
+        self.listener = await self._engine.listen(
+            self.host,
+            7443,
+            ServerTls(own.chain_pem, own.key_pem()),
+            self.links.accept,
+            LINK_LIMITS,
+            PEER_ALPN,
+        )
 
 
 async def joined(region: SimulatedRegion, *ends: End) -> None:

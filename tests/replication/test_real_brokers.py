@@ -100,7 +100,7 @@ async def test_a_deposed_leader_hears_nobody_until_what_a_thread_was_writing_is_
         leader = region.leader(shard)
         assert leader is not None
         hosted = leader.host._hosted[shard]
-        disk = hosted.workers[0].disk
+        disk = hosted.workers[0].disk.log
         begun, goes_on, write = Event(), Event(), disk.write
 
         def slow_write(*arguments: Any, **more: Any) -> None:
@@ -109,19 +109,21 @@ async def test_a_deposed_leader_hears_nobody_until_what_a_thread_was_writing_is_
             write(*arguments, **more)
 
         disk.write = slow_write  # type: ignore[method-assign]
-        answer = leader.host.append_nowait(shard, 0, encode_batch([NewRecord(b"late")]))
+        answer = asyncio.ensure_future(leader.append(shard, 0, encode_batch([NewRecord(b"late")])))
         await region.until(begun.is_set)
-        waiting = leader.host.append_nowait(shard, 0, encode_batch([NewRecord(b"behind")]))
+        waiting = asyncio.ensure_future(leader.append(shard, 0, encode_batch([NewRecord(b"behind")])))
+        await asyncio.sleep(0)
         leader.host.give_up("drain")
         await region.until(lambda: region.leader(shard) not in (None, leader))
         new = region.leader(shard)
         assert new is not None
         await region.until(lambda: new.host.serves(shard))
         assert hosted.core.replica.logs[0].end == LogPoint(0)
-        newer = new.host.append_nowait(shard, 0, encode_batch([NewRecord(b"new")]))
+        await region.until(lambda: (shard, 0) in new.logs)
+        newer = asyncio.ensure_future(new.append(shard, 0, encode_batch([NewRecord(b"new")])))
         await region.until(lambda: new.host._hosted[shard].core.replica.logs[0].durable == LogPoint(1))
         goes_on.set()
-        with pytest.raises(UnavailableError, match="not known"):
+        with pytest.raises(UnavailableError, match="may be in the log or not"):
             await answer
         with pytest.raises(UnavailableError, match="not written"):
             await waiting

@@ -353,6 +353,30 @@ async def test_a_chain_by_way_of_an_issuing_authority_is_accepted(pair: Pair, ki
         connection.close()
 
 
+async def test_a_listener_hands_each_protocol_to_its_own_handler(pair: Pair) -> None:
+    made: dict[str, list[Recorder]] = {"felix/1": [], "other/1": []}
+
+    def maker(protocol: str) -> Callable[[], Handler]:
+        return lambda: made[protocol].append(Recorder()) or made[protocol][-1]
+
+    listener = await pair.server.listen(
+        HOST, 0, pair.authority.server(NAME), maker("felix/1"), others={"other/1": maker("other/1")}
+    )
+    try:
+        other = await pair.dial(listener, alpn="other/1")
+        await eventually(lambda: bool(made["other/1"]))
+        assert not made["felix/1"]
+        first = await pair.dial(listener)
+        await eventually(lambda: bool(made["felix/1"]))
+        assert len(made["other/1"]) == 1
+        with pytest.raises(ProtocolError):
+            await pair.dial(listener, alpn="third/1")
+        other.close()
+        first.close()
+    finally:
+        await listener.close()
+
+
 async def test_another_application_protocol_is_refused(pair: Pair) -> None:
     made: list[Recorder] = []
     async with pair.listening(lambda: made.append(Recorder()) or made[-1], alpn="other/1") as listener:

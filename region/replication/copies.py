@@ -1,0 +1,107 @@
+"""A log that is led here, between the `ShardLog` that serves it and the host of its copies: `region.log.copies.Copies`. Event loop only.
+
+Invariant: once it is deposed, nothing more is committed or taken by it, whatever the replica's core does afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+
+from felix.errors import CorruptionError, FelixError
+from region.cluster.records import YieldReason
+from region.log.copies import LedLog
+from region.log.disk import DiskLog
+from region.log.frame import Frame
+from region.log.point import LogPoint
+from region.log.producers import ProducerTable
+from region.replication.log_worker import LogWorker
+from region.replication.ready import DiskFailed, Trimmed, Written
+from region.replication.replica import Log
+from region.replication.wire import frames_from
+
+
+class HostedCopies:
+    """See the module."""
+
+    def __init__(
+        self,
+        number: int,
+        log: Log,
+        worker: LogWorker,
+        *,
+        happened: Callable[[Written | Trimmed], None],
+        failed: Callable[[DiskFailed, FelixError], None],
+        refusal: Callable[[], FelixError | None],
+        released: Callable[[], None],
+    ) -> None:
+        """`happened` and `failed` tell the shard's core; `refusal`: why the shard takes no appends now."""
+        self._number = number
+        self._log = log
+        self._worker = worker
+        self._happened = happened
+        self._failed = failed
+        self._refusal = refusal
+        self._released = released
+        self._commit = log.commit
+        self._leader: LedLog | None = None
+        self._deposed: FelixError | None = None
+
+    @property
+    def disk(self) -> DiskLog:
+        return self._worker.disk.log
+
+    @property
+    def producers(self) -> ProducerTable:
+        return self._worker.disk.producers
+
+    @property
+    def pool(self) -> Executor:
+        return self._worker.executor
+
+    def led(self, log: LedLog) -> None:
+        self._leader = log
+
+    def committed(self, durable: LogPoint) -> LogPoint:
+        return min(self._commit, durable)
+
+    def may_cut(self, point: LogPoint) -> bool:
+        """Never: it is the follower that cuts, once nobody leads here."""
+        return False
+
+    def refusal(self) -> FelixError | None:
+        return self._deposed or self._refusal()
+
+    def written(self, prev: LogPoint, frames: Sequence[Frame]) -> None:
+        self._happened(Written(self._number, prev, frames_from(prev, frames)))
+
+    def trimmed(self, start: LogPoint) -> None:
+        self._happened(Trimmed(self._number, start))
+
+    def failed(self, error: FelixError) -> None:
+        if self._deposed is None:
+            why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
+            self._failed(DiskFailed(self._number, why), error)
+
+    def released(self) -> None:
+        self._released()
+
+    # -- what the host tells ---------------------------------------------------------------------------
+
+    def moved(self) -> None:
+        """The commit point may be another one."""
+        if self._deposed is None and self._log.commit > self._commit:
+            self._commit = self._log.commit
+            if self._leader is not None:
+                self._leader.commit_moved()
+
+    def depose(self, why: FelixError) -> None:
+        """It is led here no more."""
+        if self._deposed is None:
+            self._deposed = why
+            if self._leader is not None:
+                self._leader.stop(why)
+
+    def snapshot(self) -> bytes | None:
+        """The producers up to the commit point; None before somebody leads."""
+        return None if self._leader is None else self._leader.producers_snapshot()
