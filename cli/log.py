@@ -15,7 +15,8 @@ from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.storage.disk import DiskFiles, FileLock
-from keys.keyring import Keyring, open_keyring
+from keys.keyring import ROOTS, Keyring, open_keyring
+from keys.shared import RegionKeys, SharedKeyring, open_stored
 from region.folder import RegionFolder
 from region.log.directory import (
     StoredStream,
@@ -45,9 +46,11 @@ def _data(config: RegionConfig) -> str:
     return config.data if config.cluster is None else config.of_broker(config.broker).data
 
 
-def _keys(streams: Path, folder: RegionFolder, config: RegionConfig) -> Path:
-    """The keys of the logs in `streams`: of several brokers, each has its own beside them."""
-    return folder.keys if config.cluster is None else streams.parent / "keys"
+def _open_keys(streams: Path, folder: RegionFolder, config: RegionConfig) -> Keyring | SharedKeyring:
+    """The keys of the logs in `streams`: of several brokers, each has copies of those that it shares beside them."""
+    if config.cluster is None:
+        return open_keyring(folder.keys, config.region)
+    return open_stored(streams.parent / "keys", folder.keys / ROOTS, config.region)
 
 
 @app.command()
@@ -93,7 +96,7 @@ def verify(
             raise RequestError(f"There are no records of {wanted} in {streams}.", code=Code.NOT_FOUND)
         keyring = None
         if unseal:
-            keyring = open_keyring(_keys(streams, folder, config), config.region)
+            keyring = _open_keys(streams, folder, config)
             held.callback(keyring.close)
         verdicts = _verify_all(streams, config.region, shards, keyring, remote=remote)
     if json:
@@ -155,7 +158,7 @@ def _verify_all(
     streams: Path,
     region: str,
     shards: list[tuple[StoredStream, int]],
-    keyring: Keyring | None,
+    keyring: RegionKeys | None,
     *,
     remote: bool,
 ) -> list[ShardVerdict]:

@@ -15,7 +15,8 @@ stays. Opening gives back exactly what was sealed.
 
 Invariants:
 - one data key has at most one sealer, ever, in one process, and a sealer never gives out a counter twice; with a
-  data key fresh for every process start, neither a crash nor a fork can bring a nonce back;
+  data key fresh for every process start, neither a crash nor a fork can bring a nonce back. A derived key is as fresh
+  as the random id that it is derived from, and whoever drew that id alone seals with it;
 - the AES key is derived from the data key's secret and its whole scope, and so is the commitment: a wrong secret
   is found before it is used, and a secret under another stream's name opens nothing.
 
@@ -48,7 +49,7 @@ from felix.context import bind
 from felix.errors import Code, RequestError, TamperError
 from felix.names import StreamName
 from keys.errors import KeyExhaustedError, KeyScopeError
-from keys.key_id import KeyKind, check_key_id
+from keys.key_id import KeyKind, check_key_id, kind_of
 
 SECRET_BYTES: Final = 32
 INCARNATION_BYTES: Final = 16
@@ -74,7 +75,7 @@ def _expand(secret: bytes, info: bytes) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class DataKey:
-    """The key of one shard in one leader epoch. `secret` has 32 bytes and is in no repr, log or error.
+    """The key of one shard in one leader epoch, stored or derived. `secret` has 32 bytes and is in no repr, log or error.
 
     Sizes: `key_id` 16 bytes, `incarnation` 16 bytes.
     """
@@ -91,7 +92,8 @@ class DataKey:
     _sealer_made: threading.Lock = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_key_id(self.key_id, self.region, KeyKind.DATA)
+        is_derived = kind_of(self.key_id) is KeyKind.DERIVED
+        check_key_id(self.key_id, self.region, KeyKind.DERIVED if is_derived else KeyKind.DATA)
         if len(self.secret) != SECRET_BYTES or len(self.incarnation) != INCARNATION_BYTES:
             raise KeyScopeError(
                 f"A data key has {SECRET_BYTES} secret bytes and {INCARNATION_BYTES} of incarnation, "

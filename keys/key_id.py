@@ -3,7 +3,8 @@
 ::
 
     0   region tag    4    first bytes of SHA-256 over `felix/region-tag/1`, a zero byte and the region's name
-    4   kind          1    high nibble: version (1); low nibble: 1 root, 2 stream, 3 data, 4 transfer, 5 withheld
+    4   kind          1    high nibble: version (1); low nibble: 1 root, 2 stream, 3 data (stored), 4 transfer, 5 withheld,
+                         6 data (derived)
     5   random       11
 
 A tag is a label, not a proof: 4 bytes can collide for one pair of regions in four thousand million, and then the
@@ -13,6 +14,7 @@ context that every wrapping and every seal binds (with the region's full name) s
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from enum import IntEnum
 from functools import lru_cache
 from typing import Final
@@ -35,6 +37,7 @@ class KeyKind(IntEnum):
     DATA = 3
     TRANSFER = 4
     WITHHELD = 5
+    DERIVED = 6
 
 
 @lru_cache(maxsize=256)
@@ -47,6 +50,15 @@ def new_key_id(region: str, kind: KeyKind, random: bytes) -> bytes:
     """An id from 11 random bytes. Ids are never zero, which in a batch header means "not sealed"."""
     assert len(random) == RANDOM_BYTES
     return region_tag(region) + bytes([_VERSION << 4 | kind]) + random
+
+
+def kind_of(key_id: bytes) -> KeyKind | None:
+    """The kind that an id says; None where it says none that is known."""
+    if len(key_id) != KEY_ID_BYTES or key_id[_TAG_BYTES] >> 4 != _VERSION:
+        return None
+    with suppress(ValueError):
+        return KeyKind(key_id[_TAG_BYTES] & 0x0F)
+    return None
 
 
 def check_key_id(key_id: bytes, region: str, kind: KeyKind) -> None:

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import hmac
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 from weakref import WeakSet
 
 from felix.batch import Batch
@@ -52,7 +53,7 @@ from keys.hierarchy import (
 from keys.key_id import RANDOM_BYTES, KeyKind, check_key_id, new_key_id
 from keys.link import LinkSecrets
 from keys.provider import KeyProvider
-from keys.store import KEY_FILE, KeyStore, MemoryKeyStore, create_store
+from keys.store import KEY_FILE, KeyStore, MemoryKeyStore, create_store, read_entries
 from keys.wrapping import NONCE_BYTES, unwrap, wrap
 
 DATA_KEYS_CACHED_MAX: Final = 1_024
@@ -60,7 +61,8 @@ DATA_KEYS_CACHED_MAX: Final = 1_024
 per shard it reads."""
 STREAM_KEYS_CACHED_MAX: Final = 256
 """Unwrapped stream keys in memory: saves a call to the key provider for every data key."""
-_ROOTS: Final = "roots"
+ROOTS: Final = "roots"
+"""The folder of the file provider, beside the key file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +88,29 @@ class RootRotation(NamedTuple):
     stream_keys: int
 
 
+class WritingKeys(Protocol):
+    """What a sealer asks for data keys."""
+
+    @property
+    def now_ms(self) -> Callable[[], int]: ...
+
+    def data_key_for_writing(self, stream: StreamName, incarnation: bytes, shard: int, epoch: int) -> DataKey:
+        """A data key that was never used."""
+        ...
+
+
 class ShardSealer:
     """Seals one shard's batches in one leader epoch, taking a fresh data key whenever one is due.
 
-    - a batch that begins after `Keyring.rotate_data` returned is sealed under a new key.
+    - a batch that begins after `end_key` returned is sealed under a new key.
     """
 
-    __slots__ = ("__weakref__", "_keyring", "_lock", "_sealer", "epoch", "incarnation", "shard", "stream")
+    __slots__ = (
+        "__weakref__", "_is_ended", "_keyring", "_lock", "_sealer", "epoch", "incarnation", "shard", "stream",
+    )  # fmt: skip
 
     def __init__(
-        self, keyring: Keyring, stream: StreamName, incarnation: bytes, shard: int, epoch: int
+        self, keyring: WritingKeys, stream: StreamName, incarnation: bytes, shard: int, epoch: int
     ) -> None:
         self._keyring = keyring
         self.stream = stream
@@ -103,6 +118,7 @@ class ShardSealer:
         self.shard = shard
         self.epoch = epoch
         self._sealer: BatchSealer | None = None
+        self._is_ended = False
         self._lock = threading.Lock()
 
     def seal(self, batch: Batch) -> Batch:
@@ -112,7 +128,9 @@ class ShardSealer:
         """
         with self._lock:
             now_ms = self._keyring.now_ms()
-            if self._sealer is None or self._sealer.due(now_ms):
+            if self._is_ended or self._sealer is None or self._sealer.due(now_ms):
+                # First: whoever ends the key while the next one is taken ends that one.
+                self._is_ended, self._sealer = False, None
                 key = self._keyring.data_key_for_writing(
                     self.stream, self.incarnation, self.shard, self.epoch
                 )
@@ -124,10 +142,15 @@ class ShardSealer:
         sealer = self._sealer
         return None if sealer is None else sealer.data_key
 
+    @property
+    def started_ms(self) -> int:
+        """When the key in use began to seal; 0 before the first batch."""
+        sealer = self._sealer
+        return 0 if sealer is None else sealer.started_ms
+
     def end_key(self) -> None:
-        """The next batch takes a fresh key. Waits for a batch that is being sealed."""
-        with self._lock:
-            self._sealer = None
+        """The next batch takes a fresh key. Waits for nothing."""
+        self._is_ended = True
 
 
 class Keyring:
@@ -267,6 +290,27 @@ class Keyring:
             self._cache(key)
             return key
 
+    def opening_key(
+        self, stream: StreamName, incarnation: bytes, shard: int, epoch: int, key_id: bytes
+    ) -> DataKey:
+        """The key that a sealed batch of this place names. A stored key says itself where it belongs, so the id suffices here.
+
+        Raises as `data_key`.
+        """
+        return self.data_key(key_id)
+
+    def stream_keys(self) -> list[tuple[StreamEntry, bytes]]:
+        """Every stream key that is not destroyed, with its secret: what becomes the region's once it has several brokers.
+
+        Raises TamperError, KeyProviderError.
+        """
+        with self._lock:
+            return [
+                (entry, self._stream_secret(entry))
+                for entry in self._tree.streams.values()
+                if entry.state is KeyState.ACTIVE
+            ]
+
     def link_secrets(
         self, stream: StreamName, incarnation: bytes, grant_id: str, terms_hash: bytes, pseudonyms: str
     ) -> LinkSecrets:
@@ -294,7 +338,6 @@ class Keyring:
             ]
             for place in ended:
                 del self._active[place]
-        # A sealer's own lock is taken without the keyring's: sealing takes them in the other order.
         for sealer in sealers:
             sealer.end_key()
         return len(ended)
@@ -484,11 +527,24 @@ def create_keyring(
             hint="Whatever was sealed under them needs them.",
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    roots = provider or FileKeyProvider(folder / _ROOTS, region, runtime.random)
+    roots = provider or FileKeyProvider(folder / ROOTS, region, runtime.random)
     state = next_state(KeyState.PENDING, KeyEvent.ACTIVATE)
     create_store(
         folder, region, [encode_entry(RootEntry(roots.create_root(), state, runtime.clock.now_ms()))]
     )
+
+
+def active_root(folder: Path, region: str) -> bytes | None:
+    """Which root key the key file in `folder` names as the active one, read without taking its lock; None where there is no file.
+
+    Raises RequestError(FORBIDDEN), CorruptionError.
+    """
+    if not (folder / KEY_FILE).exists():
+        return None
+    tree = Hierarchy(region)
+    for body in read_entries(folder, region):
+        tree.apply(decode_entry(body))
+    return tree.active_root()
 
 
 def open_keyring(
@@ -506,7 +562,7 @@ def open_keyring(
     parse_region(region)
     store = KeyStore(folder, region)
     try:
-        roots = provider or FileKeyProvider(folder / _ROOTS, region, runtime.random)
+        roots = provider or FileKeyProvider(folder / ROOTS, region, runtime.random)
         return Keyring(region, roots, store, runtime=runtime)
     except BaseException:
         store.close()

@@ -96,6 +96,26 @@ def create_store(folder: Path, region: str, bodies: Iterable[bytes]) -> None:
     create_file(folder / KEY_FILE, _prefix(region) + b"".join(map(_frame, bodies)), PRIVATE)
 
 
+def read_entries(folder: Path, region: str) -> list[bytes]:
+    """The bodies of a key file's whole entries, without its lock: for who only looks. Raises RequestError, CorruptionError."""
+    path = folder / KEY_FILE
+    data = read_file(path, "the key file", bytes_max=KEY_FILE_BYTES_MAX, private=True)
+    prefix = _prefix(region)
+    if not data.startswith(prefix):
+        raise _foreign(path, region, data)
+    return decode_entries(data, len(prefix), str(path))[0]
+
+
+def _foreign(path: Path, region: str, data: bytes) -> RequestError | CorruptionError:
+    if data.startswith(_prefix("")[:-4]):
+        return RequestError(
+            f"{path} is the key file of another region than {region}.",
+            code=Code.WRONG_REGION,
+            hint="Keys never move between regions.",
+        )
+    return CorruptionError(f"{path} does not begin like a key file.", hint="Restore it from its backup.")
+
+
 class KeyStore:
     """An open key file, locked against every other process.
 
@@ -124,7 +144,7 @@ class KeyStore:
             data = read_file(self._path, "the key file", bytes_max=KEY_FILE_BYTES_MAX, private=True)
             prefix = _prefix(region)
             if not data.startswith(prefix):
-                raise self._foreign(data)
+                raise _foreign(self._path, region, data)
             self.bodies, end = decode_entries(data, len(prefix), str(self._path))
             self.cut_bytes = len(data) - end
             self._open()
@@ -134,17 +154,6 @@ class KeyStore:
         except BaseException:
             self.close()
             raise
-
-    def _foreign(self, data: bytes) -> RequestError | CorruptionError:
-        if data.startswith(_prefix("")[:-4]):
-            return RequestError(
-                f"{self._path} is the key file of another region than {self._region}.",
-                code=Code.WRONG_REGION,
-                hint="Keys never move between regions.",
-            )
-        return CorruptionError(
-            f"{self._path} does not begin like a key file.", hint="Restore it from its backup."
-        )
 
     def _open(self) -> None:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)

@@ -32,8 +32,8 @@ from felix.messages import (
 from felix.names import SpiffeId, StreamName
 from keys.handoff import scope_of, seal_data_key
 from keys.hybrid import HybridPublicKey
-from keys.keyring import Keyring
 from keys.link import LinkSecretScope, seal_link_secrets
+from keys.shared import RegionKeys
 from keys.signing import SigningKey
 from policy.grant import Allowed
 from policy.terms import pseudonym_scope
@@ -101,7 +101,7 @@ class ExportService:
     """One per broker."""
 
     def __init__(
-        self, broker: Broker, governance: Governance, keyring: Keyring, receipt_key: SigningKey
+        self, broker: Broker, governance: Governance, keyring: RegionKeys, receipt_key: SigningKey
     ) -> None:
         self._broker = broker
         self._governance = governance

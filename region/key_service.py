@@ -7,16 +7,17 @@ from collections.abc import Callable
 
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.trail import Trail
-from felix.errors import RequestError
+from felix.errors import Code, RequestError
 from felix.messages import KeyState
 from felix.names import SpiffeId, StreamName
 from keys.keyring import Keyring
+from keys.shared import RegionKeys
 
 
 class KeyService:
     """One per broker."""
 
-    def __init__(self, keyring: Keyring, trail: Trail, region: str, clock_ms: Callable[[], int]) -> None:
+    def __init__(self, keyring: RegionKeys, trail: Trail, region: str, clock_ms: Callable[[], int]) -> None:
         self._keyring, self._trail, self._region, self._clock_ms = keyring, trail, region, clock_ms
 
     async def list(self, stream: str) -> list[KeyState]:
@@ -36,6 +37,8 @@ class KeyService:
             return f"{ended} data keys ended; the next batch of each shard takes a fresh one."
         if level != "root" or stream:
             raise RequestError("Rotate data keys (of one stream or all), or the root key.")
+        if not isinstance(self._keyring, Keyring):
+            raise RequestError("Several brokers do not rotate their root key yet.", code=Code.UNSUPPORTED)
         rotation = await asyncio.to_thread(self._keyring.rotate_root)
         for key_id, action in ((rotation.new_root, "made"), (rotation.old_root, "rotated")):
             await self.record(actor, key_id, action)

@@ -9,7 +9,8 @@ from felix.batch import Batch
 from felix.bounded import BoundedMap
 from felix.names import StreamName
 from keys.envelope import open_batch
-from keys.keyring import Keyring, ShardSealer
+from keys.keyring import ShardSealer
+from keys.shared import RegionKeys
 
 SEALERS_MAX: Final = 4
 """Of one shard at once: the present leader epoch's, and those of older ones whose batches compaction seals again."""
@@ -23,7 +24,7 @@ class KeyringSeal:
 
     __slots__ = ("_incarnation", "_keyring", "_lock", "_sealer", "_sealers", "_shard", "_stream")
 
-    def __init__(self, keyring: Keyring, stream: StreamName, incarnation: bytes, shard: int) -> None:
+    def __init__(self, keyring: RegionKeys, stream: StreamName, incarnation: bytes, shard: int) -> None:
         self._keyring = keyring
         self._stream = stream
         self._incarnation = incarnation
@@ -49,7 +50,11 @@ class KeyringSeal:
 
     def open_batch(self, batch: Batch) -> Batch:
         """The batch as it was published, whatever key it names. Raises what the keyring raises, TamperError."""
-        return open_batch(self._keyring.data_key(batch.header.key_id), batch)
+        header = batch.header
+        key = self._keyring.opening_key(
+            self._stream, self._incarnation, self._shard, header.leader_epoch, header.key_id
+        )
+        return open_batch(key, batch)
 
     def commitment(self) -> bytes:
         """The commitment of the key in use, for a new segment's header; empty before the first batch."""

@@ -12,8 +12,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -41,9 +41,12 @@ from felix.storage.port import Files
 from felix.transport.port import Engine, TransportLimits
 from keys.authority import RegionAuthority, load_authority
 from keys.certification import load_certification
+from keys.file_provider import FileKeyProvider
 from keys.key_file import load_key_pair, load_signing_key
-from keys.keyring import Keyring, create_keyring, open_keyring
+from keys.keyring import ROOTS, Keyring, open_keyring
+from keys.shared import RegionKeys, SharedKeyring, find_first_root, open_copies
 from keys.signing import VerifyKey
+from keys.store import KEY_FILE, KeyStore
 from region.at_once import at_once
 from region.broker import Broker
 from region.broker_certificate import BrokerCertificate
@@ -55,6 +58,7 @@ from region.cluster.node_file import NAME as NODE_FILE
 from region.cluster.node_file import NodeFile
 from region.cluster.registration import Start
 from region.cluster.registry import Address as MemberAddress
+from region.cluster.stream_keys import StreamKeys
 from region.clustered import Clustered
 from region.config import RegionConfig
 from region.document_log import DocumentLog
@@ -173,20 +177,24 @@ async def open_broker(
     issuing = await asyncio.to_thread(authority)
     certification = await asyncio.to_thread(load_certification, folder.authority)
     own = await asyncio.to_thread(own_bundle, folder, config)
-    keys = folder.keys
-    if config.cluster is not None:
-        keys = data / "keys"
-        await asyncio.to_thread(_make_keys, keys, config.region, runtime)
-    keyring = await asyncio.to_thread(machine.open_keys, keys, config.region, runtime=runtime)
-    stack.callback(keyring.close)
+    if config.cluster is None:
+        alone = await asyncio.to_thread(machine.open_keys, folder.keys, config.region, runtime=runtime)
+        stack.callback(alone.close)
     store = machine.store or await _open_store(folder, config, runtime)
     stack.push_async_callback(store.close)
     await _claim(store, folder, config, own=RegionTrust(own), now_ms=now_ms())
     registration: Registration | None = None
     clustered: Clustered | None = None
+    shared: StreamKeys | None = None
+    keyring: RegionKeys
     if config.cluster is not None:
         clustered = await _join(store, folder, config, directory.lock_identity, machine.files, runtime, stack)
+        shared = await _share_keys(store, folder, config, machine, runtime, stack)
+        keyring = shared.keyring
+        # A machine that was stopped and goes on may have done so twice, from one image.
+        clustered.member.on_lease(keyring.rotate_data)
     else:
+        keyring = alone
         await asyncio.to_thread(_refuse_folders, data, config.region)
         if config.metadata.kind == "etcd":
             await _refuse_cluster(store, config.region)
@@ -270,6 +278,8 @@ async def open_broker(
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
     export = ExportService(broker, governance, keyring, receipt_key)
     ingest = IngestService(broker, governance, landings, import_key, receipt_key)
+    if shared is not None:
+        streams.before_opening.append(_ensure_key(shared))
     # Nobody sees a stream before all that landed in it over a border is in the ingress log.
     streams.before_serving.append(ingest.settle)
     stack.callback(ingest.close)
@@ -334,6 +344,8 @@ async def open_broker(
             name = StreamName.parse(record.name)
             landings.unopened(name)
             follower.retry(name)
+        else:
+            follower.assigned(record.name)
 
     with collector_paused():
         await at_once(OPENED_AT_ONCE, open_stream, records.values())
@@ -360,10 +372,45 @@ async def open_broker(
     )
 
 
-def _make_keys(folder: Path, region: str, runtime: Runtime) -> None:
-    """Each of several brokers has keys of its own, for the logs on its own disk. Blocks."""
-    with suppress(RequestError):
-        create_keyring(folder, region, runtime=runtime)
+async def _share_keys(
+    store: MetadataStore,
+    folder: RegionFolder,
+    config: RegionConfig,
+    machine: Machine,
+    runtime: Runtime,
+    stack: AsyncExitStack,
+) -> StreamKeys:
+    """The keys that the brokers of a cluster share. Raises as `StreamKeys.open`, and what opening a key file raises."""
+    region, own_folder = config.region, folder.root / config.data / "keys"
+
+    def open_files() -> tuple[SharedKeyring, KeyStore]:
+        own = None
+        if (own_folder / KEY_FILE).exists():
+            # Of a release in which each broker had a keyring of its own.
+            own = machine.open_keys(own_folder, region, runtime=runtime)
+            stack.callback(own.close)
+        copies = open_copies(own_folder, region)
+        stack.callback(copies.close)
+        provider = FileKeyProvider(folder.keys / ROOTS, region, runtime.random)
+        return SharedKeyring(region, provider, own, runtime=runtime), copies
+
+    keyring, copies = await asyncio.to_thread(open_files)
+    shared = StreamKeys(
+        store, keyring, copies, lambda: find_first_root(folder.keys, region, keyring.provider), runtime
+    )
+    stack.push_async_callback(shared.close)
+    await shared.open()
+    return shared
+
+
+def _ensure_key(shared: StreamKeys) -> Callable[[StreamName, Stream], Awaitable[None]]:
+    """What gives a stream its key before its logs are opened. What is only in memory is not sealed."""
+
+    async def ensure(name: StreamName, record: Stream) -> None:
+        if record.config.durability.kind != "ephemeral":
+            await shared.ensure(name, bytes.fromhex(record.incarnation))
+
+    return ensure
 
 
 def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: StreamFollower) -> None:

@@ -88,6 +88,8 @@ class StreamFollower:
                 continue
             try:
                 await self._streams.open(record)
+                # What is led here and could not be served is tried again below, and later.
+                self._assigned.add(name)
             except RequestError as error:
                 log.info("stream %s: %s", record.name, error)
             except FelixError as error:

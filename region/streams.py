@@ -386,6 +386,8 @@ class StreamTable:
         self._busy: dict[StreamName, asyncio.Lock] = {}
         # Incarnations that were removed here: a record that was read before must not bring one back.
         self._removed: set[str] = set()
+        self.before_opening: list[Callable[[StreamName, Stream], Awaitable[None]]] = []
+        """Awaited before the logs of a stream are opened: what they need. Where one raises, the stream is not served."""
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         self._watchers: list[Callable[[HostedStream], None]] = []
         """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
@@ -478,6 +480,8 @@ class StreamTable:
     async def _serve(self, stream: HostedStream, epochs: dict[int, int]) -> None:
         """Open the stream's shards, each in the epoch that `epochs` says, else in one that is due. Raises as `open`; then none is."""
         name, record = stream.name, stream.record
+        for prepare in self.before_opening:
+            await prepare(name, record)
         taken = self._reserve(name, record.config)
         replicas: dict[int, Replica] = {}
 

@@ -27,6 +27,7 @@ from region.cluster.node_file import NodeFile
 from region.cluster.records import Health
 from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
+from region.metadata.lease import Lease
 from region.metadata.port import MetadataStore
 from region.metadata.records import Stream
 from region.metadata.transaction import Absent, Change, Put, Snapshot
@@ -147,6 +148,15 @@ class ClusterMember:
     def on_assigned(self, listener: Callable[[str], None]) -> None:
         """Call `listener` with the name of each stream whose leader may be another one now."""
         self._listeners.append(listener)
+
+    def on_lease(self, listener: Callable[[], object]) -> None:
+        """Call `listener` whenever this broker is alive under a new lease."""
+
+        def changed(lease: Lease | None) -> None:
+            if lease is not None:
+                listener()
+
+        self._registry.on_lease(changed)
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for what a change of the records brings about. Bound it with a timeout."""

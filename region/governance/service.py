@@ -25,7 +25,7 @@ from felix.identity import Binding, Proof
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer, verify_peer
 from keys.bundle import RegionBundle
-from keys.keyring import Keyring
+from keys.shared import RegionKeys
 from policy.access import Verb
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
@@ -80,7 +80,7 @@ class Governance:
         broker: Broker,
         catalog: Catalog,
         mirror: CatalogMirror,
-        keyring: Keyring,
+        keyring: RegionKeys,
         trail: Trail,
         witnessing: Witnessing,
         own: RegionBundle,

@@ -142,7 +142,7 @@ class Catalog:
     async def delete_stream(
         self, name: StreamName, *, incarnation: str = "", deleted_ms: int
     ) -> DeletedStream:
-        """Delete a stream and leave the mark that lets brokers remove its data. With `incarnation` (hex), only
+        """Delete a stream, with its key where that stands here, and leave the mark that lets brokers remove its data. With `incarnation` (hex), only
         that one. Raises RequestError(NOT_FOUND, CONFLICT)."""
         key = self.keys.stream(name)
         for _ in range(_SWAPS_MAX):
@@ -161,7 +161,8 @@ class Catalog:
             mark_key = self.keys.deleted(incarnation)
             try:
                 result = await self.store.transact(
-                    [ModRevision(key, entry.mod_revision)], [Delete(key), Put(mark_key, encode(mark))]
+                    [ModRevision(key, entry.mod_revision)],
+                    [Delete(key), Delete(self.keys.stream_key(incarnation)), Put(mark_key, encode(mark))],
                 )
             except OutcomeUnknownError:
                 if await self.store.get(mark_key) is None:

@@ -294,6 +294,14 @@ class Keys:
         """Of another region's bundle of authorities."""
         return f"{self.prefix}trusted/{parse_region(region)}"
 
+    def stream_key(self, incarnation: str) -> str:
+        """Of the wrapped key of a stream, where several brokers share it; empty: what all of them begin with."""
+        return f"{self.prefix}keys/streams/{incarnation}"
+
+    def key_roots(self) -> str:
+        """Of the root keys under which several brokers keep the keys of streams."""
+        return f"{self.prefix}keys/roots"
+
     def witness(self, origin_hash: str) -> str:
         """Of what this region cosigned last of a log, by the SHA-256 of its origin in hex."""
         return f"{self.prefix}witness/{origin_hash}"

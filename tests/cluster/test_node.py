@@ -13,11 +13,13 @@ from etcd_process import EtcdProcess
 from region_peer import until
 
 import felix
+from felix.batch import decode_batch, decode_payloads
 from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability
 from region.config import MetadataConfig
 from region.node import Node
+from region.sealing import KeyringSeal
 
 pytestmark = pytest.mark.etcd
 
@@ -93,6 +95,23 @@ async def led_by(
         if region.leader(next(iter(region.nodes)), name) == broker:
             return name
     raise AssertionError(f"of 16 streams none was placed on {broker}")
+
+
+async def test_what_one_broker_wrote_each_opens_with_the_keys_that_they_share(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
+        for leader, other in (("b1", "b2"), ("b2", "b1")):
+            name = felix.StreamName.parse(await led_by(region, client, leader))
+            await client.stream(name).publish(b"shared")
+            hosted = region.nodes[leader].broker.streams.get(name)
+            assert hosted is not None
+            (stored,) = await hosted.shard(0).read_sealed(0, 1 << 20)
+            keyring = region.nodes[other].services.governance.keys._keyring
+            opened = KeyringSeal(keyring, name, hosted.incarnation, 0).open_batch(decode_batch(stored.data))
+            assert [bytes(payload) for payload in decode_payloads(opened)] == [b"shared"]
+        data = region.folder.root / region.config.data
+        assert not list(data.glob("*/keys/keys.log")) and len(list(data.glob("*/keys/shared/keys.log"))) == 2
 
 
 async def test_a_broker_that_starts_again_leads_in_the_next_epoch_and_a_publisher_goes_on(

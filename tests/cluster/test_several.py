@@ -119,6 +119,10 @@ async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_
             }
             assert sorted(epochs.values()) == [1, 1, 1, 1, 2, 2]
             assert leaders(await operator.describe()) == before
+        felix_command(tmp_path, "region", "down", "us-east")
+        for broker in before:
+            streams = folder.root / "data" / broker / "streams"
+            felix_command(tmp_path, "log", "verify", "--open", "--data", str(streams))
     finally:
         felix_command(tmp_path, "region", "down", "us-east", code=None)
         left = psutil.wait_procs(family, timeout=60)[1]

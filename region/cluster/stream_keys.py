@@ -1,0 +1,479 @@
+"""The stream keys of a region of several brokers: wrapped, in the metadata store, followed by every broker, with a copy on each one's disk.
+
+The first key of an incarnation that is written is its key: it is made by compare-and-swap, together with the absence of the mark of a
+deletion. A deleted stream's key goes in the transaction that deletes the stream (region.metadata.catalog). What the store loses otherwise, or
+shows as it was before, is put back from the copies: keys and roots only go forward.
+
+Invariants:
+- a key is synced in this broker's copy before it is used here;
+- a record is used only after it was unwrapped; one that fails, or is another key than the one known, changes nothing and is in `faults`;
+- no plain key leaves the process; cryptography and the disk are threads' work.
+
+Order: `open`, once the broker is registered; then `ensure` before a stream's logs are opened; `close`. One event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from contextlib import aclosing, suppress
+from typing import Final, NamedTuple, Protocol
+
+from felix.backoff import Backoff, BackoffPolicy
+from felix.bounded import BoundedMap
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
+from felix.names import StreamName
+from felix.runtime.port import Runtime
+from felix.tasks import end_tasks
+from keys.errors import KeyProviderError, KeyUnknownError
+from keys.hierarchy import KeyState, StreamEntry
+from keys.shared import SharedKeyring
+from keys.stream_key import (
+    Roots,
+    StreamKey,
+    decode_roots,
+    decode_stream_key,
+    is_roots,
+    prove_root,
+    wrap_stream_key,
+)
+from region.metadata.port import CompactedError, MetadataStore, OutcomeUnknownError
+from region.metadata.records import Keys
+from region.metadata.transaction import Absent, Entry, Event, ModRevision, Put
+
+log = logging.getLogger("felix.region.stream_keys")
+
+RETRY: Final = BackoffPolicy(first_ms=100, ceiling_ms=5_000)
+"""Between tries to reach a store that is away, or to write a copy."""
+SWAPS_MAX: Final = 16
+"""Tries at one record while others change it."""
+DELETIONS_REMEMBERED_MAX: Final = 1_024
+"""Of late: a read that was on its way meanwhile is not taken for a key that came back."""
+_ROOTS: Final = ""
+"""Where the roots stand among incarnations."""
+_ORDER: Final = {KeyState.PENDING: 0, KeyState.ACTIVE: 1, KeyState.DECRYPT_ONLY: 2}
+
+
+class Copies(Protocol):
+    """The file of a broker's copies (keys.store.KeyStore)."""
+
+    bodies: list[bytes]
+
+    def append(self, bodies: Iterable[bytes]) -> None: ...
+    def rewrite(self, bodies: Iterable[bytes]) -> None: ...
+    def close(self) -> None: ...
+
+
+class _Seen(NamedTuple):
+    """A record as the store showed it at a revision; None: it was gone."""
+
+    revision: int
+    value: bytes | None
+
+
+class StreamKeys:
+    """One per broker of several. `first_root`: the root key that a region without a record of its roots begins with; it blocks."""
+
+    def __init__(
+        self,
+        store: MetadataStore,
+        keyring: SharedKeyring,
+        copies: Copies,
+        first_root: Callable[[], bytes],
+        runtime: Runtime,
+    ) -> None:
+        self.faults: dict[str, FelixError] = {}
+        """by incarnation (empty: the roots), why the store's record of it is not used"""
+        self._store = store
+        self._keyring = keyring
+        self._copies = copies
+        self._first_root = first_root
+        self._runtime = runtime
+        self._keys = Keys(keyring.region)
+        self._prefix = f"{self._keys.prefix}keys/"
+        self._copied: dict[str, bytes] = {}
+        self._changed: dict[str, _Seen] = {}
+        self._deleted: BoundedMap[str, int] = BoundedMap(DELETIONS_REMEMBERED_MAX)
+        self._wake = asyncio.Event()
+        self._draining = asyncio.Lock()
+        self._revision = 0
+        self._roots_revision = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def keyring(self) -> SharedKeyring:
+        """What seals and opens."""
+        return self._keyring
+
+    @property
+    def roots(self) -> Roots:
+        """As they are known."""
+        assert self._keyring.roots is not None
+        return self._keyring.roots
+
+    async def open(self) -> None:
+        """Load, check this broker's root key, bring in what it had of its own, then follow.
+
+        Raises UnavailableError where the store does not answer, KeyProviderError where the region's root key is not here or is another
+        one, CorruptionError.
+        """
+        for body in self._copies.bodies:
+            if is_roots(body):
+                self._copied[_ROOTS] = body
+            else:
+                record = decode_stream_key(body, self._keyring.region, "A copy of a stream's key")
+                self._copied[record.incarnation] = body
+                # What was copied had been unwrapped.
+                self._keyring.take(record)
+        self._copies.bodies.clear()
+        await self._renew_roots()
+        await self._load()
+        await self._adopt_own()
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._follow(), name="stream keys"),
+            loop.create_task(self._work(), name="stream keys' copies"),
+        ]
+
+    async def close(self) -> None:
+        """Follow no more, and forget every secret."""
+        await end_tasks(*self._tasks)
+        await asyncio.to_thread(self._copies.close)
+        await asyncio.to_thread(self._keyring.close)
+
+    async def ensure(self, name: StreamName, incarnation: bytes) -> None:
+        """Have the key of a stream, and make it where it has none.
+
+        Raises UnavailableError where the store does not answer or the copy cannot be written, RequestError(NOT_FOUND) where the stream was
+        deleted, CorruptionError and TamperError where the store's record is not the stream's, KeyProviderError.
+        """
+        if self._keyring.find(incarnation) is None:
+            number = incarnation.hex()
+            entry = await self._store.get(self._keys.stream_key(number))
+            if entry is None:
+                entry = await self._make(name, incarnation)
+            self._note(number, _Seen(entry.mod_revision, entry.value))
+            await self._drain()
+        record = self._keyring.find(incarnation)
+        if record is None:
+            raise self.faults.get(incarnation.hex()) or _was_deleted(name)
+        if record.stream != str(name):
+            raise CorruptionError(
+                f"{self._keys.stream_key(record.incarnation)} in the metadata store is the key of {record.stream}, not of {name}.",
+                hint="Put the metadata store back as it was.",
+            )
+
+    # -- making ----------------------------------------------------------------------------------------
+
+    async def _make(self, name: StreamName, incarnation: bytes) -> Entry:
+        """The key of the stream that is in the store from now on: this one, or the one that another broker made first."""
+
+        def make() -> StreamKey:
+            return self._keyring.make(name, incarnation, self.roots.active.key_id)
+
+        entry = await self._put_first(incarnation.hex(), make)
+        if entry is None:
+            raise _was_deleted(name)
+        return entry
+
+    async def _put_first(self, incarnation: str, make: Callable[[], StreamKey]) -> Entry | None:
+        """The first record of an incarnation, by us with what `make` gives in a thread, or by another broker; None where the stream was
+        deleted."""
+        key, mark = self._keys.stream_key(incarnation), self._keys.deleted(incarnation)
+        for _ in range(SWAPS_MAX):
+            value = (await asyncio.to_thread(make)).encode()
+            roots = ModRevision(self._keys.key_roots(), self._roots_revision)
+            try:
+                result = await self._store.transact([Absent(key), Absent(mark), roots], [Put(key, value)])
+                if result.succeeded:
+                    return Entry(key, value, result.revision, result.revision)
+            except OutcomeUnknownError:
+                pass
+            entry = await self._store.get(key)
+            if entry is not None:
+                return entry
+            if await self._store.get(mark) is not None:
+                return None
+            await self._renew_roots()
+        raise UnavailableError(
+            f"{key} could not be written: it was changed by others {SWAPS_MAX} times meanwhile.",
+            retry_after_ms=RETRY.ceiling_ms,
+        )
+
+    async def _adopt_own(self) -> None:
+        """The keys that this broker made for itself, before keys were shared, become the keys of their streams."""
+        own, keyring = self._keyring.own, self._keyring
+        if own is None:
+            return
+        moved = 0
+        for held, secret in await asyncio.to_thread(own.stream_keys):
+            if keyring.find(held.incarnation) is not None:
+                continue
+
+            def again(held: StreamEntry = held, secret: bytes = secret) -> StreamKey:
+                return wrap_stream_key(
+                    keyring.region,
+                    keyring.provider,
+                    stream=StreamName.parse(held.stream),
+                    incarnation=held.incarnation,
+                    key_id=held.key_id,
+                    root=self.roots.active.key_id,
+                    secret=secret,
+                    at_ms=held.at_ms,
+                )
+
+            number = held.incarnation.hex()
+            entry = await self._put_first(number, again)
+            if entry is not None:
+                self._note(number, _Seen(entry.mod_revision, entry.value))
+                moved += 1
+        await self._drain()
+        if moved:
+            log.info("the keys of %d streams were brought into the metadata store", moved)
+
+    # -- roots -----------------------------------------------------------------------------------------
+
+    async def _renew_roots(self) -> None:
+        async with self._draining:
+            await self._read_roots()
+
+    async def _read_roots(self) -> None:
+        """The roots as the store has them now; where it has none, the ones that were known last, or the first."""
+        key = self._keys.key_roots()
+        for _ in range(SWAPS_MAX):
+            entry = await self._store.get(key)
+            if entry is not None:
+                await self._take_roots(entry)
+                if self._roots_revision == entry.mod_revision:
+                    return
+            else:
+                value = self._copied.get(_ROOTS)
+                if value is None:
+                    value = await asyncio.to_thread(self._begin)
+                await self._swap_roots(0, value)
+        raise UnavailableError(f"{key} was changed by others {SWAPS_MAX} times while it was read.")
+
+    def _begin(self) -> bytes:
+        root = self._first_root()
+        found = prove_root(
+            self._keyring.region, self._keyring.provider, root, KeyState.ACTIVE, self._keyring.now_ms()
+        )
+        return Roots((found,)).encode()
+
+    async def _swap_roots(self, revision: int, value: bytes) -> None:
+        with suppress(OutcomeUnknownError):
+            await self._store.transact(
+                [ModRevision(self._keys.key_roots(), revision)], [Put(self._keys.key_roots(), value)]
+            )
+
+    async def _take_roots(self, entry: Entry) -> None:
+        """Go by these roots. Raises CorruptionError, KeyProviderError where the active one is not here. Where they are older than what is
+        known, what is known is put back, and they are not taken."""
+        region, key = self._keyring.region, entry.key
+        found = decode_roots(entry.value, region, f"{key} in the metadata store")
+        held = self._copied.get(_ROOTS)
+        known = self._keyring.roots
+        if known is None and held is not None:
+            known = decode_roots(held, region, "The copy of the region's roots")
+        if known is not None and _went_back(known, found):
+            log.error("%s shows root keys as they were before; what is known of them is put back.", key)
+            await self._swap_roots(entry.mod_revision, known.encode())
+            return
+        await asyncio.to_thread(self._check_root, found)
+        if held != entry.value:
+            await self._copy({_ROOTS: entry.value}, set())
+        self._keyring.roots, self._roots_revision = found, entry.mod_revision
+        self.faults.pop(_ROOTS, None)
+
+    def _check_root(self, roots: Roots) -> None:
+        root, region = roots.active, self._keyring.region
+        try:
+            root.check(region, self._keyring.provider)
+        except KeyUnknownError as error:
+            raise KeyProviderError(
+                f"Root key {root.key} of {region}, under which its brokers keep the keys of streams, is not in this broker's key provider.",
+                hint=f"Copy keys/roots/{root.key}.key from another broker's region folder into this one's, readable by its user alone.",
+            ) from error
+        except TamperError as error:
+            raise KeyProviderError(
+                f"This broker's key provider has another key under the id {root.key} than the other brokers of {region}.",
+                hint=f"Copy keys/roots/{root.key}.key from another broker's region folder; or the metadata store was changed: put it back.",
+            ) from error
+
+    # -- following -------------------------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        snapshot = await self._store.load(self._prefix)
+        self._revision = snapshot.revision
+        self._note(_ROOTS, _Seen(snapshot.revision, None))
+        start = self._keys.stream_key("")
+        found = {
+            entry.key.removeprefix(start): _Seen(entry.mod_revision, entry.value)
+            for entry in snapshot.entries
+            if entry.key.startswith(start)
+        }
+        for gone in self._copied.keys() - found.keys() - {_ROOTS}:
+            self._note(gone, _Seen(snapshot.revision, None))
+        for number, seen in found.items():
+            self._note(number, seen)
+        await self._drain()
+
+    async def _follow(self) -> None:
+        backoff, is_whole = Backoff(RETRY, self._runtime.random), True
+        while True:
+            try:
+                if not is_whole:
+                    await self._load()
+                    is_whole = True
+                changes = self._store.watch(self._prefix, self._revision + 1)
+                async with aclosing(changes):
+                    async for change in changes:
+                        backoff.reset()
+                        for event in change.events:
+                            self._hear(event, change.revision)
+                        self._revision = change.revision
+            except CompactedError as error:
+                log.warning("loading the keys of streams again: %s", error)
+                is_whole = False
+            except FelixError as error:
+                log.warning("the keys of streams cannot be followed: %s", error)
+            except Exception:
+                # A broker that follows no more would keep deleted keys.
+                log.exception("following the keys of streams failed")
+                is_whole = False
+            await asyncio.sleep(backoff.next_ms() / 1_000)
+
+    def _hear(self, event: Event, revision: int) -> None:
+        value = None if event.entry is None else event.entry.value
+        start = self._keys.stream_key("")
+        if event.key.startswith(start):
+            self._note(event.key.removeprefix(start), _Seen(revision, value))
+        elif event.key == self._keys.key_roots():
+            self._note(_ROOTS, _Seen(revision, value))
+
+    def _note(self, number: str, seen: _Seen) -> None:
+        waiting = self._changed.get(number)
+        if waiting is not None and waiting.revision > seen.revision:
+            return
+        if seen.value is not None and (self._deleted.look(number) or 0) > seen.revision:
+            return
+        self._changed[number] = seen
+        self._wake.set()
+
+    async def _work(self) -> None:
+        backoff = Backoff(RETRY, self._runtime.random)
+        while True:
+            await self._wake.wait()
+            try:
+                await self._drain()
+                backoff.reset()
+                continue
+            except FelixError as error:
+                log.error("the keys of streams cannot be kept: %s", error)
+            except Exception:
+                log.exception("keeping the keys of streams failed")
+            await asyncio.sleep(backoff.next_ms() / 1_000)
+
+    async def _drain(self) -> None:
+        """Act on all that changed. Raises what keeps it from being acted on; then it is tried again."""
+        async with self._draining:
+            changed, self._changed = self._changed, {}
+            self._wake.clear()
+            try:
+                if changed.pop(_ROOTS, None) is not None:
+                    await self._follow_roots()
+                await self._settle(changed)
+            except BaseException:
+                for number, seen in changed.items():
+                    self._note(number, seen)
+                raise
+
+    async def _follow_roots(self) -> None:
+        try:
+            await self._read_roots()
+        except UnavailableError:
+            self._note(_ROOTS, _Seen(0, None))
+            raise
+        except FelixError as error:
+            # Streams that are served go on; what is opened anew says why it cannot be.
+            self.faults[_ROOTS] = error
+            log.error("the root keys cannot be followed: %s", error)
+
+    async def _settle(self, changed: dict[str, _Seen]) -> None:
+        """Take, put back or destroy keys, as the store says."""
+        found = {
+            number: seen.value
+            for number, seen in changed.items()
+            if seen.value is not None and seen.value != self._copied.get(number)
+        }
+        for number in changed.keys() - found.keys():
+            self.faults.pop(number, None)
+        good = await asyncio.to_thread(self._judge, found)
+        gone = [number for number, seen in changed.items() if seen.value is None]
+        deleted = {number for number in gone if await self._is_deleted(number)}
+        await self._copy({number: found[number] for number in good}, deleted)
+        for number, record in good.items():
+            self._keyring.take(record)
+            self.faults.pop(number, None)
+        for number in deleted:
+            self._deleted.put(number, changed[number].revision)
+            self._keyring.forget(bytes.fromhex(number))
+        for number in gone:
+            if number not in deleted:
+                await self._put_back(number)
+
+    def _judge(self, found: dict[str, bytes]) -> dict[str, StreamKey]:
+        """The records that may be taken; of the others `faults` says why. Blocks on the provider."""
+        good: dict[str, StreamKey] = {}
+        for number, value in found.items():
+            key = self._keys.stream_key(number)
+            try:
+                record = decode_stream_key(
+                    value, self._keyring.region, f"{key} in the metadata store", number
+                )
+                self._keyring.check(record)
+            except FelixError as error:
+                self.faults[number] = error
+                log.error("a stream's key is not used: %s", error)
+                continue
+            good[number] = record
+        return good
+
+    async def _is_deleted(self, number: str) -> bool:
+        return await self._store.get(self._keys.deleted(number)) is not None
+
+    async def _put_back(self, number: str) -> None:
+        """The store lost a key that no deletion explains."""
+        value = self._copied.get(number)
+        if value is None:
+            return
+        key = self._keys.stream_key(number)
+        log.error("%s is gone from the metadata store, and no stream was deleted: it is put back.", key)
+        try:
+            await self._store.transact([Absent(key), Absent(self._keys.deleted(number))], [Put(key, value)])
+        except OutcomeUnknownError:
+            self._note(number, _Seen(self._revision, None))
+
+    async def _copy(self, found: dict[str, bytes], gone: set[str]) -> None:
+        """Sync copies of these, and none of those, on this broker's disk. Raises UnavailableError, KeyProviderError."""
+        gone = gone & self._copied.keys()
+        if not found and not gone:
+            return
+        if gone or found.keys() & self._copied.keys():
+            kept = {number: body for number, body in self._copied.items() if number not in gone} | found
+            await asyncio.to_thread(self._copies.rewrite, kept.values())
+            self._copied = kept
+        else:
+            await asyncio.to_thread(self._copies.append, found.values())
+            self._copied |= found
+
+
+def _went_back(known: Roots, found: Roots) -> bool:
+    """Whether a root stands in an earlier state than it is known in."""
+    now = {root.key: _ORDER[root.state] for root in found.roots}
+    return any(now.get(root.key, 99) < _ORDER[root.state] for root in known.roots)
+
+
+def _was_deleted(name: StreamName) -> RequestError:
+    return RequestError(f"The stream {name} was deleted, and its key with it.", code=Code.NOT_FOUND)

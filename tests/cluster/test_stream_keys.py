@@ -1,0 +1,388 @@
+"""Stream keys that the brokers of a region share: over SQLite and etcd, each broker with a folder and a copy of the region's root key."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import shutil
+import uuid
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from etcd_process import EtcdProcess, etcd
+from region_peer import until
+
+from felix.batch import Batch, NewRecord, encode_batch
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
+from felix.names import StreamName
+from felix.runtime.real import REAL
+from keys.errors import KeyProviderError
+from keys.file_provider import FileKeyProvider
+from keys.key_id import KeyKind, kind_of
+from keys.keyring import ROOTS, create_keyring, open_keyring
+from keys.shared import SharedKeyring, find_first_root, open_copies
+from keys.store import KEY_FILE
+from keys.stream_key import StreamKey
+from region.cluster.stream_keys import StreamKeys
+from region.metadata.catalog import Catalog
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.etcd import EtcdConfig, EtcdStore
+from region.metadata.port import MetadataStore
+from region.metadata.records import StreamConfig
+from region.metadata.transaction import Delete, Put
+from region.sealing import KeyringSeal
+
+__all__ = ["etcd"]  # the fixture, by its name
+
+ORDERS = StreamName.parse("acme/payments/orders")
+CARDS = StreamName.parse("acme/payments/cards")
+LIFE, OTHER_LIFE = b"i" * 16, b"j" * 16
+
+
+class Brokers:
+    """Brokers of one region. Each has a folder of its own, and the region's keys as they were copied to its machine."""
+
+    def __init__(self, store: MetadataStore, home: Path) -> None:
+        self.store = store
+        self.home = home
+        self.region = f"r{uuid.uuid4().hex[:12]}"
+        self.catalog = Catalog(store, self.region)
+        self.running: dict[str, StreamKeys] = {}
+        create_keyring(home / "first", self.region)
+
+    def folder(self, name: str) -> Path:
+        return self.home / name / "data"
+
+    def root_folder(self, name: str) -> Path:
+        copied = self.home / name / "region"
+        if not copied.exists():
+            shutil.copytree(self.home / "first", copied)
+        return copied
+
+    async def start(self, *names: str) -> StreamKeys:
+        """Start these; the last of them."""
+        for name in names:
+            folder, roots = self.folder(name), self.root_folder(name)
+            provider = FileKeyProvider(roots / ROOTS, self.region)
+            own = open_keyring(folder, self.region) if (folder / KEY_FILE).exists() else None
+            keys = StreamKeys(
+                self.store,
+                SharedKeyring(self.region, provider, own),
+                open_copies(folder, self.region),
+                lambda roots=roots, provider=provider: find_first_root(roots, self.region, provider),  # type: ignore[misc]
+                REAL,
+            )
+            try:
+                await keys.open()
+            except BaseException:
+                await keys.close()
+                raise
+            self.running[name] = keys
+        return keys
+
+    async def stop(self, *names: str) -> None:
+        """Stop these; all where none is named."""
+        for name in names or tuple(self.running):
+            await self.running.pop(name).close()
+
+    async def create(self, name: StreamName, incarnation: bytes) -> None:
+        await self.catalog.create_stream(name, StreamConfig(), incarnation=incarnation, created_ms=1)
+
+    def key(self, incarnation: bytes = LIFE) -> str:
+        return self.catalog.keys.stream_key(incarnation.hex())
+
+    async def record(self, incarnation: bytes = LIFE) -> bytes | None:
+        entry = await self.store.get(self.key(incarnation))
+        return None if entry is None else entry.value
+
+    async def put(self, key: str, value: bytes) -> None:
+        await self.store.transact([], [Put(key, value)])
+
+    def knows(self, name: str, incarnation: bytes = LIFE) -> StreamKey | None:
+        return self.running[name].keyring.find(incarnation)
+
+    def copies(self, name: str) -> bytes:
+        return (self.folder(name) / "shared" / KEY_FILE).read_bytes()
+
+
+@pytest.fixture(params=["embedded", pytest.param("etcd", marks=pytest.mark.etcd)])
+async def brokers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Brokers]:
+    store: MetadataStore
+    if request.param == "etcd":
+        process: EtcdProcess = request.getfixturevalue("etcd")
+        store = await EtcdStore.open(EtcdConfig((process.endpoint,)))
+    else:
+        store = await EmbeddedStore.open(tmp_path / "metadata.db")
+    made = Brokers(store, tmp_path)
+    try:
+        yield made
+    finally:
+        await made.stop()
+        await store.close()
+
+
+def batch(payload: bytes, *, offset: int = 0, shard: int = 0, epoch: int = 1) -> Batch:
+    made = encode_batch([NewRecord(payload)], shard=shard)
+    return made.with_header(made.header._replace(base_offset=offset, leader_epoch=epoch))
+
+
+def seal_of(keys: StreamKeys, shard: int = 0, name: StreamName = ORDERS, life: bytes = LIFE) -> KeyringSeal:
+    return KeyringSeal(keys.keyring, name, life, shard)
+
+
+async def test_what_one_broker_seals_every_other_opens_also_after_all_were_started_again(
+    brokers: Brokers,
+) -> None:
+    await brokers.start("a", "b", "c")
+    for name in "abc":
+        await brokers.running[name].ensure(ORDERS, LIFE)
+    sealed = [
+        (shard, seal_of(brokers.running[name], shard).seal(batch(b"x", shard=shard, epoch=epoch)))
+        for epoch, name in enumerate("abca", 1)
+        for shard in range(3)
+    ]
+    assert {kind_of(one.header.key_id) for _, one in sealed} == {KeyKind.DERIVED}
+    assert len({one.header.key_id for _, one in sealed}) == len(sealed)
+    for is_again in (False, True):
+        if is_again:
+            await brokers.stop()
+            await brokers.start("c", "a", "b")
+        for name in "abc":
+            for shard, one in sealed:
+                opened = seal_of(brokers.running[name], shard).open_batch(one)
+                assert opened == batch(b"x", shard=shard, epoch=one.header.leader_epoch)
+
+
+async def test_each_log_and_each_start_draws_a_key_of_its_own(brokers: Brokers) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+    sealed = [seal.seal(batch(b"x")) for seal in (seal_of(keys), seal_of(keys)) for _ in range(2)]
+    first = seal_of(keys)
+    sealed.append(first.seal(batch(b"x")))
+    keys.keyring.rotate_data()
+    sealed.append(first.seal(batch(b"x")))
+    await brokers.stop()
+    sealed.append(seal_of_started(await brokers.start("a")).seal(batch(b"x")))
+    assert len({one.header.key_id for one in sealed}) == 5
+    nonces = {(one.header.key_id, bytes(one.body[:8])) for one in sealed}
+    assert len(nonces) == len(sealed)
+
+
+def seal_of_started(keys: StreamKeys) -> KeyringSeal:
+    # Known from the copy, before the stream is opened.
+    assert keys.keyring.find(LIFE) is not None
+    return seal_of(keys)
+
+
+async def test_of_many_first_keys_one_is_the_streams_and_no_other_seals(brokers: Brokers) -> None:
+    await brokers.start("a", "b", "c")
+    names = [(StreamName.parse(f"acme/ops/s{number}"), bytes([number]) * 16) for number in range(8)]
+    await asyncio.gather(
+        *(keys.ensure(name, life) for name, life in names for keys in brokers.running.values())
+    )
+    for name, life in names:
+        known = {brokers.knows(broker, life) for broker in "abc"}
+        assert len(known) == 1 and None not in known
+        sealed = seal_of(brokers.running["b"], name=name, life=life).seal(batch(b"x"))
+        assert seal_of(brokers.running["c"], name=name, life=life).open_batch(sealed) == batch(b"x")
+
+
+async def test_no_plain_key_stands_in_the_store_or_in_a_copy(brokers: Brokers) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+    known = brokers.knows("a")
+    assert known is not None
+    secret = known.secret(brokers.region, keys.keyring.provider)
+    entries = (await brokers.store.load(f"/felix/1/{brokers.region}/")).entries
+    for data in (*(entry.value for entry in entries), brokers.copies("a")):
+        for written in (secret, secret.hex().encode()):
+            assert written not in data
+
+
+async def test_a_deleted_streams_key_is_gone_from_the_store_and_from_every_broker_also_one_that_was_down(
+    brokers: Brokers,
+) -> None:
+    await brokers.start("a", "b", "c")
+    for name, life in ((ORDERS, LIFE), (CARDS, OTHER_LIFE)):
+        await brokers.create(name, life)
+        for keys in brokers.running.values():
+            await keys.ensure(name, life)
+    sealed = seal_of(brokers.running["a"]).seal(batch(b"x"))
+    known = brokers.knows("a")
+    assert known is not None
+    await brokers.stop("c")
+    await brokers.catalog.delete_stream(ORDERS, deleted_ms=2)
+    assert await brokers.record() is None and await brokers.record(OTHER_LIFE) is not None
+    await until(lambda: not any(brokers.knows(name) for name in "ab"))
+    assert known.key.encode() in brokers.copies("c")
+    await brokers.start("c")
+    for name in "abc":
+        assert known.key.encode() not in brokers.copies(name)
+        assert brokers.knows(name, OTHER_LIFE)
+        with pytest.raises(RequestError, match="deleted"):
+            seal_of(brokers.running[name]).open_batch(sealed)
+        with pytest.raises(RequestError, match="was deleted") as refused:
+            await brokers.running[name].ensure(ORDERS, LIFE)
+        assert refused.value.code is Code.NOT_FOUND
+    assert await brokers.record() is None
+
+
+async def test_a_key_that_the_store_lost_is_put_back_as_it_was(brokers: Brokers) -> None:
+    await brokers.start("a", "b")
+    await brokers.running["a"].ensure(ORDERS, LIFE)
+    kept = await brokers.record()
+    assert kept is not None
+    await until(lambda: brokers.knows("b"))
+    await brokers.store.transact([], [Delete(brokers.key())])
+    async with asyncio.timeout(30):
+        while await brokers.record() != kept:  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.001)
+    await brokers.stop()
+    # A store that was put back to before there were keys.
+    await brokers.store.transact([], [Delete(brokers.key()), Delete(brokers.catalog.keys.key_roots())])
+    await brokers.start("a")
+    assert await brokers.record() == kept
+    assert (await brokers.start("d")).keyring.find(LIFE) == brokers.knows("a")
+
+
+async def test_a_second_key_under_an_incarnation_is_never_used_by_who_has_the_first(brokers: Brokers) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+    sealed, first = seal_of(keys).seal(batch(b"x")), brokers.knows("a")
+    await brokers.stop()
+    # The store went back, and a broker that has no copy made the stream's key anew.
+    await brokers.store.transact([], [Delete(brokers.key())])
+    await (await brokers.start("b")).ensure(ORDERS, LIFE)
+    second = brokers.knows("b")
+    keys = await brokers.start("a")
+    assert (
+        brokers.knows("a") == first and second is not None and first is not None and second.key != first.key
+    )
+    assert "another key for acme/payments/orders" in str(keys.faults[LIFE.hex()])
+    assert seal_of(keys).open_batch(sealed) == batch(b"x")
+    with pytest.raises(TamperError, match="cannot be opened"):
+        seal_of(brokers.running["b"]).open_batch(sealed)
+
+
+async def test_records_that_were_changed_are_refused_by_who_reads_them_first_and_by_who_knows_better(
+    brokers: Brokers,
+) -> None:
+    keys = await brokers.start("a")
+    for name, life in ((ORDERS, LIFE), (CARDS, OTHER_LIFE)):
+        await keys.ensure(name, life)
+    good, other = await brokers.record(), await brokers.record(OTHER_LIFE)
+    assert good is not None and other is not None
+    known = brokers.knows("a")
+    fresh = await brokers.start("b")
+    await brokers.stop("b")
+    shutil.rmtree(brokers.folder("b"))
+    changed = [good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :] for at in range(0, len(good), 7)]
+    changed += [good + b" ", good[:-1], b"", b"{}", other]
+    # In one broker's eyes one after the other; each is another revision.
+    for value in changed:
+        await brokers.put(brokers.key(), value)
+    await brokers.put(brokers.key(OTHER_LIFE), good)
+    await until(lambda: OTHER_LIFE.hex() in keys.faults)
+    assert brokers.knows("a") == known and keys.faults.keys() == {LIFE.hex(), OTHER_LIFE.hex()}
+    fresh = await brokers.start("b")
+    assert not fresh.keyring.records()
+    for value in changed:
+        await brokers.put(brokers.key(), value)
+        with pytest.raises(FelixError) as refused:
+            await fresh.ensure(ORDERS, LIFE)
+        assert isinstance(refused.value, CorruptionError | TamperError | KeyProviderError | RequestError)
+        assert fresh.keyring.find(LIFE) is None
+    await brokers.put(brokers.key(), good)
+    await fresh.ensure(ORDERS, LIFE)
+    assert brokers.knows("b") == known and LIFE.hex() not in fresh.faults
+
+
+async def test_a_key_of_another_stream_does_not_stand_in(brokers: Brokers) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+    with pytest.raises(
+        CorruptionError, match="is the key of acme/payments/orders, not of acme/payments/cards"
+    ):
+        await keys.ensure(CARDS, LIFE)
+    # A batch of another stream, shard or epoch is not opened with it either.
+    sealed = seal_of(keys).seal(batch(b"x"))
+    await keys.ensure(CARDS, OTHER_LIFE)
+    header = sealed.header
+    for seal, moved in (
+        (seal_of(keys, name=CARDS, life=OTHER_LIFE), sealed),
+        (seal_of(keys, 1), sealed.with_header(header._replace(shard=1))),
+        (seal_of(keys), sealed.with_header(header._replace(leader_epoch=2))),
+        (seal_of(keys), sealed.with_header(header._replace(base_offset=1))),
+    ):
+        with pytest.raises(TamperError):
+            seal.open_batch(moved)
+
+
+async def test_a_broker_without_the_regions_root_key_or_with_another_one_is_told_so(brokers: Brokers) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+    (root,) = (brokers.root_folder("b") / ROOTS).glob("*.key")
+    kept = root.read_bytes()
+    root.unlink()
+    with pytest.raises(KeyProviderError, match="is not in this broker's key provider") as refused:
+        await brokers.start("b")
+    assert f"keys/roots/{root.name}" in refused.value.hint
+    # Another key under the same id: the file is whole, and of another secret.
+    body = kept[:-40] + bytes(32)
+    root.write_bytes(body + hashlib.sha256(body).digest()[:8])
+    root.chmod(0o600)
+    with pytest.raises(KeyProviderError, match="has another key under the id"):
+        await brokers.start("b")
+    root.write_bytes(kept)
+    await brokers.start("b")
+    assert brokers.knows("b") == brokers.knows("a")
+
+
+async def test_while_the_store_is_away_no_first_key_is_made_and_it_is_made_once_it_is_back(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+
+    async def away(*_: object) -> None:
+        raise UnavailableError("The metadata store does not answer.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(brokers.store, "_get", away)
+        patch.setattr(brokers.store, "_transact", away)
+        patch.setattr(brokers.store, "_range", away)
+        # What is known is served on.
+        await keys.ensure(ORDERS, LIFE)
+        sealed = seal_of(keys).seal(batch(b"x"))
+        with pytest.raises(UnavailableError, match="does not answer"):
+            await keys.ensure(CARDS, OTHER_LIFE)
+        with pytest.raises(UnavailableError, match="does not answer"):
+            await brokers.start("b")
+    await keys.ensure(CARDS, OTHER_LIFE)
+    await brokers.start("b")
+    assert seal_of(brokers.running["b"]).open_batch(sealed) == batch(b"x")
+
+
+async def test_what_a_broker_sealed_with_a_keyring_of_its_own_stays_readable_and_its_key_becomes_the_streams(
+    brokers: Brokers,
+) -> None:
+    create_keyring(brokers.folder("a"), brokers.region)
+    own = open_keyring(brokers.folder("a"), brokers.region)
+    before = KeyringSeal(own, ORDERS, LIFE, 0).seal(batch(b"old"))
+    await brokers.create(CARDS, OTHER_LIFE)
+    KeyringSeal(own, CARDS, OTHER_LIFE, 0).seal(batch(b"deleted since"))
+    await brokers.catalog.delete_stream(CARDS, deleted_ms=2)
+    stream_key = next(key.key_id for key in own.list(ORDERS) if key.level == "stream")
+    own.close()
+    for _ in range(2):
+        keys = await brokers.start("a")
+        await keys.ensure(ORDERS, LIFE)
+        known = brokers.knows("a")
+        assert known is not None and known.key_id == stream_key
+        assert await brokers.record(OTHER_LIFE) is None
+        assert seal_of(keys).open_batch(before) == batch(b"old")
+        after = seal_of(keys).seal(batch(b"new"))
+        other = await brokers.start("b")
+        assert seal_of(other).open_batch(after) == batch(b"new")
+        await brokers.stop()
