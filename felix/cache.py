@@ -52,7 +52,13 @@ MANY_BYTES: Final = 256 << 10
 MANY_KEYS: Final = 1_000
 SCAN_KEYS: Final = 1_000
 
-_AGAIN: Final = (Code.DISCONNECTED, Code.SHUTTING_DOWN, Code.UNAVAILABLE, Code.LIMIT_RATE)
+_AGAIN: Final = (
+    Code.DISCONNECTED,
+    Code.SHUTTING_DOWN,
+    Code.UNAVAILABLE,
+    Code.LIMIT_RATE,
+    Code.NOT_LEADER,
+)
 """Refusals that pass by themselves."""
 
 Key = str | bytes
@@ -353,7 +359,9 @@ class Cache:
             exchange = self._pool[number]
             if exchange is not None and not exchange.is_over:
                 return exchange
-            exchange = Exchange(self._connection, lambda: OpenCache(str(self.name)), wire.decode_reply)
+            exchange = Exchange(
+                self._connection, lambda: OpenCache(str(self.name)), wire.decode_reply, stream=self.name
+            )
             try:
                 opened = await exchange.open()
             except BaseException:
@@ -400,7 +408,7 @@ class Watch:
         self._coalesce = coalesce
         self._window_bytes = credit_bytes
         self._clock = connection.runtime.clock
-        self._exchange = Exchange(connection, self._request, self._decode, self)
+        self._exchange = Exchange(connection, self._request, self._decode, self, stream=name)
         self._is_begun = False
         self._error: FelixError | None = None
         # The position of the received changes: where a new link resumes.

@@ -541,6 +541,10 @@ class Link:
         if self._exchanges.pop(stream_id, None) is not None:
             self.send_exchange(stream_id, b"", end=True)
 
+    def moved(self, error: NotLeaderError) -> None:
+        """The broker said on an exchange that another one leads its stream."""
+        self._moved(error)
+
     def send_exchange(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
         """Bytes on an exchange; dropped where the connection is closed, which its end is about to say."""
         if not self.over.done() and not self.connection.is_closed:

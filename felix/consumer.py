@@ -223,7 +223,7 @@ class Consumer:
         self._on_revoked = on_revoked
         self._on_gap = on_gap
         self._consumer = consumer
-        self._exchange = Exchange(connection, self._request, decode_reply, self)
+        self._exchange = Exchange(connection, self._request, decode_reply, self, stream=stream)
         self._loop = asyncio.get_running_loop()
         self._started = False
         self._closed = False

@@ -5,6 +5,9 @@ the next link by itself. Pending calls then fail with UnavailableError(DISCONNEC
 the caller declared the call idempotent: then it is sent again. When the exchange ends for good, pending and later calls fail
 with the error that ended it.
 
+In a region of several brokers the exchange lives at its stream's leader. A broker that does not lead says who does (NOT_LEADER):
+the exchange moves there, which is a lost link to whoever calls.
+
 Invariants: at most `calls_max` calls are under way; an event is given to the listener in the order it came, between `opened` and
 `lost`; after `close` nothing is called any more. On the event loop. Only felix/ itself may use this module.
 """
@@ -17,13 +20,16 @@ from typing import Any, Final, Protocol
 
 from felix.backoff import Backoff
 from felix.connection import Link, RegionConnection, protocol_breach
-from felix.errors import Code, FelixError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, UnavailableError
 from felix.frames import Credit, Frame, FrameDecoder, FrameType
 from felix.messages import Answer, Message, Request, decode_answer, decode_error, encode_message
+from felix.names import StreamName
 
 CALLS_MAX: Final = 256
 """Calls of one exchange under way at once, well below what a broker refuses."""
 CORRELATION_MAX: Final = (1 << 32) - 1
+MOVES_AT_ONCE: Final = 2
+"""Brokers that send an exchange on before it pauses: two that name each other have not heard of the same election."""
 
 _INBOUND: Final = frozenset(
     {FrameType.ANSWER, FrameType.REPLY, FrameType.ERROR, FrameType.BATCH, FrameType.GAP}
@@ -59,18 +65,23 @@ class Exchange:
         decode_reply: Callable[[memoryview], Any],
         listener: Listener | None = None,
         *,
+        stream: StreamName | None = None,
         calls_max: int = CALLS_MAX,
     ) -> None:
-        """`request` makes the request that opens the exchange, for every link again."""
+        """`request` makes the request that opens the exchange, for every link again. `stream`: whose leader it is with."""
         self._connection = connection
+        self._stream = stream
         self._request = request
         self._decode_reply = decode_reply
         self._listener = listener
         self._room = asyncio.Semaphore(calls_max)
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._last_correlation = 0
+        self._standing_link: Link | None = None
+        """The link that stands, whether the exchange is open on it or not."""
         self._link: Link | None = None
         self._stream_id = -1
+        self._moves = 0
         self._decoder = FrameDecoder(_INBOUND)
         self._opening = 0
         self._standing = asyncio.Event()
@@ -84,7 +95,7 @@ class Exchange:
 
     async def open(self, *, timeout_s: float | None = None) -> Answer:
         """Open it, and return what the broker answered. Raises what the broker refuses it with, UnavailableError(TIMEOUT)."""
-        self._connection.attach(self)
+        self._connection.attach(self, self._stream)
         await self._until_open(self._limit_s(timeout_s))
         assert self._answer is not None
         return self._answer
@@ -217,6 +228,11 @@ class Exchange:
     def link_up(self, link: Link) -> None:
         if self._dead is not None:
             return
+        self._standing_link = link
+        if self._reopen is None or self._moves <= MOVES_AT_ONCE:
+            self._begin(link)
+
+    def _begin(self, link: Link) -> None:
         self._decoder = FrameDecoder(_INBOUND)
         try:
             self._stream_id = link.open_exchange(self)
@@ -228,7 +244,12 @@ class Exchange:
         link.send_exchange(self._stream_id, encode_message(FrameType.REQUEST, self._request(), self._opening))
 
     def link_down(self, error: FelixError) -> None:
+        self._standing_link = None
+        stream_id, link = self._stream_id, self._link
         self._lose(error)
+        if link is not None:
+            # It may stand: the exchange moves to another one.
+            link.close_exchange(stream_id)
 
     def link_dead(self, error: FelixError) -> None:
         self._end(error)
@@ -268,6 +289,7 @@ class Exchange:
                 self._opening = 0
                 self._answer = decode_answer(frame.body)
                 self._is_open = True
+                self._moves = 0
                 self._backoff.reset()
                 if listener is not None:
                     listener.opened(self._answer)
@@ -280,7 +302,7 @@ class Exchange:
         future = self._calls.get(correlation)
         if future is not None:
             if not future.done():
-                future.set_exception(error)
+                future.set_exception(_unknown(error) if _is_of_lease(error) else error)
         elif not correlation or correlation == self._opening:
             # The exchange as a whole: worth another try only where the broker says that it will pass.
             if not isinstance(error, UnavailableError):
@@ -288,9 +310,16 @@ class Exchange:
                 return
             stream_id, link = self._stream_id, self._link
             self._lose(error)
-            if link is not None:
-                link.close_exchange(stream_id)
-            self._again(error)
+            if link is None:
+                return
+            link.close_exchange(stream_id)
+            if isinstance(error, NotLeaderError):
+                self._moves = self._moves + 1 if error.address else 0
+                if self._moves > MOVES_AT_ONCE:
+                    self._again(error)
+                link.moved(error)  # may bring the leader's link at once
+            if self._link is None:
+                self._again(error)
 
     # -- endings --------------------------------------------------------------------------------------
 
@@ -302,15 +331,7 @@ class Exchange:
         self._opening = 0
         calls, self._calls = self._calls, {}
         is_final = self._dead is not None and not isinstance(error, UnavailableError)
-        unanswered: FelixError = (
-            error
-            if is_final
-            else UnavailableError(
-                f"The exchange was lost before the call was answered: {error.sentence}",
-                code=Code.DISCONNECTED,
-                hint="Whether it was carried out is not known; look before asking again.",
-            )
-        )
+        unanswered = error if is_final else _unknown(error)
         for future in calls.values():
             if not future.done():
                 future.set_exception(unanswered)
@@ -326,9 +347,9 @@ class Exchange:
 
     def _open_again(self) -> None:
         self._reopen = None
-        link = self._connection.link
-        if self._link is None and link is not None:
-            self.link_up(link)
+        link = self._standing_link
+        if self._link is None and link is not None and link.is_usable:
+            self._begin(link)
 
     def _end(self, error: FelixError) -> None:
         if self._dead is not None:
@@ -345,3 +366,16 @@ class Exchange:
         self._standing.set()
         if self._listener is not None:
             self._listener.ended(error)
+
+
+def _is_of_lease(error: FelixError) -> bool:
+    """Whether a broker that carried a call out may not answer for it: another one may lead the stream by now."""
+    return isinstance(error, NotLeaderError) and not (error.stream or error.leader)
+
+
+def _unknown(error: FelixError) -> UnavailableError:
+    return UnavailableError(
+        f"The exchange was lost before the call was answered: {error.sentence}",
+        code=Code.DISCONNECTED,
+        hint="Whether it was carried out is not known; look before asking again.",
+    )

@@ -47,7 +47,7 @@ from felix.batch import (
     encode_batch,
     encode_headers,
 )
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, encode_condition, frame_header
 from felix.messages import Throttled
 from felix.names import StreamName, shard_for_key
@@ -716,7 +716,7 @@ class PublisherCore:
             case StreamRefused(error):
                 if self.error is None:
                     self.error = error
-                if error.code in _STREAM_ENDED:
+                if _ends_stream(error):
                     return Ready(reopen=True)
             case Failed(error):
                 return self._fail(error)
@@ -755,9 +755,9 @@ class PublisherCore:
                 # The rest of the shard was or will be refused with a gap; it is all sent again, in order.
                 accumulator.stalled_until = until
                 self.wake_at = min(self.wake_at, until)
-                return NOTHING
+                return Ready(reopen=True) if _ends_stream(error) else NOTHING
         given_up = self._give_up(pending, error)
-        return Ready(self._after_hole(accumulator), given_up=(given_up,), reopen=error.code in _STREAM_ENDED)
+        return Ready(self._after_hole(accumulator), given_up=(given_up,), reopen=_ends_stream(error))
 
     def _renumber(self, accumulator: Accumulator) -> list[Ticket]:
         accumulator.unacknowledged[0].renumbered = True
@@ -904,3 +904,8 @@ class PublisherCore:
         self._undated.clear()
         self.wake_at = inf
         return ready
+
+
+def _ends_stream(error: FelixError) -> bool:
+    """Whether the broker takes nothing more on this publish stream; whoever leads the stream next says what of it still holds."""
+    return error.code in _STREAM_ENDED or (isinstance(error, NotLeaderError) and error.stream != "")

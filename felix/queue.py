@@ -590,7 +590,13 @@ class Queue:
         return f"Queue({str(self.name)!r})"
 
     def _exchange(self, listener: _Listener | None = None) -> Exchange:
-        return Exchange(self._client.connection, lambda: OpenQueue(str(self.name)), decode_reply, listener)
+        return Exchange(
+            self._client.connection,
+            lambda: OpenQueue(str(self.name)),
+            decode_reply,
+            listener,
+            stream=self.name,
+        )
 
     async def _call(self, message: Any, *, again: bool = True, timeout_s: float | None = None) -> Any:
         held = self._calls

@@ -307,6 +307,24 @@ class Broker:
         if error is not None:
             raise error
 
+    def kept_elsewhere(self, name: StreamName) -> str:
+        """The other broker that has a stream's records; empty where this one has them, or nobody yet."""
+        stream = self.streams.get(name)
+        if self.clustered is None or stream is None:
+            return ""
+        keeper = self.clustered.placed_on(stream.record)
+        return "" if keeper == self.broker_id else keeper
+
+    def check_dead_letters(self, source: StreamName, target: StreamName) -> None:
+        """Raises RequestError(UNSUPPORTED) where another broker has the stream that dead letters of one that is led here are to go to."""
+        keeper = self.kept_elsewhere(target)
+        if keeper and not self.kept_elsewhere(source):
+            raise RequestError(
+                f"Dead letters of {source} stay on the broker that leads it, {self.broker_id}, and {target} is on {keeper}.",
+                code=Code.UNSUPPORTED,
+                hint="Name a stream that does not exist yet, or none: it is placed beside its source.",
+            )
+
     def set_namespaces(self, settings: Mapping[str, NamespaceSettings]) -> None:
         """Settings of namespaces have changed; they count at once."""
         self.namespaces = dict(settings)
@@ -361,6 +379,12 @@ class Broker:
                 await self.streams.open(await self.catalog.describe_stream(name))
         return self.stream(name, verb)
 
+    async def find_to_use(self, name: StreamName) -> HostedStream:
+        """As `use_stream`, for who can wait for a look into the catalog."""
+        with suppress(RequestError):
+            await self.find_stream(name)
+        return self.use_stream(name)
+
     async def _look_up(self, name: StreamName, missing: RequestError) -> None:
         try:
             await self.find_stream(name)
@@ -390,8 +414,6 @@ class Broker:
         UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
         # Asked before anything is written: the catalog must not name a stream that cannot be opened.
         check_stream_config(name, config)
-        if self.clustered is not None:
-            self.clustered.check_stream(name, config)
         await self.check_offload(config.views.offload)
         self.streams.check_room(name, config)
         self.quotas.check_stream(name.tenant, self.streams.count(name.tenant))

@@ -12,10 +12,8 @@ from typing import Final
 
 from felix.errors import Code, FelixError, NotLeaderError, RequestError
 from felix.messages import (
-    AlterSubscription,
     BrokerState,
     Cosign,
-    CreateSubscription,
     DescribeMesh,
     ExplainCrossing,
     GetCheckpoint,
@@ -24,23 +22,17 @@ from felix.messages import (
     GetStreamStatement,
     ListDocuments,
     Message,
-    OpenCache,
-    OpenConsumer,
     OpenIngest,
-    OpenQueue,
     OpenTransactions,
     PutCosignature,
     PutDocument,
     RenewIdentity,
     ReportLinks,
     RotateKeys,
-    SeekSubscription,
-    WatchCache,
     WitnessedSize,
 )
-from felix.names import StreamName
 from region.cluster.member import ClusterMember
-from region.metadata.records import Stream, StreamConfig
+from region.metadata.records import Stream
 
 RETRY_MS: Final = 100
 """A client that asked the wrong broker, or one that is about to lead, retries after this."""
@@ -54,13 +46,6 @@ _NOT_YET: Final[dict[type[Message], str]] = {
     GetLinkSecret: "Bridges",
     GetStreamStatement: "Bridges",
     OpenTransactions: "Transactions",
-    OpenConsumer: "Durable subscriptions",
-    CreateSubscription: "Durable subscriptions",
-    AlterSubscription: "Durable subscriptions",
-    SeekSubscription: "Durable subscriptions",
-    OpenQueue: "Queues",
-    OpenCache: "Caches",
-    WatchCache: "Caches",
     RotateKeys: "Rotations of keys",
 }
 _WITH_AUDIT_LOG: Final = frozenset(
@@ -126,6 +111,10 @@ class Clustered:
         leader = self.member.assignments.leader(record.incarnation, shard)
         return "" if leader is None else leader.broker
 
+    def placed_on(self, record: Stream) -> str:
+        """The broker that has a stream's records, whether it leads now or not; empty before it is placed."""
+        return self.member.assignments.placed(record.incarnation)
+
     def states(self, records: Iterable[Stream]) -> list[BrokerState]:
         """Every broker that was ever registered, with how many of these streams it has."""
         member = self.member
@@ -165,13 +154,6 @@ class Clustered:
                 address=address,
             )
         return None
-
-    def check_stream(self, name: StreamName, config: StreamConfig) -> None:
-        """Raises RequestError(UNSUPPORTED) for a stream that a cluster does not serve yet."""
-        if config.views.queue is not None:
-            raise _unsupported("Queues")
-        if config.views.cache is not None:
-            raise _unsupported("Caches")
 
     def check_grant(self) -> None:
         """Raises RequestError(UNSUPPORTED): no record leaves a region of several brokers."""

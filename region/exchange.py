@@ -288,7 +288,11 @@ class Exchange:
         self._send(encode_message(FrameType.ANSWER, answer, correlation))
 
     def reply(self, correlation: int, answer: Message) -> None:
-        """Answer a call."""
+        """Answer a call. Of several brokers one without its lease may not: another one's answers may be others by now."""
+        fence = self.broker.fence()
+        if fence is not None:
+            self.refuse(correlation, fence)
+            return
         self._release(correlation)
         self._send(encode_message(FrameType.REPLY, answer, correlation))
 

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Final
 
 from felix.batch import FLAG_SEALED, PRODUCER_ID_MAX, decode_batch
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, ProtocolError, RequestError, UnavailableError
 from felix.frames import (
     CONTROL_BYTES_MAX,
     FRAME_HEADER_BYTES,
@@ -31,7 +31,7 @@ from region.log.producers import BATCHES_IN_FLIGHT_MAX
 from region.log.shard import Appended
 from region.ports import Publishing
 from region.quota import Meter
-from region.streams import HostedStream
+from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 
 PUBLISH_WINDOW_BYTES: Final = 8 << 20
 """Publish credit of one session: covers a fast path's delay. Taken from the broker's budget with the first publisher, so
@@ -48,6 +48,7 @@ class PublishStream:
         "_acks",
         "_broker",
         "_decoder",
+        "_incarnation",
         "_meter",
         "_partial",
         "_refusal",
@@ -68,6 +69,7 @@ class PublishStream:
         self._refused = False
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.BATCH, FrameType.CONDITIONAL}))
         self._stream: HostedStream | None = None
+        self._incarnation = b""
         self._acks = True
         self._meter: Meter | None = None
         self.name: StreamName | None = None
@@ -122,7 +124,7 @@ class PublishStream:
             self._refused = True
             self.closed()
             return
-        self.name, self._stream = name, stream
+        self.name, self._stream, self._incarnation = name, stream, stream.incarnation
         self._acks = request.acks == "all"
         session.answer(
             frame.correlation, PublisherOpened(stream.shard_count, stream.incarnation, BATCHES_IN_FLIGHT_MAX)
@@ -154,6 +156,8 @@ class PublishStream:
                     "A producer id of more than 63 bits is the broker's own.", code=Code.BATCH_MALFORMED
                 )
             log = self._stream.shard(batch.header.shard)
+            if self._stream.incarnation != self._incarnation:
+                raise _elected_anew(self.name)
             refusal = meter.refusal(size)
             if refusal is not None:
                 raise refusal
@@ -213,6 +217,16 @@ class PublishStream:
         self._request_held = 0
         partial, self._partial = self._partial, 0
         self._session.publisher_closed(self, partial)
+
+
+def _elected_anew(name: StreamName) -> NotLeaderError:
+    """Of an ephemeral stream, which begins again with each election."""
+    return NotLeaderError(
+        f"{name} began anew after this publisher was opened.",
+        hint="Open it again, as the SDK does by itself.",
+        retry_after_ms=ELSEWHERE_RETRY_MS,
+        stream=str(name),
+    )
 
 
 def _closed() -> RequestError:

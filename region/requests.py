@@ -228,6 +228,8 @@ class Requests:
             raise RequestError(f"{name} cannot be its own dead-letter stream.", code=Code.CONFIG_INVALID)
         if retries.dead_letter and not may_publish:
             self._broker.require(identity, Verb.PUBLISH, target)
+            if self._broker.streams.get(name) is not None:
+                self._broker.check_dead_letters(name, target)
 
     async def delete_stream(self, identity: SpiffeId, request: DeleteStream) -> Done:
         name = StreamName.parse(request.stream)

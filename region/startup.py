@@ -92,6 +92,7 @@ from region.transactions.participants import QueueParticipant, SubscriptionParti
 from region.transactions.service import TransactionService
 from region.trust_store import Memory
 from region.trusted_bundles import offer_bundles, own_bundle, pinned_bundles
+from region.views.together import places_together
 from region.witness_memory import WitnessMemory
 from region.witnessing import Witnessing
 
@@ -421,7 +422,13 @@ def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: Stream
         if change.section in ("streams", "deleted"):
             member.catalog_changed()
 
-    member.follow(lambda: Catalogued(mirror.streams.values(), mirror.deletions()))
+    def catalogued() -> Catalogued:
+        streams = mirror.streams.values()
+        return Catalogued(
+            streams, mirror.deletions(), places_together(streams, mirror.subscriptions.values())
+        )
+
+    member.follow(catalogued)
     mirror.on_change(changed)
     member.on_assigned(follower.assigned)
 

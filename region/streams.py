@@ -55,6 +55,8 @@ COMPACTED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=32 << 20, segment_ag
 """Only closed segments are compacted, so those of a compacted stream are closed sooner."""
 OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_age_ms=3_600_000)
 """What is read back is fetched segment by segment, and what was written is in the store an hour later."""
+COMPANION_SHARD: Final = 0xFFFF
+"""The bits of a companion's number that are its shard's (region.views.journal)."""
 COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
 
@@ -607,13 +609,17 @@ class StreamTable:
     async def open_companion(self, stream: HostedStream, number: int) -> ShardLog | None:
         """A log beside the stream's shards, for what a view has to remember: same folder, keys, durability and deletion.
 
-        `number` is above every shard's, and open once; None where the stream is ephemeral, whose views are too. Raises
-        UnavailableError(LIMIT_MEMORY), RequestError(NOT_FOUND) where the incarnation is being closed, and what opening a
-        log raises: then it is not open.
+        `number` is above every shard's, and open once; None where the stream is ephemeral, whose views are too. Of several brokers
+        the leader opens it, in the epoch of the shard that `number` ends with. Raises UnavailableError(LIMIT_MEMORY),
+        RequestError(NOT_FOUND) where the incarnation is being closed, NotLeaderError where it is not served here, and what opening
+        a log raises: then it is not open.
         """
         assert number > SHARDS_MAX
         if stream.deleted:
             raise RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
+        if (elsewhere := stream.elsewhere) is not None:
+            raise elsewhere
+        epoch = stream.epochs.get(number & COMPANION_SHARD, 0)
         if stream.ephemeral:
             return None
         if not self._rings.make_room(SHARD_BYTES) or not self._ring_budget.take(SHARD_BYTES):
@@ -642,8 +648,8 @@ class StreamTable:
             companion = await self._directory.open_shard(
                 stream.name, stream.incarnation, number, settings, hooks
             )
-            if not companion.epochs.current:
-                await companion.begin_epoch(1)
+            if epoch or not companion.epochs.current:
+                await companion.begin_epoch(epoch or 1)
         except BaseException:
             await self.close_companion(stream, number)
             raise
@@ -772,6 +778,7 @@ class StreamTable:
                 await stream.closing.pop()()
             except FelixError as error:
                 log.error("a view of %s does not close in order: %s", stream.name, error)
+        stream.views.clear()
 
     async def close(self) -> None:
         """Close every stream, with everything acknowledged on disk."""

@@ -47,7 +47,7 @@ from region.gather import Gather
 from region.log.shard import ShardLog
 from region.ports import Exchanging, Role
 from region.quota import Meter
-from region.streams import HostedStream
+from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 
 log = logging.getLogger("felix.region.cache")
 
@@ -175,9 +175,9 @@ class CacheService:
         broker.streams.on_change(self._stream_changed)
 
     def _stream_changed(self, stream: HostedStream) -> None:
-        """A stream came: where it is a cache, read its log."""
+        """A stream came, or this broker leads it now: where it is a cache, read its log."""
         settings = stream.record.config.views.cache
-        if stream.deleted or settings is None:
+        if stream.deleted or settings is None or stream.elsewhere is not None:
             return
         cache = self._caches[stream] = Cache(stream, settings, self.broker)
         stream.closing.append(partial(self._close, cache))
@@ -188,14 +188,19 @@ class CacheService:
         await cache.close()
 
     def cache(self, name: StreamName, verb: Verb) -> Cache:
-        """Raises RequestError: NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED where the stream is no cache."""
-        found = self._caches.get(self.broker.use_stream(name, verb, Views(cache=CacheSettings())))
-        if found is None:
+        """Raises RequestError: NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED where the stream is no cache; NotLeaderError where another broker
+        leads it."""
+        stream = self.broker.use_stream(name, verb, Views(cache=CacheSettings()))
+        if stream.record.config.views.cache is None:
             raise RequestError(
                 f"{name} is a stream, and no cache.",
                 code=Code.UNSUPPORTED,
                 hint="Make one with `felix cache create`.",
             )
+        self.broker.require_led(stream)
+        found = self._caches.get(stream)
+        if found is None:
+            raise UnavailableError(f"The cache {name} is being opened.", retry_after_ms=ELSEWHERE_RETRY_MS)
         return found
 
     def open(self, session: Exchanging, stream_id: int) -> Role:
@@ -446,6 +451,8 @@ class CacheCalls:
         self._take_rights(stream.name)
         if stream.deleted:
             self._exchange.fail(RequestError(f"The cache {stream.name} was deleted.", code=Code.NOT_FOUND))
+        elif (elsewhere := stream.elsewhere) is not None:
+            self._exchange.fail(elsewhere)
         elif not self._may_read and not self._may_write:
             self._exchange.fail(not_found_or_forbidden(Verb.SUBSCRIBE, stream.name, "cache"))
 

@@ -162,7 +162,7 @@ class CacheWatch:
             return RequestError(f"The cache {name} was deleted.", code=Code.NOT_FOUND)
         if not exchange.broker.allows(exchange.identity, Verb.SUBSCRIBE, name):
             return not_found_or_forbidden(Verb.SUBSCRIBE, name, "cache")
-        return None
+        return cache.stream.elsewhere
 
     def closed(self) -> None:
         self._live = False

@@ -41,10 +41,12 @@ WANT_PAUSES: Final = 10
 
 
 class Catalogued(NamedTuple):
-    """The streams of the catalog, and of deleted ones the revision of their marks, by incarnation."""
+    """The streams of the catalog, of deleted ones the revision of their marks, by incarnation, and the group of those that are to be
+    placed with others, by name."""
 
     streams: Iterable[Stream]
     deleted: Mapping[str, int]
+    groups: Mapping[str, str]
 
 
 class AuditHome(msgspec.Struct, frozen=True):
@@ -178,8 +180,8 @@ class ClusterMember:
         loop = asyncio.get_running_loop()
         began, self._wanting = loop.time(), None
         assert self._catalog is not None
-        streams, deleted = self._catalog()
-        self._controller.want([_wish(stream) for stream in streams], deleted)
+        streams, deleted, groups = self._catalog()
+        self._controller.want([_wish(stream, groups.get(stream.name, "")) for stream in streams], deleted)
         self._want_pause_s = WANT_PAUSES * (loop.time() - began)
 
     async def announce(self) -> None:
@@ -224,7 +226,7 @@ class ClusterMember:
         )
 
 
-def _wish(stream: Stream) -> StreamWish:
+def _wish(stream: Stream, group: str) -> StreamWish:
     kind = stream.config.durability.kind
     return StreamWish(
         stream.incarnation,
@@ -233,4 +235,5 @@ def _wish(stream: Stream) -> StreamWish:
         REPLICAS,
         REPLICAS,
         "fsync" if kind == "fsync" else "interval",
+        group=group,
     )

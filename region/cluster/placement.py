@@ -10,7 +10,8 @@ Rules, the first before the later ones:
 
 A plan of thousands of shards takes longer than an event loop can wait: `Planning` makes it by slices, `plan` at once.
 
-A stream is placed `together`, all of its shards on the same brokers and with one leader, or `spread`, each by itself. Pure and
+A stream is placed `together`, all of its shards on the same brokers and with one leader, or `spread`, each by itself. Streams of one
+group that are placed together are placed as one; those that already have different places keep them. Pure and
 deterministic: the same brokers, wishes and present places give the same plan, in whatever order they come.
 """
 
@@ -42,12 +43,14 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is wanted for a stream: the numbers of its shards, and of copies of each."""
+    """What is wanted for a stream: the numbers of its shards, and of copies of each. `group`: of streams that are to have one place,
+    where they are not `spread`; empty for none."""
 
     incarnation: str
     shards: int
     replicas: int
     spread: bool = False
+    group: str = ""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +63,7 @@ class _Unit:
     wanted: int
     replicas: list[str]
     is_new: bool
+    group: str
 
     @property
     def cost(self) -> int:
@@ -89,6 +93,7 @@ class Planning:
         for wish in sorted(wishes, key=lambda wish: wish.incarnation):
             units += _units(wish, self.current)
             yield wish.shards
+        units = _joined(units)
         if not usable:
             self._places = {shard: () for unit in units for shard in unit.shards}
             return
@@ -109,7 +114,33 @@ def _units(wish: Wish, current: Places) -> Iterator[_Unit]:
     for group in [(shard,) for shard in shards] if wish.spread else [tuple(shards)]:
         replicas = list(current.get(group[0], ()))
         name = f"{wish.incarnation}/{group[0].number}"
-        yield _Unit(name, group, len(group), wish.replicas, replicas, is_new=not replicas)
+        yield _Unit(
+            name,
+            group,
+            len(group),
+            wish.replicas,
+            replicas,
+            is_new=not replicas,
+            group="" if wish.spread else wish.group,
+        )
+
+
+def _joined(units: Sequence[_Unit]) -> list[_Unit]:
+    """Those of one group as one unit, where its first that is placed stands; one that stands elsewhere stays by itself."""
+    first: dict[str, _Unit] = {}
+    for unit in units:
+        if unit.group and not unit.is_new:
+            first.setdefault(unit.group, unit)
+    found: list[_Unit] = []
+    for unit in units:
+        joined = first.setdefault(unit.group, unit) if unit.group else unit
+        if joined is unit or not (unit.is_new or unit.replicas == joined.replicas):
+            found.append(unit)
+            continue
+        joined.shards += unit.shards
+        joined.weight += unit.weight
+        joined.wanted = max(joined.wanted, unit.wanted)
+    return found
 
 
 class _Plan:

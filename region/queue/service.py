@@ -16,7 +16,7 @@ from functools import partial
 from itertools import count
 from typing import Final, Protocol
 
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.messages import ReaderTraffic
 from felix.names import SpiffeId, StreamName
 from felix.periodic import every
@@ -27,7 +27,7 @@ from region.broker import Broker
 from region.gather import Done, Gather, awaited
 from region.queue.shard import Leased, QueueShard
 from region.queue.state import Phase, Run
-from region.streams import HostedStream
+from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 from region.views.dead_letter import dead_letter_name
 from region.views.journal import JournalKind
 
@@ -88,13 +88,18 @@ class Queue:
         self.workers: dict[int, Working] = {}
         self._due = False
         self._first_shard = 0
-        self._is_closed = False
+        self.is_closed = False
 
     # -- life ------------------------------------------------------------------------------------------
 
     async def open(self, *, start: bool = True) -> None:
         """Open every shard that is not open. Raises what opening a journal raises; asked again, it goes on where it was."""
         async with self._opening:
+            if self.is_closed:
+                raise UnavailableError(
+                    f"The queue {self.stream.name} was closed while it was opened.",
+                    retry_after_ms=ELSEWHERE_RETRY_MS,
+                )
             for number in range(self.stream.shard_count):
                 # A queue is one over all its shards: none is opened where one cannot be had.
                 self.stream.shard(number)
@@ -117,8 +122,8 @@ class Queue:
                     shard.start()
 
     async def close(self) -> None:
-        """With its stream."""
-        self._is_closed = True
+        """With its stream, or where another broker leads it."""
+        self.is_closed = True
         async with self._opening:
             for shard in self.shards:
                 await shard.close()
@@ -153,7 +158,7 @@ class Queue:
 
     def changed(self) -> None:
         """There may be more to share out."""
-        if not self._due and self._line and not self._is_closed:
+        if not self._due and self._line and not self.is_closed:
             self._due = True
             asyncio.get_running_loop().call_soon(self.share)
 
@@ -161,7 +166,7 @@ class Queue:
         """Give those in line what is ready."""
         self._due = False
         without = given = 0
-        while self._line and without < len(self._line) and not self._is_closed:
+        while self._line and without < len(self._line) and not self.is_closed:
             if given >= TURN_RECORDS_MAX:
                 self.changed()
                 return
@@ -268,13 +273,15 @@ class QueueService:
         return next(self._numbers)
 
     async def queue(self, stream: HostedStream, *, start: bool = True) -> Queue:
-        """The queue of a stream, open. Raises RequestError(UNSUPPORTED) where the stream is none, and what opening it raises."""
+        """The queue of a stream, open. Raises RequestError(UNSUPPORTED) where the stream is none, NotLeaderError where another broker
+        leads it, and what opening it raises."""
         if stream.record.config.views.queue is None:
             raise RequestError(
                 f"{stream.name} is no queue.",
                 code=Code.UNSUPPORTED,
                 hint="Make one with: felix queue create, or RegionClient.create_queue.",
             )
+        self._broker.require_led(stream)
         held = self._queues.get(stream.name)
         if held is None or held.stream is not stream:
             held = Queue(self._broker, stream)
@@ -318,9 +325,10 @@ class QueueService:
         return held if held is not None and held.record.config.views.queue is not None else None
 
     async def dead(self, queue: Queue) -> int:
-        """How many records wait in the queue's dead-letter stream. Raises what opening it raises."""
+        """How many records wait in the queue's dead-letter stream; 0 where that is another broker's, to which none go. Raises what
+        opening it raises."""
         stream = self._dead_stream(queue)
-        return (await self.queue(stream)).left if stream is not None else 0
+        return (await self.queue(stream)).left if stream is not None and stream.elsewhere is None else 0
 
     async def redrive(self, queue: Queue, limit: int) -> int:
         """Bring dead letters of the queue back, up to `limit` (0: all), those that are just on their way there included. Raises
@@ -332,6 +340,7 @@ class QueueService:
         stream = self._dead_stream(queue)
         if stream is None:
             return 0
+        self._broker.check_dead_letters(queue.stream.name, stream.name)
         dead = await self.queue(stream)
         moved = 0
         for shard in dead.shards:

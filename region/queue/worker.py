@@ -53,6 +53,7 @@ from region.queue.service import SHARE_RECORDS_MAX, Queue, QueueService, runs_by
 from region.queue.shard import JOB_ROOM_BYTES, Leased, QueueShard
 from region.queue.state import Run, runs_of, triples
 from region.quota import Meter
+from region.streams import ELSEWHERE_RETRY_MS
 
 VISIBILITY_MS_MAX: Final = 12 * 3_600_000
 HELD_LOOK_S: Final = 0.5
@@ -135,6 +136,10 @@ class QueueWorker:
             self._queue = await self.service.queue(stream)
             if stream.deleted:
                 raise not_found_or_forbidden(Verb.SUBSCRIBE, name, "queue")
+            if self._queue.is_closed:
+                raise stream.elsewhere or UnavailableError(
+                    f"The queue {name} is opened anew.", retry_after_ms=ELSEWHERE_RETRY_MS
+                )
         except FelixError as error:
             self._exchange.fail(error, correlation)
             return
@@ -172,6 +177,9 @@ class QueueWorker:
 
     def rights_changed(self) -> None:
         if not self._is_open:
+            return
+        if (elsewhere := self._queue.stream.elsewhere) is not None:
+            self._exchange.fail(elsewhere)
             return
         allowed = [verb for verb in _VERBS if self._broker.allows(self.identity, verb, self._name)]
         lost = [verb for verb in self._used if verb not in allowed]
@@ -333,7 +341,7 @@ class QueueWorker:
         if isinstance(leased, FelixError):
             self._sent_records -= records
             self._sent_bytes -= size
-        elif self._exchange.over or self._stopped:
+        elif self._exchange.over or self._stopped or self._broker.fence() is not None:
             _give_back(shard, leased.jobs)
         else:
             self._meter.delivered(size, records)

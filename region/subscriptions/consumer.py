@@ -193,7 +193,10 @@ class Consumer:
     def rights_changed(self) -> None:
         if self._subscription is not None:
             refused = self._refusal(self._subscription)
-            if refused is not None:
+            if self._subscription.stream.elsewhere is not None and refused is not None:
+                # All at once: none may get what another one had.
+                self._subscription.dismiss(refused)
+            elif refused is not None:
                 self._left = True
                 self._exchange.fail(refused)
 

@@ -47,7 +47,7 @@ from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.ports import Exchanging, Role
-from region.streams import HostedStream
+from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 from region.subscriptions.consumer import Consumer
 from region.subscriptions.store import SubscriptionStore
 from region.subscriptions.subscription import DurableSubscription
@@ -67,13 +67,14 @@ MIRROR_S: Final = 10.0
 class _Loaded:
     """What is loaded for one incarnation of a stream."""
 
-    __slots__ = ("by_name", "loading", "stores", "stream")
+    __slots__ = ("by_name", "is_closed", "loading", "stores", "stream")
 
     def __init__(self, stream: HostedStream) -> None:
         self.stream = stream
         self.stores: list[SubscriptionStore] = []
         self.by_name: dict[str, DurableSubscription] = {}
         self.loading = asyncio.Lock()
+        self.is_closed = False
 
 
 class SubscriptionService:
@@ -116,8 +117,8 @@ class SubscriptionService:
         self._spawn(self._load_quietly(name))
 
     def _stream_changed(self, stream: HostedStream) -> None:
-        """A stream came: load what is defined for it."""
-        if not stream.deleted and any(self._definitions(stream.name)):
+        """A stream came, or this broker leads it now: load what is defined for it."""
+        if not stream.deleted and stream.elsewhere is None and any(self._definitions(stream.name)):
             self._spawn(self._load_quietly(stream.name))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
@@ -130,7 +131,7 @@ class SubscriptionService:
 
     async def _load_quietly(self, name: StreamName) -> None:
         stream = self._broker.streams.get(name)
-        if stream is None:
+        if stream is None or stream.elsewhere is not None:
             return
         try:
             await self._load(stream)
@@ -145,12 +146,20 @@ class SubscriptionService:
         return iter(list(self._mirror.subscriptions_of(str(name)).values()))
 
     async def _load(self, stream: HostedStream) -> _Loaded:
-        """Everything that is defined for the stream, ready to be used. Raises what opening the journals raises."""
+        """Everything that is defined for the stream, ready to be used. Raises what opening the journals raises, NotLeaderError where
+        another broker leads it."""
+        if (elsewhere := stream.elsewhere) is not None:
+            raise elsewhere
         held = self._held.get(stream.name)
         if held is None or held.stream is not stream:
             held = self._held[stream.name] = _Loaded(stream)
             stream.closing.append(lambda held=held: self._close_stream(held))  # type: ignore[misc]
         async with held.loading:
+            if held.is_closed:
+                raise stream.elsewhere or UnavailableError(
+                    f"The subscriptions of {stream.name} were closed while they were opened.",
+                    retry_after_ms=ELSEWHERE_RETRY_MS,
+                )
             defined = {definition.name: definition for definition in self._definitions(stream.name)}
             for subscription in list(held.by_name.values()):
                 now = defined.get(subscription.definition.name)
@@ -229,26 +238,30 @@ class SubscriptionService:
 
     async def _drop(self, held: _Loaded, subscription: DurableSubscription) -> None:
         held.by_name.pop(subscription.definition.name, None)
-        subscription.dismiss(
+        subscription.close(
             RequestError(
                 f"The subscription {subscription.definition.name} of {held.stream.name} was deleted.",
                 code=Code.NOT_FOUND,
             )
         )
-        subscription.close()
         for store in held.stores:
             store.drop(subscription.id, ignore)
 
     async def _close_stream(self, held: _Loaded) -> None:
-        gone = RequestError(f"The stream {held.stream.name} was deleted.", code=Code.NOT_FOUND)
-        leaving = UnavailableError(
-            "The broker is shutting down.", code=Code.SHUTTING_DOWN, retry_after_ms=500
-        )
-        for subscription in held.by_name.values():
-            subscription.dismiss(leaving if self._broker.leaving else gone)
-            subscription.close()
-        for store in held.stores:
-            await store.close()
+        why: FelixError = RequestError(f"The stream {held.stream.name} was deleted.", code=Code.NOT_FOUND)
+        if self._broker.leaving:
+            why = UnavailableError(
+                "The broker is shutting down.", code=Code.SHUTTING_DOWN, retry_after_ms=500
+            )
+        elif not held.stream.deleted:
+            why = held.stream.elsewhere or why
+        # What is being loaded is closed with the rest; who waits for it is told.
+        held.is_closed = True
+        async with held.loading:
+            for subscription in held.by_name.values():
+                subscription.close(why)
+            for store in held.stores:
+                await store.close()
         if self._held.get(held.stream.name) is held:
             del self._held[held.stream.name]
 
@@ -265,6 +278,7 @@ class SubscriptionService:
         parse_subscription(request.name)
         self._broker.require(identity, Verb.SUBSCRIBE, name)
         stream = self._broker.use_stream(name)
+        self._broker.require_led(stream)
         if request.credit_bytes < CREDIT_BYTES_MIN:
             raise RequestError(
                 f"A consumer with {request.credit_bytes} bytes of credit could not take every batch.",
@@ -342,7 +356,8 @@ class SubscriptionService:
         name = StreamName.parse(request.stream)
         parse_subscription(request.name)
         self._broker.require(identity, Verb.SUBSCRIBE, name)
-        stream = self._broker.use_stream(name)
+        stream = await self._broker.find_to_use(name)
+        self._broker.require_led(stream)
         try:
             made = await self._create(identity, stream, request.name, request.settings)
         except RequestError as error:
@@ -444,6 +459,7 @@ class SubscriptionService:
             )
         if settings.retries.dead_letter:
             self._broker.require(identity, Verb.PUBLISH, dead)
+            self._broker.check_dead_letters(stream, dead)
 
     async def delete(self, identity: SpiffeId, request: DeleteSubscription) -> Done:
         """Raises RequestError: NOT_FOUND, FORBIDDEN."""
@@ -464,7 +480,9 @@ class SubscriptionService:
         stream_name = StreamName.parse(stream)
         parse_subscription(name)
         self._broker.require(identity, Verb.SUBSCRIBE, stream_name)
-        held = await self._load(self._broker.stream(stream_name))
+        hosted = await self._broker.find_stream(stream_name)
+        self._broker.require_led(hosted)
+        held = await self._load(hosted)
         found = held.by_name.get(name)
         if found is None:
             raise _none(stream_name, name)

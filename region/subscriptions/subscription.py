@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from felix.consumer_messages import Nack, ShardAck
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import FelixError, RequestError
 from felix.messages import ConsumerState, SubscriptionShard, SubscriptionState
 from felix.names import SpiffeId
 from felix.ranges import RangeSet, pairs
@@ -99,7 +99,8 @@ class DurableSubscription:
         self._signs_ms: dict[int, int] = {}
         self._last_member = 0
         self._timer = DueTimer(self._tick, lambda: broker.clock_ms(), least_s=TICK_S_MIN)
-        self._over = False
+        self._over: FelixError | None = None
+        """Why it is closed."""
 
     def _new_group(self) -> Group:
         return Group(len(self._stores), drain_ms=self._drain_ms, exclusive=self.definition.settings.exclusive)
@@ -110,7 +111,7 @@ class DurableSubscription:
             return
         settings, before = definition.settings, self.definition.settings
         self.definition = definition
-        if self._over or settings == before:
+        if self._over is not None or settings == before:
             return
         self._drain_ms = self._group.drain_ms = min(settings.ack_timeout_ms, DRAIN_MS_MAX)
         for store in self._stores:
@@ -130,11 +131,8 @@ class DurableSubscription:
 
     def refusal(self) -> FelixError | None:
         """Why nothing can be decided now."""
-        if self._over:
-            return RequestError(
-                f"The subscription {self.definition.name} of {self.stream.name} was deleted.",
-                code=Code.NOT_FOUND,
-            )
+        if self._over is not None:
+            return self._over
         for store in self._stores:
             refused = store.refusal()
             if refused is not None:
@@ -312,11 +310,11 @@ class DurableSubscription:
     def _arm(self) -> None:
         """Be called when the next thing is due."""
         times = [self._group.next_ms(), *(self.progress(n).next_ms() for n in range(len(self._stores)))]
-        if not self._over:
+        if self._over is None:
             self._timer.arm(min((each for each in times if each is not None), default=0))
 
     def _tick(self) -> None:
-        if self._over:
+        if self._over is not None:
             return
         self._timer.cancel()
         if self.refusal() is not None:
@@ -496,9 +494,10 @@ class DurableSubscription:
         for member in members.values():
             member.dismiss(error)
 
-    def close(self) -> None:
-        """No timer any more; for a subscription that is deleted, or whose stream is closed."""
-        self._over = True
+    def close(self, why: FelixError) -> None:
+        """It is deleted, or its stream is closed: every consumer ends with this error, and whoever comes later."""
+        self.dismiss(why)
+        self._over = why
         self._timer.cancel()
 
     def _write(self, shard: int, entries: Iterable[Entry]) -> None:

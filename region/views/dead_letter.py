@@ -14,8 +14,8 @@ Invariants:
 - a move has at most MOVE_RECORDS_MAX records, fewer than a log remembers batches of a producer;
 - if the target no longer knows the producer (silent for a week, or the target was re-created), the move first begins another
   epoch, durably;
-- a named stream is written to only while the identity that named it may publish there, checked for each move: else the records
-  go to the default stream, `<stream>.dead`, durably redirected first.
+- a named stream is written to only while the identity that named it may publish there, and, of several brokers, while this one has
+  its records, checked for each move: else the records go to the default stream, `<stream>.dead`, durably redirected first.
 """
 
 from __future__ import annotations
@@ -94,6 +94,9 @@ _OWN: Final = frozenset(
     )
 )
 
+DEAD_SUFFIX: Final = ".dead"
+"""Of the stream that dead letters go to where none is named."""
+
 _MOVE: Final = 0
 _RENUMBERED: Final = 1
 _LANDED: Final = 2
@@ -104,7 +107,7 @@ def dead_letter_name(name: StreamName, retries: Retries) -> StreamName:
     """Where dead letters of a stream go. Raises RequestError(NAME_INVALID)."""
     if retries.dead_letter:
         return StreamName.parse(retries.dead_letter)
-    return StreamName(name.tenant, name.namespace, f"{name.name}.dead")
+    return StreamName(name.tenant, name.namespace, name.name + DEAD_SUFFIX)
 
 
 def dead_letter_config(source: StreamConfig) -> StreamConfig:
@@ -310,22 +313,23 @@ class DeadLetters:
     def _goes_to(self) -> str:
         """The stream that dead letters go to now: the named one, while the identity that named it may publish there."""
         retries = self._retries()
-        if retries.dead_letter and not self._may_flow():
+        if retries.dead_letter and (why := self._why_not_there()):
             log.warning(
-                "dead letters of %s no longer go to %s: %s may not publish there",
-                self._source.name,
-                retries.dead_letter,
-                self._named_by() or "nobody known named it, who",
+                "dead letters of %s no longer go to %s: %s", self._source.name, retries.dead_letter, why
             )
             retries = Retries()
         return str(dead_letter_name(self._source.name, retries))
 
-    def _may_flow(self) -> bool:
+    def _why_not_there(self) -> str:
+        """Why they may not go to the stream that is named for them; empty where they may."""
         named_by, name = self._named_by(), StreamName.parse(self._retries().dead_letter)
-        return bool(named_by) and self._broker.allows(SpiffeId.parse(named_by), Verb.PUBLISH, name)
+        if not named_by or not self._broker.allows(SpiffeId.parse(named_by), Verb.PUBLISH, name):
+            return f"{named_by or 'nobody known named it, who'} may not publish there"
+        keeper = self._broker.kept_elsewhere(name)
+        return f"broker {keeper} has its records" if keeper else ""
 
     def _redirect(self, move: Move) -> bool:
-        """Send a dead letter elsewhere that may not go where it was to: a right was taken away after it was planned."""
+        """Send a dead letter elsewhere that may not go where it was to: a right was taken away after it was planned, say."""
         own = str(dead_letter_name(self._source.name, Retries()))
         if move.back or move.stream == own or move.stream == (target := self._goes_to()):
             return False

@@ -159,3 +159,23 @@ def test_a_plan_that_is_made_by_slices_is_the_plan() -> None:
             slices += 1
         assert made == plan(sites, wishes, current) and planning.advance(1) == made
         assert slices > 20 or not wishes
+
+
+def test_streams_of_one_group_get_the_place_of_the_one_that_has_one() -> None:
+    sites = alone(4)
+    group = [Wish(f"{n:032x}", 2, 1, group="jobs") for n in range(3)]
+    others = [Wish(f"{n:032x}", 1, 1) for n in range(3, 12)]
+    first = plan(sites, [*group, *others], {})
+    assert len({first[ShardId(each.incarnation, number)] for each in group for number in range(2)}) == 1
+    present = {ShardId(group[1].incarnation, number): ("b3",) for number in range(2)}
+    later = plan(sites, [*group, *others], present)
+    assert {later[ShardId(each.incarnation, number)] for each in group for number in range(2)} == {("b3",)}
+
+
+def test_streams_of_one_group_that_have_different_places_keep_them() -> None:
+    group = [Wish(f"{n:032x}", 1, 1, group="jobs") for n in range(3)]
+    present = {
+        ShardId(each.incarnation, 0): (broker,) for each, broker in zip(group, ("b1", "b2"), strict=False)
+    }
+    places = plan(alone(3), group, present)
+    assert [places[ShardId(each.incarnation, 0)] for each in group] == [("b1",), ("b2",), ("b1",)]

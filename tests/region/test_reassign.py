@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
+import asyncio
 
 import pytest
-from region_home import running
+from region_peer import until
 
 import felix
 from felix import UnavailableError
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, NotLeaderError
-from region.folder import RegionFolder
 from region.log.shard import ShardLog
 from region.metadata.records import Stream, StreamConfig
 from region.node import Node
@@ -35,6 +33,10 @@ class Elections:
         return "b1" if self.epoch else "b2"
 
     def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
+        if self.epoch:
+            return NotLeaderError(
+                f"Shard {shard} is about to be served.", retry_after_ms=5, stream=record.name
+            )
         return NotLeaderError(
             f"Shard {shard} is at b2.", stream=record.name, leader="b2", address="127.0.0.1:1"
         )
@@ -49,19 +51,24 @@ class Table:
         self.budget = node.broker.budgets.ring
         self.streams._leading = self.elections
 
-    async def elect(self, epoch: int) -> HostedStream:
+    async def elect(self, epoch: int, name: felix.StreamName = CREW) -> HostedStream:
         """The broker leads in this epoch; 0: no longer."""
         self.elections.epoch = epoch
-        await self.streams.reassign(CREW)
-        found = self.streams.get(CREW)
+        await self.streams.reassign(name)
+        found = self.streams.get(name)
         assert found is not None
         return found
 
+    async def depose(self, name: felix.StreamName, epoch: int) -> None:
+        """It leads no more, and then in this epoch, in one process."""
+        before = await self.elect(0, name)
+        assert before.views == [] and before.closing == [] and before.companions == []
+        await self.elect(epoch, name)
+
 
 @pytest.fixture
-async def table(folder: RegionFolder, tmp_path: Path) -> AsyncIterator[Table]:
-    async with running(folder, data=str(tmp_path / "data")) as node:
-        yield Table(node)
+def table(node: Node) -> Table:
+    return Table(node)
 
 
 async def append(shard: ShardLog, payload: bytes) -> int:
@@ -128,3 +135,101 @@ async def test_what_does_not_fit_is_tried_again_and_leaves_nothing_open(table: T
     assert stream is not None and stream.serving == []
     table.budget.limit_bytes = limit
     assert len((await table.elect(1)).serving) == 2
+
+
+JOBS = felix.StreamName.parse("acme/ops/jobs")
+
+
+async def test_a_queue_is_opened_anew_on_its_journal_by_who_is_elected_again(
+    table: Table, node: Node, operator: felix.RegionClient
+) -> None:
+    table.elections.epoch = 1
+    await operator.create_queue(JOBS, shards=2, visibility=60)
+    jobs = operator.queue(JOBS)
+    await jobs.put_many([b"%d" % number for number in range(6)])
+    held = await jobs.lease(2)
+    async with jobs.consume(prefetch=1) as worker:
+        first = await anext(worker)
+        former = await node.queues.queue(stream_of(table, JOBS))
+        await table.depose(JOBS, 2)
+        for job in (*held, first):
+            await job.ack()
+        done = [job.payload for job in (*held, first)]
+        while len(done) < 6:
+            job = await anext(worker)
+            await job.ack()
+            done.append(job.payload)
+    assert sorted(done) == [b"%d" % number for number in range(6)]
+    queue = await node.queues.queue(stream_of(table, JOBS))
+    assert queue is not former and former.is_closed and not former.workers
+    journals = [shard.actor.journal._log for shard in queue.shards]
+    assert [journal.epochs.current for journal in journals if journal is not None] == [2, 2]
+    assert (await jobs.describe()).ready == 0
+
+
+async def test_a_cache_is_read_anew_and_its_watch_goes_on_where_it_was(
+    table: Table, operator: felix.RegionClient
+) -> None:
+    table.elections.epoch = 1
+    name = felix.StreamName.parse("acme/ops/sessions")
+    cache = await operator.create_cache(name)
+    assert await cache.put("a", b"1") >= 0
+    async with cache.watch() as watch:
+        changes = [await anext(watch), await anext(watch)]
+        assert [change.kind for change in changes] == ["put", "ready"]
+        await table.depose(name, 2)
+        assert await cache.increment("n", 5) == 5
+        entry = await cache.get("a")
+        assert entry is not None and entry.value == b"1"
+        following = await anext(watch)
+        assert (following.kind, following.key) == ("put", b"n"), "no reset: it goes on where it was"
+
+
+async def test_consumers_come_back_to_who_is_elected_again_and_nothing_acknowledged_is_redelivered(
+    table: Table, operator: felix.RegionClient
+) -> None:
+    table.elections.epoch = 1
+    name = felix.StreamName.parse("acme/ops/orders")
+    await operator.create_stream(name, shards=2)
+    stream = operator.stream(name)
+    async with stream.consumer("crew", start="earliest") as one, stream.consumer("crew") as other:
+        await until(lambda: len(one.shards) == len(other.shards) == 1)
+        await stream.publish_many([b"%d" % number for number in range(8)], [b"%d" % n for n in range(8)])
+        seen: list[bytes] = []
+        for consumer in (one, other):
+            record = await anext(consumer)
+            assert await consumer.ack(record)
+            seen.append(bytes(record.payload))
+        await table.depose(name, 2)
+        await until(lambda: len(one.shards) == len(other.shards) == 1)
+
+        async def work(consumer: felix.Consumer) -> None:
+            async for record in consumer:
+                if await consumer.ack(record):
+                    seen.extend([bytes(record.payload)])
+
+        working = [asyncio.ensure_future(work(consumer)) for consumer in (one, other)]
+        await until(lambda: len(seen) >= 8)
+        for task in working:
+            task.cancel()
+    assert sorted(seen) == [b"%d" % number for number in range(8)]
+
+
+async def test_an_open_publisher_is_told_that_an_ephemeral_stream_began_anew(
+    table: Table, operator: felix.RegionClient
+) -> None:
+    table.elections.epoch = 1
+    name = felix.StreamName.parse("acme/ops/ticks")
+    await operator.create_stream(name, durability=felix.Durability("ephemeral"))
+    async with operator.stream(name).publisher() as publisher:
+        assert await publisher.publish(b"before") == 0
+        await table.depose(name, 2)
+        with pytest.raises(felix.RequestError, match="created anew"):
+            await publisher.publish(b"meant for what is gone")
+        assert await publisher.publish(b"after") == 0
+
+
+def stream_of(table: Table, name: felix.StreamName) -> HostedStream:
+    found = table.streams.get(name)
+    assert found is not None
+    return found
