@@ -318,6 +318,8 @@ class Exchange:
         task = asyncio.ensure_future(self._guard(correlation, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # One that is cancelled before it begins has not awaited the work.
+        task.add_done_callback(lambda _: work.close())
 
     def fail(self, error: FelixError, correlation: int = 0) -> None:
         """Say why, and end the exchange; the session goes on."""

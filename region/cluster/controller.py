@@ -48,7 +48,7 @@ it. A region of some hundred shards is planned in one."""
 
 @dataclass(frozen=True, slots=True)
 class StreamWish:
-    """What the catalog wants of a stream. `min` and `replicas` are resolved: never 0. `group`: of streams that are placed together."""
+    """What the catalog wants of a stream. `min` and `replicas` are resolved: never 0. `groups`: of streams that are placed with it (placement.Wish)."""
 
     incarnation: str
     stream: str
@@ -57,7 +57,7 @@ class StreamWish:
     min: int
     durability: ShardDurability = "fsync"
     spread: bool = False
-    group: str = ""
+    groups: tuple[str, ...] = ()
 
 
 # What happens
@@ -634,7 +634,7 @@ class ControllerCore:
         if self._planning is None:
             self._sites = self._sites_now()
             wishes = [
-                Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.group)
+                Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups)
                 for wish in self._wishes.values()
                 if wish.incarnation not in self._deleted
             ]

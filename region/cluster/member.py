@@ -41,12 +41,12 @@ WANT_PAUSES: Final = 10
 
 
 class Catalogued(NamedTuple):
-    """The streams of the catalog, of deleted ones the revision of their marks, by incarnation, and the group of those that are to be
+    """The streams of the catalog, of deleted ones the revision of their marks, by incarnation, and the groups of those that are to be
     placed with others, by name."""
 
     streams: Iterable[Stream]
     deleted: Mapping[str, int]
-    groups: Mapping[str, str]
+    groups: Mapping[str, tuple[str, ...]]
 
 
 class AuditHome(msgspec.Struct, frozen=True):
@@ -181,7 +181,7 @@ class ClusterMember:
         began, self._wanting = loop.time(), None
         assert self._catalog is not None
         streams, deleted, groups = self._catalog()
-        self._controller.want([_wish(stream, groups.get(stream.name, "")) for stream in streams], deleted)
+        self._controller.want([_wish(stream, groups.get(stream.name, ())) for stream in streams], deleted)
         self._want_pause_s = WANT_PAUSES * (loop.time() - began)
 
     async def announce(self) -> None:
@@ -226,7 +226,7 @@ class ClusterMember:
         )
 
 
-def _wish(stream: Stream, group: str) -> StreamWish:
+def _wish(stream: Stream, groups: tuple[str, ...]) -> StreamWish:
     kind = stream.config.durability.kind
     return StreamWish(
         stream.incarnation,
@@ -235,5 +235,5 @@ def _wish(stream: Stream, group: str) -> StreamWish:
         REPLICAS,
         REPLICAS,
         "fsync" if kind == "fsync" else "interval",
-        group=group,
+        groups=groups,
     )

@@ -10,8 +10,8 @@ Rules, the first before the later ones:
 
 A plan of thousands of shards takes longer than an event loop can wait: `Planning` makes it by slices, `plan` at once.
 
-A stream is placed `together`, all of its shards on the same brokers and with one leader, or `spread`, each by itself. Streams of one
-group that are placed together are placed as one; those that already have different places keep them. Pure and
+A stream is placed `together`, all of its shards on the same brokers and with one leader, or `spread`, each by itself. Streams that
+share a group are placed as one, if they are placed together; those that already have different places keep them. Pure and
 deterministic: the same brokers, wishes and present places give the same plan, in whatever order they come.
 """
 
@@ -43,14 +43,14 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is wanted for a stream: the numbers of its shards, and of copies of each. `group`: of streams that are to have one place,
-    where they are not `spread`; empty for none."""
+    """What is wanted for a stream: the numbers of its shards, and of copies of each. `groups`: of streams that are to have one place,
+    where they are not `spread`; the first is joined before the second, and so on."""
 
     incarnation: str
     shards: int
     replicas: int
     spread: bool = False
-    group: str = ""
+    groups: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +63,7 @@ class _Unit:
     wanted: int
     replicas: list[str]
     is_new: bool
-    group: str
+    groups: tuple[str, ...]
 
     @property
     def cost(self) -> int:
@@ -93,7 +93,8 @@ class Planning:
         for wish in sorted(wishes, key=lambda wish: wish.incarnation):
             units += _units(wish, self.current)
             yield wish.shards
-        units = _joined(units)
+        for level in range(max(len(unit.groups) for unit in units) if units else 0):
+            units = _joined(units, level)
         if not usable:
             self._places = {shard: () for unit in units for shard in unit.shards}
             return
@@ -121,19 +122,19 @@ def _units(wish: Wish, current: Places) -> Iterator[_Unit]:
             wish.replicas,
             replicas,
             is_new=not replicas,
-            group="" if wish.spread else wish.group,
+            groups=() if wish.spread else wish.groups,
         )
 
 
-def _joined(units: Sequence[_Unit]) -> list[_Unit]:
+def _joined(units: Sequence[_Unit], level: int) -> list[_Unit]:
     """Those of one group as one unit, where its first that is placed stands; one that stands elsewhere stays by itself."""
     first: dict[str, _Unit] = {}
     for unit in units:
-        if unit.group and not unit.is_new:
-            first.setdefault(unit.group, unit)
+        if len(unit.groups) > level and not unit.is_new:
+            first.setdefault(unit.groups[level], unit)
     found: list[_Unit] = []
     for unit in units:
-        joined = first.setdefault(unit.group, unit) if unit.group else unit
+        joined = first.setdefault(unit.groups[level], unit) if len(unit.groups) > level else unit
         if joined is unit or not (unit.is_new or unit.replicas == joined.replicas):
             found.append(unit)
             continue

@@ -163,7 +163,7 @@ def test_a_plan_that_is_made_by_slices_is_the_plan() -> None:
 
 def test_streams_of_one_group_get_the_place_of_the_one_that_has_one() -> None:
     sites = alone(4)
-    group = [Wish(f"{n:032x}", 2, 1, group="jobs") for n in range(3)]
+    group = [Wish(f"{n:032x}", 2, 1, groups=("jobs",)) for n in range(3)]
     others = [Wish(f"{n:032x}", 1, 1) for n in range(3, 12)]
     first = plan(sites, [*group, *others], {})
     assert len({first[ShardId(each.incarnation, number)] for each in group for number in range(2)}) == 1
@@ -173,9 +173,24 @@ def test_streams_of_one_group_get_the_place_of_the_one_that_has_one() -> None:
 
 
 def test_streams_of_one_group_that_have_different_places_keep_them() -> None:
-    group = [Wish(f"{n:032x}", 1, 1, group="jobs") for n in range(3)]
+    group = [Wish(f"{n:032x}", 1, 1, groups=("jobs",)) for n in range(3)]
     present = {
         ShardId(each.incarnation, 0): (broker,) for each, broker in zip(group, ("b1", "b2"), strict=False)
     }
     places = plan(alone(3), group, present)
     assert [places[ShardId(each.incarnation, 0)] for each in group] == [("b1",), ("b2",), ("b1",)]
+
+
+def test_a_stream_stands_where_its_first_group_does_whatever_its_second_says() -> None:
+    common, one, one_dead, other = (f"{n:032x}" for n in range(4))
+    wishes = [
+        Wish(common, 1, 1, groups=("common", "all")),
+        Wish(one, 1, 1, groups=("one", "all")),
+        Wish(one_dead, 1, 1, groups=("one", "all")),
+        Wish(other, 1, 1, groups=("other", "all")),
+    ]
+    present = {ShardId(one, 0): ("b2",), ShardId(other, 0): ("b0",)}
+    places = plan(alone(3), wishes, present)
+    assert places[ShardId(one_dead, 0)] == ("b2",)
+    assert places[ShardId(common, 0)] in {("b0",), ("b2",)}
+    assert places[ShardId(one, 0)] == ("b2",) and places[ShardId(other, 0)] == ("b0",)

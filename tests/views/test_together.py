@@ -20,7 +20,7 @@ def stream(name: str, dead_letter: str | None = None) -> Stream:
 
 def groups(*streams: Stream, subscriptions: tuple[Subscription, ...] = ()) -> set[frozenset[str]]:
     found: dict[str, set[str]] = {}
-    for name, group in places_together(streams, subscriptions).items():
+    for name, (_, group) in places_together(streams, subscriptions).items():
         found.setdefault(group, set()).add(name.removeprefix("acme/ops/"))
     return set(map(frozenset, found.values()))
 
@@ -39,6 +39,16 @@ def test_queues_that_name_one_stream_are_together_and_a_name_that_is_no_stream_j
     ]
     assert groups(*streams) == set()
     assert groups(*streams, stream("d")) == {frozenset({"a", "b", "d"})}
+
+
+def test_a_streams_own_dead_letters_are_with_it_before_those_that_it_names() -> None:
+    streams = [stream("a", "acme/ops/d"), stream("a.dead"), stream("b", "acme/ops/d"), stream("d")]
+    found = places_together(streams, ())
+    own = {
+        name.removeprefix("acme/ops/"): first.removeprefix("acme/ops/") for name, (first, _) in found.items()
+    }
+    assert own == {"a": "a", "a.dead": "a", "b": "b", "d": "d"}
+    assert len({group for _, group in found.values()}) == 1
 
 
 def test_a_durable_subscription_names_one_for_its_stream() -> None:
