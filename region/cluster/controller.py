@@ -12,14 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
 from region.cluster import transactions
 from region.cluster.election import LogEnd, has_yielded, longest, may_ask_for_ends
 from region.cluster.membership import has_arrived, without_replaced
-from region.cluster.placement import Planning, Site, Wish
+from region.cluster.placement import Planning, Site, Wish, place
 from region.cluster.records import ClusterKeys, ShardDurability, ShardId, ShardRecord
 from region.cluster.transactions import (
     SHARDS_PER_TRANSACTION,
@@ -211,6 +211,8 @@ class ControllerCore:
         self._rebalances = False
         self._moving: set[ShardId] = set()
         self._unplaced: set[ShardId] = set()
+        self._placing: dict[ShardId, tuple[str, ...]] = {}
+        """where new shards are to be, as transactions that are under way say"""
         self._leaving: set[ShardId] = set()
         self._under_way: set[ShardId] = set()
         self._survey = True
@@ -269,13 +271,28 @@ class ControllerCore:
 
     # What is known
 
-    def _want(self, streams: Iterable[StreamWish], deleted: Mapping[str, int]) -> None:
+    def _want(self, streams: Collection[StreamWish], deleted: Mapping[str, int]) -> None:
         marks = {incarnation for incarnation, _ in self._deleted.items() ^ deleted.items()}
-        self._due.update(shard for shard in self.view.shards if shard.incarnation in marks)
-        self._wishes = {wish.incarnation: wish for wish in streams}
+        if marks:
+            self._due.update(shard for shard in self.view.shards if shard.incarnation in marks)
+        before, self._wishes = self._wishes, {wish.incarnation: wish for wish in streams}
         self._deleted = deleted
-        self._drop_plan()
-        self._note_places()
+        changed = marks | (before.keys() - self._wishes.keys())
+        changed |= {
+            wish.incarnation
+            for wish in streams
+            if (held := before.get(wish.incarnation)) is not wish and held != wish
+        }
+        if changed:
+            self._drop_plan()
+        for incarnation in changed:
+            shards = max(
+                wishes[incarnation].shards if incarnation in wishes else 0
+                for wishes in (before, self._wishes)
+            )
+            for number in range(shards):
+                shard = ShardId(incarnation, number)
+                self._note_place(shard, self.view.shards.get(shard))
 
     def _load(self, snapshot: Snapshot, now_ms: int) -> None:
         before = self.view.revision
@@ -564,9 +581,8 @@ class ControllerCore:
         ]
         if not new or room <= 0:
             return []
-        places, registrations = self._plan(), view.brokers.registrations()
-        if places is None:
-            return []
+        registrations = view.brokers.registrations()
+        places = self._places_of({shard.incarnation for shard in new[:room]})
         parts = []
         for shard in new[:room]:
             wish, replicas = self._wishes[shard.incarnation], places[shard]
@@ -583,8 +599,30 @@ class ControllerCore:
                 min=wish.min,
                 durability=wish.durability,
             )
+            self._placing[shard] = replicas
             parts.append((shard, transactions.place(view, shard, record, _deleted_key(view.keys, shard))))
         return parts
+
+    def _places_of(self, incarnations: Set[str]) -> dict[ShardId, tuple[str, ...]]:
+        """Where the shards of these streams are to be that are nowhere yet."""
+        shards = self.view.shards
+        self._placing = {
+            shard: replicas
+            for shard, replicas in self._placing.items()
+            if shard in self._busy and shard not in shards
+        }
+        current = {shard: record.target or record.replicas for shard, record in shards.items()}
+        wishes = [self._wishes[incarnation] for incarnation in sorted(incarnations)]
+        groups: set[str] = set()
+        while more := {group for wish in wishes for group in wish.groups} - groups:
+            groups |= more
+            wishes = [
+                wish
+                for wish in self._wishes.values()
+                if wish.incarnation in incarnations or not groups.isdisjoint(wish.groups)
+            ]
+        wanted = [_placed_wish(wish) for wish in wishes if wish.incarnation not in self._deleted]
+        return place(self._sites_now(), wanted, current | self._placing)
 
     def _moves(self, taken: set[ShardId]) -> list[tuple[ShardId, Transaction]]:
         """Targets for shards on drained brokers, with too few copies, or that a rebalancing moves."""
@@ -634,9 +672,7 @@ class ControllerCore:
         if self._planning is None:
             self._sites = self._sites_now()
             wishes = [
-                Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups)
-                for wish in self._wishes.values()
-                if wish.incarnation not in self._deleted
+                _placed_wish(wish) for wish in self._wishes.values() if wish.incarnation not in self._deleted
             ]
             current = {shard: record.target or record.replicas for shard, record in self.view.shards.items()}
             self._planning = Planning(self._sites, wishes, current)
@@ -692,6 +728,8 @@ class ControllerCore:
             self._unplaced.discard(shard)
         elif wish is not None and shard.incarnation not in self._deleted and shard.number < wish.shards:
             self._unplaced.add(shard)
+        else:
+            self._unplaced.discard(shard)
         if self._planning is not None:
             place = () if record is None else record.target or record.replicas
             planned = None if self._planned is None else self._planned.get(shard, ())
@@ -729,6 +767,10 @@ class ControllerCore:
             self._alarms[subject] = sentence
         if not sentence:
             self._alarms.pop(subject, None)
+
+
+def _placed_wish(wish: StreamWish) -> Wish:
+    return Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups)
 
 
 def _named(record: ShardRecord) -> tuple[str, ...]:

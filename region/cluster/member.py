@@ -72,7 +72,9 @@ class ClusterMember:
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog: Callable[[], Catalogued] | None = None
         self._wanting: asyncio.TimerHandle | None = None
-        self._want_pause_s = 0.0
+        self._want_not_before = 0.0
+        self._wishes: dict[str, tuple[Stream, tuple[str, ...], StreamWish]] = {}
+        """what was wanted of each stream, and what it was made of: most streams are as they were"""
 
     @classmethod
     async def open(
@@ -174,15 +176,22 @@ class ClusterMember:
     def catalog_changed(self) -> None:
         """Streams came, went or changed. Soon looked at: each look is at all of them, so many changes share one."""
         if self._wanting is None:
-            self._wanting = asyncio.get_running_loop().call_later(self._want_pause_s, self._want)
+            loop = asyncio.get_running_loop()
+            self._wanting = loop.call_at(max(loop.time(), self._want_not_before), self._want)
 
     def _want(self) -> None:
         loop = asyncio.get_running_loop()
         began, self._wanting = loop.time(), None
         assert self._catalog is not None
         streams, deleted, groups = self._catalog()
-        self._controller.want([_wish(stream, groups.get(stream.name, ())) for stream in streams], deleted)
-        self._want_pause_s = WANT_PAUSES * (loop.time() - began)
+        before, self._wishes = self._wishes, {}
+        for stream in streams:
+            of, held = groups.get(stream.name, ()), before.get(stream.incarnation)
+            is_same = held is not None and held[0] is stream and held[1] == of
+            self._wishes[stream.incarnation] = held if held and is_same else (stream, of, _wish(stream, of))
+        self._controller.want([wish for _, _, wish in self._wishes.values()], deleted)
+        ended = loop.time()
+        self._want_not_before = ended + WANT_PAUSES * (ended - began)
 
     async def announce(self) -> None:
         """Be alive: the broker listens, and may be elected from now on. Raises what the store raises."""

@@ -8,7 +8,8 @@ Rules, the first before the later ones:
    share of one broker: where N brokers are balanced and one more joins, at most 1/(N+1) of the copies move;
 5. each broker is to lead as many shards as the others.
 
-A plan of thousands of shards takes longer than an event loop can wait: `Planning` makes it by slices, `plan` at once.
+A plan of thousands of shards takes longer than an event loop can wait: `Planning` makes it by slices, `plan` at once. New streams need
+none: `place` looks at the loads of all brokers and at the new shards alone, and moves nothing.
 
 A stream is placed `together`, all of its shards on the same brokers and with one leader, or `spread`, each by itself. Streams that
 share a group are placed as one, if they are placed together; those that already have different places keep them. Pure and
@@ -88,13 +89,12 @@ class Planning:
         return self._places
 
     def _make(self, sites: Sequence[Site], wishes: Sequence[Wish]) -> Iterator[int]:
-        usable = {site.broker: site for site in sorted(sites, key=lambda site: site.broker) if not site.drain}
+        usable = _usable(sites)
         units: list[_Unit] = []
         for wish in sorted(wishes, key=lambda wish: wish.incarnation):
             units += _units(wish, self.current)
             yield wish.shards
-        for level in range(max(len(unit.groups) for unit in units) if units else 0):
-            units = _joined(units, level)
+        units = _grouped(units)
         if not usable:
             self._places = {shard: () for unit in units for shard in unit.shards}
             return
@@ -108,6 +108,40 @@ def plan(sites: Iterable[Site], wishes: Iterable[Wish], current: Places) -> dict
     places = Planning(sites, wishes, current).advance(math.inf)
     assert places is not None
     return places
+
+
+def place(sites: Iterable[Site], wishes: Iterable[Wish], current: Places) -> dict[ShardId, tuple[str, ...]]:
+    """Replicas for those shards of `wishes` that have none in `current`, by rules 1 to 3, on the brokers that have and lead the fewest.
+    `wishes` hold every stream that shares a group with a new one, `current` the places of all shards. Empty where no broker can have any."""
+    usable = _usable(sites)
+    made = _Plan(usable, ())
+    leads: Counter[str] = Counter()
+    for replicas, count in Counter(current.values()).items():
+        for broker in replicas:
+            if broker in usable:
+                made.load[broker] += count
+        if replicas:
+            leads[replicas[0]] += count
+    places: dict[ShardId, tuple[str, ...]] = {}
+    ordered = sorted(wishes, key=lambda wish: wish.incarnation)
+    for unit in _grouped([unit for wish in ordered for unit in _units(wish, current)]):
+        new = [shard for shard in unit.shards if not current.get(shard)]
+        if not new:
+            continue
+        unit.replicas = [broker for broker in dict.fromkeys(unit.replicas) if broker in usable]
+        made.place(unit, leads)
+        places |= dict.fromkeys(new, tuple(unit.replicas))
+    return places
+
+
+def _usable(sites: Iterable[Site]) -> dict[str, Site]:
+    return {site.broker: site for site in sorted(sites, key=lambda site: site.broker) if not site.drain}
+
+
+def _grouped(units: list[_Unit]) -> list[_Unit]:
+    for level in range(max((len(unit.groups) for unit in units), default=0)):
+        units = _joined(units, level)
+    return units
 
 
 def _units(wish: Wish, current: Places) -> Iterator[_Unit]:
@@ -169,6 +203,15 @@ class _Plan:
             yield self._spread(unit)
         yield from self._balance()
         yield from self._choose_leaders()
+
+    def place(self, unit: _Unit, leads: Counter[str]) -> None:
+        """As many copies as are wanted; of a unit that has none yet, the one on the broker that leads the fewest leads."""
+        is_new = not unit.replicas
+        self._resize(unit)
+        if is_new and unit.replicas:
+            self._spread(unit)
+            unit.replicas.sort(key=lambda broker: (leads[broker], _affinity(unit, broker)))
+            leads[unit.replicas[0]] += unit.weight
 
     def _resize(self, unit: _Unit) -> int:
         """As many copies as are wanted and brokers can have."""

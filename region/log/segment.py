@@ -40,6 +40,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import xxhash
@@ -347,8 +348,9 @@ def segment_name(base_offset: int, generation: int = 0) -> str:
     return f"{base_offset:020d}{marked}{SEGMENT_SUFFIX}"
 
 
+@lru_cache(maxsize=1024)
 def parse_segment_name(name: str) -> tuple[int, int] | None:
-    """Base offset and generation, or None where it is no segment's name."""
+    """Base offset and generation, or None where it is no segment's name. Kept for a while: the first segments of most logs have one name."""
     offset, _, generation = name.removesuffix(SEGMENT_SUFFIX).partition(".")
     if not offset.isdecimal() or not (not generation or generation.isdecimal()):
         return None

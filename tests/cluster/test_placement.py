@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from region.cluster.placement import Planning, Site, Wish, plan
+from region.cluster.placement import Planning, Site, Wish, place, plan
 from region.cluster.records import ShardId
 
 
@@ -194,3 +194,39 @@ def test_a_stream_stands_where_its_first_group_does_whatever_its_second_says() -
     assert places[ShardId(one_dead, 0)] == ("b2",)
     assert places[ShardId(common, 0)] in {("b0",), ("b2",)}
     assert places[ShardId(one, 0)] == ("b2",) and places[ShardId(other, 0)] == ("b0",)
+
+
+@settings(max_examples=30, deadline=None)
+@given(regions(), WISHES, WISHES)
+def test_new_streams_are_placed_by_the_same_rules_and_move_nothing(sites, old, new) -> None:  # type: ignore[no-untyped-def]
+    before = plan(sites, old, {})
+    wishes = [Wish(f"{100 + n:032x}", each.shards, each.replicas, each.spread) for n, each in enumerate(new)]
+    places = place(sites, wishes, before)
+    assert place(sites[::-1], wishes[::-1], before) == places, "whatever the order"
+    assert not places.keys() & before.keys()
+    hosts = {site.host for site in sites}
+    for each in wishes:
+        found = {places[ShardId(each.incarnation, number)] for number in range(each.shards)}
+        assert each.spread or len(found) == 1, "together"
+        for replicas in found:
+            assert len(set(replicas)) == len(replicas) == min(each.replicas, len(sites))
+            used = {site.host for site in sites if site.broker in replicas}
+            assert len(used) == min(len(replicas), len(hosts))
+
+
+def test_streams_that_come_one_by_one_give_each_broker_its_share_of_copies_and_leaders() -> None:
+    sites, places = [*alone(5), Site("gone", "h9", alive=False), Site("drained", "h8", drain=True)], {}
+    for number in range(40):
+        places |= place(sites, [wish(1, 3, stream=number)], places)
+    assert {*copies(places).values()} == {24} and {*leads(places).values()} <= {7, 8, 9}
+    assert not {"gone", "drained"} & copies(places).keys()
+
+
+def test_a_new_stream_of_a_group_gets_the_place_of_the_one_that_has_one() -> None:
+    placed, joins = Wish("1" * 32, 2, 2, groups=("a", "b")), Wish("2" * 32, 1, 2, groups=("b", "c"))
+    before = {ShardId(placed.incarnation, number): ("b2", "b0") for number in range(2)}
+    [found] = place(alone(3), [joins, placed], before).values()
+    assert found != ("b2", "b0") and "b1" in found, "neither of its groups is the other's in that place"
+    found = place(alone(3), [Wish(joins.incarnation, 1, 2, groups=("c", "b")), placed], before)
+    assert found == {ShardId(joins.incarnation, 0): ("b2", "b0")}
+    assert place([Site("b0", "h0", drain=True)], [joins], {}) == {ShardId(joins.incarnation, 0): ()}
