@@ -3,8 +3,9 @@
 A region may sign its half again and ask for more than before. As with a word that stops (audit.words), what was on its way when the
 new half came may still be written down behind its leaf: there the one before lets it cross as well.
 
-Invariant: what is held is bounded. A broker takes a half of another region eight times and then once an hour, an agent lists a region's
-documents once a second: both sign again less often than REPLACED_MAX within a minute. Callers: audit.agreement.
+Invariant: what is held is bounded, by number alone: what a crash left without its leaf may get it behind any number of minutes. A broker
+takes a half of another region eight times and then once an hour, an agent lists a region's documents once a second: both sign again
+less often than REPLACED_MAX within a minute. Callers: audit.agreement.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from policy.grant import ExportGrant, ImportGrant, half_rank
 
 REPLACED_MAX: Final = 64
 """Halves of one grant and region whose place another took. Of more, those first replaced are forgotten."""
-REPLACED_MS: Final = 60_000
-"""How long, by the times of leaves, one is held: much longer than something is on its way."""
 
 H = TypeVar("H", bound=ExportGrant | ImportGrant)
 
@@ -53,8 +52,7 @@ class Halves(Generic[H]):
 
     def take(self, half: Half[H], time_ms: int) -> None:
         """Take a half that is newer, and whose leaf has this time (ms)."""
-        recent = [each for each in self._replaced if each[0] > time_ms - REPLACED_MS]
-        self._replaced = [*recent, (time_ms, self.newest)][-REPLACED_MAX:]
+        self._replaced = [*self._replaced, (time_ms, self.newest)][-REPLACED_MAX:]
         self.newest = half
 
     def counting(self, until_ms: int) -> Iterator[Half[H]]:

@@ -1,6 +1,6 @@
 """Landings: what comes in over bridges and is between its append and its answer, by link shard.
 
-Ingest streams begin and end their ranges here; whoever ends a grant waits here until nothing taken under it is on its way.
+Ingest streams begin and end their ranges here; whoever ends a grant, or stops it, waits here until nothing taken before is on its way.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Landing:
     It outlives its stream until the last of these ranges has been answered, or cannot be any more.
     """
 
-    __slots__ = ("_forget", "_under_way", "grant_id", "settled", "stream")
+    __slots__ = ("_forget", "_passing", "_under_way", "grant_id", "settled", "stream")
 
     def __init__(self, forget: Callable[[], object]) -> None:
         self.stream: Replaceable | None = None
@@ -36,6 +36,8 @@ class Landing:
         self.settled.set()
         self._forget = forget
         self._under_way: set[int] = set()
+        self._passing: dict[frozenset[int], list[asyncio.Event]] = {}
+        """by the ranges that are still on their way, of those that were when somebody began to wait"""
 
     def begin(self, source_base: int) -> None:
         """A range begins its way. Raises ProtocolError(STATE) where it is on its way already."""
@@ -52,9 +54,25 @@ class Landing:
         if source_base not in self._under_way:
             return
         self._under_way.discard(source_base)
+        passing, self._passing = self._passing, {}
+        for ranges, events in passing.items():
+            if left := ranges - {source_base}:
+                self._passing.setdefault(left, []).extend(events)
+            else:
+                for event in events:
+                    event.set()
         if not self._under_way:
             self.settled.set()
             self._tidy()
+
+    async def passed(self) -> None:
+        """Wait until what is on its way now was answered, or cannot be any more; what begins meanwhile is not waited for."""
+        if self._under_way:
+            # All who wait for the same ranges share one event: there may be as many as there are documents.
+            events = self._passing.setdefault(frozenset(self._under_way), [])
+            if not events:
+                events.append(asyncio.Event())
+            await events[0].wait()
 
     def leave(self, stream: Replaceable) -> None:
         """The stream is over."""
@@ -103,17 +121,17 @@ class Landings:
             before.replaced()
         return landing
 
-    async def drained(self, grant_id: str, leads_to: Callable[[StreamName], bool]) -> None:
-        """Wait until nothing that was taken under this grant is on its way to the disk or the log any more.
+    async def drained(self, concerns: Callable[[str], bool], leads_to: Callable[[StreamName], bool]) -> None:
+        """Wait until nothing that was taken before is on its way to the disk or the log any more.
 
-        The caller has seen to it that nothing new is taken. Each range ends: answered, or lost with its stream; at a start, what
-        a crash left of it in the streams has its leaves first. `leads_to`: whether records under the grant arrive in a stream; one
-        that could not be opened yet is waited for.
+        Each range ends: answered, or lost with its stream; at a start, what a crash left of it in the streams has its leaves first.
+        `concerns`: whether what was taken under a grant is waited for. `leads_to`: whether such records arrive in a stream; one that
+        could not be opened yet is waited for.
         """
         await self._streams_open.wait()
         for name, opened in list(self._unopened.items()):
             if leads_to(name):
                 await opened.wait()
         for landing in list(self._landings.values()):
-            if landing.grant_id == grant_id:
-                await landing.settled.wait()
+            if concerns(landing.grant_id):
+                await landing.passed()

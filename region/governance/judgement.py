@@ -12,10 +12,9 @@ from typing import Final
 
 from audit.trail import Trail
 from policy.approval import Document
-from policy.grant import DOCUMENTS_MAX, GrantBook, GrantError
+from policy.grant import DOCUMENTS_MAX, GrantBook
 from policy.residency import ResidencyPolicy
 from policy.signed import SignedDocument
-from policy.terms import GrantTerms
 from region.broker import Broker
 from region.document_log import DocumentLog
 from region.document_watch import DocumentWatch
@@ -59,7 +58,7 @@ class Judgement:
         self.held = held
         self.watch = watch
         self.leaves = DocumentLeaves(
-            broker, regions.own, trail, logged, policies, self._terms_of, drain, self._leaf_written
+            broker, regions.own, trail, logged, policies, lambda: self.book, drain, self._leaf_written
         )
         self.book = GrantBook()
         self._broker = broker
@@ -131,6 +130,9 @@ class Judgement:
 
     async def take_in(self, document: Document, revision: int) -> None:
         """A document that the store has since `revision` gets its leaf; returns once this broker judges by it."""
+        if counts_at_once(document):
+            # In force before its leaf: behind that nothing is taken any more.
+            await self.follow_to(revision)
         await self.leaves.log_stored(document)
         await self.follow_to(revision)
         self.recheck(document)
@@ -163,13 +165,6 @@ class Judgement:
                 self.reload()
             finally:
                 self._broker.recheck_sessions()
-
-    def _terms_of(self, grant: str) -> GrantTerms | None:
-        try:
-            export = self.book.get(grant, self._broker.clock_ms()).export
-        except GrantError:
-            return None
-        return None if export is None else export.terms
 
     async def close(self) -> None:
         """Judge no more; leaves that are being written are given up, and the next start writes them."""

@@ -1,6 +1,7 @@
 """Leaves of the documents that a region holds: each gets one in the audit log, by whoever put it there or by itself.
 
-Invariants: a document whose leaf could not be written is tried again until it stands; a revocation's leaf comes behind what was on its way.
+Invariants: a document whose leaf could not be written is tried again until it stands; the leaf of what stops crossings comes behind those
+of what was taken before: of a revocation, a pause, a deny entry, and of a half that takes another's place.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ from audit.trail import Trail
 from felix.errors import FelixError
 from felix.names import NamePattern, SpiffeId, StreamName
 from keys.bundle import RegionBundle
-from policy.approval import Document
-from policy.signed import Purpose, SignedDocument
+from policy.approval import Approval, Document
+from policy.grant import DenyEntry, ExportGrant, GrantBook, GrantError, ImportGrant
+from policy.signed import Purpose, SignedDocument, decode_body
 from policy.terms import GrantTerms
 from region.broker import Broker
 from region.document_log import DocumentLog
 from region.governance.policy_in_force import PolicyInForce
 from region.held_document import digest_of, grant_of, is_revocation
+from region.trust_store import forbids
 
 log = logging.getLogger("felix.region.governance")
 
 DRAIN_MS: Final = 10_000
-"""How long a revocation's caller waits for transfers in flight under the grant. The revocation's leaf follows them, however long
-they take.
-"""
+"""How long the caller who puts what stops a grant waits for transfers in flight under it. The leaf follows them, however long they take."""
 LOG_AGAIN_S: Final = 1.0
 """How soon the leaf of a document is tried again that the audit log did not take."""
 
-Drain = Callable[[str, Callable[[StreamName], bool]], Awaitable[None]]
-"""Returns once nothing that was taken under the grant is on its way any more."""
+Drain = Callable[[Callable[[str], bool], Callable[[StreamName], bool]], Awaitable[None]]
+"""Returns once nothing that was taken before, under the grants and into the streams that are asked for, is on its way any more."""
 
 
 class DocumentLeaves:
@@ -46,19 +47,18 @@ class DocumentLeaves:
         trail: Trail,
         logged: DocumentLog,
         policies: PolicyInForce,
-        terms: Callable[[str], GrantTerms | None],
+        book: Callable[[], GrantBook],
         drain: Drain,
         written: Callable[[Document], None],
     ) -> None:
-        """`own`: the broker's region. `terms`: those of a grant, as they are known now. `drain` waits until nothing
-        that was taken under a grant is on its way. `written` is told of each leaf that `log_soon` wrote."""
+        """`own`: the broker's region. `book`: what counts now. `drain` waits until nothing that was taken before is on its way. `written` is told of each leaf that `log_soon` wrote."""
         self._broker = broker
         self._identity = SpiffeId(own.region, own.mesh, "broker", broker.broker_id)
         """who puts what came by nobody's request"""
         self._trail = trail
         self._logged = logged
         self._policies = policies
-        self._terms = terms
+        self._book = book
         self._drain = drain
         self._written = written
         self._actors: dict[bytes, SpiffeId] = {}
@@ -74,7 +74,14 @@ class DocumentLeaves:
         self._actors.pop(digest_of(document), None)
 
     async def log_stored(self, document: Document) -> None:
-        """The leaf of a document that the store has; where the log does not take it, it is tried again, and so at the next start."""
+        """The leaf of a document that the store has; where the log does not take it, it is tried again, and so at the next start. Where what
+        was taken before is on its way for longer than DRAIN_MS, the leaf follows by itself."""
+        try:
+            async with asyncio.timeout(DRAIN_MS / 1000):
+                await self._let_pass(document)
+        except TimeoutError:
+            self.log_soon(document)
+            return
         try:
             await self.log(document)
         except (FelixError, OSError):
@@ -110,26 +117,59 @@ class DocumentLeaves:
         if digest in self._logged:
             self._actors.pop(digest, None)
             return
-        now = self._broker.clock_ms()
-        drain_until = 0
-        grant = grant_of(document)
-        if isinstance(document, SignedDocument) and is_revocation(document):
-            drain_until = now + DRAIN_MS
-            await self._drain(grant, lambda arriving: self._arrives(grant, arriving))
+        is_revoked = isinstance(document, SignedDocument) and is_revocation(document)
+        revoked_ms = self._broker.clock_ms()
+        await self._let_pass(document)
         actor = self._actors.get(digest) or self._identity
         leaf = signed_leaf(
             document,
             own_region=self._identity.region,
-            time_ms=now,
+            # A revocation says since when it is in force.
+            time_ms=revoked_ms if is_revoked else self._broker.clock_ms(),
             actor=str(actor),
-            terms=self._terms(grant),
+            terms=self._terms(grant_of(document)),
             policy=self._policies.open(document)
             if isinstance(document, SignedDocument) and document.purpose is Purpose.POLICY
             else None,
-            drain_until_ms=drain_until,
+            drain_until_ms=revoked_ms + DRAIN_MS if is_revoked else 0,
         )
         await self._logged.append(document.encode_file(), leaf)
         self._actors.pop(digest, None)
+
+    async def _let_pass(self, document: Document) -> None:
+        """Wait for what the document stops and was taken before: behind its leaf it would be held against it. The times of the leaves do
+        not tell: a clock may have been set right between the two."""
+        if isinstance(document, Approval) or document.purpose is Purpose.POLICY:
+            return
+        if document.purpose is Purpose.DENY:
+            entry = decode_body(document, DenyEntry, Purpose.DENY)
+            if not entry.lifted:
+                await self._drain(lambda grant: True, lambda arriving: self._denies(entry, arriving))
+            return
+        stopped = grant_of(document) if forbids(document) else self._replaced_by(document)
+        if stopped:
+            await self._drain(
+                lambda grant: grant == stopped, lambda arriving: self._arrives(stopped, arriving)
+            )
+
+    def _replaced_by(self, document: SignedDocument) -> str:
+        """The grant of which this half takes another's place; empty where it does not."""
+        if document.purpose is Purpose.EXPORT:
+            grant = decode_body(document, ExportGrant, Purpose.EXPORT).grant
+        elif document.purpose is Purpose.IMPORT:
+            grant = decode_body(document, ImportGrant, Purpose.IMPORT).grant
+        else:
+            return ""
+        try:
+            view = self._book().get(grant, self._broker.clock_ms())
+        except GrantError:
+            return ""
+        before = view.export if document.purpose is Purpose.EXPORT else view.accepted
+        return "" if before is None else grant
+
+    def _terms(self, grant: str) -> GrantTerms | None:
+        half = self._book().half(grant)
+        return half.terms if isinstance(half, ExportGrant) else None
 
     def _arrives(self, grant: str, arriving: StreamName) -> bool:
         """Whether records under the grant may arrive in this stream here."""
@@ -137,6 +177,20 @@ class DocumentLeaves:
         if terms is None:
             return False
         return NamePattern(terms.stream if terms.wildcard else terms.destination_stream).matches(arriving)
+
+    def _denies(self, entry: DenyEntry, arriving: StreamName) -> bool:
+        """Whether what arrives in this stream here may be what the entry names, there or here."""
+        denied = NamePattern(entry.streams)
+        if denied.matches(arriving):
+            return True
+        terms = (self._terms(grant) for grant in self._book().grants())
+        return any(
+            each is not None
+            and each.destination_stream == str(arriving)
+            and not each.wildcard
+            and denied.matches(StreamName.parse(each.stream))
+            for each in terms
+        )
 
     async def close(self) -> None:
         """Leaves that are being written are given up; the next start writes them."""
