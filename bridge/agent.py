@@ -36,7 +36,7 @@ from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
 from bridge.history import require_continued
 from bridge.link import LinkPhase
-from bridge.link_worker import LinkContext, LinkStats, LinkWorker
+from bridge.link_worker import LinkContext, LinkStats, LinkWorker, may_run
 from bridge.plan import PlannedLink, Verdict, plan_links
 from bridge.region_log import check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
@@ -57,7 +57,7 @@ from felix.messages import (
     WitnessedSize,
 )
 from felix.names import NamePattern, SpiffeId, StreamName, trust_domain
-from felix.page import pages
+from felix.page import in_frames, pages
 from felix.peer import TrustBundle
 from felix.periodic import every
 from felix.profile import Profile
@@ -237,7 +237,8 @@ class Agent:
         self._document_sync = DocumentSync(
             self._clock_ms, self._egress_documents.is_logged, self._documents_brought
         )
-        self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None]]] = {}
+        self._workers: dict[tuple[str, str, int], tuple[LinkWorker, asyncio.Task[None] | None]] = {}
+        """with a task once they were to run: most rows of a pattern's streams, and of grants that ended, never are"""
         self._tasks: list[asyncio.Task[None]] = []
         self._soon = asyncio.Event()
         self._egress_documents.is_newer = self._soon.is_set
@@ -323,7 +324,7 @@ class Agent:
         await self._document_sync.close()
         for worker, _ in self._workers.values():
             worker.leave()
-        running = [task for _, task in self._workers.values()]
+        running = [task for _, task in self._workers.values() if task is not None]
         if running:
             await asyncio.wait(running, timeout=CLOSE_S)
         await end_tasks(*running)
@@ -632,20 +633,26 @@ class Agent:
             if key not in wanted:
                 # Its stream or its grant is not there any more.
                 worker.leave()
-            if worker.is_leaving and task.done():
+            if worker.is_leaving and (task is None or task.done()):
                 del self._workers[key]
         for key, row in wanted.items():
             held = self._workers.get(key)
             if held is None:
-                worker = LinkWorker(self.context, self._endpoints.get(row.destination_region), row)
-                task = asyncio.get_running_loop().create_task(worker.run(), name=f"link-{key[0]}-{key[2]}")
-                self._workers[key] = (worker, task)
+                worker, running = (
+                    LinkWorker(self.context, self._endpoints.get(row.destination_region), row),
+                    None,
+                )
             elif held[0].is_leaving:
                 # Back again while it ends: a new one takes over in the next round.
                 continue
             else:
-                worker = held[0]
+                worker, running = held
                 worker.take_plan(row)
+            if running is None and may_run(row):
+                running = asyncio.get_running_loop().create_task(worker.run(), name=f"link-{key[0]}-{key[2]}")
+            elif running is None:
+                worker.rest()
+            self._workers[key] = (worker, running)
             state = streams.get(row.stream)
             if state is not None and 0 <= row.shard < len(state.state):
                 worker.take_shard(state, state.state[row.shard])
@@ -654,9 +661,11 @@ class Agent:
 
     async def _report(self) -> None:
         try:
-            links = self.links()
-            if links and self.context.source.is_up:
-                await self.context.source.connection().request(ReportLinks(links))
+            # Part by part: a pattern may name a thousand streams. Links that were to run before those that never were.
+            workers = sorted(self._workers.items(), key=lambda each: (each[1][1] is None, each[0]))
+            for part in in_frames(worker.report() for _, (worker, _) in workers):
+                if self.context.source.is_up:
+                    await self.context.source.connection().request(ReportLinks(part))
         except FelixError as error:
             self._say("report", error)
 

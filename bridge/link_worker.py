@@ -123,6 +123,11 @@ EVENT_OF: Final = {
 """What a planned link that is not to run is told; every other verdict holds it."""
 
 
+def may_run(row: PlannedLink) -> bool:
+    """Whether the plan says that the link runs, and of which shard."""
+    return row.verdict is Verdict.RUN and row.shard >= 0 and row.export is not None
+
+
 @dataclass(slots=True)
 class LinkContext:
     """What all links of an agent share. `trail` is None until the egress log is open."""
@@ -207,7 +212,7 @@ class LinkStats:
 
 
 class LinkWorker:
-    """One link. `run` it as a task; `take_plan` tells it what the plan says now."""
+    """One link. `run` it as a task once it may run; `take_plan` tells it what the plan says now."""
 
     def __init__(self, context: LinkContext, endpoint: RegionEndpoint | None, row: PlannedLink) -> None:
         self._context = context
@@ -358,6 +363,11 @@ class LinkWorker:
             "crosses under a better grant with felix bridge resend."
         )
 
+    def rest(self) -> None:
+        """The plan says that the link does not run, and why."""
+        row = self.row
+        self._step(EVENT_OF.get(row.verdict, LinkEvent.HOLD), row.reason, row.code)
+
     # -- the actor -------------------------------------------------------------------------------------
 
     async def run(self) -> None:
@@ -365,8 +375,8 @@ class LinkWorker:
         while not self._leaving:
             self._planned.clear()
             row = self.row
-            if row.verdict is not Verdict.RUN or row.shard < 0 or row.export is None:
-                self._step(EVENT_OF.get(row.verdict, LinkEvent.HOLD), row.reason, row.code)
+            if not may_run(row):
+                self.rest()
                 await self._planned.wait()
                 continue
             self._step(LinkEvent.ALLOW, "Opening.")

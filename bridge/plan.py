@@ -4,7 +4,8 @@ The agent judges by itself, with the book that the brokers have (policy.grant) a
 policies; the brokers judge again, with them, on every read and every envelope. So the plan may be late by a second, and nothing crosses for it.
 
 Invariants: a link runs only where the book allows it: both halves hold, name this bridge and the same terms, both sides have
-approved it, and nobody denies, pauses or revokes; every grant of this bridge has at least one row, with the reason where it does not run;
+approved it, and nobody denies, pauses or revokes; every grant of this bridge whose export is there has at least one row, with the reason
+where it does not run;
 each grant is planned by itself, so that what one region signs about one of them keeps no other from being planned.
 """
 
@@ -34,6 +35,8 @@ from policy.truncation import Accepted
 
 LINKS_MAX: Final = 60
 """Links of one agent: each takes one subscription and one ingest stream of its sessions, which have 64 and 96."""
+UNFOUNDED_MAX: Final = 100
+"""Rows of acceptances of an export that is not there: any region may sign as many as it likes, of grants that nobody made."""
 ERROR_CHARS_MAX: Final = 200
 """Of an error that nobody foresaw, in a row's reason."""
 
@@ -78,10 +81,13 @@ def plan_links(
     """The table, by grant, stream and shard. `streams`: those of the source that may be seen, by name."""
     rows: list[PlannedLink] = []
     known = frozenset(destinations)
+    unfounded = 0
     for grant in book.grants():
         half = book.half(grant)
         if isinstance(half, ImportGrant) and half.bridge == str(bridge):
-            rows.append(_export_missing(half))
+            unfounded += 1
+            if unfounded <= UNFOUNDED_MAX:
+                rows.append(_export_missing(half))
         elif isinstance(half, ExportGrant) and half.terms.bridge == str(bridge):
             try:
                 rows += _rows(book.get(grant, now_ms), half, book, bridge, streams, known, now_ms)

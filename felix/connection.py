@@ -56,6 +56,7 @@ from felix.messages import (
     Welcome,
     decode_answer,
     encode_message,
+    encode_request,
 )
 from felix.names import StreamName
 from felix.profile import Credentials, Profile, load_credentials
@@ -492,7 +493,7 @@ class Link:
         """One request and its answer, on the control stream or as the first frame of `stream_id`.
 
         Raises what the broker refused it with, or the error that ended the link; ProtocolError where the answer is to
-        another request.
+        another request; RequestError(FRAME_TOO_LARGE) where it is larger than a broker takes, which would end the session.
         """
         if self._asks is None or self.over.done():
             raise self._gone()
@@ -502,7 +503,12 @@ class Link:
             raise self._gone()
         ask = _Ask(self, self._loop.create_future())
         correlation = self.register(ask)
-        frame = encode_message(FrameType.REQUEST, request, correlation)
+        try:
+            frame = encode_request(request, correlation)
+        except RequestError:
+            del self._pending[correlation]
+            self.release_ask()
+            raise
         if isinstance(request, Subscribe):
             self._subscribing_bytes += request.credit_bytes
         try:

@@ -11,8 +11,16 @@ from typing import Annotated, Any, Final, Generic, TypeVar, Union, get_args
 
 import msgspec
 
-from felix.errors import Code, FelixError, NotLeaderError, OffsetMismatchError, ProtocolError, error_for
-from felix.frames import FrameType, encode_frame
+from felix.errors import (
+    Code,
+    FelixError,
+    NotLeaderError,
+    OffsetMismatchError,
+    ProtocolError,
+    RequestError,
+    error_for,
+)
+from felix.frames import CONTROL_BYTES_MAX, FrameType, encode_frame
 from felix.quota import QuotaLimits
 from felix.settings import (
     NO_VIEWS,
@@ -1046,6 +1054,18 @@ T = TypeVar("T")
 def encode_message(type_: FrameType, message: Message, correlation: int = 0) -> bytes:
     """A whole control frame."""
     return encode_frame(type_, _encoder.encode(message), correlation)
+
+
+def encode_request(request: Message, correlation: int) -> bytes:
+    """A request's whole frame. Raises RequestError(FRAME_TOO_LARGE): a broker would end the session for it."""
+    body = _encoder.encode(request)
+    if len(body) > CONTROL_BYTES_MAX:
+        raise RequestError(
+            f"A {type(request).__name__} of {len(body)} bytes is larger than a request may be: {CONTROL_BYTES_MAX} bytes.",
+            code=Code.FRAME_TOO_LARGE,
+            hint="Ask for less at once.",
+        )
+    return encode_frame(FrameType.REQUEST, body, correlation)
 
 
 def _decode(decoder: Any, body: memoryview, what: str) -> Any:

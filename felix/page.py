@@ -1,4 +1,4 @@
-"""Paging: a listing page after page, each beginning behind the last entry of the one before.
+"""Paging: a listing page after page, each beginning behind the last entry of the one before; and a list sent part by part.
 
 The next page begins at a name and never at a number of entries, so that changes meanwhile neither hide an entry nor repeat one.
 A broker of the previous release gives no such name for some listings (`next` is empty): then the request has a number, as that
@@ -7,13 +7,19 @@ broker expects.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, Final, Protocol, TypeVar
 
 import msgspec
 
 from felix.errors import RequestError
+from felix.frames import CONTROL_BYTES_MAX
 from felix.messages import AnswerT, Request
+
+E = TypeVar("E")
+
+PART_BYTES_MAX: Final = CONTROL_BYTES_MAX - 4096
+"""Of the entries of one request: what its frame holds, less what stands around them."""
 
 
 class Asked(Protocol):
@@ -47,3 +53,20 @@ async def pages(
                 f"{type(request).__name__} was answered with a page that does not go on behind what was listed."
             )
         request = msgspec.structs.replace(request, after=following, **({"skip": seen} if by_number else {}))
+
+
+def in_frames(entries: Iterable[E]) -> Iterator[list[E]]:
+    """All entries in order, as many at a time as the frame of one request holds; of an entry that is larger by itself, none."""
+    part: list[E] = []
+    left = PART_BYTES_MAX
+    for entry in entries:
+        size = len(msgspec.msgpack.encode(entry))
+        if size > PART_BYTES_MAX:
+            continue
+        if size > left:
+            yield part
+            part, left = [], PART_BYTES_MAX
+        part.append(entry)
+        left -= size
+    if part:
+        yield part
