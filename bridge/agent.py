@@ -472,9 +472,9 @@ class Agent:
                 retry_after_ms=100,
             )
 
-    def _require_allowed(self, row: PlannedLink) -> None:
+    def _require_allowed(self, row: PlannedLink, now_ms: int) -> None:
         self._egress_documents.require_allowed(
-            StreamName.parse(row.stream), row.destination_region, row.grant
+            StreamName.parse(row.stream), row.destination_region, row.grant, now_ms
         )
 
     def _is_busy(self, grant: str) -> bool:

@@ -216,12 +216,13 @@ class EgressDocuments:
                 f"The documents of {grant} do not stand in the egress log yet.", retry_after_ms=500
             )
 
-    def require_allowed(self, stream: StreamName, destination: str, grant: str) -> None:
-        """Raises UnavailableError unless the source's policy, as it stands in the egress log, lets the stream cross now.
+    def require_allowed(self, stream: StreamName, destination: str, grant: str, now_ms: int) -> None:
+        """Raises UnavailableError unless halves, approvals and the source's policy, as they stand in the egress log, let the stream cross at
+        `now_ms`, the time of the leaf that would say so.
 
-        Asked once the source's broker has let the link read: it goes by the policy that it has, and by its own clock, while whoever
-        verifies the log goes by the leaves. A policy whose leaf is missing, or that begins within the difference of two clocks, is
-        waited for.
+        Asked once the source's broker has let the link read, and before each INTENT: the broker goes by the policy that it has, and by
+        its own clock, while whoever verifies the log goes by the leaves. A policy whose leaf is missing, or that begins within the
+        difference of two clocks, is waited for; so is this clock, where it was set back.
         """
         context = self._context
         logged = context.ledger.documents
@@ -231,7 +232,7 @@ class EgressDocuments:
         newest = max(policies, key=lambda policy: policy.revision, default=None)
         source = context.source.region
         attempt = Attempt(stream, source, destination, context.bridge)
-        found = None if newest is None else self._book.check(attempt, newest, context.clock_ms(), grant=grant)
+        found = None if newest is None else self._book.check(attempt, newest, now_ms, grant=grant)
         if not isinstance(found, Allowed):
             which = "none" if newest is None else f"revision {newest.revision}"
             why = "" if found is None else f" {found.sentence}"

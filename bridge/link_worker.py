@@ -141,7 +141,7 @@ class LinkContext:
     runtime: Runtime
     log_grant: Callable[[PlannedLink], Awaitable[None]]
     check_history: Callable[[RegionEndpoint], Awaitable[None]]
-    require_allowed: Callable[[PlannedLink], None]
+    require_allowed: Callable[[PlannedLink, int], None]
     tracing: CrossingTracing | None = None
     held: Callable[[], str] = lambda: ""
     """why nothing new may cross though the grants allow it: no quorum of witnesses"""
@@ -230,6 +230,8 @@ class LinkWorker:
         self._planned = asyncio.Event()
         self._leaving = False
         self._failed: FelixError | None = None
+        self._held_back: FelixError | None = None
+        """why no INTENT may be announced now, by what the egress log has and by this clock"""
         self._denials = Denials()
         self._ask_again = True
         self._high: dict[bytes, int] = {}
@@ -469,7 +471,7 @@ class LinkWorker:
         source, endpoint = context.source, self._endpoint
         source_link = source.link()
         endpoint.link()
-        self._failed = None
+        self._failed = self._held_back = None
         self.in_session = True
         try:
             await context.check_history(endpoint)
@@ -500,7 +502,7 @@ class LinkWorker:
                 raise UnavailableError(
                     f"{row.stream} was made anew while the link opened.", retry_after_ms=50
                 )
-            context.require_allowed(row)
+            context.require_allowed(row, context.clock_ms())
             self.stats.sessions += 1
             self.truncation, self.cut = "", None
             self._step(LinkEvent.OPENED, "")
@@ -814,6 +816,9 @@ class LinkWorker:
             if self._leaving or self.row.verdict is not Verdict.RUN or self._goes_back():
                 await self._drain()
                 raise _Left
+            if self._held_back is not None:
+                await self._drain()
+                raise self._held_back
             if context.clock_ms() >= terms.expires:
                 await self._drain()
                 raise RequestError(f"The grant {self.row.grant} has expired.", code=Code.GRANT_EXPIRED)
@@ -995,9 +1000,16 @@ class LinkWorker:
         return key
 
     def _may_announce(self, route: Route, now_ms: int) -> bool:
-        """Whether an INTENT of this time is one under a grant that holds."""
+        """Whether an INTENT of this time is one under a grant that holds, by all that its log has: a clock may have been set back, or a word
+        come, since the link was opened."""
         terms = route.terms
-        return self.row.verdict is Verdict.RUN and terms.not_before <= now_ms < terms.expires
+        if self.row.verdict is not Verdict.RUN or not terms.not_before <= now_ms < terms.expires:
+            return False
+        try:
+            self._context.require_allowed(self.row, now_ms)
+        except UnavailableError as error:
+            self._held_back = error
+        return self._held_back is None
 
     def _announce(
         self, sealed: SealedRange, entries: bytes, way: OnTheWay, route: Route, now_ms: int
