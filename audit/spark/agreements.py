@@ -241,6 +241,10 @@ def _place(origin: str, index: int, header: Header) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_ENVELOPE: Final = "source_region, destination_region, bridge, stream, destination_stream, shard, incarnation, grant_id, terms_hash, envelope_sha256"
+"""What an INTENT and its answers have in common: a log speaks for its own region alone, so no third region's leaf meets another pair's."""
+
+
 def _first_crossings(
     leaves: DataFrame, since_ms: int | None, until_ms: int | None
 ) -> dict[str, dict[str, FirstCrossing]]:
@@ -250,7 +254,7 @@ def _first_crossings(
     within = f"time_ms >= {since_ms or 0} AND time_ms < {NEVER - 1 if until_ms is None else until_ms}"
     # Of all times a receipt's INTENT is among them, and nothing is to be put together.
     is_whole = since_ms is None and until_ms is None
-    answered = f"max(kind = 'ACK' AND {within}) OVER (PARTITION BY grant_id, terms_hash, envelope_sha256)"
+    answered = f"max(kind = 'ACK' AND {within}) OVER (PARTITION BY {_ENVELOPE})"
     found: dict[str, dict[str, FirstCrossing]] = defaultdict(dict)
     rows = leaves.sparkSession.sql(
         f"""

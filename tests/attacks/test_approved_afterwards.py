@@ -16,7 +16,7 @@ from signed_grants import approver, paper_leaf
 
 from audit.leaf import Kind, Leaf, Side
 from audit.proof import check_proof, prove
-from audit.spark.agreements import _NAMES, FirstCrossing, rows_of
+from audit.spark.agreements import _NAMES, FirstCrossing, _first_crossings, rows_of
 from audit.tile import MemoryFiles
 from audit.tile_disk import Folder
 from policy.approval import CLOCK_SKEW_MS, sign_approval
@@ -142,3 +142,34 @@ def test_a_report_names_them_where_records_leave_in_one_time_and_arrive_in_anoth
         for row in result.report.register.records():
             assert (set(row["approvers"]), row["accepted_by"]) == BEFORE, name
         tally("reports", 1)
+
+
+@pytest.mark.spark
+def test_no_leaf_of_a_third_region_changes_what_is_the_first_crossing(
+    spark: SparkSession, tally: Tally
+) -> None:
+    """It names the grant and an old envelope in a log of its own, within the time that is asked for."""
+    columns = (
+        "log string, version int, kind string, side string, leaf_index bigint, time_ms bigint, grant_id string, terms_hash string, "
+        "envelope_sha256 binary, source_region string, destination_region string, bridge string, stream string, "
+        "destination_stream string, shard int, incarnation binary"
+    )
+
+    def leaf(
+        log: str, kind: str, side: str, at: int, envelope: bytes, to: str = "eu-west"
+    ) -> tuple[Any, ...]:
+        link = ("us-east", to, "a bridge", DEPARTURES, DEPARTURES, 0, b"i")
+        return (log, 2, kind, side, at, at, S.grant, S.terms.hash().hex(), envelope, *link)
+
+    rows = [
+        leaf(EGRESS_ORIGIN, "GRANT", "egress", 1, b""),
+        leaf(EGRESS_ORIGIN, "INTENT", "egress", 10, b"old"),
+        leaf(EGRESS_ORIGIN, "INTENT", "egress", 20, b"late"),
+        leaf(EGRESS_ORIGIN, "INTENT", "egress", 40, b"new"),
+    ]
+    third = [leaf("ap-south.acme/audit", "ACK", "ingress", 45, b"old", "ap-south")]
+    answered = [leaf(EGRESS_ORIGIN, "ACK", "egress", 31, b"late")]
+    for more, first in (([], 40), (third, 40), ([*third, *answered], 20)):
+        found = _first_crossings(spark.createDataFrame(rows + more, columns), 30, None)
+        assert found[EGRESS_ORIGIN] == {S.grant: FirstCrossing(first, first)}
+    tally("leaves of a third region", 2)
