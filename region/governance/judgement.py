@@ -139,7 +139,8 @@ class Judgement:
 
     async def follow_to(self, revision: int) -> None:
         """Wait until this broker judges by what the store had then."""
-        await asyncio.wait_for(self._mirror.wait_for(revision), MIRROR_TIMEOUT_S)
+        async with asyncio.timeout(MIRROR_TIMEOUT_S):
+            await self._mirror.wait_for(revision)
 
     def recheck(self, document: Document) -> None:
         """A document has its leaf: judge by it now, where it counts only with one."""
