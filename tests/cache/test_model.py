@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import pytest
+from cluster.clustered_region import ClusteredRegion
+from etcd_process import EtcdProcess
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
@@ -98,6 +100,35 @@ class World:
     async def close(self) -> None:
         await self.client.close()
         await self._running.__aexit__(None, None, None)
+
+
+class ClusteredWorld(World):
+    """Two brokers, of which one leads every cache, and a client that was told of the other one alone."""
+
+    def __init__(self, home: Path, etcd: EtcdProcess) -> None:
+        self.etcd = etcd
+        super().__init__(home)
+
+    async def _open(self, home: Path) -> None:
+        self.region = ClusteredRegion(home / "several", self.etcd, 2)
+        await self.region.start("b1", "b2")
+        await self.region.drain("b1")
+        self._take_leader()
+        self.client = self.region.client("b1")
+        await self.client.open()
+
+    def _take_leader(self) -> None:
+        self.node = self.region.nodes["b2"]
+        self.node.broker.clock_ms = self.now_ms
+
+    async def restart(self) -> None:
+        await self.region.stop("b2")
+        await self.region.start("b2")
+        self._take_leader()
+
+    async def close(self) -> None:
+        await self.client.close()
+        await self.region.stop()
 
 
 WORLD: World | None = None
@@ -542,11 +573,29 @@ class FullCacheAgainstDict(CacheAgainstDict):
 def test_whatever_is_done_answers_and_watchers_are_the_models(
     machine: type[CacheAgainstDict], segment_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    global WORLD
     monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=segment_bytes))
     home = Path(tempfile.mkdtemp(prefix="felix-cache-"))
-    world = WORLD = World(home)
-    wanted = STEPS if machine is CacheAgainstDict else STEPS // 2
+    compare(World(home), home, machine, STEPS if machine is CacheAgainstDict else STEPS // 2)
+
+
+@pytest.mark.etcd
+def test_the_same_through_a_broker_that_does_not_lead(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=4_000))
+    home = Path(tempfile.mkdtemp(prefix="felix-cache-"))
+    etcd = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+    etcd.start()
+    try:
+        compare(ClusteredWorld(home, etcd), home, CacheAgainstDict, STEPS // 3)
+    finally:
+        etcd.stop()
+
+
+def compare(world: World, home: Path, machine: type[CacheAgainstDict], wanted: int) -> None:
+    """At least so many steps, and some of each kind."""
+    global WORLD
+    WORLD = world
     least = dict.fromkeys(("restart", "link", "compact", "quiet", "watch"), SELDOM_LEAST)
     least |= {"evicted": EVICTED_LEAST} if machine is FullCacheAgainstDict else {"reset": 1, "removed": 1}
 
