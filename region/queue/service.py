@@ -126,6 +126,8 @@ class Queue:
         self.is_closed = True
         async with self._opening:
             for shard in self.shards:
+                # What was being leased for workers that are gone is given back while the journal takes it.
+                await shard.actor.journal.settled()
                 await shard.close()
 
     def prepare(self, views: Views) -> None:

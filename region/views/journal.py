@@ -130,9 +130,7 @@ class Journal:
         Waits for what is under way. The view begins empty, and appends nothing meanwhile. Raises what ended the log, what reading
         it raises, CorruptionError.
         """
-        if self._flush_due:
-            self._flush()
-        await self._settled.wait()
+        await self.settled()
         if self._log is None:
             self._lost = None
             return
@@ -296,10 +294,14 @@ class Journal:
     async def _appended(self, payloads: list[bytes]) -> None:
         await awaited(lambda done: self._append(payloads, done))
 
-    async def close(self) -> None:
-        """Write the waiting entries, and wait until they are answered. The log's opener closes it."""
+    async def settled(self) -> None:
+        """Write the waiting entries, and wait until all that is under way is answered."""
         if self._flush_due:
             self._flush()
+        await self._settled.wait()
+
+    async def close(self) -> None:
+        """As `settled`; no snapshot is finished. The log's opener closes it."""
         if self._snapshot_task is not None:
             self._snapshot_task.cancel()
-        await self._settled.wait()
+        await self.settled()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 
 import pytest
+from long_runs import count
 from region_peer import until
 
 import felix
@@ -138,6 +140,9 @@ async def test_what_does_not_fit_is_tried_again_and_leaves_nothing_open(table: T
 
 
 JOBS = felix.StreamName.parse("acme/ops/jobs")
+ELECTIONS = count(8, 100)
+EACH = 20
+"""Jobs, and records, between two elections."""
 
 
 async def test_a_queue_is_opened_anew_on_its_journal_by_who_is_elected_again(
@@ -227,6 +232,87 @@ async def test_an_open_publisher_is_told_that_an_ephemeral_stream_began_anew(
         with pytest.raises(felix.RequestError, match="created anew"):
             await publisher.publish(b"meant for what is gone")
         assert await publisher.publish(b"after") == 0
+
+
+async def test_elections_under_load_lose_nothing_and_do_nothing_twice(
+    table: Table, node: Node, operator: felix.RegionClient
+) -> None:
+    """Of a queue, a cache and a durable subscription at work, again and again, each time at another moment."""
+    table.elections.epoch = 1
+    orders = felix.StreamName.parse("acme/ops/orders")
+    sessions = felix.StreamName.parse("acme/ops/sessions")
+    names = (JOBS, sessions, orders)
+    await operator.create_queue(JOBS, shards=2, visibility=60, attempts=1_000, retry=0.01)
+    await operator.create_cache(sessions, shards=2)
+    await operator.create_stream(orders, shards=2)
+    await operator.stream(orders).create_subscription("crew", felix.SubscriptionSettings("earliest"))
+    done: Counter[bytes] = Counter()
+    acknowledged: set[bytes] = set()
+    again: list[bytes] = []
+    unsure: list[str] = []
+    held: dict[str, int] = {}
+
+    async def work() -> None:
+        async with operator.queue(JOBS).consume(prefetch=4) as worker:
+            async for job in worker:
+                await job.ack()
+                done[job.payload] += 1
+
+    async def consume() -> None:
+        async with operator.stream(orders).consumer("crew") as consumer:
+            async for record in consumer:
+                payload = bytes(record.payload)
+                if payload in acknowledged:
+                    again.append(payload)
+                if await consumer.ack(record):
+                    acknowledged.add(payload)
+                else:
+                    unsure.append("lost")
+
+    async def fill() -> None:
+        cache = operator.cache(sessions)
+        for number in range(ELECTIONS * 40):
+            await cache.put(f"k{number % 16}", b"%d" % number)
+            held[f"k{number % 16}"] = number
+            assert await cache.increment("count") == number + 1
+
+    async with operator.cache(sessions).mirror() as mirror:
+        putting = asyncio.ensure_future(fill())
+        busy = [asyncio.ensure_future(each) for each in (work(), work(), consume(), consume())]
+        for epoch in range(2, 2 + ELECTIONS):
+            before = sum(done.values()) + len(acknowledged)
+            given = [
+                asyncio.ensure_future(operator.queue(JOBS).put_many([b"%d/%d" % (epoch, n) for n in range(EACH)])),
+                asyncio.ensure_future(operator.stream(orders).publish_many([b"%d/%d" % (epoch, n) for n in range(EACH)])),
+            ]  # fmt: skip
+            moment = before + epoch % 7
+            await until(lambda moment=moment: sum(done.values()) + len(acknowledged) >= moment)  # type: ignore[misc]
+            for name in names:
+                await table.depose(name, epoch)
+            await asyncio.gather(*given)
+        await putting
+        await until(lambda: sum(done.values()) == ELECTIONS * EACH)
+        await until(lambda: not lag_of(node))
+        for key, number in held.items():
+            entry = await operator.cache(sessions).get(key)
+            assert entry is not None and entry.value == b"%d" % number
+            await mirror.reached(key, entry.version)
+            assert mirror[key] == entry.value
+        for task in busy:
+            assert not task.done(), task.exception()
+            task.cancel()
+        await asyncio.wait(busy)
+    assert max(done.values()) == 1 and again == []
+    assert ELECTIONS * EACH - len(acknowledged) <= len(unsure)
+    state = await operator.queue(JOBS).describe()
+    assert (state.ready, state.leased, state.delayed, state.dead) == (0, 0, 0, 0)
+    for name in names:
+        assert [shard.epochs.current for shard in stream_of(table, name).serving] == [1 + ELECTIONS] * 2
+
+
+def lag_of(node: Node) -> int:
+    """Records that the subscriptions are behind; unknown while a stream is not served."""
+    return int(node.subscriptions.gauges()["consumer_lag_records"]) if node.subscriptions._held else 1
 
 
 def stream_of(table: Table, name: felix.StreamName) -> HostedStream:
