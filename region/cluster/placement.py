@@ -45,7 +45,7 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What is wanted for a stream: the numbers of its shards, and of copies of each. `groups`: of streams that are to have one place,
-    where they are not `spread`; the first is joined before the second, and so on."""
+    where they are not `spread` and want as many copies; the first is joined before the second, and so on."""
 
     incarnation: str
     shards: int
@@ -161,20 +161,25 @@ def _units(wish: Wish, current: Places) -> Iterator[_Unit]:
 
 
 def _joined(units: Sequence[_Unit], level: int) -> list[_Unit]:
-    """Those of one group as one unit, where its first that is placed stands; one that stands elsewhere stays by itself."""
-    first: dict[str, _Unit] = {}
+    """Those of one group that want as many copies as one unit, where its first that is placed stands; one that stands elsewhere stays
+    by itself."""
+
+    def joins(unit: _Unit) -> tuple[str, int] | None:
+        return (unit.groups[level], unit.wanted) if len(unit.groups) > level else None
+
+    first: dict[tuple[str, int], _Unit] = {}
     for unit in units:
-        if len(unit.groups) > level and not unit.is_new:
-            first.setdefault(unit.groups[level], unit)
+        if not unit.is_new and (group := joins(unit)):
+            first.setdefault(group, unit)
     found: list[_Unit] = []
     for unit in units:
-        joined = first.setdefault(unit.groups[level], unit) if len(unit.groups) > level else unit
+        group = joins(unit)
+        joined = first.setdefault(group, unit) if group else unit
         if joined is unit or not (unit.is_new or unit.replicas == joined.replicas):
             found.append(unit)
             continue
         joined.shards += unit.shards
         joined.weight += unit.weight
-        joined.wanted = max(joined.wanted, unit.wanted)
     return found
 
 

@@ -181,6 +181,12 @@ def test_streams_of_one_group_that_have_different_places_keep_them() -> None:
     assert [places[ShardId(each.incarnation, 0)] for each in group] == [("b1",), ("b2",), ("b1",)]
 
 
+def test_streams_of_one_group_that_want_other_numbers_of_copies_are_placed_by_themselves() -> None:
+    one, three = Wish("1" * 32, 1, 1, groups=("jobs",)), Wish("2" * 32, 1, 3, groups=("jobs",))
+    places = plan(alone(3), [one, three], {})
+    assert len(places[ShardId(one.incarnation, 0)]) == 1 and len(places[ShardId(three.incarnation, 0)]) == 3
+
+
 def test_a_stream_stands_where_its_first_group_does_whatever_its_second_says() -> None:
     common, one, one_dead, other = (f"{n:032x}" for n in range(4))
     wishes = [
