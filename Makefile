@@ -11,6 +11,8 @@ LOCK_FITS := import platform, sys; sys.exit(not ((3, 11) <= sys.version_info[:2]
   and platform.machine() in ("x86_64", "aarch64") and platform.python_implementation() == "CPython"))
 RECORDS ?= all
 KILLS   ?= 100
+# How many times `make faults` kills the leader, stops it for longer than its lease, and kills all brokers.
+ROUNDS  ?= 10
 # How many times the quick number of random cases `make attack` tries.
 SCALE   ?= 20
 # How many random sequences of operations `make ordinary` plays, and from which seed on.
@@ -27,7 +29,7 @@ LONG = $(shell grep -rl --include='test_*.py' '^from long_runs import' tests)
 # Tests start hundreds of processes: each would read the sources anew where the environment forbids compiled files.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo runbooks test test-long sync wheels attack ordinary lock soak check format bench clean help
+.PHONY: demo faults runbooks test test-long sync wheels attack ordinary lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -89,6 +91,9 @@ simulate: $(STAMP) ## SEEDS runs of a region and of the cores of a cluster, and 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \
 	  tests/region/test_hostile.py
+
+faults: $(STAMP) ## brokers of a replicated stream killed and stopped ROUNDS times each way under load: nothing acknowledged is lost, nothing twice (minutes)
+	@FELIX_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -s --timeout 86400 tests/cluster/test_replicated_processes.py
 
 runbooks: $(STAMP) ## the commands of docs/runbooks, each page against a mesh that was broken so (minutes)
 	@FELIX_RUNBOOKS=1 $(BIN)/python -m pytest --timeout 1800 tests/docs/test_runbooks.py

@@ -24,7 +24,7 @@ from cli.output import (
 )
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reader_watched, run
 from felix.errors import Code, RequestError
-from felix.messages import StreamState
+from felix.messages import ShardState, StreamState
 from felix.settings import Compaction, Deduplication, Offload, Views
 from policy.quantity import Duration, Size
 
@@ -67,6 +67,15 @@ def create(
     deduplicate_ids: Annotated[
         int, typer.Option(help="With --deduplicate: remember at most so many ids per shard.")
     ] = Deduplication().ids_max,
+    replicas: Annotated[
+        int, typer.Option(help="Copies of each shard, on as many of the region's brokers; fixed.")
+    ] = 1,
+    min_in_sync: Annotated[
+        int,
+        typer.Option(
+            help="With --replicas: how many copies a record is on at least before it is acknowledged. Default: a majority."
+        ),
+    ] = 0,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
@@ -89,13 +98,16 @@ def create(
             parse_retention(retention),
             ring,
             views,
+            replicas,
+            min_in_sync,
         )
     )
     if json:
         print_json(state)
     else:
+        copies = f"{state.replicas} copies, " if state.replicas > 1 else ""
         out.print(
-            f"{state.stream} is created, {counted(shards, 'shard')}, {durability}, incarnation {state.incarnation.hex()}"
+            f"{state.stream} is created, {counted(shards, 'shard')}, {copies}{durability}, incarnation {state.incarnation.hex()}"
         )
 
 
@@ -108,6 +120,8 @@ async def _create(
     retention: felix.Retention,
     ring: str,
     views: Views,
+    replicas: int,
+    min_in_sync: int,
 ) -> StreamState:
     async with connect(region, identity) as client:
         return await client.create_stream(
@@ -117,6 +131,8 @@ async def _create(
             retention=retention,
             ring_bytes=int(Size.parse(ring)) if ring else 0,
             views=views,
+            replicas=replicas,
+            min_in_sync=min_in_sync,
         )
 
 
@@ -288,6 +304,8 @@ def format_views(state: StreamState) -> str:
     if (deduplication := views.deduplication) is not None:
         window = Duration(deduplication.window_ms)
         parts.append(f"message ids remembered for {window}, {deduplication.ids_max:,} per shard")
+    if state.replicas > 1:
+        parts.append(f"{state.replicas} copies, at least {state.min_in_sync} in sync")
     return "".join(f"  {part}" for part in parts)
 
 
@@ -318,11 +336,22 @@ def describe(
                 s.leader_epoch,
                 s.size_bytes,
                 s.segments,
-                s.stopped or "serving",
+                format_state(s),
             ]
             for s in state.state
         ],
     )
+
+
+def format_state(shard: ShardState) -> str:
+    """What is wrong first, then where its copies are."""
+    missing = [broker for broker in shard.replicas if broker not in shard.in_sync]
+    parts = [shard.stopped or (f"led by {shard.leader}" if shard.leader else "serving")]
+    if missing:
+        parts.insert(0, f"not in sync: {', '.join(missing)}")
+    if shard.replicas:
+        parts.append(f"copies on {', '.join(shard.replicas)}")
+    return "; ".join(parts)
 
 
 async def _describe(region: str, identity: str, name: str) -> StreamState:

@@ -360,11 +360,15 @@ class RegionClient:
         retention: Retention | None = None,
         ring_bytes: int = 0,
         views: Views = NO_VIEWS,
+        replicas: int = 0,
+        min_in_sync: int = 0,
     ) -> StreamState:
         """Create a stream. Raises RequestError: ALREADY_EXISTS, FORBIDDEN, CONFIG_INVALID.
 
         `durability`: fsync unless said; `retention`: without bound unless said; `ring_bytes`: memory of an ephemeral shard;
-        `views`: queue, cache, compaction, deduplication, offload (felix.settings).
+        `views`: queue, cache, compaction, deduplication, offload (felix.settings). `replicas`: copies of each shard, on as many of the
+        region's brokers, 0: as the region has it; a record is acknowledged once every copy in sync has it, of which there are at least
+        `min_in_sync`, 0: a majority.
         """
         wanted = CreateStream(
             str(StreamName.parse(str(name))),
@@ -373,6 +377,8 @@ class RegionClient:
             retention or Retention(),
             ring_bytes,
             views,
+            replicas,
+            min_in_sync,
         )
         return await self.connection.request(wanted)
 

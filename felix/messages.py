@@ -159,12 +159,17 @@ class Goodbye(Message, frozen=True, tag="goodbye"):
 
 
 class CreateStream(Request["StreamState"], frozen=True, tag="create_stream"):
+    """`replicas`: copies of each shard on as many brokers, 0: as the region has it. `min_in_sync`: how many of them have a record before it is
+    acknowledged, where the others are away; 0: a majority."""
+
     stream: Name
     shards: int = 1
     durability: Durability = Durability()
     retention: Retention = Retention()
     ring_bytes: int = 0
     views: Views = NO_VIEWS
+    replicas: int = 0
+    min_in_sync: int = 0
 
 
 class AlterStream(Request["StreamState"], frozen=True, tag="alter_stream"):
@@ -202,7 +207,8 @@ class ListStreams(Repeatable["StreamPage"], frozen=True, tag="list_streams"):
 
 class ShardState(Message, frozen=True, tag="shard"):
     """Offsets in records. `stopped` says why the shard does not serve, empty where it does. `leader`: the broker that leads it, where that
-    is another than the one that answers, which does not know its offsets."""
+    is another than the one that answers, which does not know its offsets. `replicas`: the brokers that have copies, where there are several;
+    `in_sync`: those that have all that was acknowledged."""
 
     shard: int
     log_start: int
@@ -213,6 +219,8 @@ class ShardState(Message, frozen=True, tag="shard"):
     segments: int = 0
     stopped: Text = ""
     leader: Name = ""
+    replicas: list[Name] = []
+    in_sync: list[Name] = []
 
 
 class StreamState(Message, frozen=True, tag="stream"):
@@ -225,6 +233,8 @@ class StreamState(Message, frozen=True, tag="stream"):
     created_ms: int
     state: list[ShardState] = []
     views: Views = NO_VIEWS
+    replicas: int = 1
+    min_in_sync: int = 0
 
 
 class StreamPage(Message, frozen=True, tag="stream_page"):

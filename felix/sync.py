@@ -228,11 +228,15 @@ class SyncRegion(BlockingRegion):
         retention: Retention | None = None,
         ring_bytes: int = 0,
         views: Views = NO_VIEWS,
+        replicas: int = 0,
+        min_in_sync: int = 0,
     ) -> StreamState:
         """Create a stream. Raises RequestError: ALREADY_EXISTS, FORBIDDEN, CONFIG_INVALID.
 
         `durability`: fsync unless said; `retention`: without bound unless said; `ring_bytes`: memory of an ephemeral shard;
-        `views`: queue, cache, compaction, deduplication, offload (felix.settings).
+        `views`: queue, cache, compaction, deduplication, offload (felix.settings). `replicas`: copies of each shard, on as many of the
+        region's brokers, 0: as the region has it; a record is acknowledged once every copy in sync has it, of which there are at least
+        `min_in_sync`, 0: a majority.
         """
         return self._background.call(
             self._inner.create_stream(
@@ -242,6 +246,8 @@ class SyncRegion(BlockingRegion):
                 retention=retention,
                 ring_bytes=ring_bytes,
                 views=views,
+                replicas=replicas,
+                min_in_sync=min_in_sync,
             )
         )
 

@@ -12,8 +12,7 @@ T = TypeVar("T")
 async def at_once(limit: int, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
     """`work` on every item, begun in their order, at most `limit` at a time. An error of one keeps none from being worked on; the first
     is raised in the end."""
-    waiting = list(items)
-    left = iter(waiting)
+    left = iter(items)
     errors: list[BaseException] = []
 
     async def take() -> None:
@@ -23,9 +22,6 @@ async def at_once(limit: int, work: Callable[[T], Awaitable[object]], items: Ite
             except Exception as error:
                 errors.append(error)
 
-    if len(waiting) == 1:
-        await take()
-    else:
-        await asyncio.gather(*(take() for _ in range(min(limit, len(waiting)))))
+    await asyncio.gather(*(take() for _ in range(limit)))
     if errors:
         raise errors[0]

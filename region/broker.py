@@ -414,6 +414,7 @@ class Broker:
         UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
         # Asked before anything is written: the catalog must not name a stream that cannot be opened.
         check_stream_config(name, config)
+        self._check_copies(name, config)
         await self.check_offload(config.views.offload)
         self.streams.check_room(name, config)
         self.quotas.check_stream(name.tenant, self.streams.count(name.tenant))
@@ -428,6 +429,20 @@ class Broker:
             return stream
         finally:
             self.quotas.creating(name.tenant, -1)
+
+    def _check_copies(self, name: StreamName, config: StreamConfig) -> None:
+        """Raises RequestError(CONFIG_INVALID) where the region has fewer brokers than the stream is to have copies."""
+        cluster = self.config.cluster
+        count = 1 if cluster is None else len(cluster.brokers)
+        if config.replicas > count:
+            brokers = "one broker" if count == 1 else f"{count} brokers"
+            raise RequestError(
+                f"Stream {name}: {config.replicas} copies, and {self.region} has {brokers}: each copy is on a broker of its own.",
+                code=Code.CONFIG_INVALID,
+                hint="Leave --replicas away."
+                if count == 1
+                else f"Ask for at most {count} copies, or name more brokers in region.yaml.",
+            )
 
     async def check_offload(self, offload: Offload | None) -> None:
         """Raises RequestError(FORBIDDEN, CONFIG_INVALID) where the region does not allow it, or cannot do it."""

@@ -58,6 +58,11 @@ class BrokerCertificate:
             see(f"{authority.trust_domain} {kind} certificate", kind, Life(start_ms, end_ms))
         return issued
 
+    @property
+    def identity(self) -> Identity:
+        """The broker's, as it is now."""
+        return self._identity
+
     def tls(self) -> ServerTls:
         """What the broker listens with."""
         return ServerTls(self._identity.chain_pem + self._certification, self._identity.key_pem())

@@ -32,10 +32,14 @@ from felix.messages import (
     WitnessedSize,
 )
 from region.cluster.member import ClusterMember
+from region.log.copies import Copies
 from region.metadata.records import Stream
+from region.replicas import Replicas, is_replicated
 
 RETRY_MS: Final = 100
 """A client that asked the wrong broker, or one that is about to lead, retries after this."""
+MISSING_SHOWN: Final = 3
+"""Shards without all of their copies that the region's status names."""
 PLACED_S: Final = 10.0
 """How long whoever creates a stream waits until a broker leads it."""
 
@@ -69,6 +73,8 @@ class Clustered:
 
     def __init__(self, member: ClusterMember) -> None:
         self.member = member
+        self.replicas: Replicas | None = None
+        """The copies of streams with more than one; None while the broker is being opened."""
 
     @property
     def has_audit_log(self) -> bool:
@@ -76,8 +82,22 @@ class Clustered:
         return self.member.audit_home == self.member.broker
 
     def epochs(self, record: Stream) -> dict[int, int]:
-        """The epoch of each shard, where this broker leads the stream; empty where it does not."""
+        """The epoch of each shard, where this broker leads the stream; empty where it does not, or has not all committed yet that it had
+        when it was elected."""
+        if is_replicated(record.config) and (self.replicas is None or not self.replicas.serves(record)):
+            return {}
         return self.member.assignments.epochs(record.incarnation, record.config.shards)
+
+    def copies(self, record: Stream, number: int) -> Copies | None:
+        """What a shard is led by here that has other copies; None for a stream of one. Raises UnavailableError where it is not led here."""
+        if self.replicas is None or not is_replicated(record.config):
+            return None
+        return self.replicas.lead(record, number)
+
+    async def forget(self, incarnation: str) -> None:
+        """A stream was deleted: its folder is about to go."""
+        if self.replicas is not None:
+            await self.replicas.forget(incarnation)
 
     def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
         """What a broker answers that does not serve a shard: who does, where somebody is known to."""
@@ -114,6 +134,31 @@ class Clustered:
     def placed_on(self, record: Stream) -> str:
         """The broker that has a stream's records, whether it leads now or not; empty before it is placed."""
         return self.member.assignments.placed(record.incarnation)
+
+    def alarms(self, records: Iterable[Stream]) -> list[str]:
+        """What needs a person, as this broker knows: copies that are missing first."""
+        missing = [
+            f"{record.name} shard {number} ({', '.join(in_sync) or 'none'} of {', '.join(replicas)})"
+            for record in records
+            if is_replicated(record.config)
+            for number in range(record.config.shards)
+            for replicas, in_sync in (self.members(record, number),)
+            if len(in_sync) < record.config.replicas
+        ]
+        found = []
+        if missing:
+            more = f" and {len(missing) - MISSING_SHOWN} more" if len(missing) > MISSING_SHOWN else ""
+            found.append(f"Not every copy is in sync: {', '.join(missing[:MISSING_SHOWN])}{more}.")
+        if self.replicas is not None:
+            found += (
+                f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {self.member.broker}: {sentence}."
+                for shard, sentence in sorted(self.replicas.host.alarms.items())
+            )
+        return [*found, *sorted(self.member.alarms.values())]
+
+    def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
+        """The brokers that have copies of a shard, and those of them that are in sync."""
+        return self.member.assignments.members(record.incarnation, shard)
 
     def states(self, records: Iterable[Stream]) -> list[BrokerState]:
         """Every broker that was ever registered, with how many of these streams it has."""

@@ -25,6 +25,7 @@ from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.gauges import BrokerGauges
 from region.metrics import BrokerCollector
+from region.replication.links import PEER_ALPN
 from region.session import ClientSession
 from region.startup import THIS_MACHINE, Machine, Parts, open_broker
 
@@ -101,12 +102,15 @@ class Node:
                 parts.certificate.tls(),
                 lambda: ClientSession(parts.services),
                 parts.broker.transport_limits,
+                others={} if parts.peers is None else {PEER_ALPN: parts.peers.links.accept},
             )
             node = cls(folder, config, runtime, parts, listener, stack)
             stack.push_async_callback(node._leave)
             node._serve()
             if parts.clustered is not None:
                 await parts.clustered.member.announce()
+            if parts.peers is not None:
+                parts.peers.replicas.start()
         except BaseException:
             await stack.aclose()
             raise

@@ -151,6 +151,8 @@ class Requests:
             retention=request.retention,
             ring_bytes=request.ring_bytes or records.RING_BYTES_DEFAULT,
             views=request.views,
+            replicas=request.replicas or 1,
+            min_in_sync=request.min_in_sync,
         )
         if request.views.queue is not None:
             self._check_dead_letters(identity, name, request.views.queue.retries)
@@ -497,7 +499,7 @@ class Requests:
             ],
             broker.bridges(),
             [] if several is None else several.states(stream.record for stream in broker.streams),
-            [] if several is None else sorted(several.member.alarms.values()),
+            [] if several is None else several.alarms(stream.record for stream in broker.streams),
         )  # fmt: skip
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:

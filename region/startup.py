@@ -38,7 +38,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES, boot_id
 from felix.storage.port import Files
-from felix.transport.port import Engine, TransportLimits
+from felix.transport.port import Engine, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
 from keys.certification import load_certification
 from keys.file_provider import FileKeyProvider
@@ -69,7 +69,7 @@ from region.governance.service import Governance
 from region.ingest import IngestService
 from region.landings import Landings
 from region.log.directory import LogDirectory
-from region.log.open_logs import raise_files_limit
+from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
@@ -78,9 +78,11 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
 from region.metadata.records import Stream
 from region.metadata.registration import Holder, Registration, is_holder
+from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
 from region.renewal import IdentityRenewal
+from region.replication.links import LocalBroker
 from region.requests import Requests, ViewTraffic
 from region.sealing import KeyringSeal
 from region.session import Services
@@ -146,6 +148,8 @@ class Parts:
     """In a metadata store that several processes may open."""
     clustered: Clustered | None
     """Of one of several brokers."""
+    peers: Peers | None
+    """Its links and copies, the same."""
 
     def may_not_write(self) -> str:
         """Why nothing may be appended, as a sentence without its end; empty where the broker may write. Also asked from other threads."""
@@ -160,7 +164,7 @@ async def open_broker(
     now_ms = runtime.clock.now_ms
     machine.files.make_folder(data)
     sys.setswitchinterval(SWITCH_S)
-    files_max = raise_files_limit()
+    open_logs = OpenLogs(logs_max_of(raise_files_limit()))
     storage = config.storage
     directory = LogDirectory(
         data / "streams",
@@ -239,6 +243,31 @@ async def open_broker(
     submissions.start()
     stack.push_async_callback(asyncio.to_thread, submissions.stop)
 
+    # A few more than sessions, so that the refusal is the broker's and has its sentence.
+    transport_limits = TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE)
+    peers: Peers | None = None
+    if clustered is not None:
+        peers = Peers(
+            clustered.member,
+            directory,
+            mirror.streams,
+            LocalBroker(
+                config.broker,
+                config.region,
+                config.mesh,
+                clustered.member.registry.registration,
+                clustered.member.registry.folder,
+            ),
+            # Made below, before anybody calls.
+            identity=lambda: certificate.identity,
+            anchor=own.anchor(),
+            engine=machine.engine or engine_named(config.engine or None),
+            limits=transport_limits,
+            open_logs=open_logs,
+            runtime=runtime,
+        )
+        clustered.replicas = peers.replicas
+        stack.push_async_callback(peers.close)
     budgets = Budgets()
     streams = StreamTable(
         directory,
@@ -246,7 +275,7 @@ async def open_broker(
         lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
         lambda: None if registered is None else registered.refusal(),
         runtime,
-        files_max,
+        open_logs,
         clustered,
     )
     broker = Broker(
@@ -254,11 +283,11 @@ async def open_broker(
         streams=streams,
         catalog=catalog,
         budgets=budgets,
-        # A few more than sessions, so that the refusal is the broker's and has its sentence.
-        transport_limits=TransportLimits(connections_max=config.limits.sessions + CONNECTIONS_SPARE),
+        transport_limits=transport_limits,
         runtime=runtime,
         clustered=clustered,
     )
+    certificate = BrokerCertificate(config, authority, issuing, certification, broker.expiries, now_ms)
     caches = CacheService(broker)
     landings = Landings()
     memory = Memory(data / "governance", runtime, machine.files)
@@ -325,6 +354,9 @@ async def open_broker(
     _follow_settings(broker, mirror)
     if clustered is not None:
         _follow_wishes(clustered, mirror, follower)
+        assert peers is not None
+        peers.replicas.on_led(follower.assigned)
+        await peers.replicas.open()
     for deleted in mirror.deleted_streams.values():
         await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
     stack.push_async_callback(streams.close)
@@ -367,9 +399,10 @@ async def open_broker(
         queues,
         subscriptions,
         transactions,
-        BrokerCertificate(config, authority, issuing, certification, broker.expiries, now_ms),
+        certificate,
         registration,
         clustered,
+        peers,
     )
 
 
@@ -416,11 +449,14 @@ def _ensure_key(shared: StreamKeys) -> Callable[[StreamName, Stream], Awaitable[
 
 def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: StreamFollower) -> None:
     """The controller places what the catalog has, and what this broker leads is opened."""
-    member = clustered.member
+    member, replicas = clustered.member, clustered.replicas
+    assert replicas is not None
 
     def changed(change: MirrorChange) -> None:
         if change.section in ("streams", "deleted"):
             member.catalog_changed()
+        if change.section == "streams":
+            replicas.look_at(change.name)
 
     def catalogued() -> Catalogued:
         streams = mirror.streams.values()

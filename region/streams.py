@@ -30,14 +30,15 @@ from felix.runtime.real import REAL
 from felix.settings import Views
 from region.at_once import at_once
 from region.budget import Budget
+from region.log.copies import Copies
 from region.log.directory import LogDirectory
 from region.log.epochs import next_epoch
-from region.log.open_logs import OpenLogs, logs_max_of
+from region.log.open_logs import OpenLogs
 from region.log.ring_pool import RingPool
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
-from region.metadata.records import SHARDS_MAX, Stream, StreamConfig
+from region.metadata.records import SHARDS_MAX, Stream, StreamConfig, min_in_sync
 from region.offload import check_offload
 
 log = logging.getLogger("felix.region.streams")
@@ -131,6 +132,15 @@ class Leading(Protocol):
 
     def leader_of(self, record: Stream, shard: int) -> str:
         """The broker that leads a shard; empty while none does."""
+
+    def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
+        """The brokers that have copies of a shard, and those of them that are in sync."""
+
+    def copies(self, record: Stream, number: int) -> Copies | None:
+        """What a shard is led by here that has other copies; None for a stream of one. Raises UnavailableError where it is not led here."""
+
+    async def forget(self, incarnation: str) -> None:
+        """A stream was deleted: its folder is about to go."""
 
     def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
         """What is answered for a shard that is not served here."""
@@ -253,6 +263,16 @@ class HostedStream:
         """What is answered where another broker serves the stream, or nobody yet; None where this one does."""
         return None if self._leading is None or self.replicas else self._leading.not_leader(self.record, 0)
 
+    def require_one_copy(self) -> None:
+        """Raises RequestError(UNSUPPORTED) where the stream has more: what views remember is not copied yet."""
+        copies = self.record.config.replicas
+        if copies > 1:
+            raise RequestError(
+                f"{self.name} has {copies} copies, and what durable subscriptions remember is not copied yet.",
+                code=Code.UNSUPPORTED,
+                hint="Subscribe without a name and keep the offset, or use a stream of one copy.",
+            )
+
     def shard(self, number: int) -> ShardLog:
         """Raises what `find` gives where it gives an error."""
         found = self.find(number)
@@ -307,9 +327,18 @@ class HostedStream:
             self.record.created_ms,
             [self._state(number) for number in range(self.shard_count)] if detail else [],
             config.views,
+            config.replicas,
+            min_in_sync(config) if config.replicas > 1 else 0,
         )
 
     def _state(self, number: int) -> ShardState:
+        state = self._state_alone(number)
+        if self._leading is None or self.record.config.replicas == 1:
+            return state
+        replicas, in_sync = self._leading.members(self.record, number)
+        return msgspec.structs.replace(state, replicas=replicas, in_sync=in_sync)
+
+    def _state_alone(self, number: int) -> ShardState:
         found = self.find(number)
         if self._leading is not None and isinstance(found, NotLeaderError):
             leader = self._leading.leader_of(self.record, number)
@@ -360,10 +389,10 @@ class StreamTable:
         make_seal: MakeSeal,
         refusal: Callable[[], FelixError | None] = always_allowed,
         runtime: Runtime = REAL,
-        files_max: int = 1_024,
+        open_logs: OpenLogs | None = None,
         leading: Leading | None = None,
     ) -> None:
-        """`files_max`: how many files the process may have open. `leading`: which streams are served here, where there are several
+        """`open_logs`: who bounds how many logs have files open. `leading`: which streams are served here, where there are several
         brokers; without it, all are.
         """
         self._leading = leading
@@ -371,7 +400,7 @@ class StreamTable:
         self._make_seal = make_seal
         self._ring_budget = ring_budget
         self._rings = RingPool(ring_budget)
-        self._open_logs = OpenLogs(logs_max_of(files_max))
+        self._open_logs = OpenLogs() if open_logs is None else open_logs
         self._refusal = refusal
         self._runtime = runtime
         self._start = runtime.random.randbytes(16)
@@ -584,6 +613,9 @@ class StreamTable:
         if settings.durability.kind != "ephemeral":
             seal = self._make_seal(name, incarnation, number)
             hooks = replace(hooks, seal=seal.seal, open_batch=seal.open_batch, commitment=seal.commitment)
+        if self._leading is not None and (copies := self._leading.copies(record, number)) is not None:
+            # Its epoch has begun with its election.
+            return await self._directory.lead_shard(name, incarnation, number, settings, hooks, copies)
         try:
             shard = await self._directory.open_shard(name, incarnation, number, settings, hooks)
         except FelixError as error:
@@ -622,6 +654,7 @@ class StreamTable:
         epoch = stream.epochs.get(number & COMPANION_SHARD, 0)
         if stream.ephemeral:
             return None
+        stream.require_one_copy()
         if not self._rings.make_room(SHARD_BYTES) or not self._ring_budget.take(SHARD_BYTES):
             raise UnavailableError(
                 f"A view of {stream.name} needs {SHARD_BYTES} bytes of the broker's ring budget, which is used up.",
@@ -763,6 +796,8 @@ class StreamTable:
             held = self._streams.get(name)
             if held is not None and held.record.incarnation == incarnation:
                 await self._close(held)
+            if self._leading is not None:
+                await self._leading.forget(incarnation)
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
 
     async def _close(self, stream: HostedStream) -> None:

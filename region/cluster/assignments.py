@@ -55,6 +55,11 @@ class Assignments:
         record = self._view.shards.get(ShardId(incarnation, shard))
         return "" if record is None else record.leader or record.replicas[0]
 
+    def members(self, incarnation: str, shard: int) -> tuple[list[str], list[str]]:
+        """The brokers that have copies of a shard, and those of them that are in sync."""
+        record = self._view.shards.get(ShardId(incarnation, shard))
+        return ([], []) if record is None else (list(record.replicas), sorted(record.isr))
+
     def address(self, broker: str) -> str:
         """Where clients reach a broker; empty where it is not alive."""
         alive = self._view.alive.get(broker)

@@ -29,13 +29,11 @@ from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
 from region.metadata.lease import Lease
 from region.metadata.port import MetadataStore
-from region.metadata.records import Stream
+from region.metadata.records import Stream, min_in_sync
 from region.metadata.transaction import Absent, Change, Put, Snapshot
 
 log = logging.getLogger("felix.region.cluster")
 
-REPLICAS: Final = 1
-"""Copies of each shard: more are kept once logs are replicated."""
 WANT_PAUSES: Final = 10
 """After a look at all streams the next one waits so many times as long as it took: a tenth of the event loop at most."""
 
@@ -145,6 +143,16 @@ class ClusterMember:
         view = self._mirror.view
         return {broker: self.assignments.address(broker) for broker in sorted(view.nodes)}
 
+    @property
+    def mirror(self) -> ClusterMirror:
+        """The cluster's records, as this broker knows them."""
+        return self._mirror
+
+    @property
+    def registry(self) -> Registry:
+        """This broker's registration and lease."""
+        return self._registry
+
     def refusal(self) -> UnavailableError | None:
         """Why this broker may not answer for what it leads now, or None."""
         return self._registry.refusal()
@@ -241,8 +249,8 @@ def _wish(stream: Stream, groups: tuple[str, ...]) -> StreamWish:
         stream.incarnation,
         stream.name,
         stream.config.shards,
-        REPLICAS,
-        REPLICAS,
+        stream.config.replicas,
+        min_in_sync(stream.config),
         "fsync" if kind == "fsync" else "interval",
         groups=groups,
     )

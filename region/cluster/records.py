@@ -19,12 +19,10 @@ import msgspec
 
 from felix.errors import CorruptionError, RequestError
 from felix.names import StreamName, parse_region
-from region.metadata.records import SHARDS_MAX, Keys, decode
+from region.metadata.records import REPLICAS_MAX, SHARDS_MAX, Keys, decode
 
 EPOCH_MAX: Final = (1 << 32) - 1
 """An epoch has 32 bits in the log and on the wire."""
-REPLICAS_MAX: Final = 7
-"""Copies of a shard: six brokers may fail. Each costs the leader a write over the network for each batch."""
 BROKERS_MAX: Final = 128
 """Brokers of one region: a plan looks at each pair of broker and shard, and every broker keeps a link to every other."""
 ELECTION_CHARS: Final = 16

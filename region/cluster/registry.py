@@ -112,6 +112,16 @@ class Registry:
         return self._file.registration if self._registered_revision else 0
 
     @property
+    def registered_revision(self) -> int:
+        """The store's revision that registered this start; 0 before `open`."""
+        return self._registered_revision
+
+    @property
+    def folder(self) -> str:
+        """The id of the broker's data folder."""
+        return self._file.folder
+
+    @property
     def ended(self) -> FelixError | None:
         """Why this process can never be alive in the cluster again, or None. Whoever runs the broker ends it then."""
         return self._ended

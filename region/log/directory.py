@@ -25,6 +25,7 @@ from felix.storage.port import Files
 from felix.storage.small_file import load_checked
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
+from region.log.copies import Copies
 from region.log.durable_mark import MARK_NAME
 from region.log.errors import storage_error
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
@@ -115,27 +116,27 @@ class LogDirectory:
         fetched_bytes_max: int = FETCHED_BYTES_MAX,
         runtime: Runtime = REAL,
     ) -> None:
-        self._files = files or DiskFiles()
-        self._lock = self._files.lock(data)
+        self.files = files or DiskFiles()
+        self._lock = self.files.lock(data)
         self._data = data
         self._region = region
-        self._commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
+        self.commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
         self._creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
-        self._read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
+        self.read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
         self._maintenance_pool = runtime.pool(1, "log-maintenance")
         self._store = ShardStore(
             runtime.pool(OFFLOAD_THREADS_MAX, "log-offload"),
-            FetchedCache(fetched_bytes_max, self._files),
+            FetchedCache(fetched_bytes_max, self.files),
             offload_rate_bytes,
             runtime.clock,
         )
         # Shards that were closed in order, by the last stop or since.
-        self._clean = take_clean_stop(self._files, data, self._lock.identity)
+        self._clean = take_clean_stop(self.files, data, self._lock.identity)
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
         # The folders of streams whose names no crash takes back, as far as that was seen to by this process.
         self._lasting: set[Path] = set()
-        self._commit_pool.submit(self._finish_deletions)
+        self.commit_pool.submit(self._finish_deletions)
 
     @property
     def shards(self) -> tuple[ShardLog, ...]:
@@ -149,7 +150,7 @@ class LogDirectory:
 
     def stored(self) -> list[StoredStream]:
         """The streams that have a folder here, in the order of their names. Blocking."""
-        return stored_streams(self._data, self._files)
+        return stored_streams(self._data, self.files)
 
     def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
         """Where a shard is kept."""
@@ -192,7 +193,7 @@ class LogDirectory:
     ) -> ShardLog:
         folder = None
         synced = False
-        pool = self._commit_pool
+        pool = self.commit_pool
         if settings.durability.kind != "ephemeral":
             folder = self.shard_folder(name, incarnation, shard)
             clean_name = _clean_name(name, incarnation, shard)
@@ -210,27 +211,63 @@ class LogDirectory:
             ShardIdentity(self._region, str(name), incarnation, shard),
             settings,
             hooks,
-            commit_pool=self._commit_pool,
-            read_pool=self._read_pool,
+            commit_pool=self.commit_pool,
+            read_pool=self.read_pool,
             opening_pool=pool,
             store=self._store,
-            files=self._files,
+            files=self.files,
             full_verify=full_verify,
             synced=synced,
         )
 
     def _make(self, folder: Path) -> bool:
         """Create a shard's folder so that a crash does not undo it; False where it is complete already."""
-        if self._files.exists(folder / MARK_NAME):
+        if self.files.exists(folder / MARK_NAME):
             return False
-        self._files.make_folder(folder)
-        self._files.sync_folder(folder.parent)
+        self.files.make_folder(folder)
+        self.files.sync_folder(folder.parent)
         if folder.parent not in self._lasting:
             # From the stream's name up to that of the broker's own folder, which may be as new as the shard.
             for above in (self._data, self._data.parent, self._data.parent.parent):
-                self._files.sync_folder(above)
+                self.files.sync_folder(above)
             self._lasting.add(folder.parent)
         return True
+
+    async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
+        """A shard's folder, whose name no crash takes back. Raises OSError."""
+        folder = self.shard_folder(name, incarnation, shard)
+        await asyncio.get_running_loop().run_in_executor(self._creation_pool, self._make, folder)
+        return folder
+
+    async def lead_shard(
+        self,
+        name: StreamName,
+        incarnation: bytes,
+        shard: int,
+        settings: ShardSettings,
+        hooks: ShardHooks,
+        copies: Copies,
+    ) -> ShardLog:
+        """Open a shard that other brokers have copies of, and that this one leads. Raises as `ShardLog.lead`, and RequestError(CONFLICT)
+        where it is open already."""
+        key = (name, incarnation, shard)
+        if key in self._open or key in self._opening:
+            copies.released()
+            raise RequestError(f"Shard {shard} of {name} is open already.", code=Code.CONFLICT)
+        self._opening.add(key)
+        try:
+            self._open[key] = log = await ShardLog.lead(
+                ShardIdentity(self._region, str(name), incarnation, shard),
+                settings,
+                hooks,
+                copies,
+                read_pool=self.read_pool,
+                store=self._store,
+                files=self.files,
+            )
+        finally:
+            self._opening.discard(key)
+        return log
 
     @property
     def fetched_bytes(self) -> int:
@@ -258,7 +295,7 @@ class LogDirectory:
 
     async def _close(self, name: StreamName, log: ShardLog) -> None:
         await log.close()
-        if log.failure is None and log.settings.durability.kind != "ephemeral":
+        if log.failure is None and log.settings.durability.kind != "ephemeral" and not log.has_copies:
             self._clean.add(_clean_name(name, log.identity.incarnation, log.identity.shard))
 
     async def delete_stream(self, name: StreamName, incarnation: bytes) -> None:
@@ -266,16 +303,16 @@ class LogDirectory:
         for key in [key for key in self._open if key[:2] == (name, incarnation)]:
             await self._open.pop(key).close()
         self._lasting.discard(self._data / folder_name(name, incarnation))
-        await asyncio.get_running_loop().run_in_executor(self._commit_pool, self._delete, name, incarnation)
+        await asyncio.get_running_loop().run_in_executor(self.commit_pool, self._delete, name, incarnation)
 
     def _delete(self, name: StreamName, incarnation: bytes) -> None:
         folder = self._data / folder_name(name, incarnation)
-        if not self._files.exists(folder):
+        if not self.files.exists(folder):
             return
         # Renamed first: a crash in the middle leaves no half of a stream under its name.
         deleted = folder.with_name(folder.name + _DELETED_SUFFIX)
-        self._files.rename(folder, deleted)
-        self._files.sync_folder(self._data)
+        self.files.rename(folder, deleted)
+        self.files.sync_folder(self._data)
         if self._shed(deleted):
             self._store.pool.submit(self._finish_deletion, deleted)
 
@@ -288,7 +325,7 @@ class LogDirectory:
     def _doomed(self) -> list[Path]:
         return [
             self._data / name
-            for name in self._files.names(self._data)
+            for name in self.files.names(self._data)
             if name.endswith(_DELETED_SUFFIX) and parse_folder_name(name.removesuffix(_DELETED_SUFFIX))
         ]
 
@@ -299,7 +336,7 @@ class LogDirectory:
 
     def _shed(self, deleted: Path) -> bool:
         """Remove all of a deleted stream's folder but the names of its objects in stores; whether there are any."""
-        files, left = self._files, False
+        files, left = self.files, False
         for shard in (deleted / name for name in files.names(deleted)):
             if not files.exists(shard / OFFLOADED_NAME):
                 self._remove_folder(shard)
@@ -315,19 +352,19 @@ class LogDirectory:
     def _remove_folder(self, folder: Path) -> None:
         # What stays keeps its name of a deleted stream: the next start tries again.
         with suppress(OSError):
-            self._files.remove_folder(folder)
+            self.files.remove_folder(folder)
 
     def _finish_deletion(self, deleted: Path) -> None:
         """Delete a deleted stream's objects, then the last of its folder. Called again where a store does not answer."""
         try:
-            for shard in (deleted / name for name in self._files.names(deleted)):
-                payload = load_checked(self._files, shard / OFFLOADED_NAME)
+            for shard in (deleted / name for name in self.files.names(deleted)):
+                payload = load_checked(self.files, shard / OFFLOADED_NAME)
                 for url in decode_offload(payload).urls if payload else ():
                     delete_object(url)
-                self._files.remove(shard / OFFLOADED_NAME)
-            self._files.remove_folder(deleted)
+                self.files.remove(shard / OFFLOADED_NAME)
+            self.files.remove_folder(deleted)
         except (OSError, FelixError) as error:
-            if self._files.exists(deleted):
+            if self.files.exists(deleted):
                 log.error("objects of a deleted stream are left in their store, %s: %s", deleted.name, error)
 
     async def close(self) -> None:
@@ -337,12 +374,12 @@ class LogDirectory:
             *(self._close(name, log) for (name, _, _), log in shards.items()), return_exceptions=True
         )
         self._creation_pool.shutdown()
-        self._commit_pool.shutdown()
-        self._read_pool.shutdown()
+        self.commit_pool.shutdown()
+        self.read_pool.shutdown()
         self._maintenance_pool.shutdown()
         self._store.pool.shutdown(cancel_futures=True)
         try:
-            save_clean_stop(self._files, self._data, self._lock.identity, self._clean)
+            save_clean_stop(self.files, self._data, self._lock.identity, self._clean)
         except OSError as error:
             # It is only a shortcut: the next start syncs what it keeps.
             log.warning("the next start will take longer: %s", error)

@@ -81,7 +81,8 @@ class DiskLog:
         self._files = files
         self.limits = limits
         """When a segment is closed."""
-        self._commitment = commitment
+        self.commitment = commitment
+        """Asked for each new segment's header."""
         self.runtime = runtime
         self.compaction = recovered.compaction
         self._snapshots = ProducerSnapshots(files, folder)
@@ -377,7 +378,7 @@ class DiskLog:
             base_offset,
             now_ms,
             self.new_salt(),
-            self._commitment(),
+            self.commitment(),
             head=Head(point.note, len(self.annotations)),
         )
         buffers = encode_beginning(header, self.annotations)

@@ -238,7 +238,7 @@ class ShardLog:
         """Serve a log that has other copies, and of which this broker was elected the leader: all that it has is committed, and its epoch
         has begun. Raises what reading its message ids raises; then it is not led."""
         disk, files = copies.disk, files or DiskFiles()
-        disk.limits = settings.segments
+        disk.limits, disk.commitment = settings.segments, hooks.commitment
         recovered = Recovered(
             list(disk.segments), disk.annotations, disk.epochs, copies.producers, disk.report
         )

@@ -21,6 +21,8 @@ from felix.names import SpiffeId, StreamName, parse_region, parse_subscription
 from felix.settings import NO_VIEWS, Durability, Retention, SubscriptionSettings, Views
 from policy.access import RIGHTS_PER_IDENTITY_MAX, parse_rights
 
+REPLICAS_MAX: Final = 7
+"""Copies of a shard: six brokers may fail. Each costs the leader a write over the network for each batch."""
 SHARDS_MAX: Final = 256
 """Shards of one stream; each has files, a lease of attention and a place in every rebalance."""
 INTERVAL_MS_MAX: Final = 60_000
@@ -61,7 +63,8 @@ class FormerCache(msgspec.Struct, frozen=True, omit_defaults=True):
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner chooses for a stream. `ring_bytes`: memory per shard of an `ephemeral` stream. `former_cache`: of a
     cache that was altered. `dead_letter_by`: who named the stream for a queue's dead letters; they flow there while that
-    identity may publish there."""
+    identity may publish there. `replicas`: copies of each shard, on as many brokers; `min_in_sync`: how many of them an acknowledgement
+    needs, 0: a majority."""
 
     shards: int = 1
     durability: Durability = Durability()
@@ -70,6 +73,8 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     views: Views = NO_VIEWS
     former_cache: FormerCache = FormerCache()
     dead_letter_by: str = ""
+    replicas: int = 1
+    min_in_sync: int = 0
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -178,6 +183,7 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
             name, f"a ring of {config.ring_bytes} bytes; {RING_BYTES_MIN} to {RING_BYTES_MAX} are allowed"
         )
     config.views.check()
+    _check_copies(name, config)
     if durability.kind == "ephemeral" and (config.views.compaction or config.views.offload):
         what = "compacted" if config.views.compaction else "offloaded"
         raise _invalid(
@@ -193,6 +199,38 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
         )
 
 
+def min_in_sync(config: StreamConfig) -> int:
+    """How many copies a commit needs."""
+    return config.min_in_sync or config.replicas // 2 + 1
+
+
+def _check_copies(name: StreamName, config: StreamConfig) -> None:
+    if not 1 <= config.replicas <= REPLICAS_MAX:
+        raise _invalid(name, f"{config.replicas} copies; 1 to {REPLICAS_MAX} are allowed")
+    if not 0 <= config.min_in_sync <= config.replicas:
+        raise _invalid(
+            name,
+            f"an acknowledgement that waits for {config.min_in_sync} of {config.replicas} copies; it can wait for 1 to "
+            f"{config.replicas}, or 0 for a majority",
+        )
+    if config.replicas == 1:
+        return
+    views = config.views
+    for what, is_so in (
+        ("ephemeral", config.durability.kind == "ephemeral"),
+        ("compacted", views.compaction is not None),
+        ("offloaded", views.offload is not None),
+        ("a queue", views.queue is not None),
+        ("a cache", views.cache is not None),
+    ):
+        if is_so:
+            raise _invalid(
+                name,
+                f"{config.replicas} copies of a stream that is {what}, which has one copy so far",
+                "Leave --replicas away.",
+            )
+
+
 def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) -> None:
     """Raises RequestError(CONFIG_INVALID) for a change that existing data does not survive."""
     check_stream_config(name, new)
@@ -201,6 +239,12 @@ def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) 
             name,
             f"it has {old.shards} shards and cannot get {new.shards}: keys would change their shard and lose "
             "their order",
+            "Create another stream and copy into it.",
+        )
+    if (new.replicas, new.min_in_sync) != (old.replicas, old.min_in_sync):
+        raise _invalid(
+            name,
+            "how many copies it has, and how many an acknowledgement needs, is decided when it is created",
             "Create another stream and copy into it.",
         )
     if (new.durability.kind == "ephemeral") != (old.durability.kind == "ephemeral"):

@@ -43,6 +43,15 @@ class Elections:
             f"Shard {shard} is at b2.", stream=record.name, leader="b2", address="127.0.0.1:1"
         )
 
+    def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
+        return [], []
+
+    def copies(self, record: Stream, number: int) -> None:
+        """One copy alone."""
+
+    async def forget(self, incarnation: str) -> None:
+        """There is nothing beside its folder."""
+
 
 class Table:
     """A real table on a node's folder and keys, that asks `elections` what it leads."""

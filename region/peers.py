@@ -1,0 +1,57 @@
+"""What a broker of several has to do with the others besides the metadata store: links to them, and the copies that it keeps of their streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from felix.identity import Identity
+from felix.names import StreamName
+from felix.peer import TrustAnchor, TrustBundle
+from felix.runtime.port import Runtime
+from felix.transport.port import Engine, TransportLimits
+from region.cluster.member import ClusterMember
+from region.log.open_logs import OpenLogs
+from region.metadata.records import Stream
+from region.replicas import Folders, Replicas
+from region.replication.links import LocalBroker, PeerLinks
+
+
+class Peers:
+    """One per broker of a cluster."""
+
+    def __init__(
+        self,
+        member: ClusterMember,
+        folders: Folders,
+        streams: Mapping[StreamName, Stream],
+        me: LocalBroker,
+        *,
+        identity: Callable[[], Identity],
+        anchor: TrustAnchor,
+        engine: Engine,
+        limits: TransportLimits,
+        open_logs: OpenLogs,
+        runtime: Runtime,
+    ) -> None:
+        """`anchor`: the region's authority. `limits`: of connections that this broker takes."""
+        bundle = TrustBundle([anchor])
+        self.links = PeerLinks(
+            engine,
+            me,
+            identity,
+            lambda: bundle,
+            anchor.root_pem,
+            lambda peer, said: self.replicas.host.heard(peer, said),
+            lambda peer, up: self.replicas.host.linked(peer, up),
+            mirror_revision=lambda: member.mirror.view.revision,
+            runtime=runtime,
+            accept_limits=limits,
+        )
+        self.replicas = Replicas(
+            member, me.region, folders, self.links, streams, open_logs=open_logs, runtime=runtime
+        )
+
+    async def close(self) -> None:
+        """End the links, and close all copies."""
+        await self.links.close()
+        await self.replicas.close()

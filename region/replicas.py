@@ -1,0 +1,216 @@
+"""The copies that this broker has of streams with more than one: which they are, and the host and links that keep them (region.replication).
+
+It follows the records of shards and the catalog: a shard that names this broker among its replicas is opened as a copy; one of a deleted
+stream is let go of before its folder goes.
+
+Order: `open` once the broker is registered and before streams are opened; `start` once it is alive; `close` once they are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Final, Protocol
+
+from felix.errors import CorruptionError, FelixError
+from felix.names import StreamName
+from felix.runtime.port import Runtime
+from felix.storage.port import Files
+from felix.tasks import end_tasks
+from region.cluster.member import ClusterMember
+from region.cluster.records import ShardDurability, ShardId
+from region.log.copies import Copies
+from region.log.errors import storage_error
+from region.log.open_logs import OpenLogs
+from region.log.segment import ShardIdentity
+from region.metadata.records import Stream, StreamConfig
+from region.replication.disk import LogPlan
+from region.replication.host import Links, ReplicaHost, ShardPlan
+
+log = logging.getLogger("felix.region.replicas")
+
+RETRY_S: Final = 10.0
+"""A copy that could not be opened is tried again after this: a disk may have room by then."""
+RECORDS: Final = 0
+"""The number of a shard's record log among its logs."""
+
+
+class Folders(Protocol):
+    """What is needed of `region.log.directory.LogDirectory`."""
+
+    commit_pool: Executor
+    read_pool: Executor
+    files: Files
+
+    async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
+
+
+def is_replicated(config: StreamConfig) -> bool:
+    """Whether a stream has more than one copy."""
+    return config.replicas > 1
+
+
+def shard_durability(config: StreamConfig) -> ShardDurability:
+    """What an acknowledgement of a copy means."""
+    return "fsync" if config.durability.kind == "fsync" else "interval"
+
+
+class Replicas:
+    """One per broker of a cluster. One event loop, no locks."""
+
+    def __init__(
+        self,
+        member: ClusterMember,
+        region: str,
+        folders: Folders,
+        links: Links,
+        streams: Mapping[StreamName, Stream],
+        *,
+        open_logs: OpenLogs,
+        runtime: Runtime,
+    ) -> None:
+        """`streams`: the catalog, as it is known now."""
+        self._member = member
+        self._region = region
+        self._folders = folders
+        self._streams = streams
+        self.host = ReplicaHost(
+            member.broker,
+            member.mirror,
+            links,
+            files=folders.files,
+            commit_pool=folders.commit_pool,
+            read_pool=folders.read_pool,
+            runtime=runtime,
+            sync_failed=member.registry.sync_failed,
+            open_logs=open_logs,
+        )
+        self._names: dict[str, str] = {}
+        """of the streams that have copies here, by incarnation"""
+        self._wanted: set[str] = set()
+        self._forgotten: set[str] = set()
+        self._changing = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+        member.on_assigned(self.look_at)
+
+    async def open(self) -> None:
+        """Open the copies that the records name, all that they hold synced."""
+        registry = self._member.registry
+        await self.host.open(
+            [],
+            registration=registry.registration,
+            folder=registry.folder,
+            registered_at=max(registry.registered_revision, self._member.mirror.view.revision),
+        )
+        registry.on_lease(self.host.leased)
+        for name in list(self._streams):
+            self.look_at(str(name))
+        await self._open_wanted()
+
+    def start(self) -> None:
+        """Lead and follow."""
+        self.host.start()
+        self._work = asyncio.get_running_loop().create_task(self._follow(), name="replicas")
+
+    async def close(self) -> None:
+        """Close all copies, what they hold synced."""
+        if self._work is not None:
+            await end_tasks(self._work)
+        await self.host.close()
+
+    def on_led(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with the name of each stream of which a shard is led here now, or no longer."""
+
+        def changed(shard: ShardId) -> None:
+            if (name := self._names.get(shard.incarnation)) is not None:
+                listener(name)
+
+        self.host.on_change(changed)
+
+    # -- what streams ask ------------------------------------------------------------------------------
+
+    def name_of(self, shard: ShardId) -> str:
+        """The stream of a shard that this broker has a copy of."""
+        return self._names.get(shard.incarnation, shard.incarnation)
+
+    def serves(self, record: Stream) -> bool:
+        """Whether all shards of a stream are led here, and all that they had at their elections is committed."""
+        return all(
+            self.host.serves(ShardId(record.incarnation, number)) for number in range(record.config.shards)
+        )
+
+    def lead(self, record: Stream, number: int) -> Copies:
+        """What a shard's log is led by. Raises UnavailableError where it is not led here."""
+        return self.host.lead(ShardId(record.incarnation, number), RECORDS)
+
+    async def forget(self, incarnation: str) -> None:
+        """Have no copies of this incarnation of a stream any more: it was deleted. Nobody leads it here."""
+        self._forgotten.add(incarnation)
+        async with self._changing:
+            self._names.pop(incarnation, None)
+            for shard in [each for each in self.host.shards if each.incarnation == incarnation]:
+                await self.host.remove(shard)
+
+    # -- which copies there are ------------------------------------------------------------------------
+
+    def look_at(self, name: str) -> None:
+        """A stream, or the records of its shards, may be another than before."""
+        self._wanted.add(name)
+        self._news.set()
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(RETRY_S if self._wanted else None):
+                    await self._news.wait()
+            except TimeoutError:
+                pass
+            self._news.clear()
+            try:
+                await self._open_wanted()
+            except Exception:
+                # A mistake of ours: what changes next is followed all the same.
+                log.exception("copies could not be opened")
+
+    async def _open_wanted(self) -> None:
+        names, self._wanted = self._wanted, set()
+        for name in sorted(names):
+            record = self._streams.get(StreamName.parse(name))
+            if record is None or not is_replicated(record.config):
+                continue
+            try:
+                await self._open_copies(record)
+            except (FelixError, OSError) as error:
+                log.error("a copy of %s cannot be opened: %s", name, error)
+                # One that is damaged stays so.
+                if not isinstance(error, CorruptionError):
+                    self._wanted.add(name)
+
+    async def _open_copies(self, stream: Stream) -> None:
+        for number in range(stream.config.shards):
+            shard = ShardId(stream.incarnation, number)
+            async with self._changing:
+                record = self._member.mirror.view.shards.get(shard)
+                if (
+                    record is None
+                    or self._member.broker not in (*record.replicas, *record.target)
+                    or stream.incarnation in self._forgotten
+                    or self.host.replica(shard) is not None
+                ):
+                    continue
+                self._names[stream.incarnation] = stream.name
+                await self.host.add(await self._plan(stream, shard))
+
+    async def _plan(self, stream: Stream, shard: ShardId) -> ShardPlan:
+        incarnation = bytes.fromhex(stream.incarnation)
+        name = StreamName.parse(stream.name)
+        identity = ShardIdentity(self._region, stream.name, incarnation, shard.number)
+        try:
+            folder = await self._folders.make_folder(name, incarnation, shard.number)
+        except OSError as error:
+            raise storage_error(error, Path(stream.name)) from error
+        return ShardPlan(shard, (LogPlan(RECORDS, folder, identity),), shard_durability(stream.config))

@@ -1,0 +1,166 @@
+"""Streams with several copies on real brokers in one process: what describes them, what is refused, and copies that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from cluster.clustered_region import ClusteredRegion
+from etcd_process import EtcdProcess
+from region_home import make_region, running
+from region_peer import client as operator_of
+
+import felix
+from felix.errors import Code, RequestError
+from felix.settings import Compaction, Durability, Views
+from region.log.directory import shard_folder
+from region.metadata.records import StreamConfig, decode, min_in_sync
+
+pytestmark = pytest.mark.etcd
+STREAM = "acme/ops/orders"
+NAMES = ("b1", "b2", "b3")
+
+
+@pytest.fixture
+async def region(tmp_path: Path) -> AsyncIterator[ClusteredRegion]:
+    (tmp_path / "etcd").mkdir()
+    etcd = EtcdProcess(tmp_path / "etcd")
+    etcd.start()
+    region = ClusteredRegion(tmp_path / "home", etcd, 3)
+    try:
+        await region.start(*NAMES)
+        yield region
+    finally:
+        await region.stop()
+        etcd.stop()
+
+
+async def in_sync(region: ClusteredRegion, name: str, wanted: tuple[str, ...] = NAMES) -> None:
+    """Wait until a broker knows these, and no others, to be in sync."""
+    stream = region.nodes[name].broker.streams.get(felix.StreamName.parse(STREAM))
+    assert stream is not None
+    clustered = region.clustered(name)
+    async with asyncio.timeout(60):
+        await clustered.member.until(lambda: clustered.members(stream.record, 0)[1] == sorted(wanted))
+
+
+async def stored(client: felix.RegionClient, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    async with client.stream(STREAM).subscribe(start="earliest") as records:
+        async for record in records:
+            found.append(bytes(record.payload))
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_a_leader_that_stops_is_followed_by_one_that_has_all(region: ClusteredRegion) -> None:
+    async with region.client("b3") as client:
+        made = await client.create_stream(STREAM, replicas=3)
+        assert (made.replicas, made.min_in_sync) == (3, 2)
+        published: list[bytes] = []
+        async with client.stream(STREAM).publisher() as publisher:
+            for number in range(20):
+                published.append(b"%d" % number)
+                assert await publisher.publish(published[-1]) == number
+            leader = region.leader("b3", STREAM)
+            # The client's own broker stays.
+            gone = leader if leader != "b3" else "b2"
+            await region.stop(gone)
+            for number in range(20, 40):
+                published.append(b"%d" % number)
+                assert await publisher.publish(published[-1]) == number
+        assert await stored(client, 40) == published
+        await in_sync(region, "b3", tuple(name for name in NAMES if name != gone))
+        alarms = (await client.describe()).alarms
+        assert any("Not every copy is in sync: acme/ops/orders shard 0" in each for each in alarms)
+        await region.start(gone)
+        await in_sync(region, "b3")
+        state = (await client.describe_stream(STREAM)).state[0]
+        assert sorted(state.replicas) == state.in_sync == sorted(NAMES)
+        assert (await client.describe()).alarms == []
+
+
+async def test_a_copy_that_is_gone_is_made_anew_from_its_leaders(region: ClusteredRegion) -> None:
+    async with region.client("b3") as client:
+        await client.create_stream(STREAM, replicas=3)
+        for number in range(10):
+            await client.stream(STREAM).publish(b"%d" % number)
+        leader = region.leader("b3", STREAM)
+        follower = "b1" if leader != "b1" else "b2"
+        stream = region.nodes[follower].broker.streams.get(felix.StreamName.parse(STREAM))
+        assert stream is not None
+        incarnation = bytes.fromhex(stream.record.incarnation)
+        await region.stop(follower)
+        data = region.folder.root / region.config.of_broker(follower).data / "streams"
+        folder = shard_folder(data, stream.name, incarnation, 0)
+        assert folder.is_dir()
+        shutil.rmtree(folder)
+        await client.stream(STREAM).publish(b"10")
+        await region.start(follower)
+        await in_sync(region, "b3")
+        # It has all: the others may go.
+        for name in NAMES:
+            if name not in (follower, "b3"):
+                await region.stop(name)
+        assert await stored(client, 11) == [b"%d" % number for number in range(11)]
+        await client.stream(STREAM).publish(b"11")
+
+
+async def test_a_stream_that_is_deleted_goes_from_every_copy(region: ClusteredRegion) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        await client.stream(STREAM).publish(b"x")
+        await in_sync(region, "b1")
+        await client.delete_stream(STREAM)
+        folders = [region.folder.root / region.config.of_broker(name).data / "streams" for name in NAMES]
+        async with asyncio.timeout(60):
+            while any("acme~ops~orders" in each.name for folder in folders for each in folder.iterdir()):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+    async with region.client("b2") as client:
+        again = await client.create_stream(STREAM, replicas=3)
+        assert again.replicas == 3
+        assert await client.stream(STREAM).publish(b"y") == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"replicas": 4}, "4 copies, and us-east has 3 brokers"),
+        ({"replicas": 8}, "8 copies; 1 to 7"),
+        ({"replicas": 3, "min_in_sync": 4}, "waits for 4 of 3 copies"),
+        ({"replicas": 3, "durability": Durability("ephemeral")}, "ephemeral, which has one copy"),
+        ({"replicas": 2, "views": Views(compaction=Compaction())}, "compacted, which has one copy"),
+    ],
+)
+async def test_what_copies_cannot_be_is_refused(
+    region: ClusteredRegion, asked: dict[str, object], sentence: str
+) -> None:
+    async with region.client("b1") as client:
+        with pytest.raises(RequestError, match=sentence) as refused:
+            await client.create_stream(STREAM, **asked)  # type: ignore[arg-type]
+        assert refused.value.code is Code.CONFIG_INVALID
+
+
+async def test_a_stream_with_copies_has_no_durable_subscriptions_yet(region: ClusteredRegion) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        with pytest.raises(RequestError, match="has 3 copies") as refused:
+            await client.stream(STREAM).create_subscription("billing")
+        assert refused.value.code is Code.UNSUPPORTED
+
+
+async def test_a_region_of_one_broker_keeps_one_copy(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    async with running(folder), operator_of(folder) as client:
+        with pytest.raises(RequestError, match="3 copies, and us-east has one broker"):
+            await client.create_stream(STREAM, replicas=3)
+        assert (await client.create_stream(STREAM)).replicas == 1
+
+
+def test_a_record_of_an_older_version_means_one_copy() -> None:
+    config = decode(b'{"shards": 2}', StreamConfig, "key")
+    assert (config.replicas, min_in_sync(config)) == (1, 1)

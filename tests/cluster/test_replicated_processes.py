@@ -1,0 +1,172 @@
+"""A stream with three copies, on three brokers that are processes: its leader is killed, or stands still for longer than its lease, or all
+brokers are killed at once. What was acknowledged is never lost and never stands twice.
+
+FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how often each of these happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster.history import History
+from cluster.processes import process_of, several
+from e2e.command_mesh import felix_command
+from etcd_process import etcd_binary
+from region_peer import client, until
+
+import felix
+from felix.errors import FelixError
+from region.folder import RegionFolder
+
+STREAM = "acme/ops/orders"
+NAMES = ("b1", "b2", "b3")
+LEASE_S = 2
+ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
+IN_FLIGHT = 16
+GOES_ON = 200
+"""Acknowledgements after a fault, before the next one."""
+
+
+@contextlib.asynccontextmanager
+async def running(home: Path) -> AsyncIterator[RegionFolder]:
+    folder = several(home, len(NAMES), lease=f"{LEASE_S}s")
+    await asyncio.to_thread(felix_command, home, "region", "up", "us-east", "--detach")
+    parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
+    family = [parent, *parent.children(recursive=True)]
+    try:
+        yield folder
+    finally:
+        family += parent.children(recursive=True)
+        await asyncio.to_thread(felix_command, home, "region", "down", "us-east", code=None)
+        for process in psutil.wait_procs(family, timeout=60)[1]:
+            process.kill()
+
+
+async def publish(operator: felix.RegionClient, history: History, is_over: asyncio.Event) -> None:
+    """Publish all the time, several at once; a number is sent until its fate is known."""
+    waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
+    async with operator.stream(STREAM).publisher(deadline_ms=600_000) as publisher:
+        while waiting or not is_over.is_set():
+            while len(waiting) < IN_FLIGHT and not is_over.is_set():
+                number = history.next_number()
+                waiting.append((number, asyncio.ensure_future(publisher.publish(b"%d" % number))))
+            number, answer = waiting.popleft()
+            history.acknowledged[number] = await answer
+
+
+async def read(operator: felix.RegionClient, history: History) -> None:
+    async with operator.stream(STREAM).subscribe(start="earliest") as records:
+        async for record in records:
+            history.read.append((record.offset, int(bytes(record.payload))))
+
+
+async def state_of(operator: felix.RegionClient) -> felix.messages.ShardState | None:
+    try:
+        return (await operator.describe_stream(STREAM)).state[0]
+    except FelixError:
+        return None
+
+
+async def leader_of(operator: felix.RegionClient, folder: RegionFolder) -> str:
+    """The broker that leads, by the region's status: who leads one stream more than none."""
+    found = ""
+    while not found:
+        with contextlib.suppress(FelixError):
+            found = next((each.broker for each in (await operator.describe()).brokers if each.leads), "")
+        await asyncio.sleep(0.05)
+    return found
+
+
+async def all_in_sync(operator: felix.RegionClient) -> None:
+    async with asyncio.timeout(120):
+        while True:
+            state = await state_of(operator)
+            if state is not None and not state.stopped and sorted(state.in_sync) == sorted(NAMES):
+                return
+            await asyncio.sleep(0.1)
+
+
+async def kill_leader(operator: felix.RegionClient, folder: RegionFolder) -> None:
+    name = await leader_of(operator, folder)
+    pid = process_of(folder, name)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: process_of(folder, name) not in (0, pid), 60)
+
+
+async def stop_leader(operator: felix.RegionClient, folder: RegionFolder) -> None:
+    """It stands still for longer than its lease, and then goes on as if it led."""
+    pid = process_of(folder, await leader_of(operator, folder))
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        await asyncio.sleep(LEASE_S + 1)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def kill_all(operator: felix.RegionClient, folder: RegionFolder) -> None:
+    before = {name: process_of(folder, name) for name in NAMES}
+    for pid in before.values():
+        os.kill(pid, signal.SIGKILL)
+    await until(lambda: all(process_of(folder, name) not in (0, pid) for name, pid in before.items()), 60)
+
+
+@pytest.mark.etcd
+@pytest.mark.fault
+@pytest.mark.skipif(sys.platform != "linux", reason="signals of Linux")
+async def test_what_is_acknowledged_outlives_every_leader_once_and_in_order(tmp_path: Path) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    history, is_over = History(), asyncio.Event()
+    pauses: list[float] = []
+    async with running(tmp_path) as folder, client(folder) as operator:
+        await operator.create_stream(STREAM, replicas=3)
+        await all_in_sync(operator)
+        publishing = asyncio.ensure_future(publish(operator, history, is_over))
+        reading = asyncio.ensure_future(read(operator, history))
+        try:
+            await goes_on(history, publishing, reading)
+            for fault in (kill_leader, stop_leader, kill_all) * ROUNDS:
+                began = time.monotonic()
+                await fault(operator, folder)
+                await goes_on(history, publishing, reading)
+                pauses.append(time.monotonic() - began)
+                await all_in_sync(operator)
+            is_over.set()
+            async with asyncio.timeout(120):
+                await publishing
+                await until(lambda: len(history.read) >= len(history.acknowledged), 60)
+        finally:
+            publishing.cancel()
+            reading.cancel()
+            await asyncio.gather(publishing, reading, return_exceptions=True)
+        stored: list[tuple[int, int]] = []
+        end = (await operator.describe_stream(STREAM)).state[0].high_watermark
+        async with operator.stream(STREAM).subscribe(start="earliest") as records:
+            async for record in records:
+                stored.append((record.offset, int(bytes(record.payload))))
+                if record.offset == end - 1:
+                    break
+        history.check(stored)
+        print(f"{len(history.acknowledged)} acknowledged; from each fault to {GOES_ON} more: {pauses}")
+
+
+async def goes_on(history: History, *work: asyncio.Future[None]) -> None:
+    """More is acknowledged, and read."""
+    acknowledged, seen = len(history.acknowledged) + GOES_ON, len(history.read) + GOES_ON
+    async with asyncio.timeout(120):
+        while len(history.acknowledged) < acknowledged or len(history.read) < seen:
+            for each in work:
+                if each.done():
+                    each.result()
+            await asyncio.sleep(0.02)
