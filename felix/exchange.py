@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard
 
 from felix.backoff import Backoff
 from felix.connection import Link, RegionConnection, protocol_breach
@@ -302,7 +302,7 @@ class Exchange:
         future = self._calls.get(correlation)
         if future is not None:
             if not future.done():
-                future.set_exception(_unknown(error) if _is_of_lease(error) else error)
+                future.set_exception(_unknown(error, error.retry_after_ms) if _is_of_lease(error) else error)
         elif not correlation or correlation == self._opening:
             # The exchange as a whole: worth another try only where the broker says that it will pass.
             if not isinstance(error, UnavailableError):
@@ -368,14 +368,16 @@ class Exchange:
             self._listener.ended(error)
 
 
-def _is_of_lease(error: FelixError) -> bool:
+def _is_of_lease(error: FelixError) -> TypeGuard[NotLeaderError]:
     """Whether a broker that carried a call out may not answer for it: another one may lead the stream by now."""
     return isinstance(error, NotLeaderError) and not (error.stream or error.leader)
 
 
-def _unknown(error: FelixError) -> UnavailableError:
+def _unknown(error: FelixError, retry_after_ms: int | None = None) -> UnavailableError:
+    """`retry_after_ms`: where the exchange stands, and asking again may do."""
     return UnavailableError(
-        f"The exchange was lost before the call was answered: {error.sentence}",
+        f"The call was not answered: {error.sentence}",
         code=Code.DISCONNECTED,
         hint="Whether it was carried out is not known; look before asking again.",
+        retry_after_ms=retry_after_ms,
     )

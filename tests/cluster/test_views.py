@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from cluster.clustered_region import ClusteredRegion
+from cluster.clustered_region import LEASE_MS, ClusteredRegion
 from etcd_process import EtcdProcess
 from region_peer import until
 
@@ -31,8 +31,8 @@ def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
 
 
 @asynccontextmanager
-async def serving(home: Path, etcd: EtcdProcess) -> AsyncIterator[ClusteredRegion]:
-    region = ClusteredRegion(home, etcd, 3)
+async def serving(home: Path, etcd: EtcdProcess, lease_ms: int = LEASE_MS) -> AsyncIterator[ClusteredRegion]:
+    region = ClusteredRegion(home, etcd, 3, lease_ms=lease_ms)
     try:
         await region.start("b1", "b2", "b3")
         yield region
@@ -209,3 +209,40 @@ async def test_a_stream_that_another_broker_leads_is_not_named_for_dead_letters(
         assert letter.payload == b"x"
         with pytest.raises(RequestError, match="stay on the broker"):
             await client.queue(turned).redrive()
+
+
+async def test_without_its_lease_a_leader_answers_for_no_view_and_goes_on_once_the_store_is_back(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 2_000) as region, region.client("b1") as client:
+        jobs = client.queue(await of_kind(region, client, "queue", "b2"))
+        cache = client.cache(await of_kind(region, client, "cache", "b2"))
+        stream = client.stream(await of_kind(region, client, "stream", "b2"))
+        await jobs.put_many([b"held", b"free"])
+        await cache.put("k", b"v")
+        await stream.create_subscription("crew", felix.SubscriptionSettings("earliest"))
+        await stream.publish(b"x")
+        (held,) = await jobs.lease(1, wait=30)
+        async with stream.consumer("crew") as consumer:
+            record = await anext(consumer)
+            etcd.freeze()
+            try:
+                refused = region.nodes["b2"].broker.metrics.refusals
+                await until(lambda: region.clustered("b2").member.refusal())
+                before = refused["not_leader"]
+                asked = [
+                    asyncio.ensure_future(each)
+                    for each in (cache.get("k"), cache.increment("n"), jobs.describe())
+                ]
+                acknowledging = held.ack(), consumer.ack_nowait(record)
+                await until(lambda: refused["not_leader"] >= before + 8)
+                assert not any(each.done() for each in (*asked, *acknowledging))
+            finally:
+                etcd.thaw()
+            entry, number, _ = await asyncio.gather(*asked)
+            assert entry is not None and (entry.value, number) == (b"v", 1)
+            _, is_settled = await asyncio.gather(*acknowledging)
+            left = await jobs.describe()
+            assert left.leased + left.ready == 1
+            if not is_settled:  # there was an election: it comes again
+                assert bytes((await anext(consumer)).payload) == b"x"
