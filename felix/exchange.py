@@ -118,7 +118,8 @@ class Exchange:
     # -- calls ----------------------------------------------------------------------------------------
 
     async def call(self, message: Message, *, again: bool, timeout_s: float | None = None) -> Any:
-        """One call and its reply, decoded. `again`: asking twice does no harm, so a lost or refused-for-now one is.
+        """One call and its reply, decoded. `again`: asking twice does no harm, so a lost or refused-for-now one is. One that a broker
+        refuses because it does not lead the stream has done nothing, and is asked again whatever it is.
 
         Raises what the broker refuses it with, or ended the exchange with meanwhile; UnavailableError: TIMEOUT, or DISCONNECTED
         where it is not known whether it was carried out.
@@ -126,7 +127,13 @@ class Exchange:
         limit_s = self._limit_s(timeout_s)
         backoff: Backoff | None = None
         if not again and self._is_open and not self._room.locked():
-            return await self._call_at_once(message, limit_s)
+            try:
+                return await self._call_at_once(message, limit_s)
+            except NotLeaderError as error:
+                if self._dead is not None:
+                    raise
+                backoff = Backoff(self._connection.policy, self._connection.runtime.random)
+                await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
         try:
             async with asyncio.timeout(limit_s), self._room:
                 while True:
@@ -135,7 +142,7 @@ class Exchange:
                     try:
                         return await self._ask(message)
                     except UnavailableError as error:
-                        if not again or self._dead is not None:
+                        if not (again or isinstance(error, NotLeaderError)) or self._dead is not None:
                             raise
                         backoff = backoff or Backoff(self._connection.policy, self._connection.runtime.random)
                         await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
@@ -257,11 +264,14 @@ class Exchange:
     # -- felix.connection.ExchangeSink ----------------------------------------------------------------
 
     def exchange_data(self, data: bytes, end: bool) -> None:
+        link, stream_id = self._link, self._stream_id
+        if link is None:
+            return
         for frame in self._decoder.feed(data):
-            if self._link is None:
-                return
             self._receive(frame)
-        if end and self._link is not None:
+            if self._link is not link or self._stream_id != stream_id:
+                return  # it was refused, and may be open elsewhere by now
+        if end:
             self._lose(UnavailableError("The broker ended the exchange.", code=Code.DISCONNECTED))
             self._again(None)
 
