@@ -79,6 +79,7 @@ from keys.transfer import (
     decode_envelope,
     open_transfer_key,
 )
+from policy.approval import CLOCK_SKEW_MS
 from policy.grant import GrantError
 from policy.inspection import Inspection
 from policy.terms import GrantTerms
@@ -436,10 +437,13 @@ class IngestStream:
         live = self._live(request, statement)
         annotations, region = self._shard.annotations, request.from_region
         held = held_record(annotations, self._slot, region, request.stream)
+        # What was stated by a clock that was days ahead binds as if it were of now: else nothing crosses until that time has come.
+        latest_ms = self._service.broker.clock_ms() + CLOCK_SKEW_MS
+        shown_ms = min(statement.time_ms, latest_ms)
         # A new link begins where the source's log begins: what was gone before it was granted is no gap.
         start = statement.log_start if live.accepted is None else live.accepted.truncation.offset
         begun = LinkRecord(
-            region, request.stream, live.incarnation, statement.incarnation, statement.time_ms, 0, 0,
+            region, request.stream, live.incarnation, statement.incarnation, shown_ms, 0, 0,
             Position(start),
         )  # fmt: skip
         if held is None:
@@ -447,7 +451,7 @@ class IngestStream:
             old = annotations.get(self._old_slot)
             # Recorded by version 0.1; the next range migrates it.
             return begun if old is None else begun._replace(position=Position.decode(old))
-        if statement.time_ms < held.statement_ms:
+        if statement.time_ms < min(held.statement_ms, latest_ms):
             raise RequestError(
                 f"The statement about {request.stream} is older than the newest one that was shown.",
                 code=Code.CONFLICT,
@@ -458,7 +462,7 @@ class IngestStream:
             return begun
         self._check_history(request, statement, held, live)
         if held.live == live.incarnation:
-            return held._replace(statement_ms=statement.time_ms)
+            return held._replace(statement_ms=shown_ms)
         return begun
 
     def _check_history(

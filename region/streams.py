@@ -633,7 +633,7 @@ class StreamTable:
         if settings.durability.kind != "ephemeral":
             shard.begin_epoch_later()
         elif not shard.epochs.current:
-            await shard.begin_epoch(next_epoch(0, hooks.clock_ms()))
+            await shard.begin_epoch(next_epoch(0, hooks.clock_ms(), hooks.runtime.random))
         if shard.report.cut_bytes:
             log.warning("%s shard %d: %s", name, number, shard.report)
         return shard

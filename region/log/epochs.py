@@ -2,7 +2,8 @@
 
 A follower finds with it where its log and a new leader's part; a bridge finds with it that a log was cut back or restored
 since it read it (docs/bridges.md). That needs numbers that are never given twice, also not by a log that was put back to
-an earlier copy of itself: so every opening of a shard begins an epoch, and `next_epoch` takes the number from the clock.
+an earlier copy of itself: so every opening of a shard begins an epoch, and `next_epoch` takes the number from the clock, or from chance
+where the clock is behind.
 
 Pure; the caller makes it durable before the first batch of an epoch is appended. Invariants: epochs strictly increase,
 start offsets never decrease.
@@ -14,6 +15,7 @@ from bisect import bisect_right
 from typing import Final, NamedTuple
 
 from felix.errors import Code, RequestError
+from felix.runtime.port import Random
 
 EPOCHS_MAX: Final = 1_024
 """Epochs remembered, one for each start of the broker in which something was appended: 40 KB, years of restarts. They are
@@ -24,9 +26,23 @@ EPOCH_ORIGIN_MS: Final = 1_767_225_600_000
 """2026-01-01T00:00:00Z."""
 
 
-def next_epoch(current: int, now_ms: int) -> int:
-    """The number of an epoch that begins now: above `current`, and above any given before by a clock that goes right."""
-    return max(current + 1, (now_ms - EPOCH_ORIGIN_MS) // EPOCH_TICK_MS)
+CHANCE_MAX: Final = 1 << 20
+"""From how many numbers one is chosen where the clock is behind: a log and its copy take the same one with one in a million."""
+_ROOM_SHIFT: Final = 12
+"""And from no more than this part of the numbers that are left: however often a broker starts, there are always more."""
+EPOCH_MAX: Final = (1 << 32) - 1
+
+
+def next_epoch(current: int, now_ms: int, chance: Random) -> int:
+    """The number of an epoch that begins now: above `current`, and above any given before by a clock that goes right.
+
+    Where the clock is not above `current` (it was ahead before, or is behind now), two histories that part there would both count on by
+    one: the number is one of the next ones, by chance.
+    """
+    tick = (now_ms - EPOCH_ORIGIN_MS) // EPOCH_TICK_MS
+    if tick > current:
+        return tick
+    return current + 1 + chance.randrange(max(1, min(CHANCE_MAX, EPOCH_MAX - current >> _ROOM_SHIFT)))
 
 
 class EpochStart(NamedTuple):

@@ -858,7 +858,7 @@ class ShardLog:
         self._epoch_due = True
 
     def _next_epoch(self) -> int:
-        return next_epoch(self._epochs.current, self._hooks.clock_ms())
+        return next_epoch(self._epochs.current, self._hooks.clock_ms(), self._hooks.runtime.random)
 
     def _begin_due_epoch(self) -> None:
         self._epoch_due = False

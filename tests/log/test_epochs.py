@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
 from felix.errors import Code, RequestError
 from region.log.epochs import (
+    CHANCE_MAX,
+    EPOCH_MAX,
     EPOCH_ORIGIN_MS,
     EPOCH_TICK_MS,
     EPOCHS_MAX,
@@ -64,8 +68,21 @@ def test_history_is_bounded_and_keeps_the_newest() -> None:
 
 
 def test_next_epoch_is_above_the_last_and_above_those_of_a_copy_that_began_earlier() -> None:
-    now = EPOCH_ORIGIN_MS + 1_000_000
-    lost = next_epoch(1, now)
-    assert lost > 1
-    assert next_epoch(1, now + EPOCH_TICK_MS) > lost, "an older copy, opened later"
-    assert next_epoch(lost, now - 60_000) == lost + 1, "a clock that was set back"
+    now, chance = EPOCH_ORIGIN_MS + 1_000_000, Random(7)
+    lost = next_epoch(1, now, chance)
+    assert lost == 4_000
+    assert next_epoch(1, now + EPOCH_TICK_MS, chance) > lost, "an older copy, opened later"
+
+
+def test_where_the_clock_is_behind_no_two_histories_count_on_alike() -> None:
+    chance, behind = Random(7), EPOCH_ORIGIN_MS + 1_000_000 - 60_000
+    found = {next_epoch(4_000, behind, chance) for _ in range(100)}
+    assert len(found) == 100
+    assert min(found) > 4_000 and max(found) <= 4_000 + CHANCE_MAX
+
+
+def test_there_is_a_next_epoch_however_often_a_broker_starts_with_a_clock_that_is_behind() -> None:
+    chance, epoch = Random(7), 4_000
+    for _ in range(100_000):
+        before, epoch = epoch, next_epoch(epoch, EPOCH_ORIGIN_MS, chance)
+        assert before < epoch <= EPOCH_MAX
