@@ -111,12 +111,16 @@ class DataEntry(Entry, frozen=True, tag="data"):
 
     def context(self, region: str, stream: StreamEntry) -> bytes:
         """What its wrapping is bound to."""
+        return self.context_of(region, stream.stream, stream.incarnation)
+
+    def context_of(self, region: str, stream: str, incarnation: bytes) -> bytes:
+        """The same, of the stream whose key wraps it."""
         return bind(
             "data-key",
             region,
-            stream.stream,
-            stream.incarnation,
-            stream.key_id,
+            stream,
+            incarnation,
+            self.stream_key_id,
             self.shard,
             self.epoch,
             self.key_id,

@@ -311,6 +311,21 @@ class Keyring:
                 if entry.state is KeyState.ACTIVE
             ]
 
+    def data_entries(self) -> dict[bytes, list[DataEntry]]:
+        """The data keys of each incarnation, wrapped; of destroyed ones none."""
+        found: dict[bytes, list[DataEntry]] = {}
+        with self._lock:
+            for entry in self._tree.data.values():
+                parent = self._tree.streams[entry.stream_key_id]
+                if parent.state is KeyState.ACTIVE:
+                    found.setdefault(parent.incarnation, []).append(entry)
+        return found
+
+    def has(self, key_id: bytes) -> bool:
+        """Whether it knows a data key of this id."""
+        with self._lock:
+            return key_id in self._tree.data
+
     def link_secrets(
         self, stream: StreamName, incarnation: bytes, grant_id: str, terms_hash: bytes, pseudonyms: str
     ) -> LinkSecrets:

@@ -7,7 +7,7 @@ Invariants:
 - a key that was forgotten opens and seals nothing more, here;
 - what is unwrapped is bounded, as in `keys.keyring`; what is known of wrapped keys is one small record for each stream.
 
-What such a broker sealed while each had its own keyring (release 0.1 and before keys were shared) names stored data keys: `own` has them.
+What such a broker sealed while each had its own keyring names stored data keys: `own` has this broker's, and `take_stored` takes those of others.
 
 Threads: every method may be called from any thread. `take`, `forget`, `find` and `rotate_data` wait for nothing. The others may block on the
 key provider: never on an event loop. No lock is held while they do.
@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import hmac
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 from weakref import WeakSet
 
 from felix.bounded import BoundedMap
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from keys.envelope import SECRET_BYTES, DataKey
 from keys.errors import KeyProviderError, KeyScopeError, KeyUnknownError
 from keys.file_provider import FileKeyProvider
-from keys.hierarchy import KeyState
+from keys.hierarchy import DataEntry, KeyState
 from keys.key_id import RANDOM_BYTES, KeyKind, kind_of, new_key_id
 from keys.keyring import (
     DATA_KEYS_CACHED_MAX,
@@ -52,6 +53,7 @@ from keys.stream_key import (
     is_roots,
     wrap_stream_key,
 )
+from keys.wrapping import unwrap
 
 COPIES: Final = "shared"
 """The folder of a broker's copies of stream keys, in its folder of keys: a key file whose entries are the store's records."""
@@ -119,11 +121,13 @@ class SharedKeyring:
         self._held: BoundedMap[bytes, _Held] = BoundedMap(STREAM_KEYS_CACHED_MAX)
         self._data_keys: BoundedMap[tuple[bytes, bytes, int, int], DataKey] = BoundedMap(DATA_KEYS_CACHED_MAX)
         self._sealers: WeakSet[ShardSealer] = WeakSet()
+        self._stored: dict[bytes, dict[bytes, DataEntry]] = {}
 
     def close(self) -> None:
         """Forget every secret. Nothing can be asked afterwards."""
         with self._lock:
             self._records.clear()
+            self._stored.clear()
             self._held.clear()
             self._data_keys.clear()
         if self.own is not None:
@@ -183,10 +187,16 @@ class SharedKeyring:
             if held is not None:
                 self._held.put(incarnation, _Held(record, held.secret))
 
+    def take_stored(self, incarnation: bytes, entries: Iterable[DataEntry]) -> None:
+        """Know these stored data keys of an incarnation, wrapped as they are."""
+        with self._lock:
+            self._stored.setdefault(incarnation, {}).update((entry.key_id, entry) for entry in entries)
+
     def forget(self, incarnation: bytes) -> bool:
         """The key is destroyed: nothing of this incarnation is opened or sealed any more. Whether it was known."""
         with self._lock:
             known = self._records.pop(incarnation, None)
+            self._stored.pop(incarnation, None)
             self._held.pop(incarnation)
             for place in [place for place in self._data_keys if place[1] == incarnation]:
                 self._data_keys.pop(place)
@@ -221,15 +231,21 @@ class SharedKeyring:
         Raises KeyScopeError for an id of another region or kind, KeyUnknownError, TamperError, KeyProviderError; for a stored key as
         `Keyring.data_key`.
         """
-        if kind_of(key_id) is KeyKind.DATA:
-            return self.data_key(key_id)
+        if kind_of(key_id) is KeyKind.DATA and self.own is not None and self.own.has(key_id):
+            return self.own.data_key(key_id)
         place = (key_id, incarnation, shard, epoch)
         with self._lock:
             cached = self._data_keys.use(place)
+            stored = self._stored.get(incarnation, {}).get(key_id)
         if cached is not None:
             return cached
+        if kind_of(key_id) is KeyKind.DATA and stored is None:
+            return self.data_key(key_id)
         record = self._known(stream, incarnation)
-        key = derive_data_key(self.region, record, self._secret(record), shard, epoch, key_id)
+        if stored is not None:
+            key = self._stored_key(record, stored)
+        else:
+            key = derive_data_key(self.region, record, self._secret(record), shard, epoch, key_id)
         # Whoever drew the id seals with it, and nobody else.
         key.claim_sealer()
         with self._lock:
@@ -246,8 +262,8 @@ class SharedKeyring:
             )
         if self.own is None:
             raise KeyUnknownError(
-                f"Data key {key_id.hex()} is not on this broker's disk: it is of before the brokers of {self.region} shared their keys.",
-                hint="The broker that sealed it has it in keys/keys.log in its data folder.",
+                f"Data key {key_id.hex()} is not known here: it is of before the brokers of {self.region} shared their keys.",
+                hint="The broker that sealed it has it in keys/keys.log in its data folder, and brings it to the others at its start.",
             )
         return self.own.data_key(key_id)
 
@@ -321,6 +337,29 @@ class SharedKeyring:
                 hint="Where the stream was not deleted, put the metadata store back, or start the broker that led the stream: it keeps a copy.",
             )
         return record
+
+    def _stored_key(self, record: StreamKey, entry: DataEntry) -> DataKey:
+        incarnation = bytes.fromhex(record.incarnation)
+        secret = unwrap(
+            self._secret(record),
+            record.key_id,
+            entry.wrapped,
+            entry.context_of(self.region, record.stream, incarnation),
+        )
+        key = DataKey(
+            entry.key_id,
+            self.region,
+            StreamName.parse(record.stream),
+            incarnation,
+            entry.shard,
+            entry.epoch,
+            secret,
+        )
+        if not hmac.compare_digest(key.commitment(), entry.commitment):
+            raise TamperError(
+                f"Data key {entry.key_id.hex()} of {record.stream} is not the one its commitment stands for."
+            )
+        return key
 
     def _secret(self, record: StreamKey) -> bytes:
         incarnation = bytes.fromhex(record.incarnation)

@@ -50,7 +50,6 @@ _NOT_YET: Final[dict[type[Message], str]] = {
     GetLinkSecret: "Bridges",
     GetStreamStatement: "Bridges",
     OpenTransactions: "Transactions",
-    RotateKeys: "Rotations of keys",
 }
 _WITH_AUDIT_LOG: Final = frozenset(
     (
@@ -63,6 +62,7 @@ _WITH_AUDIT_LOG: Final = frozenset(
         PutCosignature,
         DescribeMesh,
         ExplainCrossing,
+        RotateKeys,
     )
 )
 """What writes a leaf, or goes by which documents have theirs: the broker with the audit log alone answers it."""

@@ -4,21 +4,58 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.trail import Trail
-from felix.errors import Code, RequestError
+from felix.errors import RequestError
 from felix.messages import KeyState
 from felix.names import SpiffeId, StreamName
-from keys.keyring import Keyring
+from keys.keyring import Keyring, RootRotation
 from keys.shared import RegionKeys
+
+
+class Rotation(Protocol):
+    """Rotating a region's keys, of one broker (`KeyringRotation`) or of several (region.cluster.key_rotation)."""
+
+    async def rotate_data(self, stream: StreamName | None) -> str:
+        """The next batch of every shard gets a fresh data key. A sentence for a person."""
+        ...
+
+    async def rotate_root(self) -> RootRotation:
+        """A new root key wraps every stream key."""
+        ...
+
+
+class KeyringRotation:
+    """Of a region of one broker. The keyring blocks, so threads work on it."""
+
+    def __init__(self, keyring: Keyring) -> None:
+        self._keyring = keyring
+
+    async def rotate_data(self, stream: StreamName | None) -> str:
+        """As `Rotation` says."""
+        ended = await asyncio.to_thread(self._keyring.rotate_data, stream)
+        return f"{ended} data keys ended; the next batch of each shard takes a fresh one."
+
+    async def rotate_root(self) -> RootRotation:
+        """As `Rotation` says. Raises as `Keyring.rotate_root`."""
+        return await asyncio.to_thread(self._keyring.rotate_root)
 
 
 class KeyService:
     """One per broker."""
 
-    def __init__(self, keyring: RegionKeys, trail: Trail, region: str, clock_ms: Callable[[], int]) -> None:
-        self._keyring, self._trail, self._region, self._clock_ms = keyring, trail, region, clock_ms
+    def __init__(
+        self,
+        keyring: RegionKeys,
+        rotation: Rotation,
+        trail: Trail,
+        region: str,
+        clock_ms: Callable[[], int],
+    ) -> None:
+        self._keyring, self._rotation = keyring, rotation
+        self._trail, self._region, self._clock_ms = trail, region, clock_ms
 
     async def list(self, stream: str) -> list[KeyState]:
         """Keys by level, without secrets."""
@@ -32,14 +69,10 @@ class KeyService:
     async def rotate(self, actor: SpiffeId, level: str, stream: str) -> str:
         """Rotate data keys or the root key, and write KEY leaves. Returns a sentence for a person."""
         if level == "data":
-            name = StreamName.parse(stream) if stream else None
-            ended = await asyncio.to_thread(self._keyring.rotate_data, name)
-            return f"{ended} data keys ended; the next batch of each shard takes a fresh one."
+            return await self._rotation.rotate_data(StreamName.parse(stream) if stream else None)
         if level != "root" or stream:
             raise RequestError("Rotate data keys (of one stream or all), or the root key.")
-        if not isinstance(self._keyring, Keyring):
-            raise RequestError("Several brokers do not rotate their root key yet.", code=Code.UNSUPPORTED)
-        rotation = await asyncio.to_thread(self._keyring.rotate_root)
+        rotation = await self._rotation.rotate_root()
         for key_id, action in ((rotation.new_root, "made"), (rotation.old_root, "rotated")):
             await self.record(actor, key_id, action)
         return f"A new root key wraps {rotation.stream_keys} stream keys; no data was touched."

@@ -53,6 +53,7 @@ from region.broker_certificate import BrokerCertificate
 from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
+from region.cluster.key_rotation import KeyRotation
 from region.cluster.member import Catalogued, ClusterMember
 from region.cluster.node_file import NAME as NODE_FILE
 from region.cluster.node_file import NodeFile
@@ -67,6 +68,7 @@ from region.export import ExportService
 from region.folder import RegionFolder
 from region.governance.service import Governance
 from region.ingest import IngestService
+from region.key_service import KeyringRotation, KeyService, Rotation
 from region.landings import Landings
 from region.log.directory import LogDirectory
 from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit
@@ -192,14 +194,15 @@ async def open_broker(
     clustered: Clustered | None = None
     shared: StreamKeys | None = None
     keyring: RegionKeys
+    rotation: Rotation
     if config.cluster is not None:
         clustered = await _join(store, folder, config, directory.lock_identity, machine.files, runtime, stack)
-        shared = await _share_keys(store, folder, config, machine, runtime, stack)
+        shared, rotation = await _share_keys(store, folder, config, machine, clustered.member, runtime, stack)
         keyring = shared.keyring
         # A machine that was stopped and goes on may have done so twice, from one image.
         clustered.member.on_lease(keyring.rotate_data)
     else:
-        keyring = alone
+        keyring, rotation = alone, KeyringRotation(alone)
         await asyncio.to_thread(_refuse_folders, data, config.region)
         if config.metadata.kind == "etcd":
             await _refuse_cluster(store, config.region)
@@ -298,7 +301,8 @@ async def open_broker(
     forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
     remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
     governance = Governance(
-        broker, catalog, mirror, keyring, trail,
+        broker, catalog, mirror,
+        KeyService(keyring, rotation, trail, config.region, runtime.clock.now_ms), trail,
         Witnessing(witness, trail, config.region, runtime.clock, submissions),
         own,
         lambda: pinned_bundles(folder),
@@ -411,10 +415,11 @@ async def _share_keys(
     folder: RegionFolder,
     config: RegionConfig,
     machine: Machine,
+    member: ClusterMember,
     runtime: Runtime,
     stack: AsyncExitStack,
-) -> StreamKeys:
-    """The keys that the brokers of a cluster share. Raises as `StreamKeys.open`, and what opening a key file raises."""
+) -> tuple[StreamKeys, KeyRotation]:
+    """The keys that the brokers of a cluster share, and their rotation. Raises as `StreamKeys.open`, and what opening a key file raises."""
     region, own_folder = config.region, folder.root / config.data / "keys"
 
     def open_files() -> tuple[SharedKeyring, KeyStore]:
@@ -430,11 +435,19 @@ async def _share_keys(
 
     keyring, copies = await asyncio.to_thread(open_files)
     shared = StreamKeys(
-        store, keyring, copies, lambda: find_first_root(folder.keys, region, keyring.provider), runtime
+        store,
+        keyring,
+        copies,
+        lambda: find_first_root(folder.keys, region, keyring.provider),
+        config.broker,
+        runtime,
     )
     stack.push_async_callback(shared.close)
+    rotation = KeyRotation(store, shared, config.broker, lambda: member.brokers, runtime)
     await shared.open()
-    return shared
+    await rotation.start()
+    stack.push_async_callback(rotation.close)
+    return shared, rotation
 
 
 def _ensure_key(shared: StreamKeys) -> Callable[[StreamName, Stream], Awaitable[None]]:

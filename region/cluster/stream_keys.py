@@ -38,6 +38,7 @@ from keys.stream_key import (
     prove_root,
     wrap_stream_key,
 )
+from region.cluster.stored_keys import StoredKeys
 from region.metadata.port import CompactedError, MetadataStore, OutcomeUnknownError
 from region.metadata.records import Keys
 from region.metadata.transaction import Absent, Entry, Event, ModRevision, Put
@@ -81,6 +82,7 @@ class StreamKeys:
         keyring: SharedKeyring,
         copies: Copies,
         first_root: Callable[[], bytes],
+        broker: str,
         runtime: Runtime,
     ) -> None:
         self.faults: dict[str, FelixError] = {}
@@ -90,6 +92,7 @@ class StreamKeys:
         self._copies = copies
         self._first_root = first_root
         self._runtime = runtime
+        self._stored = StoredKeys(store, keyring, broker)
         self._keys = Keys(keyring.region)
         self._prefix = f"{self._keys.prefix}keys/"
         self._copied: dict[str, bytes] = {}
@@ -100,6 +103,11 @@ class StreamKeys:
         self._revision = 0
         self._roots_revision = 0
         self._tasks: list[asyncio.Task[None]] = []
+        self._others: list[Callable[[Event], None]] = []
+
+    def on_other(self, listener: Callable[[Event], None]) -> None:
+        """Tell `listener`, before `open`, of what stands beside the keys of streams, and of each change of it and of the roots."""
+        self._others.append(listener)
 
     @property
     def keyring(self) -> SharedKeyring:
@@ -111,6 +119,17 @@ class StreamKeys:
         """As they are known."""
         assert self._keyring.roots is not None
         return self._keyring.roots
+
+    @property
+    def roots_revision(self) -> int:
+        """At which revision they were written."""
+        return self._roots_revision
+
+    async def renew_roots(self) -> Roots:
+        """The roots as the store has them now. Raises as `open`."""
+        async with self._draining:
+            await self._read_roots()
+        return self.roots
 
     async def open(self) -> None:
         """Load, check this broker's root key, bring in what it had of its own, then follow.
@@ -127,7 +146,7 @@ class StreamKeys:
                 # What was copied had been unwrapped.
                 self._keyring.take(record)
         self._copies.bodies.clear()
-        await self._renew_roots()
+        await self.renew_roots()
         await self._load()
         await self._adopt_own()
         loop = asyncio.get_running_loop()
@@ -163,6 +182,7 @@ class StreamKeys:
                 f"{self._keys.stream_key(record.incarnation)} in the metadata store is the key of {record.stream}, not of {name}.",
                 hint="Put the metadata store back as it was.",
             )
+        await self._stored.fetch(incarnation)
 
     # -- making ----------------------------------------------------------------------------------------
 
@@ -195,7 +215,7 @@ class StreamKeys:
                 return entry
             if await self._store.get(mark) is not None:
                 return None
-            await self._renew_roots()
+            await self.renew_roots()
         raise UnavailableError(
             f"{key} could not be written: it was changed by others {SWAPS_MAX} times meanwhile.",
             retry_after_ms=RETRY.ceiling_ms,
@@ -229,14 +249,15 @@ class StreamKeys:
                 self._note(number, _Seen(entry.mod_revision, entry.value))
                 moved += 1
         await self._drain()
-        if moved:
-            log.info("the keys of %d streams were brought into the metadata store", moved)
+        stored = await self._stored.bring()
+        if moved or stored:
+            log.info(
+                "the keys of %d streams, and %d data keys, were brought into the metadata store",
+                moved,
+                stored,
+            )
 
     # -- roots -----------------------------------------------------------------------------------------
-
-    async def _renew_roots(self) -> None:
-        async with self._draining:
-            await self._read_roots()
 
     async def _read_roots(self) -> None:
         """The roots as the store has them now; where it has none, the ones that were known last, or the first."""
@@ -285,6 +306,8 @@ class StreamKeys:
             await self._copy({_ROOTS: entry.value}, set())
         self._keyring.roots, self._roots_revision = found, entry.mod_revision
         self.faults.pop(_ROOTS, None)
+        if found != known:
+            self._tell(Event(key, entry))
 
     def _check_root(self, roots: Roots) -> None:
         root, region = roots.active, self._keyring.region
@@ -317,6 +340,9 @@ class StreamKeys:
             self._note(gone, _Seen(snapshot.revision, None))
         for number, seen in found.items():
             self._note(number, seen)
+        for entry in snapshot.entries:
+            if not entry.key.startswith(start):
+                self._tell(Event(entry.key, entry))
         await self._drain()
 
     async def _follow(self) -> None:
@@ -349,8 +375,15 @@ class StreamKeys:
         start = self._keys.stream_key("")
         if event.key.startswith(start):
             self._note(event.key.removeprefix(start), _Seen(revision, value))
-        elif event.key == self._keys.key_roots():
+            return
+        if event.key == self._keys.key_roots():
             self._note(_ROOTS, _Seen(revision, value))
+        else:
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
+        for listener in self._others:
+            listener(event)
 
     def _note(self, number: str, seen: _Seen) -> None:
         waiting = self._changed.get(number)
@@ -419,6 +452,7 @@ class StreamKeys:
         for number in deleted:
             self._deleted.put(number, changed[number].revision)
             self._keyring.forget(bytes.fromhex(number))
+            await self._stored.drop(bytes.fromhex(number))
         for number in gone:
             if number not in deleted:
                 await self._put_back(number)

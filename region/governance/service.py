@@ -25,7 +25,6 @@ from felix.identity import Binding, Proof
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer, verify_peer
 from keys.bundle import RegionBundle
-from keys.shared import RegionKeys
 from policy.access import Verb
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
@@ -80,7 +79,7 @@ class Governance:
         broker: Broker,
         catalog: Catalog,
         mirror: CatalogMirror,
-        keyring: RegionKeys,
+        keys: KeyService,
         trail: Trail,
         witnessing: Witnessing,
         own: RegionBundle,
@@ -95,7 +94,7 @@ class Governance:
         that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
         self.broker = broker
         self.trail = trail
-        self.keys = KeyService(keyring, trail, own.region, lambda: broker.clock_ms())
+        self.keys = keys
         self.witnessing = witnessing
         self.logged = logged
         self.watch = DocumentWatch(self._shown)

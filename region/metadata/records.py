@@ -346,6 +346,22 @@ class Keys:
         """Of the root keys under which several brokers keep the keys of streams."""
         return f"{self.prefix}keys/roots"
 
+    def key_rotated(self) -> str:
+        """Of the last rotation of several brokers' data keys."""
+        return f"{self.prefix}keys/rotated"
+
+    def key_broker(self, broker: str) -> str:
+        """Of how far one of several brokers follows rotations of keys; empty: what all of them begin with."""
+        return f"{self.prefix}keys/brokers/{broker}"
+
+    def stored_keys(self, incarnation: str, broker: str = "", page: int = 0) -> str:
+        """Of data keys of a stream that a broker of several stored before they shared keys; without `broker`: what all of them begin with."""
+        return f"{self.prefix}stored_keys/{incarnation}/" + (f"{broker}/{page:04}" if broker else "")
+
+    def stored_keys_of(self, broker: str) -> str:
+        """Of how many such keys a broker has brought."""
+        return f"{self.prefix}stored_keys/of/{broker}"
+
     def witness(self, origin_hash: str) -> str:
         """Of what this region cosigned last of a log, by the SHA-256 of its origin in hex."""
         return f"{self.prefix}witness/{origin_hash}"

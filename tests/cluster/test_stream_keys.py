@@ -9,6 +9,7 @@ import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from etcd_process import EtcdProcess, etcd
 from region_peer import until
@@ -19,18 +20,21 @@ from felix.names import StreamName
 from felix.runtime.real import REAL
 from keys.errors import KeyProviderError
 from keys.file_provider import FileKeyProvider
+from keys.hierarchy import KeyState
 from keys.key_id import KeyKind, kind_of
 from keys.keyring import ROOTS, create_keyring, open_keyring
 from keys.shared import SharedKeyring, find_first_root, open_copies
 from keys.store import KEY_FILE
 from keys.stream_key import StreamKey
+from region.cluster import key_rotation
+from region.cluster.key_rotation import KeyRotation
 from region.cluster.stream_keys import StreamKeys
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.port import MetadataStore
 from region.metadata.records import StreamConfig
-from region.metadata.transaction import Delete, Put
+from region.metadata.transaction import Delete, Entry, Event, Put
 from region.sealing import KeyringSeal
 
 __all__ = ["etcd"]  # the fixture, by its name
@@ -49,6 +53,8 @@ class Brokers:
         self.region = f"r{uuid.uuid4().hex[:12]}"
         self.catalog = Catalog(store, self.region)
         self.running: dict[str, StreamKeys] = {}
+        self.rotations: dict[str, KeyRotation] = {}
+        self.registered: set[str] = set()
         create_keyring(home / "first", self.region)
 
     def folder(self, name: str) -> Path:
@@ -71,20 +77,34 @@ class Brokers:
                 SharedKeyring(self.region, provider, own),
                 open_copies(folder, self.region),
                 lambda roots=roots, provider=provider: find_first_root(roots, self.region, provider),  # type: ignore[misc]
+                name,
                 REAL,
             )
+            rotation = KeyRotation(self.store, keys, name, self.addresses, REAL)
             try:
                 await keys.open()
             except BaseException:
                 await keys.close()
                 raise
-            self.running[name] = keys
+            await rotation.start()
+            self.running[name], self.rotations[name] = keys, rotation
+            self.registered.add(name)
         return keys
 
     async def stop(self, *names: str) -> None:
         """Stop these; all where none is named."""
         for name in names or tuple(self.running):
+            await self.rotations.pop(name).close()
             await self.running.pop(name).close()
+
+    def addresses(self) -> dict[str, str]:
+        return {name: "127.0.0.1:7443" if name in self.running else "" for name in self.registered}
+
+    def bring_roots(self, source: str, *names: str) -> None:
+        """Copy root keys from one broker's machine to others'."""
+        for path in (self.root_folder(source) / ROOTS).glob("*.key"):
+            for name in names:
+                shutil.copy2(path, self.root_folder(name) / ROOTS / path.name)
 
     async def create(self, name: StreamName, incarnation: bytes) -> None:
         await self.catalog.create_stream(name, StreamConfig(), incarnation=incarnation, created_ms=1)
@@ -384,5 +404,215 @@ async def test_what_a_broker_sealed_with_a_keyring_of_its_own_stays_readable_and
         assert seal_of(keys).open_batch(before) == batch(b"old")
         after = seal_of(keys).seal(batch(b"new"))
         other = await brokers.start("b")
+        await other.ensure(ORDERS, LIFE)
         assert seal_of(other).open_batch(after) == batch(b"new")
+        assert seal_of(other).open_batch(before) == batch(b"old")
+        # It is what the batch says: of this shard and this epoch.
+        moved = before.with_header(before.header._replace(leader_epoch=2))
+        with pytest.raises(TamperError):
+            seal_of(other).open_batch(moved)
         await brokers.stop()
+    (page,) = (await brokers.store.load(brokers.catalog.keys.stored_keys(LIFE.hex()))).entries
+    at = page.value.index(b'"wrapped":"') + 20
+    changed = bytearray(page.value)
+    changed[at] = ord("A") if changed[at] != ord("A") else ord("B")
+    await brokers.put(page.key, bytes(changed))
+    other = await brokers.start("b")
+    await other.ensure(ORDERS, LIFE)
+    with pytest.raises(TamperError):
+        seal_of(other).open_batch(before)
+    await brokers.create(ORDERS, LIFE)
+    await brokers.catalog.delete_stream(ORDERS, deleted_ms=3)
+    await until(lambda: not brokers.knows("b"))
+    async with asyncio.timeout(30):
+        while (await brokers.store.load(brokers.catalog.keys.stored_keys(LIFE.hex()))).entries:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+async def test_data_keys_are_rotated_at_every_broker_through_any_of_them(brokers: Brokers) -> None:
+    await brokers.start("a", "b", "c")
+    seals = {}
+    for name in "abc":
+        for stream, life in ((ORDERS, LIFE), (CARDS, OTHER_LIFE)):
+            await brokers.running[name].ensure(stream, life)
+            seals[name, stream] = seal_of(brokers.running[name], name=stream, life=life)
+
+    def ids() -> dict[tuple[str, StreamName], bytes]:
+        return {place: seal.seal(batch(b"x")).header.key_id for place, seal in seals.items()}
+
+    first = ids()
+    assert ids() == first
+    assert await brokers.rotations["b"].rotate_data(ORDERS) == (
+        "Every broker takes fresh data keys for acme/payments/orders with its next batches."
+    )
+    second = ids()
+    assert {place for place in first if second[place] != first[place]} == {(name, ORDERS) for name in "abc"}
+    await brokers.rotations["c"].rotate_data(None)
+    third = ids()
+    assert not set(third.values()) & set(second.values())
+    await brokers.stop("a")
+    await brokers.rotations["b"].rotate_data(None)
+    assert ids()["c", CARDS] != third["c", CARDS]
+
+
+async def test_a_broker_that_does_not_confirm_a_rotation_is_named_and_follows_later(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 0.2)
+    await brokers.start("a", "b")
+    keys = brokers.running["b"]
+    await keys.ensure(ORDERS, LIFE)
+    seal = seal_of(keys)
+    first = seal.seal(batch(b"x")).header.key_id
+    await brokers.rotations["b"].close()
+    said = await brokers.rotations["a"].rotate_data(ORDERS)
+    assert "Not confirmed within" in said and "b: they follow once they reach the metadata store" in said
+    again = KeyRotation(brokers.store, keys, "b", brokers.addresses, REAL)
+    again._hear(Event(*await entry_of(brokers, brokers.catalog.keys.key_rotated())))
+    again._task = asyncio.create_task(again._follow())
+    brokers.rotations["b"] = again
+    again._wake.set()
+    await until(lambda: seal.seal(batch(b"x")).header.key_id != first)
+
+
+async def entry_of(brokers: Brokers, key: str) -> tuple[str, Entry | None]:
+    return key, await brokers.store.get(key)
+
+
+async def roots_of(brokers: Brokers) -> dict[str, str]:
+    """The root that wraps each stream's key."""
+    entries = (await brokers.store.load(brokers.catalog.keys.stream_key(""))).entries
+    return {
+        record.stream: record.root
+        for record in (msgspec.json.decode(e.value, type=StreamKey) for e in entries)
+    }
+
+
+async def test_the_root_is_rotated_once_every_broker_holds_the_next_one(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 0.2)
+    monkeypatch.setattr(key_rotation, "LOOK_S", 0.01)
+    await brokers.start("a", "b", "c")
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+    sealed = seal_of(brokers.running["a"]).seal(batch(b"x"))
+    old = brokers.running["a"].roots.active.key
+    with pytest.raises(
+        RequestError, match="b, c of the region's brokers have not said that they hold it"
+    ) as told:
+        await brokers.rotations["a"].rotate_root()
+    assert told.value.code is Code.CONFLICT and "from the region folder of a into theirs" in told.value.hint
+    assert brokers.running["a"].roots.active.key == old
+    brokers.bring_roots("a", "b")
+    await brokers.stop("c")
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 30.0)
+    asked = asyncio.create_task(brokers.rotations["b"].rotate_root())
+    brokers.bring_roots("a", "c")
+    await brokers.start("c")
+    rotated = await asked
+    new = rotated.new_root.hex()
+    assert rotated.old_root.hex() == old and rotated.stream_keys == 1 and new != old
+    assert await roots_of(brokers) == {str(ORDERS): new}
+    await until(lambda: all(known and known.root == new for known in map(brokers.knows, "abc")))
+    # What the old root wrapped is gone from the copies, too: it is no longer needed, and may be destroyed.
+    await until(
+        lambda: not any(old.encode() in line for name in "abc" for line in stream_lines(brokers, name))
+    )
+    await brokers.stop()
+    for name in "abc":
+        (brokers.root_folder(name) / ROOTS / f"{old}.key").unlink()
+    for name in "abc":
+        keys = await brokers.start(name)
+        assert seal_of(keys).open_batch(sealed) == batch(b"x")
+    await brokers.running["c"].ensure(CARDS, OTHER_LIFE)
+    assert set((await roots_of(brokers)).values()) == {new}
+
+
+def stream_lines(brokers: Brokers, name: str) -> list[bytes]:
+    """The copies of stream keys, without that of the roots."""
+    return [part.split(b"}")[0] for part in brokers.copies(name).split(b'{"stream"')[1:]]
+
+
+async def test_a_roots_rotation_that_a_crash_cut_off_is_finished_by_the_next_call(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await brokers.start("a")
+    names = [(StreamName.parse(f"acme/ops/s{number}"), bytes([number]) * 16) for number in range(70)]
+    for name, life in names:
+        await brokers.running["a"].ensure(name, life)
+    rotation, old = brokers.rotations["a"], brokers.running["a"].roots.active.key
+
+    async def crash(*_: object) -> None:
+        raise UnavailableError("The broker died.")
+
+    for step in ("_activate", "_rewrap"):
+        with monkeypatch.context() as patch:
+            patch.setattr(rotation, step, crash)
+            with pytest.raises(UnavailableError, match="died"):
+                await rotation.rotate_root()
+        await brokers.stop()
+        await brokers.start("a")
+        rotation = brokers.rotations["a"]
+    roots = brokers.running["a"].roots
+    assert [root.state for root in roots.roots] == [KeyState.DECRYPT_ONLY, KeyState.ACTIVE]
+    await brokers.running["a"].ensure(ORDERS, LIFE)
+    done = await rotation.rotate_root()
+    assert done == (bytes.fromhex(old), roots.active.key_id, 70)
+    assert set((await roots_of(brokers)).values()) == {roots.active.key}
+    await until(lambda: all(record.root != old for record in brokers.running["a"].keyring.records()))
+    assert (await rotation.rotate_root()).old_root == roots.active.key_id
+
+
+async def test_roots_that_the_store_shows_as_they_were_before_are_put_right(brokers: Brokers) -> None:
+    await brokers.start("a")
+    key = brokers.catalog.keys.key_roots()
+    before = await brokers.store.get(key)
+    await brokers.rotations["a"].rotate_root()
+    after = await brokers.store.get(key)
+    assert before is not None and after is not None
+    for is_running in (True, False):
+        if not is_running:
+            await brokers.stop()
+        await brokers.put(key, before.value)
+        if not is_running:
+            await brokers.start("a")
+        async with asyncio.timeout(30):
+            while (found := await brokers.store.get(key)) is None or found.value != after.value:  # noqa: ASYNC110 - no event is set for it
+                await asyncio.sleep(0.001)
+    await brokers.running["a"].ensure(ORDERS, LIFE)
+    assert (await roots_of(brokers))[str(ORDERS)] == brokers.running["a"].roots.active.key
+
+
+async def test_streams_come_and_go_while_the_root_is_rotated(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rotation, "LOOK_S", 0.01)
+    await brokers.start("a", "b")
+    names = [(StreamName.parse(f"acme/ops/s{number}"), bytes([number]) * 16) for number in range(40)]
+    for name, life in names[:20]:
+        await brokers.create(name, life)
+        await brokers.running["a"].ensure(name, life)
+    sealed = seal_of(brokers.running["a"], name=names[0][0], life=names[0][1]).seal(batch(b"x"))
+
+    async def change() -> None:
+        for (gone, _), (name, life) in zip(names[1:20], names[20:], strict=False):
+            await brokers.catalog.delete_stream(gone, deleted_ms=1)
+            await brokers.create(name, life)
+            await brokers.running["b"].ensure(name, life)
+
+    changing = asyncio.create_task(change())
+    await until(lambda: brokers.knows("a", names[22][1]))
+    for turn in range(2):
+        asked = asyncio.create_task(brokers.rotations["ab"[turn]].rotate_root())
+        await until(lambda: all(keys.roots.in_state(KeyState.PENDING) for keys in brokers.running.values()))
+        brokers.bring_roots("a", "b")
+        brokers.bring_roots("b", "a")
+        await asked
+    await changing
+    active = brokers.running["a"].roots.active.key
+    await brokers.rotations["a"]._rewrap(brokers.running["a"].roots.active)
+    assert set((await roots_of(brokers)).values()) == {active}
+    assert (await roots_of(brokers)).keys() == {str(name) for name, _ in (names[0], *names[20:39])}
+    for keys in brokers.running.values():
+        assert seal_of(keys, name=names[0][0], life=names[0][1]).open_batch(sealed) == batch(b"x")
