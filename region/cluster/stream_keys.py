@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Callable, Iterable
 from contextlib import aclosing, suppress
 from typing import Final, NamedTuple, Protocol
@@ -53,6 +54,7 @@ DELETIONS_REMEMBERED_MAX: Final = 1_024
 """Of late: a read that was on its way meanwhile is not taken for a key that came back."""
 _ROOTS: Final = ""
 """Where the roots stand among incarnations."""
+_INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
 _ORDER: Final = {KeyState.PENDING: 0, KeyState.ACTIVE: 1, KeyState.DECRYPT_ONLY: 2}
 
 
@@ -90,6 +92,8 @@ class StreamKeys:
         self._store = store
         self._keyring = keyring
         self._copies = copies
+        # One thread: what was begun is finished before the next, also where who asked for it is gone.
+        self._disk = runtime.pool(1, "felix-stream-keys")
         self._first_root = first_root
         self._runtime = runtime
         self._stored = StoredKeys(store, keyring, broker)
@@ -158,7 +162,8 @@ class StreamKeys:
     async def close(self) -> None:
         """Follow no more, and forget every secret."""
         await end_tasks(*self._tasks)
-        await asyncio.to_thread(self._copies.close)
+        await self._on_disk(self._copies.close)
+        self._disk.shutdown(wait=False)
         await asyncio.to_thread(self._keyring.close)
 
     async def ensure(self, name: StreamName, incarnation: bytes) -> None:
@@ -386,6 +391,9 @@ class StreamKeys:
             listener(event)
 
     def _note(self, number: str, seen: _Seen) -> None:
+        if number != _ROOTS and not _INCARNATION.fullmatch(number):
+            # Nothing of ours, and no stream goes by it.
+            return
         waiting = self._changed.get(number)
         if waiting is not None and waiting.revision > seen.revision:
             return
@@ -445,13 +453,14 @@ class StreamKeys:
         good = await asyncio.to_thread(self._judge, found)
         gone = [number for number, seen in changed.items() if seen.value is None]
         deleted = {number for number in gone if await self._is_deleted(number)}
+        for number in deleted:
+            self._deleted.put(number, changed[number].revision)
+            self._keyring.forget(bytes.fromhex(number))
         await self._copy({number: found[number] for number in good}, deleted)
         for number, record in good.items():
             self._keyring.take(record)
             self.faults.pop(number, None)
         for number in deleted:
-            self._deleted.put(number, changed[number].revision)
-            self._keyring.forget(bytes.fromhex(number))
             await self._stored.drop(bytes.fromhex(number))
         for number in gone:
             if number not in deleted:
@@ -496,11 +505,14 @@ class StreamKeys:
             return
         if gone or found.keys() & self._copied.keys():
             kept = {number: body for number, body in self._copied.items() if number not in gone} | found
-            await asyncio.to_thread(self._copies.rewrite, kept.values())
+            await self._on_disk(lambda: self._copies.rewrite(kept.values()))
             self._copied = kept
         else:
-            await asyncio.to_thread(self._copies.append, found.values())
+            await self._on_disk(lambda: self._copies.append(found.values()))
             self._copied |= found
+
+    async def _on_disk(self, work: Callable[[], None]) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._disk, work)
 
 
 def _went_back(known: Roots, found: Roots) -> bool:

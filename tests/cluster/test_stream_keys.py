@@ -6,12 +6,15 @@ import asyncio
 import hashlib
 import shutil
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 from etcd_process import EtcdProcess, etcd
+from long_runs import count
 from region_peer import until
 
 from felix.batch import Batch, NewRecord, encode_batch
@@ -32,9 +35,10 @@ from region.cluster.stream_keys import StreamKeys
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
-from region.metadata.port import MetadataStore
+from region.metadata.memory import MemoryStore
+from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import StreamConfig
-from region.metadata.transaction import Delete, Entry, Event, Put
+from region.metadata.transaction import Compare, Delete, Entry, Event, Put, TransactResult, Write
 from region.sealing import KeyringSeal
 
 __all__ = ["etcd"]  # the fixture, by its name
@@ -359,6 +363,21 @@ async def test_a_broker_without_the_regions_root_key_or_with_another_one_is_told
     assert brokers.knows("b") == brokers.knows("a")
 
 
+async def test_what_else_stands_beside_the_keys_keeps_nobody_from_following(brokers: Brokers) -> None:
+    keys = await brokers.start("a")
+    start = brokers.catalog.keys.stream_key("")
+    for name in ("x", "z" * 32, "ab" * 17):
+        await brokers.put(start + name, b"{}")
+        await brokers.store.transact([], [Delete(start + name)])
+        await brokers.put(start + name, b"{}")
+    await keys.ensure(ORDERS, LIFE)
+    await brokers.start("b")
+    await brokers.create(CARDS, OTHER_LIFE)
+    await brokers.running["b"].ensure(CARDS, OTHER_LIFE)
+    await until(lambda: brokers.knows("a", OTHER_LIFE))
+    assert not keys.faults
+
+
 async def test_while_the_store_is_away_no_first_key_is_made_and_it_is_made_once_it_is_back(
     brokers: Brokers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -616,3 +635,96 @@ async def test_streams_come_and_go_while_the_root_is_rotated(
     assert (await roots_of(brokers)).keys() == {str(name) for name, _ in (names[0], *names[20:39])}
     for keys in brokers.running.values():
         assert seal_of(keys, name=names[0][0], life=names[0][1]).open_batch(sealed) == batch(b"x")
+
+
+class LossyStore(MemoryStore):
+    """Answers of writes are lost, before or after they were carried out, as a seed says."""
+
+    def __init__(self, random: Random) -> None:
+        super().__init__()
+        self._random = random
+        self.lossy = True
+
+    async def _transact(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TransactResult:
+        for _ in range(self._random.randrange(3)):
+            await asyncio.sleep(0)
+        is_lost = self.lossy and self._random.random() < 0.3
+        if is_lost and self._random.random() < 0.5:
+            raise OutcomeUnknownError("The answer was lost, with the request.")
+        result = await super()._transact(compares, writes)
+        if is_lost:
+            raise OutcomeUnknownError("The answer was lost.")
+        return result
+
+
+@pytest.mark.parametrize("seed", range(count(6, 100)))
+async def test_whatever_is_lost_a_stream_has_one_key_and_everybody_opens_what_anybody_sealed(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rotation, "LOOK_S", 0.01)
+    random = Random(seed)
+    store = LossyStore(random)
+    brokers = Brokers(store, tmp_path)
+    sealed: dict[int, list[Batch]] = {}
+    gone: set[int] = set()
+
+    def place(number: int) -> tuple[StreamName, bytes]:
+        return StreamName.parse(f"acme/ops/s{number}"), bytes([number]) * 16
+
+    async def delete(number: int) -> None:
+        name, life = place(number)
+        # The stream stands in the catalog only in order to be deleted.
+        with suppress(RequestError):
+            await brokers.create(name, life)
+        with suppress(RequestError):
+            await brokers.catalog.delete_stream(name, deleted_ms=1)
+
+    async def act() -> None:
+        name = random.choice("abc")
+        number = random.randrange(6)
+        match random.choice(("seal", "seal", "seal", "restart", "delete", "root", "data")):
+            case "seal" if number not in gone and name in brokers.running:
+                keys = brokers.running[name]
+                await keys.ensure(*place(number))
+                stream, life = place(number)
+                sealed.setdefault(number, []).append(seal_of(keys, name=stream, life=life).seal(batch(b"x")))
+            case "restart":
+                if name in brokers.running:
+                    await brokers.stop(name)
+                await brokers.start(name)
+            case "delete" if number not in gone and random.random() < 0.3:
+                gone.add(number)
+                await delete(number)
+            case "root" if name in brokers.running and len(brokers.running) == len(brokers.registered):
+                await brokers.rotations[name].rotate_root()
+            case "data" if name in brokers.running:
+                await brokers.rotations[name].rotate_data(None)
+
+    # Brokers of one machine: a root that one makes the others hold.
+    shutil.rmtree(brokers.root_folder("a") / ROOTS)
+    shutil.copytree(tmp_path / "first" / ROOTS, brokers.root_folder("a") / ROOTS)
+    for name in "bc":
+        shutil.rmtree(brokers.root_folder(name) / ROOTS)
+        (brokers.root_folder(name) / ROOTS).symlink_to(brokers.root_folder("a") / ROOTS)
+    for _ in range(60):
+        with suppress(UnavailableError):
+            await act()
+    store.lossy = False
+    for name in "abc":
+        if name not in brokers.running:
+            await brokers.start(name)
+    for number in gone:
+        await delete(number)
+    await brokers.rotations["a"].rotate_root()
+    for number in sealed.keys() - gone:
+        stream, life = place(number)
+        for keys in brokers.running.values():
+            await keys.ensure(stream, life)
+            for one in sealed[number]:
+                assert seal_of(keys, name=stream, life=life).open_batch(one) == batch(b"x")
+    lives = [place(number)[1] for number in gone]
+    await until(lambda: not any(brokers.knows(name, life) for name in "abc" for life in lives))
+    ids = [one.header.key_id for batches in sealed.values() for one in batches]
+    assert len(set(ids)) == len(ids)
+    await brokers.stop()
+    await store.close()
