@@ -174,8 +174,8 @@ def list_(
                 s.name,
                 str(Duration(s.settings.ack_timeout_ms)),
                 s.settings.retries.attempts_max,
-                s.redelivered,
-                s.dead,
+                "" if s.leader else s.redelivered,
+                "" if s.leader else s.dead,
                 s.creator.rpartition("/")[2],
                 iso(s.created_ms),
             ]

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
+import msgspec
+
 from felix.backoff import BackoffPolicy
 from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
 from felix.errors import Code, FelixError, RequestError
@@ -43,6 +45,7 @@ from felix.messages import (
     DescribeMesh,
     DescribeRegion,
     DescribeStream,
+    DescribeSubscription,
     DescribeTraffic,
     ExplainCrossing,
     KeyState,
@@ -422,7 +425,10 @@ class RegionClient:
         await self.connection.request(DeleteStream(str(StreamName.parse(str(name))), incarnation))
 
     async def list_subscriptions(self, stream: str = "") -> AsyncIterator[SubscriptionState]:
-        """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers."""
+        """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers.
+
+        Of a stream that another broker leads, that one is asked; where it does not answer soon, `leader` names it and counters are 0.
+        """
         request = ListSubscriptions(stream, "", PAGE_MAX)
 
         def last(page: SubscriptionPage) -> str:
@@ -430,6 +436,11 @@ class RegionClient:
 
         async for page in pages(self.connection, request, "subscriptions", last):
             for state in page.subscriptions:
+                if state.leader:
+                    with suppress(FelixError):
+                        asked = DescribeSubscription(state.stream, state.name)
+                        found = await self.connection.request(asked, timeout_s=LISTED_TIMEOUT_S)
+                        state = msgspec.structs.replace(found, shards=[], consumers=[])
                 yield state
 
     async def list_streams(self, prefix: str = "") -> AsyncIterator[StreamState]:

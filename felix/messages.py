@@ -950,7 +950,8 @@ class ConsumerState(Message, frozen=True, tag="consumer"):
 
 
 class SubscriptionState(Message, frozen=True, tag="subscription"):
-    """Counters are since the broker started."""
+    """Counters are since the broker started. `leader`: the broker that has shards, consumers and counters, where another one answered, which
+    knows none of them."""
 
     stream: Name
     name: Name
@@ -963,6 +964,7 @@ class SubscriptionState(Message, frozen=True, tag="subscription"):
     redelivered: int = 0
     dead: int = 0
     skipped: int = 0
+    leader: Name = ""
 
 
 class SubscriptionPage(Message, frozen=True, tag="subscription_page"):

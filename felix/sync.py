@@ -292,7 +292,10 @@ class SyncRegion(BlockingRegion):
         self._background.call(self._inner.delete_stream(name, incarnation=incarnation))
 
     def list_subscriptions(self, stream: str = "") -> Rows[SubscriptionState]:
-        """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers."""
+        """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers.
+
+        Of a stream that another broker leads, that one is asked; where it does not answer soon, `leader` names it and counters are 0.
+        """
         return self._background.collect(self._inner.list_subscriptions, stream)
 
     def list_streams(self, prefix: str = "") -> Rows[StreamState]:

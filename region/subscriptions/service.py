@@ -400,7 +400,11 @@ class SubscriptionService:
                 break
             held = self._held.get(name)
             loaded = held.by_name.get(definition.name) if held is not None else None
-            found.append(loaded.describe() if loaded is not None else _described(definition))
+            found.append(
+                loaded.describe()
+                if loaded is not None
+                else _described(definition, self._broker.kept_elsewhere(name))
+            )
         return SubscriptionPage(found, more)
 
     async def seek(self, identity: SpiffeId, request: SeekSubscription) -> Done:
@@ -680,8 +684,8 @@ class SubscriptionService:
         return sorted(found, key=lambda entry: -entry[2])[:LABELLED_MAX]
 
 
-def _described(definition: records.Subscription) -> SubscriptionState:
-    """Of a subscription whose stream is not served now."""
+def _described(definition: records.Subscription, leader: str) -> SubscriptionState:
+    """Of a subscription whose stream is not served here now. `leader`: of several brokers the one that has its records."""
     return SubscriptionState(
         definition.stream,
         definition.name,
@@ -689,6 +693,7 @@ def _described(definition: records.Subscription) -> SubscriptionState:
         definition.creator,
         definition.created_ms,
         bytes.fromhex(definition.incarnation),
+        leader=leader,
     )
 
 

@@ -140,10 +140,20 @@ async def test_a_durable_subscription_keeps_its_positions_over_its_leaders_resta
         state = await first.stream(name).alter_subscription("crew", ack_timeout=7)
         assert state.settings.ack_timeout_ms == 7_000
         assert [each.lag_records for each in state.shards] == [0, 0]
+        async with stream.consumer("crew") as consumer:
+            await first.stream(name).publish(b"again")
+            assert await consumer.nack(await anext(consumer), delay=0)
+            assert await consumer.ack(await anext(consumer))
+        (listed,) = [each async for each in first.list_subscriptions()]
+        assert (listed.redelivered, listed.leader, listed.shards) == (1, "", []), "its leader was asked"
         await first.stream(name).seek_subscription("crew", start="earliest")
         state = await third.stream(name).describe_subscription("crew")
-        assert sum(each.lag_records for each in state.shards) == 10
+        assert sum(each.lag_records for each in state.shards) == 11
         assert [each.name async for each in first.list_subscriptions()] == ["crew"]
+        await region.stop("b2")
+        (listed,) = [each async for each in first.list_subscriptions()]
+        assert (listed.name, listed.leader) == ("crew", "b2"), "who has the rest is down"
+        await region.start("b2")
         await third.stream(name).delete_subscription("crew")
         assert [each.name async for each in first.list_subscriptions()] == []
 
