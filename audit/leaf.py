@@ -34,7 +34,7 @@ terms in its leaf. Its leaves may stand before those of version 2 in one log, an
 Invariants: `decode_leaf(encode_leaf(leaf)) == leaf`, and `encode_leaf` has tried it before it returns: what is written
 can be read; a leaf has at most 65,535 bytes (the entry bundle of C2SP
 tlog-tiles counts lengths in 16 bits); entries are in ascending order of offset inside the leaf's range; whatever
-a kind needs is there (`REQUIRED`). Bytes that do not hold raise CorruptionError; a leaf that cannot be made
+a kind needs is there (`REQUIRED`); a name stands once in a header (`names_stand_once`). Bytes that do not hold raise CorruptionError; a leaf that cannot be made
 raises RequestError. Callers: bridge (egress), region ingest (ingress), audit.*, audit.spark.
 """
 
@@ -550,9 +550,38 @@ def _decode(data: Buffer) -> tuple[int, Header, int]:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptionError(f"An audit leaf's header does not decode: {error}.") from error
     mistake = _header_mistake(header, version)
+    if not mistake and not names_stand_once(memoryview(data)[_PREFIX.size : entries_at], header):
+        mistake = "its header has a name twice"
     if mistake:
         raise CorruptionError(f"An audit leaf does not hold: {mistake}.")
     return version, header, entries_at
+
+
+def names_stand_once(data: Buffer, value: msgspec.Struct) -> bool:
+    """Whether each name stands once in every map of the MessagePack of which `value` was decoded, as MessagePack's shortest text. Of a name
+    that stands twice one reader takes the first, another the last."""
+    # The order of names is free, and so is a default that is spelled out: the struct's own encoding is only the usual case.
+    return _encoder.encode(value) == data or _have_names_once(memoryview(data))
+
+
+_RAW_MAP: Final = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_RAW_ARRAY: Final = msgspec.msgpack.Decoder(list[msgspec.Raw])
+_MAP_HEADS: Final = {**dict.fromkeys(range(0x80, 0x90), 1), 0xDE: 3, 0xDF: 5}
+"""The first byte of a map (MessagePack specification, map format family) to the bytes before its entries."""
+_ARRAY_HEADS: Final = frozenset((*range(0x90, 0xA0), 0xDC, 0xDD))
+
+
+def _have_names_once(data: memoryview) -> bool:
+    """Of one value that a struct's decoder took, so that it is as deep as the struct is."""
+    if data[0] in _ARRAY_HEADS:
+        return all(_have_names_once(memoryview(each)) for each in _RAW_ARRAY.decode(data))
+    if data[0] not in _MAP_HEADS:
+        return True
+    entries = _RAW_MAP.decode(data)
+    size = sum(len(_encoder.encode(name)) + memoryview(each).nbytes for name, each in entries.items())
+    return _MAP_HEADS[data[0]] + size == len(data) and all(
+        _have_names_once(memoryview(each)) for each in entries.values()
+    )
 
 
 def iter_entries(leaf: Leaf) -> Iterator[Entry]:

@@ -13,7 +13,7 @@ from typing import Annotated, Final, Generic, TypeVar
 
 import msgspec
 
-from audit.leaf import Id16
+from audit.leaf import Id16, names_stand_once
 from felix.errors import TamperError
 from keys.signing import SigningKey, VerifyKey
 
@@ -82,12 +82,20 @@ class SignedForm(Generic[Body]):
         if len(data) > self._bytes_max:
             raise TamperError(f"{len(data)} bytes are not a {self._what}.")
         try:
-            return _frame.decode(data)
+            signed = _frame.decode(data)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TamperError(f"A {self._what} does not decode: {error}.") from error
+        self._require_names_once(data, signed)
+        return signed
 
     def _decode(self, signed: _Signed) -> Body:
         try:
-            return self._bodies.decode(signed.body)
+            body = self._bodies.decode(signed.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             raise TamperError(f"A {self._what}'s body does not decode: {error}.") from error
+        self._require_names_once(signed.body, body)
+        return body
+
+    def _require_names_once(self, data: bytes, value: msgspec.Struct) -> None:
+        if not names_stand_once(data, value):
+            raise TamperError(f"A {self._what} has a name twice.")

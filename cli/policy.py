@@ -13,7 +13,15 @@ from cli.setting import JsonOption, RegionOption, choose_region, connect, folder
 from felix.errors import Code, RequestError
 from felix.messages import ListDocuments, PutDocument
 from keys.key_file import load_signing_key
-from policy.residency import ExportRule, ImportRule, ResidencyPolicy, Where, parse_policy, sign_policy
+from policy.residency import (
+    ExportRule,
+    ImportRule,
+    ResidencyPolicy,
+    Where,
+    parse_policy,
+    require_size_to_sign,
+    sign_policy,
+)
 from policy.signed import SignedDocument
 
 app = typer.Typer(no_args_is_help=True)
@@ -34,6 +42,7 @@ def load_policy(path: Path) -> ResidencyPolicy:
 def check(file: File, json: JsonOption = False) -> None:
     """Check a policy; every mistake with file, line and what was expected."""
     policy = load_policy(file)
+    require_size_to_sign(policy)
     _show(policy, json)
     if not json:
         out.print(f"{file} holds.")

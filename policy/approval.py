@@ -32,6 +32,7 @@ import msgspec
 from cryptography import x509
 
 from felix.errors import FelixError, RequestError
+from felix.frames import CONTROL_BYTES_MAX
 from felix.identity import CHAIN_BYTES_MAX, Identity
 from felix.names import SpiffeId, parse_region
 from felix.peer import SIGNATURE_BYTES_MAX, TrustAnchor, TrustBundle, encode_chain, verify_chain
@@ -58,10 +59,10 @@ KIND_BYTES_MAX: Final[Mapping[str, int]] = {
     "approval": 2 * APPROVAL_BYTES_MAX,
     "standing": 16 << 10,
     "deny": 16 << 10,
-    "policy": FILE_BYTES_MAX,
+    "policy": CONTROL_BYTES_MAX - 256,
 }
 """Of a document's file, by the kind under which regions list it to each other and put it there: what is longer nobody takes, and refuses before
-it is read. An export has some 2 KiB; one with 256 transform rules over the longest field paths in ASCII fits, and `sign_export` signs no
+it is read. Each fits one request and one page of a list, whose frames have `CONTROL_BYTES_MAX` bytes, around a policy some 100. An export has some 2 KiB; one with 256 transform rules over the longest field paths in ASCII fits, and `sign_export` signs no
 longer one. The others are of a few texts of 256 characters."""
 CLOCK_SKEW_MS: Final = 300_000
 """An approver's clock may be so much ahead; what is dated later than that does not count yet."""

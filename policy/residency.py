@@ -33,12 +33,21 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from felix.errors import Code, RequestError
 from felix.names import NamePattern, StreamName, parse_region
-from policy.approval import ApprovalRule
+from policy.approval import KIND_BYTES_MAX, ApprovalRule
 from policy.documents import ConfigError, Document, Mistake, Parsed, Path, Place, decode_placed, nearest
 from policy.fieldpath import FieldPath
 from policy.pattern import PatternMap, covers, overlap
 from policy.quantity import Duration, Instant
-from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, sign, verify
+from policy.signed import (
+    KEY_ID_BYTES,
+    SIGNATURE_BYTES,
+    Purpose,
+    SignatureError,
+    SignedDocument,
+    Trusted,
+    sign,
+    verify,
+)
 from policy.terms import Basis, GrantTerms
 from policy.transform import Action, FieldRule, Format, KeyRule, TransformSpec, effective_rule
 
@@ -277,8 +286,23 @@ def _undeclared(document: Document[PolicyFile]) -> Iterator[Mistake]:
 
 
 def sign_policy(policy: ResidencyPolicy, key: Ed25519PrivateKey) -> SignedDocument:
-    """The region's policy, signed by its policy key; the text is the body."""
+    """The region's policy, signed by its policy key; the text is the body. Raises what `require_size_to_sign` does."""
+    require_size_to_sign(policy)
     return sign(Purpose.POLICY, policy.region, policy.text.encode(), key)
+
+
+def require_size_to_sign(policy: ResidencyPolicy) -> None:
+    """Raises ResidencyError where the policy, as a signed file, is longer than a broker takes and shows. What stands in a log is not asked."""
+    unsigned = SignedDocument(
+        Purpose.POLICY, policy.region, "0" * 2 * KEY_ID_BYTES, policy.text.encode(), bytes(SIGNATURE_BYTES)
+    )
+    size, most = len(unsigned.encode_file()), KIND_BYTES_MAX["policy"]
+    if size > most:
+        raise ResidencyError(
+            f"The policy of {policy.region} has {size} bytes as a signed file, and {most} are allowed.",
+            code=Code.FRAME_TOO_LARGE,
+            hint="Shorten it. In the file each line feed, quote and backslash of the text has two bytes.",
+        )
 
 
 def open_policy(document: SignedDocument, trusted: Trusted, source: str) -> ResidencyPolicy:

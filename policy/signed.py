@@ -32,8 +32,9 @@ from felix.names import parse_region
 from felix.remembered import Remembered, digest_of
 
 FILE_BYTES_MAX: Final = 768 * 1024
-"""A policy of the largest size, escaped as a JSON text, fits; a grant is some 2 KiB."""
+"""What is read, also of a log: a policy of the largest size, escaped as a JSON text. What is signed and put is shorter (policy.approval)."""
 KEY_ID_BYTES: Final = 16
+SIGNATURE_BYTES: Final = 64
 VERDICTS_BYTES_MAX: Final = 12 << 20
 """What is remembered of which documents hold, some 30,000 of them: more than six regions may keep in another. A changed grant book is a
 new object, of mostly the same documents."""

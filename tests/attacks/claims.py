@@ -125,8 +125,12 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("crossed", "destination"): Cell(
         _F,
         "it can write any ingress log, and no egress leaf to go with it; what it writes of the source's into a log of its own proves "
-        "nothing: a leaf counts in the log of whoever it speaks for",
-        ("attacks/test_one_party_alone.py", "attacks/test_log_of_another.py"),
+        "nothing: a leaf counts in the log of whoever it speaks for, and says each thing once",
+        (
+            "attacks/test_one_party_alone.py",
+            "attacks/test_log_of_another.py",
+            "attacks/test_names_that_stand_twice.py",
+        ),
     ),
     ("crossed", "third"): Cell(
         _C,
