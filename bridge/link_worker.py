@@ -84,7 +84,7 @@ from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
 from keys.transfer import TransferScope, seal_transfer_key
 from policy.terms import GrantTerms
 from policy.transform import Transform
-from policy.truncation import Accepted, Live, chain
+from policy.truncation import Accepted, Live, chain, ends
 
 _NO_ENTRIES_SHA256: Final = hashlib.sha256().digest()
 
@@ -234,6 +234,8 @@ class LinkWorker:
         """why no INTENT may be announced now, by what the egress log has and by this clock"""
         self._denials = Denials()
         self._ask_again = True
+        self._not_there: set[bytes] = set()
+        """incarnations by which the destination does not go on: of two words that end one, another bridge may have carried under either"""
         self._high: dict[bytes, int] = {}
         self._waiting_since_ms = 0
         """when the source was first seen to have more than the destination; 0 while it has not"""
@@ -602,8 +604,16 @@ class LinkWorker:
         return SourceShard(answer.statement, statement, lives, row.accepted)
 
     def _lives(self, incarnation: bytes, row: PlannedLink) -> tuple[Live, ...]:
-        """What the shard crossed under, by what was accepted and by what has leaves; the newest last."""
-        return chain(incarnation, row.accepted, self._context.ledger.incarnations(self.link_shard))
+        """What the shard crossed under, by what was accepted, by what has leaves and by what the destination refused; the newest last."""
+        lives = chain(incarnation, row.accepted, self._context.ledger.incarnations(self.link_shard))
+        if lives[-1].incarnation not in self._not_there:
+            return lives
+        every = ends(incarnation, row.accepted)
+        following = next((end for end in every if end not in self._not_there), None)
+        if following is None:
+            self._not_there.clear()
+            return lives
+        return chain(incarnation, row.accepted, (following,))
 
     async def _take_crossed(self, trail: Trail, source: SourceShard) -> None:
         """After a resend: what crossed before it, by the egress log. Reads the whole log, on another thread."""
@@ -765,6 +775,10 @@ class LinkWorker:
         )
         try:
             self._channel = await IngestChannel.open(endpoint.link(), request, self._received, self._fail)
+        except RequestError as error:
+            if error.code is Code.CONFLICT:
+                self._not_there.add(source.live.incarnation)
+            raise
         except CorruptionError as error:
             if error.code is Code.TRUNCATED:
                 # Only the destination knows of it (another agent carried before): all that is held would cross again.

@@ -111,6 +111,21 @@ def chain(
     return tuple(found)
 
 
+def ends(incarnation: bytes, accepted: Mapping[str, Sequence[Accepted]]) -> tuple[bytes, ...]:
+    """Every incarnation that may live now, by one word or another; those of words that were signed first before others, and no more than
+    TRUNCATIONS_MAX."""
+    found: list[bytes] = []
+    left = [(incarnation, 0)]
+    while left and len(found) < TRUNCATIONS_MAX:
+        at, length = left.pop()
+        words = accepted.get(at.hex()) if length < TRUNCATIONS_MAX else None
+        if not words:
+            found.append(at)
+        else:
+            left += [(word.incarnation, length + 1) for word in reversed(words[:TRUNCATIONS_MAX])]
+    return tuple(found)
+
+
 def _words_of(begun: Iterable[bytes], accepted: Mapping[str, Sequence[Accepted]]) -> dict[str, Accepted]:
     """By the incarnation (hex) that each ends, the words that lead to what has begun. Empty where there is no choice."""
     if all(len(words) < 2 for words in accepted.values()):

@@ -418,6 +418,7 @@ class IngestStream:
             raise RequestError(
                 f"{request.from_region} does not state that {request.stream} has the incarnation "
                 f"{request.incarnation.hex()}, nor was a truncation accepted that began it.",
+                code=Code.CONFLICT,
                 hint="If a truncation was just accepted, its document may still be on its way.",
             )
         return live
@@ -485,6 +486,15 @@ class IngestStream:
             return
         lives = self._lives(request, statement)
         if all(each.incarnation != held.live for each in lives):
+            others = self._service.governance.book.incarnations(
+                request.grant, request.stream, request.shard, statement.incarnation, (held.live,)
+            )
+            if any(each.incarnation == held.live for each in others):
+                raise RequestError(
+                    f"{where} of {region} goes on by another word than the bridge names: what landed here crossed under that.",
+                    code=Code.CONFLICT,
+                    hint="The bridge tries the other one by itself.",
+                )
             raise CorruptionError(
                 f"{where} of {region} crossed under a truncation that is not known here any more.",
                 code=Code.TRUNCATED,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from attacks.test_f08_truncation import accept, checked, link, numbered, source_put_back
-from bridge_mesh import BRIDGE, Mesh, two_regions
+from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions
 
 from felix.errors import Code, RequestError
 from felix.messages import LinkState
@@ -17,13 +17,17 @@ from felix.runtime.real import now_ms
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.signed import SignedDocument
 from policy.truncation import Truncation
+from region.bootstrap import issue_identity
+from region.config import load_config
 
+OTHER = "us-to-eu-2"
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture
 async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
     async with two_regions(tmp_path) as mesh:
+        issue_identity(mesh.us, load_config(mesh.us.config), "bridge", OTHER, now_ms())
         yield mesh
 
 
@@ -118,3 +122,34 @@ async def test_of_two_words_that_came_before_anything_crossed_the_first_signed_h
     for region in ("us-east", "eu-west"):
         await mesh.stop(region)
     checked(mesh)
+
+
+async def test_a_bridge_that_knows_of_none_goes_on_by_the_word_that_another_carried_under(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """Records crossed under the word that was signed later; then the bridge is replaced, and the new one's log knows of neither."""
+    await source_put_back(mesh, tmp_path / "older")
+    async with mesh.agent() as agent:
+        held = await link(agent, "truncated")
+        await accept(mesh, held)
+        await link(agent, "active", 13)
+        bridge = SpiffeId("us-east", "acme", "bridge", BRIDGE)
+        # Each broker has another one besides, as after a restored store.
+        for region, ago_ms in (("us-east", 600_000), ("eu-west", 500_000)):
+            document = word(mesh, held, "eu-west", 5, now_ms() - ago_ms).encode_file()
+            await mesh.nodes[region].services.governance.put(bridge, "standing", document)
+        await mesh.publish(numbered(1_000, 2))
+        await link(agent, "active", 15)
+    for region in ("us-east", "eu-west"):
+        await mesh.stand(region, held.grant, StandingAction.REVOKE, 9)
+    other = f"spiffe://us-east.acme/bridge/{OTHER}"
+    async with mesh.operator("us-east") as client:
+        await client.put_rights(other, [f"bridge-read {STREAM}"])
+    await mesh.grant(bridge=other)
+    await mesh.publish(numbered(2_000, 2))
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 17)
+        assert await mesh.arrived() == 22
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    assert mesh.verify_ingress().ok
