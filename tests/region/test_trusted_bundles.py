@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from region_home import make_region
 
+from cli.grants import known_bundles
 from felix.errors import RequestError
 from region.trusted_bundles import pinned_bundles
 
@@ -17,6 +18,7 @@ def test_a_bundle_that_cannot_be_read_is_named(tmp_path: Path, data: bytes) -> N
     path = folder.trusted / "eu-west.json"
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(data)
-    with pytest.raises(RequestError, match=r"eu-west\.json") as refused:
-        pinned_bundles(folder)
-    assert "felix region trust" in refused.value.hint
+    for read in (pinned_bundles, known_bundles):
+        with pytest.raises(RequestError, match=r"eu-west\.json") as refused:
+            read(folder)
+        assert "felix region trust" in refused.value.hint
