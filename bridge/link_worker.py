@@ -605,8 +605,11 @@ class LinkWorker:
 
     def _lives(self, incarnation: bytes, row: PlannedLink) -> tuple[Live, ...]:
         """What the shard crossed under, by what was accepted, by what has leaves and by what the destination refused; the newest last."""
-        lives = chain(incarnation, row.accepted, self._context.ledger.incarnations(self.link_shard))
-        if lives[-1].incarnation not in self._not_there:
+        begun = self._context.ledger.incarnations(self.link_shard)
+        lives = chain(incarnation, row.accepted, begun)
+        is_known = any(live.accepted is not None and live.incarnation in begun for live in lives)
+        # What its own log has under a word is not left for another word.
+        if is_known or lives[-1].incarnation not in self._not_there:
             return lives
         every = ends(incarnation, row.accepted)
         following = next((end for end in every if end not in self._not_there), None)

@@ -17,7 +17,7 @@ from felix.errors import FelixError
 from felix.names import NamePattern, SpiffeId, StreamName
 from keys.bundle import RegionBundle
 from policy.approval import Approval, Document
-from policy.grant import DenyEntry, ExportGrant, GrantBook, GrantError, ImportGrant
+from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, GrantError, ImportGrant
 from policy.signed import Purpose, SignedDocument, decode_body
 from policy.terms import GrantTerms
 from region.broker import Broker
@@ -144,7 +144,9 @@ class DocumentLeaves:
         if document.purpose is Purpose.DENY:
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             if not entry.lifted:
-                await self._drain(lambda grant: True, lambda arriving: self._denies(entry, arriving))
+                await self._drain(
+                    lambda grant: self._may_deny(entry, grant), lambda arriving: self._denies(entry, arriving)
+                )
             return
         stopped = grant_of(document) if forbids(document) else self._replaced_by(document)
         if stopped:
@@ -177,6 +179,17 @@ class DocumentLeaves:
         if terms is None:
             return False
         return NamePattern(terms.stream if terms.wildcard else terms.destination_stream).matches(arriving)
+
+    def _may_deny(self, entry: DenyEntry, grant: str) -> bool:
+        """Whether the entry may name what crosses under the grant: nobody else's traffic keeps it from its leaf."""
+        terms = self._terms(grant)
+        if terms is None:
+            return True
+        regions, denied = (terms.from_region, terms.to_region), NamePattern(entry.streams)
+        if entry.region not in regions or (entry.peer != EVERYWHERE and entry.peer not in regions):
+            return False
+        names = (terms.stream, terms.destination_stream)
+        return terms.wildcard or any(denied.matches(StreamName.parse(name)) for name in names)
 
     def _denies(self, entry: DenyEntry, arriving: StreamName) -> bool:
         """Whether what arrives in this stream here may be what the entry names, there or here."""
