@@ -150,7 +150,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _F,
         "a log that is shorter than what was cosigned does not open and does not verify; a source that was cut back stops its "
         "link, with a GAP leaf",
-        ("attacks/test_f08_truncation.py", "audit/test_trail.py"),
+        ("attacks/test_f08_truncation.py", "attacks/test_f08_clock_behind.py", "audit/test_trail.py"),
     ),
     ("crossed", "network"): Cell(
         _C,
