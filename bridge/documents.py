@@ -103,7 +103,9 @@ class EgressDocuments:
         self._held_back: set[str] = set()
         """regions of which documents wait"""
         self._no_room: set[bytes] = set()
-        """documents that get no leaf for want of room"""
+        """documents that get no leaf for want of room, as long as the log says what it said when that was asked"""
+        self._room_of = 0
+        """`said.changes` of then"""
         self._unwritable: set[bytes] = set()
         """Documents of which no leaf can be made."""
 
@@ -170,6 +172,7 @@ class EgressDocuments:
         }
         self._papers = tuple(sorted(papers.values(), key=_order))
         self._unwritable.intersection_update(papers)
+        self._no_room.intersection_update(papers)
         self._book = book
 
     def _policy(self, document: Document, trusted: Trusted) -> Paper | None:
@@ -256,7 +259,9 @@ class EgressDocuments:
         ]
         written = 0
         self._held_back.clear()
-        self._no_room.clear()
+        if self._room_of != self.said.changes:
+            self._no_room.clear()
+            self._room_of = self.said.changes
         for paper in missing:
             if written and self.is_newer():
                 break
@@ -285,6 +290,8 @@ class EgressDocuments:
         if region == self._context.source.region:
             return True
         if region in self._held_back:
+            return False
+        if paper.digest in self._no_room:
             return False
         if not self.said.has_room(paper.document):
             if not self._no_room:
