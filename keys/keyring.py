@@ -409,8 +409,8 @@ class Keyring:
                     gone.append(root.key_id)
             return gone
 
-    def destroy(self, stream: StreamName) -> list[bytes]:
-        """Destroy the keys of every incarnation of a stream: what they sealed can never be read again here.
+    def destroy(self, stream: StreamName, incarnation: bytes | None = None) -> list[bytes]:
+        """Destroy the keys of every incarnation of a stream, or of one: what they sealed can never be read again here.
 
         Returns the ids of the stream keys that are destroyed now, none where there were none. The wrapped keys are
         gone from the key file when this returns, and from memory once no object references them. Raises KeyProviderError.
@@ -420,7 +420,9 @@ class Keyring:
             gone = {
                 entry.key_id
                 for entry in plan.streams.values()
-                if entry.stream == str(stream) and entry.state is not KeyState.DESTROYED
+                if entry.stream == str(stream)
+                and incarnation in (None, entry.incarnation)
+                and entry.state is not KeyState.DESTROYED
             }
             if not gone:
                 return []

@@ -205,6 +205,15 @@ class SharedKeyring:
             sealer.end_key()
         return known is not None
 
+    def destroy_own(self, incarnation: bytes) -> None:
+        """Destroy what this broker's own keyring has of an incarnation, where it has one. Blocks on the disk. Raises KeyProviderError,
+        UnavailableError."""
+        if self.own is None:
+            return
+        for key in self.own.list():
+            if key.level == "stream" and key.incarnation == incarnation:
+                self.own.destroy(StreamName.parse(key.stream), incarnation)
+
     # -- sealing and opening ---------------------------------------------------------------------------
 
     def sealer(self, stream: StreamName, incarnation: bytes, shard: int, epoch: int) -> ShardSealer:

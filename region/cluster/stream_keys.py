@@ -250,9 +250,11 @@ class StreamKeys:
 
             number = held.incarnation.hex()
             entry = await self._put_first(number, again)
-            if entry is not None:
-                self._note(number, _Seen(entry.mod_revision, entry.value))
-                moved += 1
+            if entry is None:
+                await asyncio.to_thread(keyring.destroy_own, held.incarnation)
+                continue
+            self._note(number, _Seen(entry.mod_revision, entry.value))
+            moved += 1
         await self._drain()
         stored = await self._stored.bring()
         if moved or stored:
@@ -462,6 +464,7 @@ class StreamKeys:
             self.faults.pop(number, None)
         for number in deleted:
             await self._stored.drop(bytes.fromhex(number))
+            await asyncio.to_thread(self._keyring.destroy_own, bytes.fromhex(number))
         for number in gone:
             if number not in deleted:
                 await self._put_back(number)

@@ -421,6 +421,9 @@ async def test_what_a_broker_sealed_with_a_keyring_of_its_own_stays_readable_and
         assert known is not None and known.key_id == stream_key
         assert await brokers.record(OTHER_LIFE) is None
         assert seal_of(keys).open_batch(before) == batch(b"old")
+        assert keys.keyring.own is not None
+        states = {key.stream: key.state for key in keys.keyring.own.list() if key.level == "stream"}
+        assert states == {str(ORDERS): KeyState.ACTIVE, str(CARDS): KeyState.DESTROYED}
         after = seal_of(keys).seal(batch(b"new"))
         other = await brokers.start("b")
         await other.ensure(ORDERS, LIFE)
@@ -441,8 +444,14 @@ async def test_what_a_broker_sealed_with_a_keyring_of_its_own_stays_readable_and
     with pytest.raises(TamperError):
         seal_of(other).open_batch(before)
     await brokers.create(ORDERS, LIFE)
+    keys = await brokers.start("a")
     await brokers.catalog.delete_stream(ORDERS, deleted_ms=3)
     await until(lambda: not brokers.knows("b"))
+    own = keys.keyring.own
+    assert own is not None
+    await until(lambda: all(key.state is KeyState.DESTROYED for key in own.list() if key.level == "stream"))
+    with pytest.raises(RequestError, match="destroyed"):
+        seal_of(keys).open_batch(before)
     async with asyncio.timeout(30):
         while (await brokers.store.load(brokers.catalog.keys.stored_keys(LIFE.hex()))).entries:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
