@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from felix.batch import decode_batch, decode_payloads
 from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability
+from region import stream_follower
 from region.config import MetadataConfig
 from region.node import Node
 from region.sealing import KeyringSeal
@@ -137,6 +139,28 @@ async def test_keys_are_rotated_through_a_broker_that_has_no_audit_log_and_every
                 assert [bytes((await anext(records)).payload) for _ in range(3)] == [b"0", b"1", b"2"]
         roots = list((region.folder.keys / "roots").glob("*.key"))
         assert len(roots) == 2
+
+
+async def test_a_stream_whose_key_cannot_be_had_is_served_as_soon_as_it_can(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_follower, "RETRY_S", 0.05)
+    async with serving(tmp_path, etcd, 1) as region, region.client("b1") as client:
+        tried = 0
+
+        async def away(*_: object) -> None:
+            nonlocal tried
+            tried += 1
+            raise UnavailableError("The metadata store does not answer.")
+
+        streams = region.nodes["b1"].broker.streams
+        streams.before_opening.insert(0, away)
+        await client.create_stream("acme/ops/later")
+        publishing = asyncio.create_task(client.stream("acme/ops/later").publish(b"x"))
+        await until(lambda: tried >= 3)
+        assert not publishing.done()
+        streams.before_opening.remove(away)
+        assert await publishing == 0
 
 
 async def test_a_broker_that_starts_again_leads_in_the_next_epoch_and_a_publisher_goes_on(
