@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, ParamSpec, TypeVar
 
 from felix.errors import Code, FelixError, RequestError
 from felix.names import StreamName
@@ -27,13 +30,15 @@ from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.copies import Copies
 from region.log.durable_mark import MARK_NAME
-from region.log.errors import storage_error
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
 
 log = logging.getLogger("felix.region.log")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 COMMIT_THREADS_MAX: Final = 4
 """Syncs of different shards overlap; a disk gains nothing from more of them at once."""
@@ -101,6 +106,20 @@ def _clean_name(name: StreamName, incarnation: bytes, shard: int) -> str:
 def shard_folder(data: Path, name: StreamName, incarnation: bytes, shard: int) -> Path:
     """Where a shard, or a journal beside it, is kept."""
     return data / folder_name(name, incarnation) / f"{shard:05d}"
+
+
+class _Prepared(Executor):
+    """A pool whose work does something else first: one visit to a thread for both."""
+
+    def __init__(self, pool: Executor, first: Callable[[], None]) -> None:
+        self._pool, self._first = pool, first
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        def both() -> T:
+            self._first()
+            return fn(*args, **kwargs)
+
+        return self._pool.submit(both)
 
 
 class LogDirectory:
@@ -193,19 +212,15 @@ class LogDirectory:
     ) -> ShardLog:
         folder = None
         synced = False
-        pool = self.commit_pool
+        pool: Executor = self.commit_pool
         if settings.durability.kind != "ephemeral":
             folder = self.shard_folder(name, incarnation, shard)
             clean_name = _clean_name(name, incarnation, shard)
             synced = clean_name in self._clean
             self._clean.discard(clean_name)
-            try:
-                if not synced and await asyncio.get_running_loop().run_in_executor(
-                    self._creation_pool, self._make, folder
-                ):
-                    pool = self._creation_pool
-            except OSError as error:
-                raise storage_error(error, folder) from error
+            if not synced:
+                # New, or of a process that was killed: either way it waits for syncs, and no commit is to wait behind it.
+                pool = _Prepared(self._creation_pool, partial(self._make, folder))
         return await ShardLog.open(
             folder,
             ShardIdentity(self._region, str(name), incarnation, shard),
@@ -220,10 +235,10 @@ class LogDirectory:
             synced=synced,
         )
 
-    def _make(self, folder: Path) -> bool:
-        """Create a shard's folder so that a crash does not undo it; False where it is complete already."""
+    def _make(self, folder: Path) -> None:
+        """Create a shard's folder so that a crash does not undo it, unless it is complete already. Raises OSError."""
         if self.files.exists(folder / MARK_NAME):
-            return False
+            return
         self.files.make_folder(folder)
         self.files.sync_folder(folder.parent)
         if folder.parent not in self._lasting:
@@ -231,7 +246,6 @@ class LogDirectory:
             for above in (self._data, self._data.parent, self._data.parent.parent):
                 self.files.sync_folder(above)
             self._lasting.add(folder.parent)
-        return True
 
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
         """A shard's folder, whose name no crash takes back. Raises OSError."""
