@@ -213,7 +213,7 @@ async def open_broker(
             stack.push_async_callback(registration.close)
     registered = registration if clustered is None else clustered.member
     catalog = Catalog(store, config.region)
-    mirror = CatalogMirror(store, config.region)
+    mirror = CatalogMirror(store, config.region, runtime)
     await mirror.start()
     stack.push_async_callback(mirror.close)
     await offer_bundles(folder, catalog, mirror)

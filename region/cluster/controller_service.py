@@ -36,9 +36,10 @@ from region.cluster.controller import (
     Wanted,
 )
 from region.cluster.election import LogEnd
-from region.cluster.mirror import RETRY, ClusterMirror
+from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ELECTION_CHARS, ShardId
 from region.cluster.registry import Registry
+from region.metadata.following import RETRY
 from region.metadata.lease import Lease
 from region.metadata.port import MetadataStore
 from region.metadata.transaction import Change, Snapshot, TransactResult

@@ -9,27 +9,19 @@ watch cannot go on; they run in the event loop, right after `view` has the chang
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import aclosing
-from typing import Final
 
-from felix.backoff import Backoff, BackoffPolicy
-from felix.errors import FelixError
 from felix.news import News
 from felix.runtime.port import Runtime
-from felix.tasks import end_tasks
 from region.cluster.records import ClusterKeys
 from region.cluster.transactions import Transaction
 from region.cluster.view import ClusterView
-from region.metadata.port import CompactedError, MetadataStore, OutcomeUnknownError
+from region.metadata.following import Follower
+from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.transaction import Change, Entry, Put, Snapshot, TransactResult
 
 log = logging.getLogger("felix.region.cluster")
-
-RETRY: Final = BackoffPolicy(first_ms=100, ceiling_ms=5_000)
-"""Between tries to reach a store that is away; etcd's own watch tries more often inside of each."""
 
 Listener = Callable[[Snapshot | Change], None]
 
@@ -40,10 +32,17 @@ class ClusterMirror:
     def __init__(self, store: MetadataStore, region: str, runtime: Runtime) -> None:
         self.view = ClusterView(ClusterKeys(region))
         self._store = store
-        self._runtime = runtime
         self._listeners: list[Listener] = []
         self._news = News()
-        self._follower: asyncio.Task[None] | None = None
+        self._follower = Follower(
+            "The cluster's records",
+            store,
+            self.view.keys.prefix,
+            runtime.random,
+            revision=lambda: self.view.revision,
+            load=self._load,
+            apply=self._apply,
+        )
 
     def on_change(self, listener: Listener) -> None:
         """Tell `listener` of all that is known from now on. To be told of everything, before `start`."""
@@ -51,15 +50,11 @@ class ClusterMirror:
 
     async def start(self) -> None:
         """Load everything, then follow. Raises UnavailableError."""
-        assert self._follower is None
-        await self._load()
-        self._follower = asyncio.get_running_loop().create_task(self._follow(), name="cluster mirror")
+        await self._follower.start()
 
     async def close(self) -> None:
         """Follow no more."""
-        if self._follower is not None:
-            await end_tasks(self._follower)
-            self._follower = None
+        await self._follower.close()
 
     async def until(self, holds: Callable[[], bool]) -> None:
         """Wait for what a change of the records brings about. Bound it with a timeout."""
@@ -95,30 +90,6 @@ class ClusterMirror:
         """Take over single keys before the watch brings them. Listeners are not told: to them the watch will."""
         self.view.absorb({key: entry for key, entry in entries.items() if self._is_ours(key)}, revision)
         self._news.tell()
-
-    async def _follow(self) -> None:
-        backoff = Backoff(RETRY, self._runtime.random)
-        is_whole = True
-        while True:
-            try:
-                if not is_whole:
-                    await self._load()
-                    is_whole = True
-                changes = self._store.watch(self.view.keys.prefix, self.view.revision + 1)
-                async with aclosing(changes):
-                    async for change in changes:
-                        backoff.reset()
-                        self._apply(change)
-            except CompactedError as error:
-                log.warning("loading the cluster's records again: %s", error)
-                is_whole = False
-            except FelixError as error:
-                log.warning("the cluster's records cannot be followed: %s", error)
-            except Exception:
-                # Whoever does not see the others go would never lead, and never stop.
-                log.exception("following the cluster's records failed")
-                is_whole = False
-            await asyncio.sleep(backoff.next_ms() / 1_000)
 
     async def _load(self) -> None:
         snapshot = await self._store.load(self.view.keys.prefix)

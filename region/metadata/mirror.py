@@ -21,19 +21,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import aclosing
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, Literal
 
-from felix.errors import FelixError, UnavailableError
+from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
 from felix.news import News
 from felix.quota import QuotaLimits, Scope
+from felix.runtime.port import Runtime
+from felix.runtime.real import REAL
 from felix.settings import NamespaceSettings
 from policy.access import Right, parse_rights
-from region.metadata.lease import cancel_and_wait
-from region.metadata.port import CompactedError, MetadataStore
+from region.metadata.following import Follower
+from region.metadata.port import MetadataStore
 from region.metadata.records import (
     DeletedStream,
     DocumentKind,
@@ -51,10 +52,6 @@ from region.metadata.records import (
 from region.metadata.transaction import Change, Entry, Event
 
 _log = logging.getLogger(__name__)
-
-_RETRY_MS: Final = 100
-_RETRY_MS_MAX: Final = 5_000
-"""Longest pause between tries to reach the store again; etcd's own watch retries more often inside of each."""
 
 Section = Literal[
     "streams",
@@ -98,7 +95,7 @@ class MirrorChange:
 class CatalogMirror:
     """Start with `start`, end with `close`; the store stays open."""
 
-    def __init__(self, store: MetadataStore, region: str) -> None:
+    def __init__(self, store: MetadataStore, region: str, runtime: Runtime = REAL) -> None:
         self._store = store
         self._keys = Keys(region)
         self._raw: dict[str, Entry] = {}
@@ -114,8 +111,16 @@ class CatalogMirror:
         self._callbacks: list[Callable[[MirrorChange], None]] = []
         self._revision = 0
         self._news = News()
-        self._is_current = False
-        self._follower: asyncio.Task[None] | None = None
+        self._follower = Follower(
+            "The region's catalog",
+            store,
+            self._keys.prefix,
+            runtime.random,
+            revision=lambda: self._revision,
+            load=self._reload,
+            apply=self._apply,
+            loads_after_each=True,
+        )
 
     # What the broker asks
 
@@ -127,7 +132,7 @@ class CatalogMirror:
     @property
     def is_current(self) -> bool:
         """False while the mirror is cut off from the store: what it answers may be out of date."""
-        return self._is_current
+        return self._follower.is_current
 
     @property
     def faults(self) -> Mapping[str, str]:
@@ -216,15 +221,11 @@ class CatalogMirror:
 
     async def start(self) -> None:
         """Load everything, then follow in the background. Raises UnavailableError."""
-        assert self._follower is None
-        await self._reload()
-        self._follower = asyncio.get_running_loop().create_task(self._follow(), name="metadata mirror")
+        await self._follower.start()
 
     async def close(self) -> None:
         """Stop following."""
-        await cancel_and_wait(self._follower)
-        self._follower = None
-        self._is_current = False
+        await self._follower.close()
 
     @property
     def advanced(self) -> asyncio.Event:
@@ -241,46 +242,6 @@ class CatalogMirror:
         """Wait until the mirror has seen `revision`, such as one's own write's. Bound it with a timeout."""
         await self.until(lambda: self._revision >= revision)
 
-    async def _follow(self) -> None:
-        retry_ms = _RETRY_MS
-        while True:
-            try:
-                if not self._is_current:
-                    # A watch that is quiet proves nothing: what changed meanwhile is loaded first.
-                    await self._reload()
-                changes = self._store.watch(self._keys.prefix, self._revision + 1)
-                async with aclosing(changes):
-                    async for change in changes:
-                        self._is_current = True
-                        retry_ms = _RETRY_MS
-                        self._apply(change)
-            except CompactedError as error:
-                _log.warning("Loading the catalog again: %s", error)
-                if await self._try_reload():
-                    retry_ms = _RETRY_MS
-            except UnavailableError as error:
-                self._is_current = False
-                _log.warning("The catalog's mirror is cut off: %s", error)
-                await self._try_reload()
-            except FelixError as error:
-                self._is_current = False
-                _log.error("The catalog's mirror cannot follow the store: %s", error)
-            except Exception:
-                # A mirror that ended without a word would never hear of a revocation.
-                self._is_current = False
-                _log.exception("The catalog's mirror failed")
-            await asyncio.sleep(retry_ms / 1_000)
-            retry_ms = min(_RETRY_MS_MAX, 2 * retry_ms)
-
-    async def _try_reload(self) -> bool:
-        try:
-            await self._reload()
-        except FelixError as error:
-            self._is_current = False
-            _log.warning("The catalog cannot be loaded: %s", error)
-            return False
-        return True
-
     async def _reload(self) -> None:
         snapshot = await self._store.load(self._keys.prefix)
         present = {entry.key: entry for entry in snapshot.entries if self._section(entry.key)}
@@ -292,7 +253,8 @@ class CatalogMirror:
             or old.mod_revision != entry.mod_revision
             or old.value != entry.value
         ]
-        self._is_current = True
+        # Before callbacks ask by it.
+        self._follower.is_current = True
         self._apply(Change(snapshot.revision, tuple(events)), forced=True)
 
     def _section(self, key: str) -> Section | None:

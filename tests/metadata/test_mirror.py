@@ -120,15 +120,13 @@ async def test_after_missing_history_it_finds_deletions_too(region: Region) -> N
     await region.catalog.change_rights(CLIENT, add=["publish acme/payments/*"])
     await region.mirror.start()
     follower = region.mirror._follower
-    assert follower is not None
-    follower.cancel()
-    await asyncio.wait([follower])
+    await follower.close()
     await region.catalog.delete_stream(ORDERS, deleted_ms=2)
     await region.catalog.delete_rights(CLIENT)
     for number in range(50):
         await region.store.transact([], [Put("/elsewhere", str(number).encode())])
     region.told.clear()
-    region.mirror._follower = asyncio.create_task(region.mirror._follow())
+    follower._task = asyncio.create_task(follower._follow())
     await region.caught_up()
     assert list(region.mirror.streams) == [other] and not region.mirror.rights(CLIENT)
     assert ("streams", "acme/payments/orders", True) in region.told

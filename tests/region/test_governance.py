@@ -174,11 +174,11 @@ async def test_a_store_that_is_cut_off_stops_what_it_might_have_revoked(
     broker, mirror = mesh.nodes["us-east"].broker, mesh.nodes["us-east"].services.requests._mirror
     now = broker.clock_ms()
     monkeypatch.setattr(broker, "clock_ms", lambda: now)
-    mirror._is_current = False
+    mirror._follower.is_current = False
     governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
     now += CUT_OFF_MS_MAX + 1
     assert isinstance(refusal(mesh, grant), UnavailableError)
-    mirror._is_current = True
+    mirror._follower.is_current = True
     governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
 
 
