@@ -339,13 +339,19 @@ class QueueWorker:
 
     def deliver(self, shard: QueueShard, leased: Leased | FelixError, records: int, size: int) -> None:
         if isinstance(leased, FelixError):
-            self._sent_records -= records
-            self._sent_bytes -= size
-        elif self._exchange.over or self._stopped or self._broker.fence() is not None:
+            self._not_sent(records, size)
+        elif self._exchange.over or self._stopped:
+            _give_back(shard, leased.jobs)
+        elif self._broker.fence() is not None:
+            self._not_sent(records, size)
             _give_back(shard, leased.jobs)
         else:
             self._meter.delivered(size, records)
             self._exchange.event(Jobs(leased.jobs, self.visibility_ms, leased.until_ms))
+
+    def _not_sent(self, records: int, size: int) -> None:
+        self._sent_records -= records
+        self._sent_bytes -= size
 
     # -- settling --------------------------------------------------------------------------------------
 

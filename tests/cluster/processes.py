@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
+from e2e.command_mesh import felix_command
 from ports import claim_port
 from region_home import make_region
+from region_peer import until
 
 from cli.process import read_state
 from cli.several import ETCD_FOLDER, pid_file
 from felix.address import Address
 from region.bootstrap import write_profile
+from region.config import load_config
 from region.folder import RegionFolder
 
 
@@ -35,3 +45,33 @@ def process_of(folder: RegionFolder, broker: str) -> int:
     """The process id of a broker; 0 while it does not run."""
     state = read_state(pid_file(folder, broker))
     return 0 if state is None else int(state["pid"])
+
+
+@asynccontextmanager
+async def running(folder: RegionFolder) -> AsyncIterator[None]:
+    """All of it up; in the end every process is gone."""
+    home = folder.root.parent
+    await asyncio.to_thread(felix_command, home, "region", "up", "us-east", "--detach")
+    parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
+    family = [parent, *parent.children(recursive=True)]
+    try:
+        yield
+    finally:
+        family += parent.children(recursive=True)
+        await asyncio.to_thread(felix_command, home, "region", "down", "us-east", code=None)
+        for process in (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]:
+            process.kill()
+
+
+async def kill(folder: RegionFolder, broker: str) -> None:
+    """SIGKILL; returns once its parent has started it again."""
+    pid = process_of(folder, broker)
+    os.kill(pid, signal.SIGKILL)
+    await until(lambda: process_of(folder, broker) not in (0, pid))
+
+
+def only_through(folder: RegionFolder, broker: str) -> None:
+    """The region's profile names this broker alone."""
+    place = load_config(folder.config).of_broker(broker).own_place
+    assert place is not None
+    write_profile(folder, "us-east", "acme", place.client_address)

@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from cluster.several_processes import kill, only_through, running, several
+from cluster.processes import kill, only_through, running, several
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary
 from long_runs import count
@@ -102,7 +102,7 @@ async def put(cache: felix.Cache, confirmed: dict[str, int]) -> None:
 async def test_who_knows_another_broker_alone_goes_on_over_kills_of_the_leader(tmp_path: Path) -> None:
     if etcd_binary() is None:
         pytest.skip("no etcd")
-    folder = several(tmp_path)
+    folder = several(tmp_path, 3)
     only_through(folder, "b1")
     recorded: Counter[bytes] = Counter()
     faults: list[str] = []

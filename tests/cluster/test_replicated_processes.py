@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 from cluster.history import History
-from cluster.processes import process_of, several
-from e2e.command_mesh import felix_command
+from cluster.processes import process_of, running, several
 from etcd_process import etcd_binary
 from region_peer import client, until
 
@@ -36,21 +32,6 @@ ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
 IN_FLIGHT = 16
 GOES_ON = 200
 """Acknowledgements after a fault, before the next one."""
-
-
-@contextlib.asynccontextmanager
-async def running(home: Path) -> AsyncIterator[RegionFolder]:
-    folder = several(home, len(NAMES), lease=f"{LEASE_S}s")
-    await asyncio.to_thread(felix_command, home, "region", "up", "us-east", "--detach")
-    parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
-    family = [parent, *parent.children(recursive=True)]
-    try:
-        yield folder
-    finally:
-        family += parent.children(recursive=True)
-        await asyncio.to_thread(felix_command, home, "region", "down", "us-east", code=None)
-        for process in psutil.wait_procs(family, timeout=60)[1]:
-            process.kill()
 
 
 async def publish(operator: felix.RegionClient, history: History, is_over: asyncio.Event) -> None:
@@ -129,7 +110,8 @@ async def test_what_is_acknowledged_outlives_every_leader_once_and_in_order(tmp_
         pytest.skip("no etcd")
     history, is_over = History(), asyncio.Event()
     pauses: list[float] = []
-    async with running(tmp_path) as folder, client(folder) as operator:
+    folder = several(tmp_path, len(NAMES), lease=f"{LEASE_S}s")
+    async with running(folder), client(folder) as operator:
         await operator.create_stream(STREAM, replicas=3)
         await all_in_sync(operator)
         publishing = asyncio.ensure_future(publish(operator, history, is_over))
