@@ -228,6 +228,11 @@ class DocumentIntake:
         await self._catalog.put_policy(policy.revision, document.encode_file())
         self._leaves.name_actor(document, actor)
         await self._leaves.log_stored(document)
+        if digest_of(document) not in self._logged:
+            return (
+                f"Policy revision {policy.revision} of {policy.region} is kept, and in force within a minute: "
+                "transfers of before have their leaves first."
+            )
         self._judgement.recheck(document)
         async with asyncio.timeout(MIRROR_TIMEOUT_S):
             await self._judgement.watch.until(

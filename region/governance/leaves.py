@@ -1,7 +1,7 @@
 """Leaves of the documents that a region holds: each gets one in the audit log, by whoever put it there or by itself.
 
 Invariants: a document whose leaf could not be written is tried again until it stands; the leaf of what stops crossings comes behind those
-of what was taken before: of a revocation, a pause, a deny entry, and of a half that takes another's place.
+of what was taken before: of a revocation, a pause, a deny entry, and of a half or a policy that takes another's place.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ log = logging.getLogger("felix.region.governance")
 
 DRAIN_MS: Final = 10_000
 """How long the caller who puts what stops a grant waits for transfers in flight under it. The leaf follows them, however long they take."""
+POLICY_WAIT_S: Final = 60.0
+"""How long the leaf of a policy waits for what was taken before. It concerns every stream, and one that is damaged must not keep a stricter
+policy from being in force: what such a stream holds of before a crash may then stand behind it."""
 LOG_AGAIN_S: Final = 1.0
 """How soon the leaf of a document is tried again that the audit log did not take."""
 
@@ -139,7 +142,16 @@ class DocumentLeaves:
     async def _let_pass(self, document: Document) -> None:
         """Wait for what the document stops and was taken before: behind its leaf it would be held against it. The times of the leaves do
         not tell: a clock may have been set right between the two."""
-        if isinstance(document, Approval) or document.purpose is Purpose.POLICY:
+        if isinstance(document, Approval):
+            return
+        if document.purpose is Purpose.POLICY:
+            try:
+                async with asyncio.timeout(POLICY_WAIT_S):
+                    await self._drain(lambda grant: True, lambda arriving: True)
+            except TimeoutError:
+                log.warning(
+                    "the policy's leaf no longer waits for transfers of before: a stream does not open"
+                )
             return
         if document.purpose is Purpose.DENY:
             entry = decode_body(document, DenyEntry, Purpose.DENY)

@@ -12,17 +12,20 @@ from typing import Any
 import msgspec
 import pytest
 from attacks.test_destination_killed import Kill, numbered, shard_of, trail_of
-from bridge_mesh import Mesh, two_regions, until
+from bridge_mesh import POLICIES, Mesh, two_regions, until
 from rogue_agent import granted, rogue_agent
 
 from audit.leaf import Kind
 from felix.errors import UnavailableError
+from felix.messages import PutDocument
 from felix.names import StreamName
 from felix.runtime import real
 from felix.runtime.real import now_ms
 from policy.grant import Standing, StandingAction, sign_standing
-from policy.signed import Purpose, canonical, sign
+from policy.residency import parse_policy, sign_policy
+from policy.signed import Purpose, SignedDocument, canonical, sign
 from region import stream_follower
+from region.governance import leaves
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.streams import StreamTable
@@ -94,7 +97,17 @@ async def test_a_revocation_has_its_leaf_behind_those_of_a_stream_that_opens_lat
     assert report.ok, [finding.sentence for finding in report.findings]
 
 
-@pytest.mark.parametrize("word", ["pause", "deny", "half"])
+def stricter(mesh: Mesh) -> SignedDocument:
+    """eu-west's policy with two approvals in place of none."""
+    text = (
+        POLICIES["eu-west"]
+        .replace("revision: 1", "revision: 2")
+        .replace("lifetime: 90d", "lifetime: 90d\n    approvals: 2")
+    )
+    return sign_policy(parse_policy(text, "eu"), mesh.key("eu-west"))
+
+
+@pytest.mark.parametrize("word", ["pause", "deny", "half", "policy"])
 async def test_what_stops_a_grant_has_its_leaf_behind_what_a_clock_that_was_ahead_dated_later(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch, word: str
 ) -> None:
@@ -120,6 +133,8 @@ async def test_what_stops_a_grant_has_its_leaf_behind_what_a_clock_that_was_ahea
         half = msgspec.structs.replace(view.accepted, approvals=2, signed_at=view.accepted.signed_at + 1)
         document = sign(Purpose.IMPORT, "eu-west", canonical(half), mesh.key("eu-west"))
         saying = asyncio.ensure_future(mesh.put("eu-west", "import", document))
+    elif word == "policy":
+        saying = asyncio.ensure_future(mesh.put("eu-west", "policy", stricter(mesh)))
     elif word == "pause":
         saying = asyncio.ensure_future(mesh.stand("eu-west", grant[0], StandingAction.PAUSE))
     else:
@@ -127,7 +142,7 @@ async def test_what_stops_a_grant_has_its_leaf_behind_what_a_clock_that_was_ahea
     await until(lambda: written, "the word's leaf is on its way")
     let_open()
     await saying
-    kinds = (Kind.ACK, Kind.STANDING, Kind.DENY_ENTRY, Kind.ACCEPT)
+    kinds = (Kind.ACK, Kind.STANDING, Kind.DENY_ENTRY, Kind.ACCEPT, Kind.POLICY)
     trail = trail_of(mesh)
 
     def told() -> list[str]:
@@ -139,3 +154,40 @@ async def test_what_stops_a_grant_has_its_leaf_behind_what_a_clock_that_was_ahea
     await mesh.stop("eu-west")
     report = mesh.verify_ingress()
     assert report.ok, [finding.sentence for finding in report.findings]
+
+
+async def test_a_stream_that_does_not_open_keeps_no_policy_from_being_in_force(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant, sent = await granted(mesh, stream=STREAM), numbered(0, 2)
+    async with rogue_agent(mesh, grant, stream=STREAM) as agent:
+        await agent.open()
+        shard, kill = shard_of(mesh, STREAM), Kill(mesh)
+        with kill.after(shard._disk, "sync"):
+            agent.send([sent[0], sent[1]])
+            await until(kill.taken.is_set, "the kill")
+        refuse(monkeypatch)
+        monkeypatch.setattr(leaves, "POLICY_WAIT_S", 0.2)
+        await kill.restart()
+    governance = mesh.nodes["eu-west"].services.governance
+    await mesh.put("eu-west", "policy", stricter(mesh))
+    await until(
+        lambda: governance.policy is not None and governance.policy.revision == 2, "the policy is in force"
+    )
+
+
+async def test_whoever_puts_a_policy_is_told_that_it_waits(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await granted(mesh, stream=STREAM)
+    governance, may_pass = mesh.nodes["eu-west"].services.governance, asyncio.Event()
+    monkeypatch.setattr(governance._judgement.leaves, "_drain", lambda concerns, leads_to: may_pass.wait())
+    monkeypatch.setattr(leaves, "DRAIN_MS", 50)
+    async with mesh.operator("eu-west") as client:
+        done = await client.request(PutDocument("policy", stricter(mesh).encode_file()))
+    assert "is kept, and in force within a minute" in done.note
+    assert governance.policy is not None and governance.policy.revision == 1
+    may_pass.set()
+    await until(
+        lambda: governance.policy is not None and governance.policy.revision == 2, "the policy is in force"
+    )
