@@ -4,6 +4,8 @@ A revision is a digest of all that an identity may list now, so it is the same a
 and a change of documents that the identity may not list wakes its wait only briefly. A wait ends when the revision differs from
 the known one; the caller then lists again.
 
+What an identity is shown is found once for each change, however many pages and waits ask for it.
+
 Invariants: a change that came after a revision was given is never missed, however late it is waited for; a wait ends after
 WAIT_MS_MAX at the latest, at once when the broker stops, and holds nothing but its place among the session's requests.
 On the event loop.
@@ -12,10 +14,12 @@ On the event loop.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
-from typing import Final
+from typing import Final, NamedTuple
 
+from felix.bounded import BoundedMap
 from felix.names import SpiffeId
 from felix.news import News
 
@@ -26,6 +30,19 @@ COLLECT_S: Final = 0.02
 REVISIONS_KEPT_MAX: Final = 1_000
 """Revisions of as many identities are kept until the next change, so that many waits of one cost what one does."""
 
+NAMES_KEPT_MAX: Final = 100_000
+"""Names of documents that are kept in order for the next page, of all identities: 25 MB. What is shown to an identity with more is kept alone."""
+
+
+class _Listed(NamedTuple):
+    """What an identity is shown, by kind: the names in order, and the documents."""
+
+    names: Mapping[str, Sequence[str]]
+    documents: Mapping[str, Mapping[str, bytes]]
+
+    def weight(self) -> int:
+        return 1 + sum(map(len, self.names.values()))
+
 
 class DocumentWatch:
     """One per broker. `shown`: all documents that an identity may list, by kind and id."""
@@ -33,12 +50,14 @@ class DocumentWatch:
     def __init__(self, shown: Callable[[SpiffeId], Mapping[str, Mapping[str, bytes]]]) -> None:
         self._shown = shown
         self._revisions: dict[SpiffeId, bytes] = {}
+        self._listed: BoundedMap[SpiffeId, _Listed] = BoundedMap(NAMES_KEPT_MAX, weigh=_Listed.weight)
         self._news = News()
         self._closed = False
 
     def changed(self) -> None:
         """Documents, or what is believed of them, may be others now."""
         self._revisions.clear()
+        self._listed.clear()
         self._news.tell()
 
     async def until(self, holds: Callable[[], bool]) -> None:
@@ -55,14 +74,33 @@ class DocumentWatch:
         found = self._revisions.get(identity)
         if found is None:
             digest = sha256()
-            for kind, documents in sorted(self._shown(identity).items()):
-                for name in sorted(documents):
+            listed = self._of(identity)
+            for kind, documents in sorted(listed.documents.items()):
+                for name in listed.names[kind]:
                     for part in (kind.encode(), name.encode(), documents[name]):
                         digest.update(len(part).to_bytes(4))
                         digest.update(part)
             found = digest.digest()[:16]
             if len(self._revisions) < REVISIONS_KEPT_MAX:
                 self._revisions[identity] = found
+        return found
+
+    def behind(
+        self, identity: SpiffeId, kind: str, after: str, limit: int
+    ) -> tuple[list[tuple[str, bytes]], int]:
+        """The documents of a kind behind this name, in order, at most `limit`; and how many there are behind it. Raises what listing
+        them raises."""
+        listed = self._of(identity)
+        names, documents = listed.names.get(kind, ()), listed.documents.get(kind, {})
+        at = bisect_right(names, after)
+        return [(name, documents[name]) for name in names[at : at + limit]], len(names) - at
+
+    def _of(self, identity: SpiffeId) -> _Listed:
+        found = self._listed.use(identity)
+        if found is None:
+            documents = self._shown(identity)
+            found = _Listed({kind: sorted(held) for kind, held in documents.items()}, documents)
+            self._listed.put(identity, found)
         return found
 
     async def wait(self, identity: SpiffeId, known: bytes, wait_ms: int) -> None:

@@ -16,12 +16,13 @@ from region.trust_store import place_of
 
 class HeldDocument(NamedTuple):
     """A document of the store, parsed once. `lasts`: it forbids, or lifts what did (region.trust_store). `half_of`: the grant that
-    it is a half of, empty for any other document."""
+    it is a half of, empty for any other document. `denies`: of a deny entry that can be read, whose it is, and towards whom."""
 
     document: Document
     digest: bytes
     lasts: bool
     half_of: str
+    denies: tuple[str, str] | None
 
     @classmethod
     def of(cls, data: bytes) -> HeldDocument:
@@ -33,7 +34,16 @@ class HeldDocument(NamedTuple):
             Purpose.IMPORT,
         )
         claim = read_claim(document) if is_half else None
-        return cls(document, digest_of(document), lasts, "" if claim is None else claim.grant)
+        return cls(
+            document, digest_of(document), lasts, "" if claim is None else claim.grant, _denied_ends(document)
+        )
+
+    def denies_between(self, regions: Collection[str]) -> bool:
+        """Whether it is a deny entry of one of these regions, towards another of them or towards all."""
+        if self.denies is None:
+            return False
+        region, peer = self.denies
+        return region in regions and (peer == EVERYWHERE or peer in regions)
 
 
 def require_signer(document: SignedDocument, region: str, what: str) -> None:
@@ -67,13 +77,14 @@ def is_revocation(document: SignedDocument) -> bool:
     )
 
 
-def denies_between(data: bytes, regions: Collection[str]) -> bool:
-    """True where a deny entry is of one of these regions, towards another of them or towards all."""
+def _denied_ends(document: Document) -> tuple[str, str] | None:
+    if not isinstance(document, SignedDocument) or document.purpose is not Purpose.DENY:
+        return None
     try:
-        entry = decode_body(SignedDocument.parse(data), DenyEntry, Purpose.DENY)
+        entry = decode_body(document, DenyEntry, Purpose.DENY)
     except FelixError:
-        return False
-    return entry.region in regions and (entry.peer == EVERYWHERE or entry.peer in regions)
+        return None
+    return entry.region, entry.peer
 
 
 def document_id(document: SignedDocument) -> str:

@@ -438,14 +438,7 @@ class Requests:
         return Done(await self._governance.put(identity, request.kind, request.body))
 
     async def list_documents(self, identity: SpiffeId, request: ListDocuments) -> DocumentPage:
-        documents, watch = self._governance.documents(identity, request.kind), self._governance.watch
-        if request.wait_ms:
-            await watch.wait(identity, request.known, request.wait_ms)
-            documents = self._governance.documents(identity, request.kind)
-        names = sorted(name for name in documents if name > request.after)
-        page = fitting((name, documents[name]) for name in names[: request.limit])
-        revision = b"" if request.after else watch.revision(identity)
-        return DocumentPage(dict(page), len(names) > len(page), revision)
+        return await self._governance.list_documents(identity, request)
 
     async def cosign(self, identity: SpiffeId, request: Cosign) -> Witnessed:
         self._require_witnessing(identity)

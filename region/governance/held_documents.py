@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Final
 
 from felix.errors import FelixError
@@ -220,6 +220,11 @@ class HeldDocuments:
             return None if held is None else data
         before = self._stand_ins.get(held.digest)
         return None if before is None else before.document.encode_file()
+
+    def denies_between(self, data: bytes, regions: Collection[str]) -> bool:
+        """Whether a document of the store is a deny entry of one of these regions, towards another of them or towards all."""
+        held = self._parsed.get(data)
+        return held is not None and held.denies_between(regions)
 
     def taken_by(self, region: str) -> tuple[int, int]:
         """How many documents a region signed that are held here, and their bytes."""

@@ -22,7 +22,9 @@ from audit.trail import Trail
 from audit.trust import RegionTrust
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import Binding, Proof
+from felix.messages import DocumentPage, ListDocuments
 from felix.names import SpiffeId, StreamName
+from felix.pace import Pace
 from felix.peer import Peer, verify_peer
 from keys.bundle import RegionBundle
 from policy.access import Verb
@@ -42,8 +44,8 @@ from region.governance.lasting import LastingDocuments, read_remembered
 from region.governance.leaves import Drain
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.trusted_regions import TrustedRegions
-from region.held_document import denies_between
 from region.key_service import KeyService
+from region.listing import fitting
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.trust_store import Memory, Remembered
@@ -53,6 +55,12 @@ SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
 DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle")
 """Names of the kinds of documents in PutDocument and ListDocuments."""
+LISTS_PER_S: Final = 100.0
+"""Pages of documents for all bridges of one other region: an agent lists six kinds where something changed, once a second at most."""
+LISTS_BURST: Final = 200
+"""Lists of 16 bridges that start together, each of two pages a kind. Who has more to list waits between the pages."""
+LISTERS_MAX: Final = 1_000
+"""Regions whose pace is remembered."""
 CUT_OFF_MS_MAX: Final = 30_000
 """How long grants are judged by what is known while the metadata store does not answer: a revocation may stand in it."""
 _OF_NO_GRANT: Final = frozenset(
@@ -98,6 +106,7 @@ class Governance:
         self.witnessing = witnessing
         self.logged = logged
         self.watch = DocumentWatch(self._shown)
+        self._lists = Pace(LISTS_PER_S, LISTS_BURST, LISTERS_MAX, broker.runtime.clock.monotonic)
         regions = TrustedRegions(own, mirror, pinned, witnessing.witness.follow_all)
         lasting, policies = read_remembered(remembered)
         self._judgement = Judgement(
@@ -251,9 +260,7 @@ class Governance:
     def documents(self, identity: SpiffeId, kind: str) -> dict[str, bytes]:
         """Documents of one kind by id. A bridge sees those of its own grants and their regions, and what cut its streams; an
         operator all."""
-        own_policy = kind == "policy" and identity.region == self._own.region
-        if identity.kind != "bridge" or not (kind in SYNCED_KINDS or own_policy):
-            self.broker.require_operator(identity, f"list {kind} documents")
+        self._require_may_list(identity, kind)
         if kind == "bundle":
             return self._mirror.trusted()
         if kind == "policy":
@@ -261,26 +268,55 @@ class Governance:
             if identity.kind == "bridge" and policy is not None and self.policy is not None:
                 policy = self._judgement.policies.record
             return {} if policy is None else {str(policy.version): policy.document}
-        if kind not in STORED:
-            raise RequestError(
-                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join(DOCUMENT_KINDS)}."
-            )
         found = self._mirror.documents(*STORED[kind])
         if identity.kind != "bridge":
             return found
+        own, regions = self.book.carried_by(str(identity))
+        if not own:
+            return {}
         # A document without a leaf in the log does not leave the region.
         found = {
             name: shown
             for name, data in found.items()
             if (shown := self._judgement.held.shown_as(data)) is not None
         }
-        own, regions = self.book.carried_by(str(identity))
         if kind in ("export", "standing"):
             # What its streams cross under now may rest on what was accepted under another bridge's grant.
             own |= self.book.cut_under(own)
         if kind in ("export", "import", "approval", "standing"):
             return {name: data for name, data in found.items() if name.split(".")[0] in own}
-        return {name: data for name, data in found.items() if denies_between(data, regions)}
+        return {
+            name: data for name, data in found.items() if self._judgement.held.denies_between(data, regions)
+        }
+
+    def _require_may_list(self, identity: SpiffeId, kind: str) -> None:
+        own_policy = kind == "policy" and identity.region == self._own.region
+        if identity.kind != "bridge" or not (kind in SYNCED_KINDS or own_policy):
+            self.broker.require_operator(identity, f"list {kind} documents")
+        if kind not in DOCUMENT_KINDS:
+            raise RequestError(
+                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join(DOCUMENT_KINDS)}."
+            )
+
+    async def list_documents(self, identity: SpiffeId, request: ListDocuments) -> DocumentPage:
+        """One page, after the wait that is asked for. Raises RequestError, UnavailableError(LIMIT_RATE) where another region asks too often."""
+        self._require_may_list(identity, request.kind)
+        if identity.region != self._own.region:
+            wait_ms = self._lists.take(identity.region)
+            if wait_ms:
+                raise UnavailableError(
+                    f"{identity.region} lists the documents of {self._own.region} more than {LISTS_PER_S:g} times a second.",
+                    code=Code.LIMIT_RATE,
+                    hint="List them again after the time that the answer names.",
+                    retry_after_ms=wait_ms,
+                )
+        if request.wait_ms:
+            await self.watch.wait(identity, request.known, request.wait_ms)
+            self._require_may_list(identity, request.kind)
+        documents, left = self.watch.behind(identity, request.kind, request.after, request.limit)
+        page = fitting(documents)
+        revision = b"" if request.after else self.watch.revision(identity)
+        return DocumentPage(dict(page), left > len(page), revision)
 
     def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
         """All that an identity may list, by kind."""
