@@ -154,14 +154,17 @@ def compare(world: World, rendered: Rendered, counts: Counter[str]) -> list[str]
         running = {(row.grant, row.stream) for row in rows if row.verdict is Verdict.RUN}
         wanted_rows = set()
         for stream in STREAMS:
-            lawful: dict[str, list[str]] = {}
+            lawful: dict[str, list[tuple[int, str]]] = {}
             for number, grant in enumerate(rendered.grants):
                 if oracle.decide(world, number, stream, bridge, None) == "allowed":
                     terms = world["grants"][number]["terms"]
                     arriving = stream if terms["wildcard"] else terms["destination_stream"]
-                    lawful.setdefault(arriving, []).append(grant)
-            # One grant for each name that a stream has at the destination.
-            wanted_rows |= {(min(grants), stream) for grants in lawful.values()}
+                    signed = max(
+                        each["signed_at"] for each in world["grants"][number]["exports"] if not each["forged"]
+                    )
+                    lawful.setdefault(arriving, []).append((signed, grant))
+            # One grant for each name that a stream has at the destination: the one that was signed first.
+            wanted_rows |= {(min(grants)[1], stream) for grants in lawful.values()}
         differ(f"plan: {bridge[-3:]}", running, wanted_rows)
     for stream, name in NAMES.items():
         for region in (SOURCE, DESTINATION):
