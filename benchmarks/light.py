@@ -100,4 +100,7 @@ def print_shards(report: ShardsReport) -> None:
         f"restart: stopped in {restart.stop_s:.1f} s, served again after {restart.start_s:.1f} s "
         f"({restart.start_cpu_s:.1f} s of processor time)"
     )
+    out.print(
+        f"killed: served again after {report.killed.start_s:.1f} s ({report.killed.start_cpu_s:.1f} s of processor time)"
+    )
     out.print(f"checked: {report.checked} reads of what was written, {report.lost} wrong")

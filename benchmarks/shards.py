@@ -3,6 +3,7 @@
 Streams of one shard are made, some at once, until there are as many as asked for. Each quarter is timed, with the broker's own processor time
 beside it, so that what grows with the number of streams shows. Then nobody does anything, and the broker's wake-ups are counted.
 A record goes into each of a sample of shards, the broker stops and starts again on what it has, the sample is read back, and written once more.
+Then the broker is killed and starts again, and the sample is read back once more.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Made(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds to a clean end, from the start of a new process's node to the first answer, and its processor time meanwhile."""
+    """Seconds to a clean end (0: it was killed), from the start of a new process until it serves, and its processor time meanwhile."""
 
     stop_s: float
     start_s: float
@@ -76,14 +77,16 @@ class ShardsReport(msgspec.Struct, frozen=True, kw_only=True):
     wakeups_per_s_empty: float
     idle_cpu_share: float
     restart: Restart
+    killed: Restart
     restarted_bytes_per_shard: float
     restarted_shards: int
+    """the fewest that came back from a stop, or from being killed"""
     checked: int
     lost: int
 
     @property
     def is_whole(self) -> bool:
-        """Every shard came back, and of the sample every record."""
+        """Every shard came back each time, and of the sample every record."""
         return not self.lost and self.restarted_shards == self.made[-1].shards
 
 
@@ -132,16 +135,19 @@ def measure_shards(
         processes.answer(first)
         stop_s = time.monotonic() - at
         said("the broker starts again")
-        at = time.monotonic()
-        second = _start(processes, home)
-        start_s = time.monotonic() - at
+        second, restart = _restart(processes, home, stop_s)
         restarted = ProcessUse.of(processes.pid_of(second))
         restarted_shards = asyncio.run(_count(home))
         lost = asyncio.run(_read(home, sample, ["before"]))
         asyncio.run(_write(home, sample, "after"))
         lost += asyncio.run(_read(home, sample, ["before", "after"]))
-        second.send(None)
-        processes.answer(second)
+        said("the broker is killed, and starts again")
+        processes.kill(second)
+        third, killed = _restart(processes, home, 0.0)
+        restarted_shards = min(restarted_shards, asyncio.run(_count(home)))
+        lost += asyncio.run(_read(home, sample, ["before", "after"]))
+        third.send(None)
+        processes.answer(third)
     return ShardsReport(
         kind="shards",
         machine=machine(),
@@ -154,10 +160,11 @@ def measure_shards(
         wakeups_per_s=wakeups,
         wakeups_per_s_empty=empty_wakeups,
         idle_cpu_share=cpu_share,
-        restart=Restart(stop_s=stop_s, start_s=start_s, start_cpu_s=restarted.cpu_s),
+        restart=restart,
+        killed=killed,
         restarted_bytes_per_shard=(restarted.private_bytes - empty.private_bytes) / max(1, count),
         restarted_shards=restarted_shards,
-        checked=2 * len(sample),
+        checked=3 * len(sample),
         lost=lost,
     )
 
@@ -172,6 +179,14 @@ def _start(processes: Processes, home: Path) -> Any:
     pipe = processes.start(served, home)
     processes.answer(pipe)
     return pipe
+
+
+def _restart(processes: Processes, home: Path, stop_s: float) -> tuple[Any, Restart]:
+    at = time.monotonic()
+    pipe = _start(processes, home)
+    start_s = time.monotonic() - at
+    use = ProcessUse.of(processes.pid_of(pipe))
+    return pipe, Restart(stop_s=stop_s, start_s=start_s, start_cpu_s=use.cpu_s)
 
 
 def idle_use(pid: int, seconds: float) -> tuple[float, float]:

@@ -26,9 +26,10 @@ from cli.output import note
 from cli.process import START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, read_state
 from cli.setting import stop_signals
 from felix.address import Address
+from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import Code, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
-from felix.runtime.real import now_ms
+from felix.runtime.real import REAL, now_ms
 from policy.documents import decode_document
 from region.bootstrap import write_profile
 from region.config import ClusterBroker, RegionConfig
@@ -36,8 +37,14 @@ from region.folder import RegionFolder
 
 log = logging.getLogger("felix.cli.several")
 
-RESTART_S: Final = 1.0
-"""A broker that ended by itself is started again after this: one that cannot start would else take a processor."""
+RESTARTS: Final = BackoffPolicy(first_ms=1_000, ceiling_ms=30_000)
+"""Before a broker that ended by itself is started again: one that cannot start would else take a processor."""
+SETTLED_S: Final = 30.0
+"""A broker that has served for so long is no longer one that cannot start."""
+LOG_BYTES_MAX: Final = 4 << 20
+"""A child's log that is longer is put aside at the child's next start, in the place of the one before: a week of words at level info."""
+LAST_BYTES_MAX: Final = 64 << 10
+"""Of a log, where a child's last words are looked for."""
 LOOK_S: Final = 0.05
 ETCD_PORT: Final = 2379
 ETCD_FOLDER: Final = "etcd"
@@ -171,7 +178,7 @@ class _Child:
 
     @classmethod
     async def start(cls, command: Sequence[str], what: str, said: Path) -> _Child:
-        said.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_room(said)
         with said.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *command,
@@ -200,7 +207,9 @@ class _Child:
 
     def failure(self) -> UnavailableError:
         """Why it ended, by its own last words."""
-        words = last_words(self.said.read_text(errors="replace"))
+        with self.said.open("rb") as held:
+            held.seek(max(0, self.said.stat().st_size - LAST_BYTES_MAX))
+            words = last_words(held.read().decode(errors="replace"))
         return UnavailableError(
             f"{self.what} ended before it served: {words.sentence}",
             hint=f"{words.hint} See {self.said}.".lstrip(),
@@ -244,12 +253,44 @@ class _Broker:
         return state is not None and state.get("pid") == self.child.process.pid
 
     async def keep(self) -> None:
-        """Until it is cancelled."""
+        """Start it again whenever it ends, until this is cancelled. One that keeps ending is spoken of twice, and once more when it serves."""
+        backoff, ends = Backoff(RESTARTS, REAL.random), 0
         while True:
-            code = await self.child.process.wait()
-            log.error("%s ended with %d and is started again; see %s", self.child.what, code, self.child.said)
-            await asyncio.sleep(RESTART_S)
+            if await self._settles():
+                if ends > 1:
+                    log.warning("%s serves again.", self.child.what)
+                backoff.reset()
+                ends = 0
+            code, ends = await self.child.process.wait(), ends + 1
+            if ends == 1:
+                log.error(
+                    "%s ended with %d and is started again; see %s", self.child.what, code, self.child.said
+                )
+            elif ends == 2:
+                log.error(
+                    "%s It is tried again until it serves, at most every %d s; see %s",
+                    self.child.failure().sentence, RESTARTS.ceiling_ms // 1_000, self.child.said,
+                )  # fmt: skip
+            await asyncio.sleep(backoff.next_ms() / 1_000)
             await self.start()
+
+    async def _settles(self) -> bool:
+        """Wait until it has served for a while, or ended; whether it serves."""
+        process = self.child.process
+        while process.returncode is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SETTLED_S):
+                    await process.wait()
+            if process.returncode is None and self._is_serving():
+                return True
+        return False
+
+
+def _make_room(said: Path) -> None:
+    """For a log: its folder is there, and what it has is put aside where that is much."""
+    said.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if said.exists() and said.stat().st_size > LOG_BYTES_MAX:
+        said.replace(said.with_name(f"{said.name}.1"))
 
 
 async def _start_etcd(folder: RegionFolder, config: RegionConfig) -> _Child:

@@ -12,7 +12,8 @@ T = TypeVar("T")
 async def at_once(limit: int, work: Callable[[T], Awaitable[object]], items: Iterable[T]) -> None:
     """`work` on every item, begun in their order, at most `limit` at a time. An error of one keeps none from being worked on; the first
     is raised in the end."""
-    left = iter(items)
+    waiting = list(items)
+    left = iter(waiting)
     errors: list[BaseException] = []
 
     async def take() -> None:
@@ -22,6 +23,9 @@ async def at_once(limit: int, work: Callable[[T], Awaitable[object]], items: Ite
             except Exception as error:
                 errors.append(error)
 
-    await asyncio.gather(*(take() for _ in range(limit)))
+    if len(waiting) == 1:
+        await take()
+    else:
+        await asyncio.gather(*(take() for _ in range(min(limit, len(waiting)))))
     if errors:
         raise errors[0]

@@ -65,6 +65,12 @@ class Processes:
         """The process at the other end."""
         return next(int(process.pid) for process, ours in self._started if ours is pipe)
 
+    def kill(self, pipe: Pipe) -> None:
+        """Send SIGKILL to the process at the other end, and wait until it is gone."""
+        process = next(process for process, ours in self._started if ours is pipe)
+        process.kill()
+        process.join()
+
     def pair(self) -> tuple[Pipe, Pipe]:
         """A pipe between two roles."""
         ours, theirs = self._context.Pipe()

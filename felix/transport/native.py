@@ -136,6 +136,8 @@ class _Connection(QuicConnection):
         super()._drain_tls()
         if self._handshake_complete and not self.configuration.is_client:
             self._tls = _AFTER_HANDSHAKE
+            # The packet core has taken them; they were kept to be compared with what TLS would say next.
+            self._applied_transport_parameters = None
 
     @property
     def is_started(self) -> bool:
@@ -285,6 +287,29 @@ class NativeMachine:
         return [bytes(c.public_bytes()) for c in (leaf, *self._quic.get_issuercerts())]
 
 
+class _Certified:
+    """A server's certificate and key, and the configuration that its connections share: the engine changes nothing in it."""
+
+    def __init__(self, certificate: Any, chain: Any, key: Any) -> None:
+        self._certificate, self._chain, self._key = certificate, chain, key
+        self._made: tuple[object, QuicConfiguration] | None = None
+
+    def configuration(
+        self, limits: TransportLimits, protocols: tuple[str, ...], datagram_bytes: int
+    ) -> QuicConfiguration:
+        """With these limits; made anew only where they differ from the last connection's."""
+        asked = (limits, protocols, datagram_bytes)
+        if self._made is None or self._made[0] != asked:
+            made = _configuration(limits, protocols, datagram_bytes, is_client=False)
+            made.certificate, made.certificate_chain, made.private_key = (
+                self._certificate,
+                self._chain,
+                self._key,
+            )
+            self._made = asked, made
+        return self._made[1]
+
+
 class NativeMachinery(msgspec.Struct, frozen=True):
     """`felix.transport.driver.Machinery` for qh3."""
 
@@ -296,7 +321,7 @@ class NativeMachinery(msgspec.Struct, frozen=True):
         leaf = configuration.certificate
         assert leaf is not None
         return ServerIdentity(
-            (leaf, configuration.certificate_chain, configuration.private_key),
+            _Certified(leaf, configuration.certificate_chain, configuration.private_key),
             hashlib.sha256(bytes(leaf.public_bytes())).digest(),
         )
 
@@ -309,11 +334,9 @@ class NativeMachinery(msgspec.Struct, frozen=True):
         original_cid: bytes,
         retry_cid: bytes | None,
     ) -> NativeMachine:
-        configuration = _configuration(limits, protocols, datagram_bytes, is_client=False)
-        configuration.certificate, configuration.certificate_chain, configuration.private_key = identity
         return NativeMachine(
             _Connection(
-                configuration=configuration,
+                configuration=identity.configuration(limits, protocols, datagram_bytes),
                 original_destination_connection_id=original_cid,
                 retry_source_connection_id=retry_cid,
             ),

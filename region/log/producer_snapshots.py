@@ -11,6 +11,7 @@ batches of a producer. Threads that open, close or change a folder.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -43,20 +44,24 @@ class ProducerSnapshots:
         self._folder = folder
         self._copy = copy
 
-    def offsets(self) -> list[int]:
-        """Of those with an offset in their names, lowest first."""
-        found = (parse_snapshot_name(name) for name in self._files.names(self._folder))
+    def offsets(self, names: Iterable[str] | None = None) -> list[int]:
+        """Of those with an offset in their names, lowest first. `names`: of the folder, where they are known."""
+        names = self._files.names(self._folder) if names is None else names
+        found = (parse_snapshot_name(name) for name in names)
         return sorted(offset for offset in found if offset is not None)
 
-    def newest(self, below: int | None = None) -> tuple[ProducerTable, int] | None:
-        """The newest one of what stands below its offset, which is at most `below`; None where there is none that decodes."""
+    def newest(
+        self, below: int | None = None, names: Iterable[str] | None = None
+    ) -> tuple[ProducerTable, int] | None:
+        """The newest one of what stands below its offset, which is at most `below`; None where there is none that decodes. `names`: of the
+        folder, where they are known."""
         others = [
             found
             for found in (self._load(PRODUCERS_NAME), _decode(self._copy))
             if found and (below is None or found[1] <= below)
         ]
         best = max(others, key=lambda found: found[1], default=None)
-        for offset in reversed(self.offsets()):
+        for offset in reversed(self.offsets(names)):
             if best and offset <= best[1]:
                 break
             if below is not None and offset > below:

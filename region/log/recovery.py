@@ -159,11 +159,6 @@ def encode_epochs(history: EpochHistory) -> bytes:
     return msgspec.json.encode(history.starts)
 
 
-def _load_epochs(files: Files, folder: Path) -> EpochHistory | None:
-    payload = load_checked(files, folder / EPOCHS_NAME)
-    return None if payload is None else decode_epochs(payload)
-
-
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
 _epochs: Final = msgspec.json.Decoder(list[EpochStart])
 
@@ -174,24 +169,6 @@ def decode_epochs(payload: bytes) -> EpochHistory | None:
         return EpochHistory(_epochs.decode(payload))
     except msgspec.DecodeError:
         return None
-
-
-def _load_offload(files: Files, folder: Path) -> OffloadState:
-    """Raises CorruptionError where the file is there and damaged: it is the only word of what is elsewhere."""
-    path = folder / OFFLOADED_NAME
-    payload = load_checked(files, path)
-    if payload is None:
-        if files.exists(path):
-            raise damaged(
-                path, 0, 0, "its checksum does not hold, and it names the segments that are offloaded"
-            )
-        return OffloadState()
-    return decode_offload(payload)
-
-
-def _load_compaction(files: Files, folder: Path) -> CompactionState | None:
-    payload = load_checked(files, folder / COMPACTION_NAME)
-    return None if payload is None else decode_compaction(payload)
 
 
 class _Recovery:
@@ -212,34 +189,59 @@ class _Recovery:
         self.identity = identity
         self.full = full
         self.synced = synced
-        epochs = _load_epochs(files, folder)
-        stored = _load_compaction(files, folder)
+        # Listed once: most files that a folder may hold are not in most folders, and a start asks for them of thousands.
+        self.names = files.names(folder)
+        epochs = self._load_epochs()
+        stored = self._load_compaction()
         self.compaction = stored or CompactionState()
         self.compaction_missing = stored is None
         if epochs is None and self.compaction.epochs:
             epochs = EpochHistory(list(self.compaction.epochs))
         self.snapshots = ProducerSnapshots(files, folder, self.compaction.producers)
         self.is_second = producers is not None
-        producers = producers or self.snapshots.newest()
+        producers = producers or self.snapshots.newest(names=self.names)
         self.epochs_rebuilt = epochs is None
         self.producers_rebuilt = producers is None
         self.epochs = epochs or EpochHistory()
         self.producers, self.replay_from = producers or (ProducerTable(), 0)
-        self.offload = _load_offload(files, folder)
+        self.offload = self._load_offload()
         self.indexes_rebuilt = 0
         self.verified_bytes = 0
         self.cut: tuple[Path, int, int, int, str] | None = None
 
-    def read_header(self, path: Path) -> tuple[SegmentHeader, int, int]:
+    def _load(self, name: str) -> bytes | None:
+        """A small file's payload; None where it is missing or damaged."""
+        return load_checked(self.files, self.folder / name) if name in self.names else None
+
+    def _load_epochs(self) -> EpochHistory | None:
+        payload = self._load(EPOCHS_NAME)
+        return None if payload is None else decode_epochs(payload)
+
+    def _load_compaction(self) -> CompactionState | None:
+        payload = self._load(COMPACTION_NAME)
+        return None if payload is None else decode_compaction(payload)
+
+    def _load_offload(self) -> OffloadState:
+        """Raises CorruptionError where the file is there and damaged: it is the only word of what is elsewhere."""
+        if OFFLOADED_NAME not in self.names:
+            return OffloadState()
+        payload = self._load(OFFLOADED_NAME)
+        if payload is None:
+            raise damaged(
+                self.folder / OFFLOADED_NAME,
+                0,
+                0,
+                "its checksum does not hold, and it names the segments that are offloaded",
+            )
+        return decode_offload(payload)
+
+    def read_header(self, descriptor: int, path: Path) -> tuple[SegmentHeader, int, int]:
         """Header, its length, and the file's length."""
-        descriptor = self.files.open(path, os.O_RDONLY)
         try:
             header, length = decode_segment_header(self.files.pread(descriptor, HEADER_BYTES_MAX, 0))
             size = self.files.size(descriptor)
         except CorruptionError as error:
             raise damaged(path, 0, base_of(path), error.sentence.rstrip(".")) from error
-        finally:
-            self.files.close(descriptor)
         if header.identity != self.identity:
             raise damaged(
                 path, 0, header.base_offset, f"it belongs to {header.identity}, not to {self.identity}"
@@ -280,16 +282,16 @@ class _Recovery:
 
     def closed(self, path: Path, next_base: int, before: SegmentState | None) -> SegmentState:
         """A segment that another follows: whole, and ending where that one begins."""
-        header, start, size = self.read_header(path)
-        counter = counter_of(header, before)
-        base_note = counter.note
-        stored = read_file(self.files, path.with_suffix(INDEX_SUFFIX))
-        index = stored and decode_index(
-            stored, base_offset=header.base_offset, segment_bytes=size, start=start
-        )
-        replayed = next_base > self.replay_from or self.epochs_rebuilt
         descriptor = self.files.open(path, os.O_RDONLY)
         try:
+            header, start, size = self.read_header(descriptor, path)
+            counter = counter_of(header, before)
+            base_note = counter.note
+            stored = read_file(self.files, path.with_suffix(INDEX_SUFFIX))
+            index = stored and decode_index(
+                stored, base_offset=header.base_offset, segment_bytes=size, start=start
+            )
+            replayed = next_base > self.replay_from or self.epochs_rebuilt
             if index and not self.full and not replayed:
                 self._check_end(descriptor, path, header, index, counter)
             else:
@@ -371,16 +373,16 @@ class _Recovery:
         self, path: Path, mark: Mark | None, before: SegmentState | None
     ) -> tuple[SegmentState, dict[int, bytes]]:
         """The newest segment: verified to its last byte, a torn tail cut."""
-        header, start, size = self.read_header(path)
-        if header.span:
-            raise damaged(path, 0, header.span.end_offset, "no segment follows this compacted one")
-        counter = counter_of(header, before)
-        base_note = counter.note
-        index = SparseIndex(header.base_offset, start)
         annotations: dict[int, bytes] = {}
-        evidence = max(start, mark.synced_to if mark and mark.segment == header.base_offset else 0)
         descriptor = self.files.open(path, os.O_RDWR)
         try:
+            header, start, size = self.read_header(descriptor, path)
+            if header.span:
+                raise damaged(path, 0, header.span.end_offset, "no segment follows this compacted one")
+            counter = counter_of(header, before)
+            base_note = counter.note
+            index = SparseIndex(header.base_offset, start)
+            evidence = max(start, mark.synced_to if mark and mark.segment == header.base_offset else 0)
             stopped: EntryDamagedError | None = None
             try:
                 for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=True):
@@ -424,11 +426,10 @@ class _Recovery:
         if not self.synced:
             self.files.sync_folder(self.folder)
         mark = self._synced_mark()
-        found = [self.folder / name for name in self.files.names(self.folder)]
-        paths = [path for path in found if path.suffix == SEGMENT_SUFFIX]
-        for path in found:
-            if path.suffix in (TEMPORARY_SUFFIX, FETCHED_SUFFIX):
-                self.files.remove(path)
+        paths = [self.folder / name for name in self.names if name.endswith(SEGMENT_SUFFIX)]
+        for name in self.names:
+            if name.endswith((TEMPORARY_SUFFIX, FETCHED_SUFFIX)):
+                self.files.remove(self.folder / name)
         for path in paths:
             if parse_segment_name(path.name) is None:
                 raise damaged(path, 0, 0, "this is not the name of a segment")
@@ -557,7 +558,11 @@ class _Recovery:
             base, generation = _place(path)
             if not generation:
                 continue
-            span = self.read_header(path)[0].span
+            descriptor = self.files.open(path, os.O_RDONLY)
+            try:
+                span = self.read_header(descriptor, path)[0].span
+            finally:
+                self.files.close(descriptor)
             assert span is not None
             gone.update(
                 other
@@ -568,10 +573,9 @@ class _Recovery:
             self.files.remove(path)
         kept = [path for path in paths if path not in gone]
         names = {path.stem for path in kept} | {f"{one.base_offset:020d}" for one in self.offload.segments}
-        for name in self.files.names(self.folder):
-            path = self.folder / name
-            if path.suffix == INDEX_SUFFIX and path.stem not in names:
-                self.files.remove(path)
+        for name in self.names:
+            if name.endswith(INDEX_SUFFIX) and name.removesuffix(INDEX_SUFFIX) not in names:
+                self.files.remove(self.folder / name)
         return kept
 
     def _finish_deletion(self, paths: list[Path], mark: Mark) -> list[Path]:

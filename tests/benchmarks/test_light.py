@@ -21,8 +21,8 @@ def test_a_small_run_finds_after_a_restart_what_it_wrote(monkeypatch: pytest.Mon
     report = msgspec.json.decode(said.stdout, type=ShardsReport)
     assert report.is_whole and not report.refused
     assert [part.shards for part in report.made] == [2, 4, 6, 8]
-    assert (report.checked, report.lost, report.restarted_shards) == (4, 0, 8)
-    assert report.files and report.restart.start_s > 0
+    assert (report.checked, report.lost, report.restarted_shards) == (6, 0, 8)
+    assert report.files and report.restart.start_s > 0 and report.killed.start_s > 0
     light.print_shards(report)
 
     short = msgspec.structs.replace(report, restarted_shards=7)

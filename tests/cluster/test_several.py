@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import psutil
@@ -16,12 +19,16 @@ from etcd_process import etcd_binary
 from region_home import make_region
 from region_peer import client, until
 
-from cli.several import ETCD_FOLDER, make_cluster
+from cli import several as cli_several
+from cli.process import FAILURE
+from cli.several import ETCD_FOLDER, _Broker, _Child, make_cluster
 from felix.address import Address
+from felix.backoff import BackoffPolicy
 from felix.errors import RequestError
 from felix.messages import RegionState
 from felix.names import StreamName
 from region.config import load_config
+from region.folder import RegionFolder
 
 COUNT = 3
 
@@ -60,6 +67,66 @@ def test_a_region_that_one_broker_served_is_not_begun_anew(tmp_path: Path) -> No
     with pytest.raises(RequestError, match="was served by one broker"):
         make_cluster(folder, load_config(folder.config), 2, free_address)
     assert folder.config.read_text() == before
+
+
+class _Restless(_Broker):
+    """Its process ends at once, until it is let stay."""
+
+    stays = serving = False
+    starts = 0
+
+    async def start(self) -> None:
+        self.starts += 1
+        said = self._folder.run / "b1.log"
+        self.serving = self.stays
+        ends = f"import sys; print({FAILURE + 'There is no disk.'!r}); sys.exit(3)"
+        stays = "import signal; signal.pause()"
+        command = [sys.executable, "-S", "-c", stays if self.serving else ends]
+        self.child = await _Child.start(command, "Broker b1", said)
+
+    def _is_serving(self) -> bool:
+        return self.serving
+
+
+async def test_a_broker_that_cannot_start_is_tried_more_seldom_and_spoken_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def at_once(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    caplog.set_level(logging.WARNING, "felix.cli.several")
+    monkeypatch.setattr(cli_several, "SETTLED_S", 0.01)
+    monkeypatch.setattr(cli_several, "LOG_BYTES_MAX", 40)
+    broker = _Restless(RegionFolder.of("us-east", tmp_path), "b1")
+    await broker.start()
+    with monkeypatch.context() as quick:
+        quick.setattr(asyncio, "sleep", at_once)
+        keeping = asyncio.ensure_future(broker.keep())
+        while broker.starts < 9:
+            await sleep(0.01)
+        broker.stays = True
+        while not any("serves again" in record.message for record in caplog.records):
+            await sleep(0.01)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    broker.child.process.kill()
+    await broker.child.process.wait()
+    said = [record.getMessage() for record in caplog.records]
+    assert [each.split(";")[0] for each in said] == [
+        "Broker b1 ended with 3 and is started again",
+        "Broker b1 ended before it served: There is no disk. It is tried again until it serves, at most every 30 s",
+        "Broker b1 serves again.",
+    ]
+    policy: BackoffPolicy = cli_several.RESTARTS
+    assert waits[0] <= policy.first_ms / 1_000 and max(waits) >= 15, "longer and longer"
+    assert max(waits) <= policy.ceiling_ms / 1_000
+    # What they said is bounded, too: the last part, and one before it.
+    assert {each.name for each in broker.child.said.parent.iterdir()} == {"b1.log", "b1.log.1"}
+    assert broker.child.said.stat().st_size < 80
 
 
 @pytest.mark.etcd
