@@ -394,8 +394,12 @@ async def _delete(region: str, identity: str, name: str, incarnation: bytes) -> 
 def subscribe(
     name: Name,
     from_: Annotated[
-        str, typer.Option("--from", help="earliest, latest, @offset, or a time such as 2013-01-01T00:00Z.")
-    ] = "latest",
+        str,
+        typer.Option(
+            "--from",
+            help="earliest, latest, @offset, or a time such as 2013-01-01T00:00Z. Default: latest; earliest with --until-end.",
+        ),
+    ] = "",
     shard: Annotated[list[int] | None, typer.Option(help="Only this shard; may be repeated.")] = None,
     count: Annotated[int, typer.Option(help="End after so many records; 0: go on.")] = 0,
     until_end: Annotated[
@@ -406,7 +410,8 @@ def subscribe(
     json: JsonOption = False,
 ) -> None:
     """Print records as they come; with --json one object a line, with offset, time, key and headers."""
-    run(_subscribe(region, identity, name, parse_start(from_), shard, count, until_end, json))
+    start = parse_start(from_ or ("earliest" if until_end else "latest"))
+    run(_subscribe(region, identity, name, start, shard, count, until_end, json))
 
 
 def parse_start(text: str) -> str | int | datetime:
@@ -454,6 +459,10 @@ async def _subscribe(
         subscription = client.stream(name).subscribe(start, shards=shards, on_gap=_say_gap)
         async with reader_watched(), subscription:
             with printed.told():
+                stands = subscription.positions
+                ends = {shard: end for shard, end in ends.items() if stands.get(shard, 0) < end}
+                if until_end and not ends:
+                    return
                 async for batch in subscription.batches():
                     for record in batch.records():
                         write_record(record, batch.shard, as_json=as_json)

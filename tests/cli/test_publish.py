@@ -95,6 +95,10 @@ def test_linger_and_levels(felix_command: Command, stream: str) -> None:
     lines = "".join(f'{{"reading": {n}, "sensor": "north gate"}}\n' for n in range(500))
     felix_command("stream", "publish", stream, "--compress", "--level", "9", "--linger", "5ms", stdin=lines)
     assert felix_command("stream", "subscribe", stream, "--from", "earliest", "--until-end") == lines
+    # All there is where no beginning is named; nothing, at once, where the beginning is no earlier than the end.
+    assert felix_command("stream", "subscribe", stream, "--until-end") == lines
+    for start in ("latest", "@500", "2100-01-01T00:00Z"):
+        assert felix_command("stream", "subscribe", stream, "--from", start, "--until-end") == ""
     (shard,) = json.loads(felix_command("stream", "describe", stream, "--json"))["state"]
     assert shard["high_watermark"] == 500
     assert shard["size_bytes"] < len(lines) // 3
