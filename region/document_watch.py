@@ -30,6 +30,8 @@ COLLECT_S: Final = 0.02
 REVISIONS_KEPT_MAX: Final = 1_000
 """Revisions of as many identities are kept until the next change, so that many waits of one cost what one does."""
 
+NAMES_OF_ANYBODY: Final = 100
+"""As so many names counts each identity: also of one that is shown nothing something is kept."""
 NAMES_KEPT_MAX: Final = 100_000
 """Names of documents that are kept in order for the next page, of all identities: 25 MB. What is shown to an identity with more is kept alone."""
 
@@ -41,7 +43,7 @@ class _Listed(NamedTuple):
     documents: Mapping[str, Mapping[str, bytes]]
 
     def weight(self) -> int:
-        return 1 + sum(map(len, self.names.values()))
+        return NAMES_OF_ANYBODY + sum(map(len, self.names.values()))
 
 
 class DocumentWatch:
