@@ -38,7 +38,7 @@ from felix.errors import (
     UnavailableError,
     error_for,
 )
-from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType
+from felix.frames import AppendedBody, Frame, FrameDecoder, FrameType, encode_frame
 from felix.identity import NONCE_BYTES, Binding, Identity, Proof, prove
 from felix.messages import (
     ANSWERS,
@@ -91,6 +91,9 @@ CONNECT_TIMEOUT_S: Final = 10.0
 """Until the first session stands: covers a broker that is just starting, short enough for a person to wait."""
 ATTEMPT_TIMEOUT_S: Final = 5.0
 """For one address, transport and session handshake together; then the next address is tried."""
+SILENT_S: Final = 1.0
+"""Whoever waits for an answer and has heard nothing for so long asks whether the broker is there. One that was killed and started again on its port
+refuses nothing: only silence tells."""
 REQUEST_TIMEOUT_S: Final = 30.0
 """A request with its answer, reconnects included."""
 GOODBYE_DRAIN_S: Final = 5.0
@@ -238,6 +241,7 @@ class Link:
         self._session: ClientSession | None = None
         self._control = -1
         self._pending: dict[int, Pending] = {}
+        self._silence: asyncio.TimerHandle | None = None
         self._watchers: dict[int, Callable[[FelixError], None]] = {}
         self._last_correlation = 0
         self._asks: asyncio.Semaphore | None = None
@@ -444,6 +448,8 @@ class Link:
         self._sinks.clear()
         self._senders.clear()
         self._watchers.clear()
+        if self._silence is not None:
+            self._silence.cancel()
         for waiting in pending.values():
             if isinstance(waiting, _Ask):
                 waiting.refused(error)
@@ -461,7 +467,18 @@ class Link:
         """A correlation id under which `pending` is called, once."""
         number = self._new_correlation()
         self._pending[number] = pending
+        if self._silence is None:
+            self._silence = self._loop.call_later(SILENT_S, self._look_for_silence)
         return number
+
+    def _look_for_silence(self) -> None:
+        self._silence = None
+        if not self._pending or self.over.done():
+            return
+        if self.established.done() and self._loop.time() - self.connection.heard_at >= SILENT_S:
+            # Where it is not acknowledged either, the transport ends the connection.
+            self.send_control(encode_frame(FrameType.PING, b""))
+        self._silence = self._loop.call_later(SILENT_S, self._look_for_silence)
 
     def _new_correlation(self) -> int:
         number = self._last_correlation

@@ -156,6 +156,21 @@ class Clustered:
             )
         return [*found, *sorted(self.member.alarms.values())]
 
+    def gauges(self) -> dict[str, float]:
+        """Of the broker as a whole, by name. From every thread."""
+        return {} if self.replicas is None else self.replicas.gauges()
+
+    def shard_gauges(self, record: Stream, number: int) -> dict[str, float]:
+        """Of a shard that is served here and has several copies; empty for one copy. From every thread."""
+        if self.replicas is None or not is_replicated(record.config):
+            return {}
+        replicas, in_sync = self.members(record, number)
+        return {
+            "copies": len(replicas),
+            "copies_in_sync": len(in_sync),
+            "copy_lag_records": self.replicas.lag_records(record, number),
+        }
+
     def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
         """The brokers that have copies of a shard, and those of them that are in sync."""
         return self.member.assignments.members(record.incarnation, shard)

@@ -44,6 +44,7 @@ class BrokerGauges:
             **self._broker.gauges(),
             **self._subscriptions.gauges(),
             **self._listener_gauges(),
+            **({} if self._broker.clustered is None else self._broker.clustered.gauges()),
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
             "offload_refused": self._broker.streams.offload_refused,
@@ -119,6 +120,8 @@ class BrokerGauges:
                     "stopped": float(shard.failure is not None),
                     **self._caches.stats(stream, number),
                 }
+                if self._broker.clustered is not None:
+                    values |= self._broker.clustered.shard_gauges(stream.record, number)
                 deduplication = shard.settings.deduplication
                 if deduplication is not None:
                     values["message_ids"] = shard.message_ids

@@ -143,6 +143,14 @@ class Replicas:
             self.host.serves(ShardId(record.incarnation, number)) for number in range(record.config.shards)
         )
 
+    def gauges(self) -> dict[str, float]:
+        """How many copies this broker has, and how many of them need a person. From every thread."""
+        return {"copies": len(self.host.shards), "copies_alarmed": len(self.host.alarms)}
+
+    def lag_records(self, record: Stream, number: int) -> int:
+        """How far the furthest copy of a shard that is led here is behind."""
+        return self.host.lag_records(ShardId(record.incarnation, number), RECORDS)
+
     def lead(self, record: Stream, number: int) -> Copies:
         """What a shard's log is led by. Raises UnavailableError where it is not led here."""
         return self.host.lead(ShardId(record.incarnation, number), RECORDS)

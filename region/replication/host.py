@@ -288,6 +288,19 @@ class ReplicaHost:
         hosted = self._hosted.get(shard)
         return hosted.core.leader.epoch if hosted is not None and hosted.serves else 0
 
+    def lag_records(self, shard: ShardId, number: int) -> int:
+        """How far the furthest copy is behind what is written here, where the shard is led here; else 0. From every thread."""
+        hosted = self._hosted.get(shard)
+        if hosted is None or not hosted.serves:
+            return 0
+        log = hosted.core.replica.logs[number]
+        acknowledged = [
+            log.start.offset if copy is None else max(log.start.offset, copy.durable.offset)
+            for follower in list(hosted.core.leader.followers.values())
+            for copy in (follower.logs.get(number),)
+        ]
+        return max(0, log.end.offset - min(acknowledged, default=log.end.offset))
+
     def lead(self, shard: ShardId, number: int) -> HostedCopies:
         """What a log of a shard is led by, until it is released. Raises UnavailableError where the shard does not serve here."""
         hosted = self._hosted.get(shard)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 import felix
 from felix import Code, NewRecord, RequestError, UnavailableError
+from felix import connection as link
 from felix.batch import FLAG_ZSTD, Batch, decode_records
+from felix.frames import FrameType, encode_frame
 from felix.messages import Limits, OpenPublisher, Request
 from felix.names import shard_for_key
 from felix.publisher_core import FLYING_BATCHES_FILL, IN_FLIGHT_MAX
@@ -666,3 +668,26 @@ async def test_progress_says_which_records_are_acknowledged_without_a_gap(
         assert publisher.progress == felix.PublishProgress(5, 3, 2, {0: 2})
         await publisher.publish_batch([NewRecord(b"5")])
     assert held and publisher.progress == felix.PublishProgress(6, 4, 2, {0: 3})
+
+
+async def test_who_waits_for_an_answer_asks_whether_the_broker_is_there(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "SILENT_S", 0.01)
+    broker.hold_acks = True
+    async with region.stream(ORDERS).publisher() as publisher:
+        waiting = asyncio.ensure_future(publisher.publish(b"one"))
+        heard = 0
+        control = broker.session._control
+
+        def counting(data: bytes) -> None:
+            nonlocal heard
+            heard += bytes(encode_frame(FrameType.PING, b"")) in data
+            control(data)
+
+        monkeypatch.setattr(broker.session, "_control", counting)
+        await until(lambda: heard >= 2)
+        broker.hold_acks = False
+        broker.session.release()
+        assert await waiting == 0
+    broker.check()

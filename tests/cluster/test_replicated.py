@@ -79,6 +79,10 @@ async def test_a_leader_that_stops_is_followed_by_one_that_has_all(region: Clust
         assert any("Not every copy is in sync: acme/ops/orders shard 0" in each for each in alarms)
         await region.start(gone)
         await in_sync(region, "b3")
+        now = region.leader("b3", STREAM)
+        assert region.nodes[now].gauges.values()["copies"] == 1
+        ((_, _, gauges),) = region.nodes[now].gauges.shards()
+        assert (gauges["copies"], gauges["copies_in_sync"]) == (3, 3) and gauges["copy_lag_records"] >= 0
         state = (await client.describe_stream(STREAM)).state[0]
         assert sorted(state.replicas) == state.in_sync == sorted(NAMES)
         assert (await client.describe()).alarms == []
