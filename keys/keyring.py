@@ -267,25 +267,14 @@ class Keyring:
             parent = self._tree.streams[entry.stream_key_id]
             if parent.state is KeyState.DESTROYED:
                 raise _destroyed(parent)
-            secret = unwrap(
-                self._stream_secret(parent),
-                parent.key_id,
-                entry.wrapped,
-                entry.context(self.region, parent),
-            )
-            key = DataKey(
-                key_id,
+            key = unwrap_data_key(
                 self.region,
-                StreamName.parse(parent.stream),
+                entry,
+                parent.stream,
                 parent.incarnation,
-                entry.shard,
-                entry.epoch,
-                secret,
+                parent.key_id,
+                self._stream_secret(parent),
             )
-            if not hmac.compare_digest(key.commitment(), entry.commitment):
-                raise TamperError(
-                    f"Data key {key_id.hex()} of {parent.stream} is not the one its commitment stands for."
-                )
             key.claim_sealer()
             self._cache(key)
             return key
@@ -516,6 +505,23 @@ class Keyring:
 
     def _cache(self, key: DataKey) -> None:
         self._data_keys.put(key.key_id, key)
+
+
+def unwrap_data_key(
+    region: str, entry: DataEntry, stream: str, incarnation: bytes, stream_key_id: bytes, stream_secret: bytes
+) -> DataKey:
+    """A stored data key, by the secret of the stream key that wraps it. Raises TamperError."""
+    secret = unwrap(
+        stream_secret, stream_key_id, entry.wrapped, entry.context_of(region, stream, incarnation)
+    )
+    key = DataKey(
+        entry.key_id, region, StreamName.parse(stream), incarnation, entry.shard, entry.epoch, secret
+    )
+    if not hmac.compare_digest(key.commitment(), entry.commitment):
+        raise TamperError(
+            f"Data key {entry.key_id.hex()} of {stream} is not the one its commitment stands for."
+        )
+    return key
 
 
 def _destroyed(entry: StreamEntry) -> KeyDestroyedError:

@@ -24,7 +24,7 @@ from typing import Final, Protocol
 from weakref import WeakSet
 
 from felix.bounded import BoundedMap
-from felix.errors import Code, CorruptionError, RequestError, TamperError
+from felix.errors import Code, CorruptionError, RequestError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
@@ -41,6 +41,7 @@ from keys.keyring import (
     ShardSealer,
     active_root,
     open_keyring,
+    unwrap_data_key,
 )
 from keys.link import LinkSecrets
 from keys.provider import KeyProvider
@@ -53,7 +54,6 @@ from keys.stream_key import (
     is_roots,
     wrap_stream_key,
 )
-from keys.wrapping import unwrap
 
 COPIES: Final = "shared"
 """The folder of a broker's copies of stream keys, in its folder of keys: a key file whose entries are the store's records."""
@@ -252,7 +252,9 @@ class SharedKeyring:
             return self.data_key(key_id)
         record = self._known(stream, incarnation)
         if stored is not None:
-            key = self._stored_key(record, stored)
+            key = unwrap_data_key(
+                self.region, stored, record.stream, incarnation, record.key_id, self._secret(record)
+            )
         else:
             key = derive_data_key(self.region, record, self._secret(record), shard, epoch, key_id)
         # Whoever drew the id seals with it, and nobody else.
@@ -346,29 +348,6 @@ class SharedKeyring:
                 hint="Where the stream was not deleted, put the metadata store back, or start the broker that led the stream: it keeps a copy.",
             )
         return record
-
-    def _stored_key(self, record: StreamKey, entry: DataEntry) -> DataKey:
-        incarnation = bytes.fromhex(record.incarnation)
-        secret = unwrap(
-            self._secret(record),
-            record.key_id,
-            entry.wrapped,
-            entry.context_of(self.region, record.stream, incarnation),
-        )
-        key = DataKey(
-            entry.key_id,
-            self.region,
-            StreamName.parse(record.stream),
-            incarnation,
-            entry.shard,
-            entry.epoch,
-            secret,
-        )
-        if not hmac.compare_digest(key.commitment(), entry.commitment):
-            raise TamperError(
-                f"Data key {entry.key_id.hex()} of {record.stream} is not the one its commitment stands for."
-            )
-        return key
 
     def _secret(self, record: StreamKey) -> bytes:
         incarnation = bytes.fromhex(record.incarnation)
