@@ -33,8 +33,8 @@ from felix.messages import (
 )
 from region.cluster.member import ClusterMember
 from region.log.copies import Copies
-from region.metadata.records import Stream
-from region.replicas import Replicas, is_replicated
+from region.metadata.records import Stream, is_replicated
+from region.replicas import Replicas
 
 RETRY_MS: Final = 100
 """A client that asked the wrong broker, or one that is about to lead, retries after this."""

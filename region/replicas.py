@@ -26,7 +26,7 @@ from region.log.copies import Copies
 from region.log.errors import storage_error
 from region.log.open_logs import OpenLogs
 from region.log.segment import ShardIdentity
-from region.metadata.records import Stream, StreamConfig
+from region.metadata.records import Stream, StreamConfig, is_replicated
 from region.replication.disk import LogPlan
 from region.replication.host import Links, ReplicaHost, ShardPlan
 
@@ -46,11 +46,6 @@ class Folders(Protocol):
     files: Files
 
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
-
-
-def is_replicated(config: StreamConfig) -> bool:
-    """Whether a stream has more than one copy."""
-    return config.replicas > 1
 
 
 def shard_durability(config: StreamConfig) -> ShardDurability:

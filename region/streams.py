@@ -38,7 +38,7 @@ from region.log.ring_pool import RingPool
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
-from region.metadata.records import SHARDS_MAX, Stream, StreamConfig, min_in_sync
+from region.metadata.records import SHARDS_MAX, Stream, StreamConfig, is_replicated, min_in_sync
 from region.offload import check_offload
 
 log = logging.getLogger("felix.region.streams")
@@ -265,10 +265,9 @@ class HostedStream:
 
     def require_one_copy(self) -> None:
         """Raises RequestError(UNSUPPORTED) where the stream has more: what views remember is not copied yet."""
-        copies = self.record.config.replicas
-        if copies > 1:
+        if is_replicated(self.record.config):
             raise RequestError(
-                f"{self.name} has {copies} copies, and what durable subscriptions remember is not copied yet.",
+                f"{self.name} has {self.record.config.replicas} copies, and what durable subscriptions remember is not copied yet.",
                 code=Code.UNSUPPORTED,
                 hint="Subscribe without a name and keep the offset, or use a stream of one copy.",
             )
@@ -328,12 +327,12 @@ class HostedStream:
             [self._state(number) for number in range(self.shard_count)] if detail else [],
             config.views,
             config.replicas,
-            min_in_sync(config) if config.replicas > 1 else 0,
+            min_in_sync(config) if is_replicated(config) else 0,
         )
 
     def _state(self, number: int) -> ShardState:
         state = self._state_alone(number)
-        if self._leading is None or self.record.config.replicas == 1:
+        if self._leading is None or not is_replicated(self.record.config):
             return state
         replicas, in_sync = self._leading.members(self.record, number)
         return msgspec.structs.replace(state, replicas=replicas, in_sync=in_sync)

@@ -199,6 +199,11 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
         )
 
 
+def is_replicated(config: StreamConfig) -> bool:
+    """Whether a stream has more than one copy."""
+    return config.replicas > 1
+
+
 def min_in_sync(config: StreamConfig) -> int:
     """How many copies a commit needs."""
     return config.min_in_sync or config.replicas // 2 + 1
