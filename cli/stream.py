@@ -454,8 +454,6 @@ async def _subscribe(
                 for s in state.state
                 if s.high_watermark > s.log_start and (not shards or s.shard in shards)
             }
-            if not ends:
-                return
         subscription = client.stream(name).subscribe(start, shards=shards, on_gap=_say_gap)
         async with reader_watched(), subscription:
             with printed.told():
