@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -120,12 +121,26 @@ class EtcdProcess:
         return done.stdout
 
 
-@pytest.fixture(scope="module")
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
-    """A running etcd, one for the tests of a module."""
-    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
+@contextmanager
+def running_etcd(folder: Path) -> Iterator[EtcdProcess]:
+    """An etcd with its data in this folder, until the block ends."""
+    process = EtcdProcess(folder)
     process.start()
     try:
         yield process
     finally:
         process.stop()
+
+
+@pytest.fixture(scope="module")
+def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    """A running etcd, one for the tests of a module."""
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as process:
+        yield process
+
+
+@pytest.fixture(name="etcd")
+def etcd_of_each_test(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
+    """A running etcd, another one for each test."""
+    with running_etcd(tmp_path_factory.mktemp("etcd")) as process:
+        yield process

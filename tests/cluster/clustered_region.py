@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
@@ -77,3 +79,16 @@ class ClusteredRegion:
         assert place is not None
         write_profile(self.folder, self.config.region, self.config.mesh, place.client_address)
         return client(self.folder)
+
+
+@asynccontextmanager
+async def serving(
+    home: Path, etcd: EtcdProcess, count: int = 3, started: int | None = None, *, lease_ms: int = LEASE_MS
+) -> AsyncIterator[ClusteredRegion]:
+    """A region of `count` brokers, of which the first `started` run (all, unless said), until the block ends."""
+    region = ClusteredRegion(home, etcd, count, lease_ms=lease_ms)
+    try:
+        await region.start(*(f"b{number}" for number in range(1, (started or count) + 1)))
+        yield region
+    finally:
+        await region.stop()

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
 import pytest
-from cluster.clustered_region import ClusteredRegion
-from etcd_process import EtcdProcess
+from cluster.clustered_region import ClusteredRegion, serving
+from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
 import felix
@@ -23,30 +21,9 @@ from region.config import MetadataConfig
 from region.node import Node
 from region.sealing import KeyringSeal
 
+__all__ = ["etcd_of_each_test"]  # the fixture
+
 pytestmark = pytest.mark.etcd
-
-
-@pytest.fixture
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
-    """An etcd for one region: each test has its own."""
-    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
-    process.start()
-    try:
-        yield process
-    finally:
-        process.stop()
-
-
-@asynccontextmanager
-async def serving(
-    home: Path, etcd: EtcdProcess, count: int, started: int | None = None
-) -> AsyncIterator[ClusteredRegion]:
-    region = ClusteredRegion(home, etcd, count)
-    try:
-        await region.start(*(f"b{number}" for number in range(1, (started or count) + 1)))
-        yield region
-    finally:
-        await region.stop()
 
 
 async def test_a_stream_is_published_and_read_through_either_broker(

@@ -4,40 +4,19 @@ every broker."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from cluster.clustered_region import LEASE_MS, ClusteredRegion
-from etcd_process import EtcdProcess
+from cluster.clustered_region import ClusteredRegion, serving
+from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
 import felix
 from felix.errors import RequestError
 
+__all__ = ["etcd_of_each_test"]  # the fixture
+
 pytestmark = pytest.mark.etcd
-
-
-@pytest.fixture
-def etcd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdProcess]:
-    """An etcd for one region: each test has its own."""
-    process = EtcdProcess(tmp_path_factory.mktemp("etcd"))
-    process.start()
-    try:
-        yield process
-    finally:
-        process.stop()
-
-
-@asynccontextmanager
-async def serving(home: Path, etcd: EtcdProcess, lease_ms: int = LEASE_MS) -> AsyncIterator[ClusteredRegion]:
-    region = ClusteredRegion(home, etcd, 3, lease_ms=lease_ms)
-    try:
-        await region.start("b1", "b2", "b3")
-        yield region
-    finally:
-        await region.stop()
 
 
 async def of_kind(
@@ -224,7 +203,7 @@ async def test_a_stream_that_another_broker_leads_is_not_named_for_dead_letters(
 async def test_without_its_lease_a_leader_answers_for_no_view_and_goes_on_once_the_store_is_back(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:
-    async with serving(tmp_path, etcd, 2_000) as region, region.client("b1") as client:
+    async with serving(tmp_path, etcd, lease_ms=2_000) as region, region.client("b1") as client:
         jobs = client.queue(await of_kind(region, client, "queue", "b2"))
         cache = client.cache(await of_kind(region, client, "cache", "b2"))
         stream = client.stream(await of_kind(region, client, "stream", "b2"))
