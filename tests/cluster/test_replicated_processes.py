@@ -12,11 +12,11 @@ import os
 import signal
 import sys
 import time
-from collections import deque
 from pathlib import Path
 
 import pytest
 from cluster.history import History
+from cluster.load import Load, stored_in
 from cluster.processes import process_of, running, several
 from etcd_process import etcd_binary
 from region_peer import client, until
@@ -29,27 +29,8 @@ STREAM = "acme/ops/orders"
 NAMES = ("b1", "b2", "b3")
 LEASE_S = 2
 ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
-IN_FLIGHT = 16
 GOES_ON = 200
 """Acknowledgements after a fault, before the next one."""
-
-
-async def publish(operator: felix.RegionClient, history: History, is_over: asyncio.Event) -> None:
-    """Publish all the time, several at once; a number is sent until its fate is known."""
-    waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
-    async with operator.stream(STREAM).publisher(deadline_ms=600_000) as publisher:
-        while waiting or not is_over.is_set():
-            while len(waiting) < IN_FLIGHT and not is_over.is_set():
-                number = history.next_number()
-                waiting.append((number, asyncio.ensure_future(publisher.publish(b"%d" % number))))
-            number, answer = waiting.popleft()
-            history.acknowledged[number] = await answer
-
-
-async def read(operator: felix.RegionClient, history: History) -> None:
-    async with operator.stream(STREAM).subscribe(start="earliest") as records:
-        async for record in records:
-            history.read.append((record.offset, int(bytes(record.payload))))
 
 
 async def state_of(operator: felix.RegionClient) -> felix.messages.ShardState | None:
@@ -108,47 +89,20 @@ async def kill_all(operator: felix.RegionClient, folder: RegionFolder) -> None:
 async def test_what_is_acknowledged_outlives_every_leader_once_and_in_order(tmp_path: Path) -> None:
     if etcd_binary() is None:
         pytest.skip("no etcd")
-    history, is_over = History(), asyncio.Event()
+    history = History()
     pauses: list[float] = []
     folder = several(tmp_path, len(NAMES), lease=f"{LEASE_S}s")
     async with running(folder), client(folder) as operator:
         await operator.create_stream(STREAM, replicas=3)
         await all_in_sync(operator)
-        publishing = asyncio.ensure_future(publish(operator, history, is_over))
-        reading = asyncio.ensure_future(read(operator, history))
-        try:
-            await goes_on(history, publishing, reading)
+        load = Load(operator, STREAM, history)
+        async with load.going_on(readers=2):
+            await load.goes_on(GOES_ON)
             for fault in (kill_leader, stop_leader, kill_all) * ROUNDS:
                 began = time.monotonic()
                 await fault(operator, folder)
-                await goes_on(history, publishing, reading)
+                await load.goes_on(GOES_ON)
                 pauses.append(time.monotonic() - began)
                 await all_in_sync(operator)
-            is_over.set()
-            async with asyncio.timeout(120):
-                await publishing
-                await until(lambda: len(history.read) >= len(history.acknowledged), 60)
-        finally:
-            publishing.cancel()
-            reading.cancel()
-            await asyncio.gather(publishing, reading, return_exceptions=True)
-        stored: list[tuple[int, int]] = []
-        end = (await operator.describe_stream(STREAM)).state[0].high_watermark
-        async with operator.stream(STREAM).subscribe(start="earliest") as records:
-            async for record in records:
-                stored.append((record.offset, int(bytes(record.payload))))
-                if record.offset == end - 1:
-                    break
-        history.check(stored)
+        history.check(await stored_in(operator, STREAM))
         print(f"{len(history.acknowledged)} acknowledged; from each fault to {GOES_ON} more: {pauses}")
-
-
-async def goes_on(history: History, *work: asyncio.Future[None]) -> None:
-    """More is acknowledged, and read."""
-    acknowledged, seen = len(history.acknowledged) + GOES_ON, len(history.read) + GOES_ON
-    async with asyncio.timeout(120):
-        while len(history.acknowledged) < acknowledged or len(history.read) < seen:
-            for each in work:
-                if each.done():
-                    each.result()
-            await asyncio.sleep(0.02)
