@@ -515,14 +515,17 @@ class Agent:
             log.warning("%s: %s", what, error)
 
     def _new_feed(self, region: str, endpoint: RegionEndpoint) -> DocumentFeed:
-        """Each region is followed by itself: none of them keeps another from being heard."""
-        kinds = (*KINDS, POLICY) if endpoint is self.context.source else KINDS
+        """Each region is followed by itself: none of them keeps another from being heard. Nor does one in the source's list, which is
+        where the agent hears of all of them; of another region's list it needs what that region signed."""
+        is_source = endpoint is self.context.source
+        kinds = (*KINDS, POLICY) if is_source else KINDS
         return DocumentFeed(
             endpoint,
             kinds,
             self._runtime,
             self._soon.set,
             lambda error: self._say(f"documents of {region}", error),
+            tuple(self._endpoints) if is_source else (region,),
         )
 
     @property

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from typing import Final
 
@@ -51,11 +51,14 @@ class DocumentFeed:
         runtime: Runtime,
         changed: Callable[[], None],
         failed: Callable[[FelixError], None],
+        signers: Collection[str] = (),
     ) -> None:
+        """`signers`: regions of which each has room of its own in the list."""
         self.held: Documents | None = None
         """What the region said last, by kind and id; None before it said anything."""
         self._endpoint = endpoint
         self._kinds = kinds
+        self._signers = signers
         self._changed = changed
         self._failed = failed
         self._monotonic_s = runtime.clock.monotonic
@@ -85,7 +88,7 @@ class DocumentFeed:
         # Nor does a region come round the pace by a new session, or as a broker that gives no revision.
         await asyncio.sleep(self._pace.wait_s(self._monotonic_s()))
         while True:
-            held, revision = await list_documents(connection, self._kinds)
+            held, revision = await list_documents(connection, self._kinds, self._signers)
             if held != self.held:
                 self._pace.charge(_new_in(held, self.held or {}) / NEW_DOCUMENTS, self._monotonic_s())
                 self.held = held

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from hashlib import sha256
 from typing import Final, NamedTuple
@@ -33,9 +34,9 @@ log = logging.getLogger("felix.bridge.document_sync")
 KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """In the order in which they are brought: a grant before what is said about it."""
 DOCUMENTS_MAX: Final = 10_000
-"""Of one kind, of one region: a bridge has its own grants only."""
+"""Of one kind that one region signed, in one list: a bridge has its own grants only."""
 LISTED_BYTES_MAX: Final = 64 << 20
-"""Of one region: ten thousand grants with both halves are some 50 MB. What lies behind is not listed; whoever shows more is not an honest broker."""
+"""Of what one region signed, in one list: as much as a broker keeps of another's, and ten thousand grants with both halves are some 50 MB."""
 SAID_MAX: Final = 1_000
 """Unreadable documents that were logged and are not logged again."""
 REFUSED_AGAIN_MS: Final = 30_000
@@ -48,27 +49,69 @@ Documents = Mapping[str, Mapping[str, bytes]]
 
 
 async def list_documents(
-    connection: RegionConnection, kinds: tuple[str, ...] = KINDS
+    connection: RegionConnection, kinds: tuple[str, ...] = KINDS, regions: Collection[str] = ()
 ) -> tuple[dict[str, dict[str, bytes]], bytes]:
     """All of these kinds that the region shows this bridge, and the revision of all that it showed when it was first asked (empty
     where its broker gives none). Raises what the region refuses it with, UnavailableError, and RequestError where its pages
-    do not go on: another region's broker says what stands in them."""
-    found: dict[str, dict[str, bytes]] = {}
+    do not go on: another region's broker says what stands in them.
+
+    What each of `regions` signed is bounded by itself, and what anybody else did together: none takes the room of another. A list that
+    is longer than that is not read to its end: whoever shows more is not an honest broker."""
+    found: dict[str, dict[str, bytes]] = {kind: {} for kind in kinds}
     revision: bytes | None = None
+    room = _Room(regions)
     size = 0
     for kind in kinds:
-        held: dict[str, bytes] = {}
         listed_of_kind = 0
         listed = ListDocuments(kind, "", 100)
         async for page in pages(connection, listed, "documents", lambda page: max(page.documents)):
             revision = page.revision if revision is None else revision
-            held.update({name: data for name, data in page.documents.items() if _has_size(kind, name, data)})
+            found[kind].update(await asyncio.to_thread(room.taken, kind, page.documents))
             size += sum(map(len, page.documents.values()))
             listed_of_kind += len(page.documents)
-            if listed_of_kind >= DOCUMENTS_MAX or size >= LISTED_BYTES_MAX:
+            if listed_of_kind >= room.shares * DOCUMENTS_MAX or size >= room.shares * LISTED_BYTES_MAX:
                 break
-        found[kind] = held
     return found, revision or b""
+
+
+class _Room:
+    """What is held of one list, by who signed it."""
+
+    def __init__(self, regions: Collection[str]) -> None:
+        self._regions = frozenset(regions)
+        self._bytes: Counter[str] = Counter()
+        self._numbers: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def shares(self) -> int:
+        return len(self._regions) + 1
+
+    def taken(self, kind: str, documents: Mapping[str, bytes]) -> dict[str, bytes]:
+        """Those that there is room for. Whom a document is of is what it claims: a list that lies about it fills its own room."""
+        held = {}
+        for name, data in documents.items():
+            if not _has_size(kind, name, data):
+                continue
+            try:
+                signer = parse_document(data).region
+            except SignatureError:
+                signer = ""
+            signer = signer if signer in self._regions else ""
+            if self._numbers[signer, kind] >= DOCUMENTS_MAX or self._bytes[signer] >= LISTED_BYTES_MAX:
+                _say_full(signer or "others")
+                continue
+            self._numbers[signer, kind] += 1
+            self._bytes[signer] += len(data)
+            held[name] = data
+        return held
+
+
+@lru_cache(maxsize=SAID_MAX)
+def _say_full(signer: str) -> None:
+    log.error(
+        "a region lists more than %d documents of one kind, or %d MiB, that %s signed: the rest of those is not read",
+        DOCUMENTS_MAX, LISTED_BYTES_MAX >> 20, signer,
+    )  # fmt: skip
 
 
 def _has_size(kind: str, name: str, data: bytes) -> bool:

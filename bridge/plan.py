@@ -11,6 +11,7 @@ each grant is planned by itself, so that what one region signs about one of them
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from enum import StrEnum
 from types import MappingProxyType
@@ -36,7 +37,7 @@ from policy.truncation import Accepted
 LINKS_MAX: Final = 60
 """Links of one agent: each takes one subscription and one ingest stream of its sessions, which have 64 and 96."""
 UNFOUNDED_MAX: Final = 100
-"""Rows of acceptances of an export that is not there: any region may sign as many as it likes, of grants that nobody made."""
+"""Rows of acceptances of an export that is not there, by the region that accepted: it may sign as many as it likes, of grants that nobody made."""
 ERROR_CHARS_MAX: Final = 200
 """Of an error that nobody foresaw, in a row's reason."""
 
@@ -81,12 +82,12 @@ def plan_links(
     """The table, by grant, stream and shard. `streams`: those of the source that may be seen, by name."""
     rows: list[PlannedLink] = []
     known = frozenset(destinations)
-    unfounded = 0
+    unfounded: Counter[str] = Counter()
     for grant in book.grants():
         half = book.half(grant)
         if isinstance(half, ImportGrant) and half.bridge == str(bridge):
-            unfounded += 1
-            if unfounded <= UNFOUNDED_MAX:
+            unfounded[half.to_region] += 1
+            if unfounded[half.to_region] <= UNFOUNDED_MAX:
                 rows.append(_export_missing(half))
         elif isinstance(half, ExportGrant) and half.terms.bridge == str(bridge):
             try:

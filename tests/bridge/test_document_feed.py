@@ -125,11 +125,11 @@ async def test_after_a_lost_session_it_is_listed_again(monkeypatch: pytest.Monke
 async def test_a_broker_of_the_version_before_is_polled(monkeypatch: pytest.MonkeyPatch) -> None:
     broker = Broker(gives_revisions=False)
     async with following(broker, []) as (feed, until):
-        await until(lambda: broker.lists == 1)
+        await until(lambda: feed.held == shown({"d.1": b"1"}))
         assert not any(request.wait_ms for request in broker.asked)
         broker.say()
         feed.look()
-        await until(lambda: broker.lists == 2)
+        await until(lambda: feed.held == shown({"d.1": b"2"}))
         monkeypatch.setattr("bridge.document_feed.POLL_S", 0.001)
         feed.look()
         assert await until(lambda: broker.lists >= 5) == [1, 2]
