@@ -33,7 +33,7 @@ from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Terms, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.origin import Origin
 from audit.spark.files import open_files
-from audit.spark.stops import Seen, remember
+from audit.spark.stops import Seen, Words, remember
 from audit.spark.stops import rows as stop_rows
 from audit.spark.verification import OpenedLog
 from audit.tile import Files
@@ -69,8 +69,8 @@ LEGAL_FIELDS: Final = _NAMES[9:]
 
 _REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
 _STOP: Final = (
-    "source_region string, stop_leaf bigint, word string, stop_grant string, streams string, peer string, from_ms bigint, "
-    "until_ms bigint, stop_log string, known_leaf bigint, least_ms bigint, most_ms bigint"
+    "source_region string, stop_key string, word string, from_ms bigint, until_ms bigint, stop_log string, known_leaf bigint, "
+    "least_ms bigint, most_ms bigint"
 )
 
 
@@ -105,6 +105,8 @@ class Signed(NamedTuple):
     revocations: DataFrame
     derived: Mapping[bytes, Derived]
     stops: DataFrame | None
+    words: Words | None = None
+    """by which of them is found what is about a leaf"""
     unjudged: tuple[tuple[str, int, str], ...] = ()
 
 
@@ -308,8 +310,9 @@ def read_signed(
     revocations: list[tuple[str, str, int]] = []
     derived: dict[bytes, Derived] = {}
     regions = [origin for origin in opened if Origin.parse(origin).bridge is None]
+    said = {origin: read.stops for origin, read in found.items()}
     stops = stop_rows(
-        {origin: read.stops for origin, read in found.items()},
+        said,
         {origin: found[origin].seen if origin in found else {} for origin in regions},
     )
     unjudged: list[tuple[str, int, str]] = []
@@ -333,7 +336,8 @@ def read_signed(
         if key in crossed and row[0] not in signed:
             kept.setdefault(key[2:], row)
     terms = [signed[key] for key in sorted(signed)] + [kept[key] for key in sorted(kept)]
-    return signed_frames(spark, terms, revocations, derived, list(stops))._replace(unjudged=tuple(unjudged))
+    frames = signed_frames(spark, terms, revocations, derived, list(stops))
+    return frames._replace(words=Words(said), unjudged=tuple(unjudged))
 
 
 _CLAIMED_FOR: Final = ("log", "grant_id", "terms_hash", "source_region", "destination_region")

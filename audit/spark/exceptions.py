@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
-from audit.spark.table import COUNT_MAX, Column, Type, one_row_each, pattern_to_regex
+from audit.spark.table import COUNT_MAX, Column, Type, one_row_each
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
     from audit.spark.agreements import Signed
+    from audit.spark.stops import Words
 
 BREACH: Final = "breach"
 REFUSED: Final = "refused"
@@ -218,15 +219,24 @@ def _arrived_though() -> str:
         SELECT {_PLACE}, {one_row_each(events)}
         FROM (
             SELECT {_LEAVES_PLACE}, leaves.bridge, leaves.records, word, least_ms, most_ms, {stands("most_ms", "least_ms")} AS is_sure
-            FROM {{leaves}} AS leaves JOIN {{stops}} AS stops
-                ON leaves.source_region = stops.source_region AND leaves.log = stops.stop_log
-            WHERE kind = 'ACK' AND side = 'ingress' AND records > 0 AND {stands("least_ms", "most_ms")}
+            FROM {{stopped}} AS leaves JOIN {{stops}} AS stops
+                ON leaves.source_region = stops.source_region AND leaves.log = stops.stop_log AND leaves.stop_key = stops.stop_key
+            WHERE {stands("least_ms", "most_ms")}
                 AND (until_ms IS NULL OR until_ms - from_ms > {2 * BROUGHT_MS})
                 AND (known_leaf IS NULL OR leaf_index < known_leaf)
-                AND (grant_id = stop_grant OR (stop_grant = '' AND (peer = '' OR peer = destination_region)
-                     AND stream RLIKE {pattern_to_regex("streams")}))
         )
         """  # noqa: S608  # constants of this module
+
+
+def _stopped(leaves: DataFrame, words: Words) -> DataFrame:
+    """Of what arrived a row for each key of words that are about it. Of thousands that are about something else none is compared with it."""
+    from pyspark.sql.functions import explode, udf
+
+    keys = udf(words.keys, "array<string>")
+    arrived = leaves.where("kind = 'ACK' AND side = 'ingress' AND records > 0")
+    return arrived.select(
+        "*", explode(keys("source_region", "destination_region", "stream", "grant_id")).alias("stop_key")
+    )
 
 
 def found(
@@ -248,7 +258,8 @@ def found(
     if story is not None:
         asked["story"] = story
     if signed.stops is not None:
-        asked["stops"] = signed.stops
+        assert signed.words is not None
+        asked["stops"], asked["stopped"] = signed.stops, _stopped(leaves, signed.words)
     if notices is not None:
         asked["notices"] = notices
     return leaves.sparkSession.sql(

@@ -6,6 +6,8 @@ leaf in the log of the region that signed it, so its two times bound the differe
 other region's. One that was brought late is no bound that counts, beside one that was brought at once.
 
 A bridge that brings all halves late widens the bounds by as much, and no further: what may have arrived against a word is told then.
+
+Words are looked up by what a leaf names (`Words`), since a region may say thousands of which none is about what arrived.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from typing import Any, Final, NamedTuple
 from audit.agreement import Stop
 from audit.leaf import Header, Kind
 from audit.origin import Origin
+from felix.errors import RequestError
+from felix.names import NamePattern, StreamName
+from policy.pattern import PatternMap
 
 DOCUMENTS_MAX: Final = 100_000
 """Documents of one log whose leaves are remembered: some 30 MB. A word beyond them is compared by time alone."""
@@ -65,6 +70,47 @@ def clocks(own: Mapping[bytes, Seen], other: Mapping[bytes, Seen], source: str, 
     return Clocks(min(bounds), max(bounds))
 
 
+class Words:
+    """The keys of what regions forbade, found by what an arrival names. A key is a grant, or a deny entry's pattern and region."""
+
+    def __init__(self, stops: Mapping[str, tuple[Stop, ...]]) -> None:
+        """`stops` by origin, of regions' own logs."""
+        self._grants: dict[str, set[str]] = {}
+        self._denied: dict[str, PatternMap[dict[str, str]]] = {}
+        for origin, found in stops.items():
+            source = Origin.parse(origin).region
+            for stop in found:
+                if stop.grant_id:
+                    self._grants.setdefault(source, set()).add(stop.grant_id)
+                    continue
+                denied, pattern = self._denied.setdefault(source, PatternMap()), NamePattern(stop.streams)
+                peers = denied.get(pattern)
+                if peers is None:
+                    denied.put(pattern, peers := {})
+                peers[stop.peer] = key_of(stop)
+
+    def keys(
+        self, source: str | None, destination: str | None, stream: str | None, grant: str | None
+    ) -> list[str]:
+        """Of all that `source` forbade what is about a crossing of this stream to this region, under this grant. A leaf may name none of
+        them, or what is no name."""
+        found = [grant] if grant and grant in self._grants.get(source or "", ()) else []
+        denied = self._denied.get(source or "")
+        if denied is not None and stream:
+            try:
+                name = StreamName.parse(stream)
+            except RequestError:
+                return found
+            for peers in denied.matching(name):
+                found += [key for peer, key in peers.items() if peer in ("", destination)]
+        return found
+
+
+def key_of(stop: Stop) -> str:
+    """Whatever has one key is about the same crossings."""
+    return stop.grant_id or f"{stop.streams} {stop.peer}"
+
+
 def rows(
     stops: Mapping[str, tuple[Stop, ...]], seen: Mapping[str, Mapping[bytes, Seen]]
 ) -> Iterator[tuple[Any, ...]]:
@@ -77,4 +123,5 @@ def rows(
             apart = clocks(seen[origin], documents, source, Origin.parse(other).region)
             for stop in found:
                 there = documents.get(stop.document)
-                yield source, *stop[:-1], other, there and there.leaf, *apart
+                known = there and there.leaf
+                yield source, key_of(stop), stop.word, stop.from_ms, stop.until_ms, other, known, *apart
