@@ -232,7 +232,7 @@ def _stopped(leaves: DataFrame, words: Words) -> DataFrame:
     """Of what arrived a row for each key of words that are about it. Of thousands that are about something else none is compared with it."""
     from pyspark.sql.functions import explode, udf
 
-    keys = udf(words.keys, "array<string>")
+    keys = udf(words.keys, "array<string>", useArrow=False)
     arrived = leaves.where("kind = 'ACK' AND side = 'ingress' AND records > 0")
     return arrived.select(
         "*", explode(keys("source_region", "destination_region", "stream", "grant_id")).alias("stop_key")
