@@ -76,6 +76,13 @@ def create(
             help="With --replicas: how many copies a record is on at least before it is acknowledged. Default: a majority."
         ),
     ] = 0,
+    acks: Annotated[
+        str,
+        typer.Option(
+            help="With --replicas: quorum, acknowledged once every copy in sync has the record; or leader, once the leader has it on its disk: "
+            "sooner, and what the others lack is lost if it fails."
+        ),
+    ] = "quorum",
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
@@ -100,6 +107,7 @@ def create(
             views,
             replicas,
             min_in_sync,
+            acks,
         )
     )
     if json:
@@ -122,6 +130,7 @@ async def _create(
     views: Views,
     replicas: int,
     min_in_sync: int,
+    acks: str,
 ) -> StreamState:
     async with connect(region, identity) as client:
         return await client.create_stream(
@@ -133,6 +142,7 @@ async def _create(
             views=views,
             replicas=replicas,
             min_in_sync=min_in_sync,
+            acks=acks,
         )
 
 
@@ -305,7 +315,8 @@ def format_views(state: StreamState) -> str:
         window = Duration(deduplication.window_ms)
         parts.append(f"message ids remembered for {window}, {deduplication.ids_max:,} per shard")
     if state.replicas > 1:
-        parts.append(f"{state.replicas} copies, at least {state.min_in_sync} in sync")
+        acks = ", acknowledged by the leader alone" if state.acks == "leader" else ""
+        parts.append(f"{state.replicas} copies, at least {state.min_in_sync} in sync{acks}")
     return "".join(f"  {part}" for part in parts)
 
 

@@ -365,13 +365,15 @@ class RegionClient:
         views: Views = NO_VIEWS,
         replicas: int = 0,
         min_in_sync: int = 0,
+        acks: str = "quorum",
     ) -> StreamState:
         """Create a stream. Raises RequestError: ALREADY_EXISTS, FORBIDDEN, CONFIG_INVALID.
 
         `durability`: fsync unless said; `retention`: without bound unless said; `ring_bytes`: memory of an ephemeral shard;
         `views`: queue, cache, compaction, deduplication, offload (felix.settings). `replicas`: copies of each shard, on as many of the
         region's brokers, 0: as the region has it; a record is acknowledged once every copy in sync has it, of which there are at least
-        `min_in_sync`, 0: a majority.
+        `min_in_sync`, 0: a majority. `acks`: `leader` has a record acknowledged once it is durable on the leader alone: sooner, and
+        what the other copies did not have yet is lost where the leader fails. It is read once it is committed either way.
         """
         wanted = CreateStream(
             str(StreamName.parse(str(name))),
@@ -382,6 +384,7 @@ class RegionClient:
             views,
             replicas,
             min_in_sync,
+            acks,
         )
         return await self.connection.request(wanted)
 

@@ -160,7 +160,8 @@ class Goodbye(Message, frozen=True, tag="goodbye"):
 
 class CreateStream(Request["StreamState"], frozen=True, tag="create_stream"):
     """`replicas`: copies of each shard on as many brokers, 0: as the region has it. `min_in_sync`: how many of them have a record before it is
-    acknowledged, where the others are away; 0: a majority."""
+    acknowledged, where the others are away; 0: a majority. `acks`: of several copies, `quorum`: a record is acknowledged once all that are in
+    sync have it, or `leader`: once it is durable on the leader; then its failure may lose what the others did not have yet."""
 
     stream: Name
     shards: int = 1
@@ -170,6 +171,7 @@ class CreateStream(Request["StreamState"], frozen=True, tag="create_stream"):
     views: Views = NO_VIEWS
     replicas: int = 0
     min_in_sync: int = 0
+    acks: Name = "quorum"
 
 
 class AlterStream(Request["StreamState"], frozen=True, tag="alter_stream"):
@@ -235,6 +237,7 @@ class StreamState(Message, frozen=True, tag="stream"):
     views: Views = NO_VIEWS
     replicas: int = 1
     min_in_sync: int = 0
+    acks: Name = "quorum"
 
 
 class StreamPage(Message, frozen=True, tag="stream_page"):

@@ -140,7 +140,11 @@ class Replicas:
 
     def gauges(self) -> dict[str, float]:
         """How many copies this broker has, and how many of them need a person. From every thread."""
-        return {"copies": len(self.host.shards), "copies_alarmed": len(self.host.alarms)}
+        return {
+            "copies": len(self.host.shards),
+            "copies_alarmed": len(self.host.alarms),
+            "copies_cut_records": self.host.cut_records,
+        }
 
     def lag_records(self, record: Stream, number: int) -> int:
         """How far the furthest copy of a shard that is led here is behind."""
@@ -216,4 +220,9 @@ class Replicas:
             folder = await self._folders.make_folder(name, incarnation, shard.number)
         except OSError as error:
             raise storage_error(error, Path(stream.name)) from error
-        return ShardPlan(shard, (LogPlan(RECORDS, folder, identity),), shard_durability(stream.config))
+        return ShardPlan(
+            shard,
+            (LogPlan(RECORDS, folder, identity),),
+            shard_durability(stream.config),
+            answers_early=stream.config.acks == "leader",
+        )

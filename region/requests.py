@@ -153,6 +153,7 @@ class Requests:
             views=request.views,
             replicas=request.replicas or 1,
             min_in_sync=request.min_in_sync,
+            acks=request.acks,
         )
         if request.views.queue is not None:
             self._check_dead_letters(identity, name, request.views.queue.retries)

@@ -328,6 +328,7 @@ class HostedStream:
             config.views,
             config.replicas,
             min_in_sync(config) if is_replicated(config) else 0,
+            config.acks,
         )
 
     def _state(self, number: int) -> ShardState:

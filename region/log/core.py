@@ -16,7 +16,8 @@ They are points of the log, not offsets: a position entry has no offset of its o
 Invariants (asserted after each step in tests/log/test_core.py):
 - committed <= durable <= log end, and nobody reads above the committed offset, nor above the first note that is not released;
 - the committed end never goes back, but for `Truncated`, which asks the port first;
-- each append is answered once: refused, or with its place once its point is committed, in the order of appending;
+- each append is answered once: refused, or with its place once its point is committed, in the order of appending; where the commit port
+  lets what is durable here be answered (`acks: leader`), what carries an annotation or a note still waits for its commit;
 - offsets are given in the order of appending, without holes: where a write is refused, so is all that was on its way behind it;
 - producers and ids settle at the committed end: what may still be cut may still be forgotten.
 """
@@ -59,6 +60,9 @@ class CommitPort(Protocol):
     def committed(self, durable: LogPoint) -> LogPoint:
         """The highest point that is durable on every copy that counts, with ours at `durable`. Never falls, but after a cut."""
 
+    def acknowledged(self, durable: LogPoint) -> LogPoint:
+        """Up to where appends may be answered: from what `committed` says to `durable`."""
+
     def may_cut(self, point: LogPoint) -> bool:
         """Whether what stands from there on may be cut, though it was committed: nobody else was promised it."""
 
@@ -68,6 +72,10 @@ class Alone:
 
     def committed(self, durable: LogPoint) -> LogPoint:
         """All of it."""
+        return durable
+
+    def acknowledged(self, durable: LogPoint) -> LogPoint:
+        """The same."""
         return durable
 
     def may_cut(self, point: LogPoint) -> bool:
@@ -94,6 +102,11 @@ class Pending:
     entry: Entry | None = None
     frees_slot: bool = False
     note: Note | None = None
+
+    @property
+    def rests_on_commit(self) -> bool:
+        """Whether its answer says that it is committed, whatever plain batches are told: others build on it."""
+        return bool(self.annotation) or self.frees_slot or self.note is not None
 
 
 # -- events --------------------------------------------------------------------------------------------
@@ -607,11 +620,14 @@ class LogCore:
     def _advance(self, appended: Batch | None = None) -> Ready:
         """Move the committed end, and what it releases."""
         committed = self.commit.committed(self.durable)
-        assert self.committed <= committed <= self.durable
+        acknowledged = self.commit.acknowledged(self.durable)
+        assert self.committed <= committed <= acknowledged <= self.durable
         self.committed = committed
         waiting = self._uncommitted
         answers: list[tuple[Done, Appended | FelixError]] = []
-        while waiting and waiting[0].point <= committed:
+        while waiting and waiting[0].point <= acknowledged:
+            if waiting[0].point > committed and waiting[0].rests_on_commit:
+                break
             item = waiting.popleft()
             if item.annotation or item.frees_slot:
                 annotate(self.annotations, item.slot, item.annotation, alone=item.frees_slot)

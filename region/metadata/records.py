@@ -39,6 +39,7 @@ INCARNATION_BYTES: Final = 16
 SUBSCRIPTION_ID_BYTES: Final = 8
 FORMER_TTLS_MAX: Final = 256
 """Times that a cache's own ttl may be altered: each is remembered for as long as the cache is there."""
+ACKS: Final = ("quorum", "leader")
 DURABILITY_KINDS: Final = ("fsync", "interval", "ephemeral")
 DocumentKind = Literal["grants", "revocations", "denies"]
 Side = Literal["export", "import", "approval", "state"]
@@ -63,8 +64,9 @@ class FormerCache(msgspec.Struct, frozen=True, omit_defaults=True):
 class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What an owner chooses for a stream. `ring_bytes`: memory per shard of an `ephemeral` stream. `former_cache`: of a
     cache that was altered. `dead_letter_by`: who named the stream for a queue's dead letters; they flow there while that
-    identity may publish there. `replicas`: copies of each shard, on as many brokers; `min_in_sync`: how many of them an acknowledgement
-    needs, 0: a majority."""
+    identity may publish there. `replicas`: copies of each shard, on as many brokers; `min_in_sync`: how many of them a commit needs, 0: a
+    majority. `acks`: of several copies, `quorum` (acknowledged when committed) or `leader` (when durable on the leader, before the others
+    have it; a commit needs one copy then)."""
 
     shards: int = 1
     durability: Durability = Durability()
@@ -75,6 +77,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     dead_letter_by: str = ""
     replicas: int = 1
     min_in_sync: int = 0
+    acks: str = "quorum"
 
 
 class Stream(msgspec.Struct, frozen=True, kw_only=True):
@@ -206,7 +209,7 @@ def is_replicated(config: StreamConfig) -> bool:
 
 def min_in_sync(config: StreamConfig) -> int:
     """How many copies a commit needs."""
-    return config.min_in_sync or config.replicas // 2 + 1
+    return config.min_in_sync or (1 if config.acks == "leader" else config.replicas // 2 + 1)
 
 
 def _check_copies(name: StreamName, config: StreamConfig) -> None:
@@ -218,6 +221,21 @@ def _check_copies(name: StreamName, config: StreamConfig) -> None:
             f"an acknowledgement that waits for {config.min_in_sync} of {config.replicas} copies; it can wait for 1 to "
             f"{config.replicas}, or 0 for a majority",
         )
+    if config.acks not in ACKS:
+        raise _invalid(name, f"acks {config.acks[:40]!r}; it is quorum or leader")
+    if config.acks == "leader":
+        if config.replicas == 1:
+            raise _invalid(
+                name,
+                "acks leader of a stream of one copy: its leader has all of it, so quorum says the same",
+                "Leave --acks away, or give it several copies with --replicas.",
+            )
+        if config.min_in_sync > 1:
+            raise _invalid(
+                name,
+                f"acks leader, and {config.min_in_sync} copies that an acknowledgement waits for: it waits for the leader alone",
+                "Leave --min-in-sync away, or choose acks quorum.",
+            )
     if config.replicas == 1:
         return
     views = config.views
@@ -246,7 +264,7 @@ def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) 
             "their order",
             "Create another stream and copy into it.",
         )
-    if (new.replicas, new.min_in_sync) != (old.replicas, old.min_in_sync):
+    if (new.replicas, new.min_in_sync, new.acks) != (old.replicas, old.min_in_sync, old.acks):
         raise _invalid(
             name,
             "how many copies it has, and how many an acknowledgement needs, is decided when it is created",

@@ -34,8 +34,10 @@ class HostedCopies:
         failed: Callable[[DiskFailed, FelixError], None],
         refusal: Callable[[], FelixError | None],
         released: Callable[[], None],
+        may_answer: Callable[[], bool] | None,
     ) -> None:
-        """`happened` and `failed` tell the shard's core; `refusal`: why the shard takes no appends now."""
+        """`happened` and `failed` tell the shard's core; `refusal`: why the shard takes no appends now. `may_answer`: of a stream with
+        `acks: leader`, whether what is durable here may be answered before it is committed (L1); None: never."""
         self._number = number
         self._log = log
         self._worker = worker
@@ -43,7 +45,9 @@ class HostedCopies:
         self._failed = failed
         self._refusal = refusal
         self._released = released
+        self._may_answer = may_answer
         self._commit = log.commit
+        self._durable = log.durable
         self._leader: LedLog | None = None
         self._deposed: FelixError | None = None
 
@@ -64,6 +68,12 @@ class HostedCopies:
 
     def committed(self, durable: LogPoint) -> LogPoint:
         return min(self._commit, durable)
+
+    def acknowledged(self, durable: LogPoint) -> LogPoint:
+        committed = self.committed(durable)
+        if self._may_answer is None or self._deposed is not None or not self._may_answer():
+            return committed
+        return max(committed, min(self._log.durable, durable))
 
     def may_cut(self, point: LogPoint) -> bool:
         """Never: it is the follower that cuts, once nobody leads here."""
@@ -89,9 +99,12 @@ class HostedCopies:
     # -- what the host tells ---------------------------------------------------------------------------
 
     def moved(self) -> None:
-        """The commit point may be another one."""
-        if self._deposed is None and self._log.commit > self._commit:
-            self._commit = self._log.commit
+        """The commit point, or what is durable here, may be another one."""
+        if self._deposed is not None:
+            return
+        answers_more = self._may_answer is not None and self._log.durable > self._durable
+        if self._log.commit > self._commit or answers_more:
+            self._commit, self._durable = self._log.commit, self._log.durable
             if self._leader is not None:
                 self._leader.commit_moved()
 

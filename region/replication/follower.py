@@ -36,6 +36,7 @@ from region.replication.ready import (
     CopyFrom,
     DiskFailed,
     Linked,
+    Lost,
     Ready,
     Received,
     RecordRead,
@@ -196,6 +197,8 @@ class FollowerCore:
         for place in message.logs:
             log = logs[place.log]
             if place.point < log.end:
+                if place.point.offset < log.end.offset:
+                    ready.lost.append(Lost(log.number, place.point.offset, log.end.offset))
                 log.cut(place.point)
                 ready.truncate.append(Truncate(log.number, place.point))
                 self._sync(log, now, ready)

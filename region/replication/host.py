@@ -57,6 +57,7 @@ from region.replication.ready import (
     Lease,
     Linked,
     Living,
+    Lost,
     MinWanted,
     Outcome,
     Read,
@@ -65,6 +66,7 @@ from region.replication.ready import (
     RecordRead,
     Swap,
     SwapAnswered,
+    Synced,
     Tick,
     Trimmed,
     Written,
@@ -101,6 +103,8 @@ class ShardPlan:
     shard: ShardId
     logs: tuple[LogPlan, ...]
     durability: ShardDurability = "fsync"
+    answers_early: bool = False
+    """`acks: leader`: an append is answered once it is durable on the leader; it is read once it is committed, as ever."""
 
 
 @dataclass(slots=True)
@@ -110,6 +114,7 @@ class Hosted:
     shard: ShardId
     core: ReplicaCore
     workers: dict[int, LogWorker]
+    answers_early: bool = False
     led: dict[int, HostedCopies] = field(default_factory=dict)
     """per log: whoever leads it here, until it is released"""
     is_settling: bool = False
@@ -156,6 +161,8 @@ class ReplicaHost:
         """`sync_failed`: `Registry.sync_failed`."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
+        self.cut_records = 0
+        """records that a leader before had written here and that were cut, since its successor did not have them"""
         self._broker = broker
         self._mirror = mirror
         self._links = links
@@ -195,7 +202,7 @@ class ReplicaHost:
             self._broker, self._registration, self._folder, self._registered_at, plan.durability,
             {number: disk.beginning() for number, disk in disks.items()},
         )  # fmt: skip
-        hosted = Hosted(plan.shard, ReplicaCore(replica), {})
+        hosted = Hosted(plan.shard, ReplicaCore(replica), {}, plan.answers_early)
         for number, disk in disks.items():
             hosted.workers[number] = LogWorker(
                 disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
@@ -319,6 +326,7 @@ class ReplicaHost:
             failed=partial(self._failed, hosted),
             refusal=partial(self._refusal, hosted),
             released=released,
+            may_answer=(lambda: hosted.core.leader.may_answer(self._now())) if hosted.answers_early else None,
         )
         return copies
 
@@ -410,6 +418,8 @@ class ReplicaHost:
             for number in ready.committed:
                 if number in hosted.led:
                     hosted.led[number].moved()
+            if hosted.answers_early and isinstance(event, Synced) and event.log in hosted.led:
+                hosted.led[event.log].moved()
         if hosted.serves != hosted.was_led:
             hosted.was_led = hosted.serves
             for listener in self._listeners:
@@ -417,6 +427,8 @@ class ReplicaHost:
 
     def _carry_out(self, hosted: Hosted, ready: Ready) -> None:
         workers = hosted.workers
+        for lost in ready.lost:
+            self._note_lost(hosted, lost)
         for cut in ready.truncate:
             workers[cut.log].put(cut)
         if ready.begin:
@@ -441,6 +453,16 @@ class ReplicaHost:
             self._begin_task(self._swap(hosted, ready.swap))
         for alarm in ready.alarms:
             self._alarm(hosted, alarm)
+
+    def _note_lost(self, hosted: Hosted, lost: Lost) -> None:
+        self.cut_records += lost.end - lost.begin
+        said = f"records {lost.begin} to {lost.end - 1} were cut, which the leader that followed did not have"
+        if hosted.answers_early:
+            self._alarm(
+                hosted, f"{said}: with acks leader, publishers may have been told that they are there"
+            )
+        else:
+            log.info("shard %s: %s", hosted.shard, said)
 
     def _alarm(self, hosted: Hosted, sentence: str) -> None:
         self.alarms[hosted.shard] = sentence

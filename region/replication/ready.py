@@ -23,6 +23,15 @@ class Truncate(NamedTuple):
     point: LogPoint
 
 
+class Lost(NamedTuple):
+    """Records of a leader before, from `begin` to before `end`, that its successor does not have. They are cut: nothing committed is among
+    them; with `acks: leader`, what was acknowledged may be."""
+
+    log: int
+    begin: int
+    end: int
+
+
 class Begin(NamedTuple):
     """Have all that the log holds, and then that this epoch begins, on the disk; answer with `Begun` for all logs at once (N1)."""
 
@@ -112,6 +121,7 @@ class Ready:
     swap: Swap | None = None
     deposed: bool = False
     """it leads no longer: what waits for a commit is answered "outcome unknown" (L5)"""
+    lost: list[Lost] = field(default_factory=list)
     alarms: list[str] = field(default_factory=list)
 
 

@@ -88,6 +88,20 @@ async def test_a_leader_that_stops_is_followed_by_one_that_has_all(region: Clust
         assert (await client.describe()).alarms == []
 
 
+async def test_with_acks_leader_what_was_acknowledged_is_there_after_a_stop_in_order(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b3") as client:
+        made = await client.create_stream(STREAM, replicas=3, acks="leader")
+        assert (made.replicas, made.min_in_sync, made.acks) == (3, 1, "leader")
+        for number in range(10):
+            assert await client.stream(STREAM).publish(b"%d" % number) == number
+        leader = region.leader("b3", STREAM)
+        await region.stop(leader if leader != "b3" else "b2")
+        assert await client.stream(STREAM).publish(b"10") == 10
+        assert await stored(client, 11) == [b"%d" % number for number in range(11)]
+
+
 async def test_a_copy_that_is_gone_is_made_anew_from_its_leaders(region: ClusteredRegion) -> None:
     async with region.client("b3") as client:
         await client.create_stream(STREAM, replicas=3)
@@ -136,6 +150,9 @@ async def test_a_stream_that_is_deleted_goes_from_every_copy(region: ClusteredRe
         ({"replicas": 4}, "4 copies, and us-east has 3 brokers"),
         ({"replicas": 8}, "8 copies; 1 to 7"),
         ({"replicas": 3, "min_in_sync": 4}, "waits for 4 of 3 copies"),
+        ({"replicas": 3, "acks": "all"}, "acks 'all'; it is quorum or leader"),
+        ({"replicas": 3, "acks": "leader", "min_in_sync": 2}, "it waits for the leader alone"),
+        ({"acks": "leader"}, "of a stream of one copy"),
         ({"replicas": 3, "durability": Durability("ephemeral")}, "ephemeral, which has one copy"),
         ({"replicas": 2, "views": Views(compaction=Compaction())}, "compacted, which has one copy"),
     ],

@@ -38,9 +38,14 @@ class Lagging:
 
     others: LogPoint
     cuts: bool = True
+    here: LogPoint | None = None
+    """on the disk of the leader, whose word is enough for an answer; None: it is not"""
 
     def committed(self, durable: LogPoint) -> LogPoint:
         return min(durable, self.others)
+
+    def acknowledged(self, durable: LogPoint) -> LogPoint:
+        return self.committed(durable) if self.here is None else max(self.others, min(durable, self.here))
 
     def may_cut(self, point: LogPoint) -> bool:
         return self.cuts
@@ -126,6 +131,25 @@ def test_what_is_durable_here_alone_is_neither_read_nor_answered_until_it_is_com
     others.others = LogPoint(9)
     actor.step(core.CommitMoved())
     assert actor.told() == ["read to 2", "b at 1"]
+
+
+def test_with_acks_leader_what_is_on_its_disk_is_answered_before_it_is_committed_and_read_after() -> None:
+    others = Lagging(BEGIN, here=BEGIN)
+    actor = Driver(core_of(commit=others))
+    actor.append("a", batch_of(b"1", producer=5))
+    actor.append("p", None, annotation=b"1", slot=7)
+    actor.append("b", batch_of(b"2"))
+    actor.write()
+    assert actor.told() == ["observe 0", "observe 1"], "given to the file, and not synced"
+    others.here = LogPoint(2)
+    actor.step(core.CommitMoved())
+    assert actor.told() == ["a at 0"], "others build on a position: it, and what stands behind it, waits"
+    assert actor.core.annotations == {} and actor.core.readable_to == 0
+    others.others = LogPoint(1, 1)
+    actor.step(core.CommitMoved())
+    assert actor.told() == ["read to 1", "p at 1", "b at 1"]
+    actor.step(core.Closed())
+    assert actor.told() == [], "each is answered once"
 
 
 def test_a_position_is_told_apart_from_another_one_at_the_same_offset() -> None:

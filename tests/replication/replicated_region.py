@@ -111,8 +111,11 @@ class Broker:
         shards: int,
         address: tuple[str, int],
         pools: tuple[Executor, Executor] | None = None,
+        *,
+        answers_early: bool = False,
     ) -> None:
         self.name = machine.name
+        self._answers_early = answers_early
         self._machine = machine
         self._runtime = runtime
         self._shards = shards
@@ -178,7 +181,10 @@ class Broker:
             sync_failed=self.registry.sync_failed,
         )
         self.host.on_change(self._led_by_somebody)
-        plans = [plan_of(ShardId(STREAM, number), self._machine.folder) for number in range(self._shards)]
+        plans = [
+            plan_of(ShardId(STREAM, number), self._machine.folder, answers_early=self._answers_early)
+            for number in range(self._shards)
+        ]
         await self.host.open(
             plans, registration=registration, folder=folder, registered_at=self.mirror.view.revision
         )
@@ -257,10 +263,10 @@ class Broker:
             pool.shutdown(wait=False)
 
 
-def plan_of(shard: ShardId, folder: Path) -> ShardPlan:
+def plan_of(shard: ShardId, folder: Path, *, answers_early: bool = False) -> ShardPlan:
     made = ShardIdentity(REGION, "acme/test/orders", bytes.fromhex(shard.incarnation), shard.number)
     logs = tuple(LogPlan(number, folder / f"s{shard.number}-{number}", made, SEGMENTS) for number in LOGS)
-    return ShardPlan(shard, logs)
+    return ShardPlan(shard, logs, answers_early=answers_early)
 
 
 @dataclass
@@ -456,8 +462,12 @@ def frames_of(disk: ReplicaDisk) -> list[Frame]:
 class SimulatedRegion(Region):
     """On simulated time, disks and network. A process is killed with no word to anybody."""
 
-    def __init__(self, loop: SimulatedLoop, store: MetadataStore, shards: int = 1) -> None:
+    def __init__(
+        self, loop: SimulatedLoop, store: MetadataStore, shards: int = 1, *, answers_early: bool = False
+    ) -> None:
+        """`answers_early`: its shards are of a stream with `acks: leader`."""
         super().__init__(store, loop.random, shards)
+        self.answers_early = answers_early
         self.loop = loop
         self.network = MemoryNetwork(loop.random)
         self.faults: list[tuple[float, str, str, str]] = []
@@ -474,7 +484,13 @@ class SimulatedRegion(Region):
                 except FelixError:
                     self._end(name)
                     await asyncio.sleep(0.5)
-        wish = StreamWish(STREAM, "acme/test/orders", shards=len(self.shards), replicas=3, min=2)
+        wish = StreamWish(
+            STREAM,
+            "acme/test/orders",
+            shards=len(self.shards),
+            replicas=3,
+            min=1 if self.answers_early else 2,
+        )
         for broker in self.running.values():
             broker.controller.want([wish], {})
 
@@ -485,7 +501,7 @@ class SimulatedRegion(Region):
         with self.loop.process(f"{name}{machine.lives}"):
             broker = Broker(
                 machine, self.store, MemoryEngine(self.network, name), machine.disk.mount(), simulated(self.loop, START_MS),
-                len(self.shards), (name, PORT),
+                len(self.shards), (name, PORT), answers_early=self.answers_early,
             )  # fmt: skip
             task = asyncio.get_running_loop().create_task(broker.start())
         await task
@@ -510,7 +526,13 @@ class SimulatedRegion(Region):
         del self.running[name]
 
 
-def play(scene: Callable[[SimulatedRegion], Awaitable[None]], seed: int, shards: int = 1) -> None:
+def play(
+    scene: Callable[[SimulatedRegion], Awaitable[None]],
+    seed: int,
+    shards: int = 1,
+    *,
+    answers_early: bool = False,
+) -> None:
     """A scene on simulated time, which begins when all brokers are up and every copy is in sync."""
     loop = SimulatedLoop(Random(seed))
 
@@ -518,7 +540,7 @@ def play(scene: Callable[[SimulatedRegion], Awaitable[None]], seed: int, shards:
         store = Store(loop)
         # The sweep of leases is nobody's who may be killed.
         await store.grant(60_000)
-        region = SimulatedRegion(loop, store, shards)
+        region = SimulatedRegion(loop, store, shards, answers_early=answers_early)
         await region.start()
         await region.well()
         await scene(region)

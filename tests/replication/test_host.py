@@ -71,6 +71,39 @@ def test_nothing_that_was_acknowledged_is_lost_whatever_goes_wrong(seed: int) ->
     play(scene, seed, shards=2)
 
 
+@pytest.mark.parametrize("answers_early", [True, False], ids=["acks leader", "acks quorum"])
+def test_a_leader_that_is_cut_off_acknowledges_alone_with_acks_leader_and_what_is_lost_is_told(
+    answers_early: bool,
+) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        for other in NAMES:
+            if other != leader.name:
+                region.network.part(leader.name, other, both=True)
+        batch = encode_batch([NewRecord(b"x")], producer_id=1)
+        asked = asyncio.ensure_future(leader.append(shard, 0, batch))
+        # It is on the leader's disk; nobody leaves the in-sync set within half a second.
+        await asyncio.wait([asked], timeout=0.5)
+        assert asked.done() is answers_early
+        assert leader.log(shard, 0).high_watermark == 0, "read once it is committed"
+        region.kill(leader.name)
+        asked.cancel()
+        region.network.heal()
+        await region.until(lambda: region.leader(shard) is not None)
+        successor = region.leader(shard)
+        assert successor is not None and successor.log(shard, 0).log_end_offset == 0
+        await region.start(leader.name)
+        await region.well()
+        region.check()
+        back = region.running[leader.name].host
+        assert (back.cut_records, successor.host.cut_records) == (1, 0)
+        assert ("records 0 to 0 were cut" in back.alarms.get(shard, "")) is answers_early
+
+    play(scene, 5, answers_early=answers_early)
+
+
 def test_a_disk_that_has_not_what_was_acknowledged_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A twin: without the sync, a loss of power everywhere loses what was acknowledged, and the check says so."""
     monkeypatch.setattr(ReplicaDisk, "sync", lambda self: self.log.end_point)
