@@ -22,8 +22,8 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.port import Files
 from felix.storage.small_file import TEMPORARY_SUFFIX, create_durably, save_checked
+from region.log.beginning import beginning, encode_beginning
 from region.log.compaction import COMPACTION_NAME, CompactionState, encode_compaction
-from region.log.disk import beginning, encode_beginning
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.index import INDEX_SUFFIX, SparseIndex
 from region.log.origin import Origin

@@ -4,9 +4,9 @@ The folder holds `<base offset>.seg` with `.idx` beside closed ones, `mark`, `ep
 something was compacted, `compaction`. A segment that compaction wrote is `<base offset>.<generation>.seg`.
 
 Invariants:
-- one caller writes at a time (region.log.shard holds a lock around each operation); readers need no lock:
-  segments are an immutable tuple that the writer replaces, reads go by position, and a reader stays below the
-  offset that it was given;
+- one caller writes at a time (region.log.shard holds a lock around each operation); readers need no lock
+  (region.log.log_reader): the list of segments is replaced as a whole (region.log.segment_list), reads go by position, and a reader
+  stays below the offset that it was given;
 - `write` leaves either all of its frames in the file or none; `sync` returns only when everything written
   is on disk, and the mark says so before it returns;
 - a segment exists whole or not at all, and the one before it was synced before it was created.
@@ -14,8 +14,7 @@ Invariants:
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -29,20 +28,22 @@ from felix.settings import Retention
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files, is_full
 from felix.storage.small_file import create_durably, read_file, save_checked
+from region.log.beginning import beginning, encode_beginning
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
-from region.log.errors import OffsetOutOfRangeError, StorageFailedError, compacted
+from region.log.errors import StorageFailedError
 from region.log.frame import Frame, SealedBatch, misfit
 from region.log.index import SparseIndex
+from region.log.log_reader import LogReader
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
 from region.log.open_logs import OpenLogs
 from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.producer_snapshots import ProducerSnapshots
-from region.log.producers import ProducerTable, decode_snapshot
+from region.log.producers import ProducerTable
 from region.log.recovery import EPOCHS_NAME, Recovered, encode_epochs, recover
-from region.log.retention import SegmentSpan, plan_deletion, segment_age_ms
+from region.log.retention import segment_age_ms
 from region.log.segment import (
     Head,
     Kind,
@@ -53,8 +54,9 @@ from region.log.segment import (
     segment_name,
 )
 from region.log.segment_limits import SegmentLimits
+from region.log.segment_list import SegmentList
 from region.log.segment_reader import SegmentReader
-from region.log.segment_scan import annotate, damaged
+from region.log.segment_scan import annotate
 from region.log.segment_state import SegmentState, told_from, write_index
 from region.log.written_files import WrittenFiles
 
@@ -87,11 +89,12 @@ class DiskLog:
         self.compaction = recovered.compaction
         self._snapshots = ProducerSnapshots(files, folder)
         self.offload = recovered.offload
-        self._segments: tuple[SegmentState, ...] = tuple(recovered.segments)
+        self._segments = SegmentList(recovered.segments)
         self._reader = SegmentReader(files, identity.shard)
+        self._log_reader = LogReader(self._segments, self._reader)
         self.epochs = recovered.epochs
         self._epochs_saved = False
-        self.synced_offset = self._segments[-1].next_offset if self._segments else 0
+        self.synced_offset = recovered.segments[-1].next_offset if recovered.segments else 0
         """Every offset below is on the disk: recovery syncs what it lets stand, and `sync` moves it."""
         self._written = WrittenFiles(files, folder)
         self._open_logs = open_logs
@@ -137,8 +140,8 @@ class DiskLog:
         )
         try:
             with log.writer:
-                if log._segments:
-                    log._written.synced_to = log._segments[-1].segment_bytes
+                if recovered.segments:
+                    log._written.synced_to = recovered.segments[-1].segment_bytes
                 else:
                     log._begin((origin or Origin()).point, recovered.producers, now_ms)
                 log._begin_mark()
@@ -154,42 +157,42 @@ class DiskLog:
     @property
     def start_offset(self) -> int:
         """The oldest offset held."""
-        return self._segments[0].base_offset
+        return self._segments.start_offset
 
     @property
     def end_offset(self) -> int:
         """The offset after the last batch written."""
-        return self._segments[-1].next_offset
+        return self._segments.active.next_offset
 
     @property
     def start_point(self) -> LogPoint:
         """Where the log stands before the first entry held."""
-        return self._segments[0].base_point
+        return self._segments.start_point
 
     @property
     def end_point(self) -> LogPoint:
         """Where the log stands behind the last entry written."""
-        return self._segments[-1].end_point
+        return self._segments.end_point
 
     @property
     def segment_count(self) -> int:
         """How many segment files there are."""
-        return len(self._segments)
+        return len(self._segments.now)
 
     @property
     def bytes_held(self) -> int:
         """Bytes of all segment files that are local."""
-        return sum(segment.segment_bytes for segment in self._segments if segment.is_local)
+        return self._segments.local_bytes
 
     @property
     def remote_bytes(self) -> int:
         """Bytes of all segments that are in a store, local as well or not."""
-        return sum(segment.segment_bytes for segment in self._segments if segment.remote)
+        return self._segments.remote_bytes
 
     @property
     def last_time_ms(self) -> int:
         """Append time of the newest batch; -1 where there is none."""
-        return max(segment.last_time_ms for segment in self._segments)
+        return self._segments.last_time_ms
 
     # Writing.
 
@@ -197,7 +200,7 @@ class DiskLog:
         """The last segment and the mark are open for writing. Raises UnavailableError where the process has too many files open:
         nothing was written."""
         self._open_logs.used(self)
-        self._written.open(self._segments[-1].path)
+        self._written.open(self._segments.active.path)
 
     def release_files(self) -> bool:
         """region.log.open_logs.OpenLog: what is written is synced, and the files are closed until the next write."""
@@ -222,10 +225,10 @@ class DiskLog:
         """
         self._written.require_sound()
         self._open_files()
-        active = self._segments[-1]
+        active = self._segments.active
         if self._roll_due(active, now_ms):
             self.roll(now_ms)
-            active = self._segments[-1]
+            active = self._segments.active
         buffers: list[bytes | memoryview] = []
         position = active.segment_bytes
         notes: list[tuple[int, int, int, int, int]] = []
@@ -309,7 +312,7 @@ class DiskLog:
 
     def sync(self) -> None:
         """Bring everything written to the disk, then write the mark. Raises StorageFailedError."""
-        active = self._segments[-1]
+        active = self._segments.active
         if self._written.sync(active.path, active.segment_bytes):
             self.synced_offset = active.next_offset
             self._write_mark()
@@ -333,7 +336,7 @@ class DiskLog:
     def roll(self, now_ms: int) -> None:
         """Close the active segment and begin the next. Raises as `write` does."""
         self._open_files()
-        active = self._segments[-1]
+        active = self._segments.active
         assert active.index is not None
         self.sync()
         write_index(self._files, active.index_path, active.index.encode())
@@ -388,7 +391,7 @@ class DiskLog:
         self._written.begin(descriptor, position)
         index = SparseIndex(base_offset, start)
         index.add_position(position)
-        self._segments += (
+        self._segments.now += (
             SegmentState(
                 path,
                 header,
@@ -415,38 +418,24 @@ class DiskLog:
             self.sync_mark()
 
     def _current_mark(self) -> Mark:
-        return Mark(self._segments[-1].base_offset, self._written.synced_to, self._segments[0].base_offset)
+        return Mark(self._segments.active.base_offset, self._written.synced_to, self._segments.start_offset)
 
     def _write_mark(self) -> None:
         self._written.write_mark(self._current_mark())
 
-    # Reading.
+    # Reading: region.log.log_reader, any thread.
 
     def read(self, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
-        """Whole batches from the one that holds `offset` on, below offset `limit`: at least one where there is one,
-        then up to `max_bytes`, all of one segment and usually of one read.
+        """See LogReader."""
+        return self._log_reader.read(offset, max_bytes, limit)
 
-        Raises OffsetOutOfRangeError, CorruptionError (the bytes read are not what was written).
-        """
-        while True:
-            segments = self._segments
-            start = segments[0].base_offset
-            if not start <= offset <= limit:
-                raise OffsetOutOfRangeError(offset, start, limit)
-            if offset == limit:
-                return []
-            segment = segments[bisect_right(segments, offset, key=_base_offset) - 1]
-            try:
-                found = self._reader.read(segment, offset, max_bytes, limit)
-            except FileNotFoundError:
-                # Retention or compaction was faster; the segments that there are now say so above.
-                if self._segments is segments:
-                    raise damaged(segment.path, 0, offset, "the file is gone") from None
-                continue
-            if found or segment.next_offset >= limit:
-                return found
-            # What is left of this segment was compacted away: the next entry is in the next one.
-            offset = segment.next_offset
+    def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
+        """See LogReader."""
+        return self._log_reader.read_frames(point, max_bytes, limit)
+
+    def offset_for_time(self, time_ms: int, limit: int) -> int:
+        """See LogReader."""
+        return self._log_reader.offset_for_time(time_ms, limit)
 
     def origin(self, producers: bytes, *, is_last: bool = False) -> Origin:
         """What a copy of this log begins with, whose frames are then read from there on: `start_point`, or with `is_last` where the
@@ -454,57 +443,8 @@ class DiskLog:
 
         Raises as `read_frames` does.
         """
-        while True:
-            segments = self._segments
-            first = segments[-1 if is_last else 0]
-            if first.header.span:
-                raise compacted(first, first.base_offset)
-            try:
-                annotations = self._reader.copies(first)
-            except FileNotFoundError:
-                if self._segments is segments:
-                    raise damaged(first.path, 0, first.base_offset, "the file is gone") from None
-                continue
-            return Origin(first.base_point, annotations, producers, self.epochs.starts)
-
-    def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
-        """The frames from `point` on, none that ends behind `limit`: at least one where there is one, then up to `max_bytes`, all of
-        one segment. Each as it stands: sealed, with its leader's epoch.
-
-        Raises OffsetOutOfRangeError where the log does not hold `point`, RequestError(UNSUPPORTED) where what follows was compacted
-        (its closed segments are to be copied), NotLocalError, CorruptionError.
-        """
-        while True:
-            segments = self._segments
-            if not segments[0].base_point <= point <= limit:
-                raise OffsetOutOfRangeError(point.offset, segments[0].base_offset, limit.offset)
-            if point == limit:
-                return []
-            segment = segments[bisect_right(segments, point, key=_base_point) - 1]
-            if segment.header.span:
-                raise compacted(segment, point.offset)
-            try:
-                return self._reader.read_frames(segment, point, max_bytes, limit)
-            except FileNotFoundError:
-                if self._segments is segments:
-                    raise damaged(segment.path, 0, point.offset, "the file is gone") from None
-
-    def offset_for_time(self, time_ms: int, limit: int) -> int:
-        """Base offset of the first batch below `limit` appended at or after `time_ms`; `limit` where there is none."""
-        while True:
-            segments = self._segments
-            try:
-                for segment in segments:
-                    if segment.last_time_ms >= time_ms:
-                        found = self._reader.first_since(segment, time_ms)
-                        if found is not None:
-                            return min(found, limit)
-                return limit
-            except FileNotFoundError as error:
-                if self._segments is segments:
-                    raise damaged(
-                        Path(error.filename), 0, segments[0].base_offset, "the file is gone"
-                    ) from None
+        point, annotations = self._log_reader.beginning(is_last=is_last)
+        return Origin(point, annotations, producers, self.epochs.starts)
 
     # Deleting.
 
@@ -512,13 +452,16 @@ class DiskLog:
         self, retention: Retention, now_ms: int, *, below: int, hold: int | None = None
     ) -> bool:
         """Whether `delete_old` would do anything. Does not block: it may be asked on the loop."""
-        return self._outlived(retention, now_ms) or self._plan(retention, now_ms, below, hold) > 0
+        return (
+            self._outlived(retention, now_ms)
+            or self._segments.deletable(retention, now_ms, below=below, hold=hold) > 0
+        )
 
     def delete_old(self, retention: Retention, now_ms: int, *, below: int, hold: int | None = None) -> int:
         """Delete the segments that `retention` lets go, all of them wholly below offset `below`; how many."""
         if self._outlived(retention, now_ms):
             self.roll(now_ms)
-        count = self._plan(retention, now_ms, below, hold)
+        count = self._segments.deletable(retention, now_ms, below=below, hold=hold)
         if count:
             self._delete_first(count)
         return count
@@ -529,30 +472,20 @@ class DiskLog:
         by_age = segment_age_ms(retention)
         if by_age is not None:
             age_ms = min(age_ms, by_age)
-        return self._aged(self._segments[-1], now_ms, age_ms)
-
-    def _plan(self, retention: Retention, now_ms: int, below: int, hold: int | None) -> int:
-        spans = [
-            SegmentSpan(one.base_offset, one.next_offset, one.segment_bytes, one.last_time_ms)
-            for one in self._segments
-        ]
-        count = plan_deletion(spans, retention, now_ms, hold=hold)
-        while count and spans[count - 1].next_offset > below:
-            count -= 1
-        return count
+        return self._aged(self._segments.active, now_ms, age_ms)
 
     def trim(self, offset: int, now_ms: int) -> int:
         """Delete the segments that end at or below `offset`, the active one rolled before where it begins below; how many."""
-        if self._segments[-1].base_offset < offset:
+        if self._segments.active.base_offset < offset:
             self.roll(now_ms)
-        count = sum(one.next_offset <= offset for one in self._segments[:-1])
+        count = sum(one.next_offset <= offset for one in self._segments.now[:-1])
         if count:
             self._delete_first(count)
         return count
 
     def _delete_first(self, count: int) -> None:
         self._open_files()
-        gone, self._segments = self._segments[:count], self._segments[count:]
+        gone, self._segments.now = self._segments.now[:count], self._segments.now[count:]
         # The new start is on disk before any file goes: what a crash leaves below it is known to be leftover.
         self._write_mark()
         self.sync_mark()
@@ -568,7 +501,7 @@ class DiskLog:
         for segment in gone:
             for path in (segment.path, segment.index_path, segment.fetched_path):
                 self._files.remove(path)
-        self._snapshots.trim(told_from(self._segments))
+        self._snapshots.trim(told_from(self._segments.now))
         self._files.sync_folder(self.folder)
 
     # Compaction. What is to be written where is region.log.compactor's; here, as in all writing, by one at a time.
@@ -576,15 +509,11 @@ class DiskLog:
     @property
     def segments(self) -> tuple[SegmentState, ...]:
         """The segments as they are now, oldest first; the last one is written to, the others never change."""
-        return self._segments
+        return self._segments.now
 
     def dirty_spans(self, below: int) -> list[DirtySpan]:
         """The closed segments that lie wholly below offset `below`."""
-        return [
-            DirtySpan(one.next_offset, one.segment_bytes, one.last_time_ms)
-            for one in self._segments[:-1]
-            if one.next_offset <= below
-        ]
+        return self._segments.dirty_spans(below)
 
     def position_for_offset(self, segment: SegmentState, offset: int) -> int:
         """Where in a segment to scan from for the batch that holds `offset`, or the first one behind it."""
@@ -600,12 +529,10 @@ class DiskLog:
 
         False, with nothing changed, where these are no longer all there. `new` has its index in it.
         """
-        segments = self._segments
-        if old[0] not in segments:
+        at = self._segments.position_of(old)
+        if at is None:
             return False
-        at = segments.index(old[0])
-        if segments[at : at + len(old)] != tuple(old) or at + len(old) >= len(segments):
-            return False
+        segments = self._segments.now
         assert new.index is not None and new.base_offset == old[0].base_offset
         assert new.next_offset == old[-1].next_offset
         new.base_note, new.end_note = old[0].base_note, old[-1].end_note
@@ -614,12 +541,12 @@ class DiskLog:
             self._files.sync_folder(self.folder)
         write_index(self._files, new.index_path, new.index.encode())
         self._reader.keep_index(new)
-        self._segments = (*segments[:at], new, *segments[at + len(old) :])
+        self._segments.now = (*segments[:at], new, *segments[at + len(old) :])
         with self._written.fatal("Deleting what was compacted", self.folder):
             for segment in old:
                 self._files.remove(segment.path)
                 self._files.remove(segment.index_path)
-            self._snapshots.trim(told_from(self._segments))
+            self._snapshots.trim(told_from(self._segments.now))
             self._files.sync_folder(self.folder)
         return True
 
@@ -633,7 +560,7 @@ class DiskLog:
     def add_offloaded(self, segment: SegmentState, entry: Offloaded) -> None:
         """A verified copy of `segment` is in a store; where retention was faster, the copy is to be deleted."""
         state = msgspec.structs.replace(self.offload, begun="")
-        if segment in self._segments:
+        if segment in self._segments.now:
             self.save_offload(msgspec.structs.replace(state, segments=(*state.segments, entry)))
             segment.remote = entry
         else:
@@ -643,14 +570,11 @@ class DiskLog:
 
     def droppable(self, local_bytes: int) -> SegmentState | None:
         """The oldest local segment, where more than `local_bytes` are local and a copy of it is in a store."""
-        if self.bytes_held <= local_bytes:
-            return None
-        oldest = next(segment for segment in self._segments if segment.is_local)
-        return oldest if oldest.remote and oldest is not self._segments[-1] else None
+        return self._segments.droppable(local_bytes)
 
     def drop_local(self, segment: SegmentState) -> None:
         """Let the local file of an offloaded segment go; its index stays."""
-        if segment.remote is None or segment not in self._segments[:-1]:
+        if segment.remote is None or segment not in self._segments.now[:-1]:
             return
         if read_file(self._files, segment.index_path) is None:
             write_index(self._files, segment.index_path, self._reader.index(segment).encode())
@@ -664,16 +588,7 @@ class DiskLog:
         Raises OffsetOutOfRangeError outside the log, RequestError(UNSUPPORTED) where it was compacted, so that what the cut records
         superseded is gone, or offloaded.
         """
-        if not self.start_point <= cut < self.end_point:
-            raise OffsetOutOfRangeError(cut.offset, self.start_offset, self.end_offset)
-        at = bisect_right(self._segments, cut, key=_base_point) - 1
-        if any(one.header.span or one.remote for one in self._segments[at:]):
-            raise RequestError(
-                f"The log was compacted or offloaded behind offset {cut.offset}; it cannot be cut there.",
-                code=Code.UNSUPPORTED,
-                hint="Build the replica anew from its leader.",
-            )
-        return at
+        return self._segments.check_cut(cut)
 
     def truncate(self, cut: LogPoint) -> ProducerTable:
         """Cut every entry that reaches past `cut`; the producers of what stays.
@@ -686,7 +601,8 @@ class DiskLog:
         self.sync()
         if offset < self.compaction.clean_to:
             self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
-        target, later = self._segments[at], self._segments[at + 1 :]
+        segments = self._segments.now
+        target, later = segments[at], segments[at + 1 :]
         index, annotations, note, epoch = self._reader.rescan(target, target.segment_bytes, cut)
         end = index.next_offset
         producers = self._producers_at(end)
@@ -699,7 +615,7 @@ class DiskLog:
         self._files.sync_folder(self.folder)
         target.index, target.next_offset, target.end_note = index, index.next_offset, note
         target.segment_bytes, target.last_time_ms = index.segment_bytes, index.last_time_ms
-        self._segments = self._segments[: at + 1]
+        self._segments.now = segments[: at + 1]
         self._written.synced_to, self.synced_offset = index.segment_bytes, index.next_offset
         self._reader.forget_indexes()
         self._write_mark()
@@ -720,8 +636,8 @@ class DiskLog:
         """The producers of what stands below `end`. The table in memory cannot be cut back to it: of a producer's older batches some may
         have been forgotten in favour of those behind."""
         copied = ProducerSnapshots(self._files, self.folder, self.compaction.producers)
-        producers, begin = copied.at(end, told_from(self._segments))
-        for segment in self._segments:
+        producers, begin = copied.at(end, told_from(self._segments.now))
+        for segment in self._segments.now:
             if segment.next_offset <= begin or segment.base_offset >= end:
                 continue
             self._reader.count_producers(segment, producers, begin, end)
@@ -770,45 +686,3 @@ class DiskLog:
         """Close the files, and promise nothing."""
         self._open_logs.closed(self)
         self._written.close()
-
-
-def _base_offset(segment: SegmentState) -> int:
-    return segment.base_offset
-
-
-def _base_point(segment: SegmentState) -> LogPoint:
-    return segment.base_point
-
-
-def encode_beginning(header: SegmentHeader, annotations: Mapping[int, bytes]) -> list[bytes]:
-    """What a new segment begins with: its header, and the last annotation of every slot, so that retention never loses one."""
-    encoded = header.encode()
-    copies = [
-        encode_entry_header(
-            Kind.POSITION,
-            base_offset=header.base_offset,
-            leader_epoch=0,
-            synced_to=len(encoded),
-            batch_length=0,
-            slot=slot,
-            annotation=annotation,
-            salt=header.salt,
-        )
-        for slot, annotation in annotations.items()
-    ]
-    return [encoded, *copies]
-
-
-def beginning(origin: Origin) -> Recovered:
-    """What recovery would find of a log that has just begun. Raises CorruptionError."""
-    point = origin.point
-    producers = (
-        decode_snapshot(origin.producers)[0] if origin.producers else ProducerTable(settled=point.offset)
-    )
-    producers.rollback(point.offset)
-    return Recovered(
-        [],
-        dict(origin.annotations),
-        EpochHistory([one for one in origin.epochs if one.start_offset < point.offset]),
-        producers,
-    )

@@ -1,0 +1,108 @@
+"""Reading a log across its segments, while they are replaced. Blocking: threads only, any number at once.
+
+Invariant: a file that is gone is damage only where the segments were not replaced meanwhile; else the read is done again with those that
+there are now.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from pathlib import Path
+
+from region.log.errors import OffsetOutOfRangeError, compacted
+from region.log.frame import Frame, SealedBatch
+from region.log.point import LogPoint
+from region.log.segment_list import SegmentList, base_offset, base_point
+from region.log.segment_reader import SegmentReader
+from region.log.segment_scan import damaged
+
+
+class LogReader:
+    """Of one log: its segments, each read by `reader`."""
+
+    __slots__ = ("_reader", "_segments")
+
+    def __init__(self, segments: SegmentList, reader: SegmentReader) -> None:
+        self._segments = segments
+        self._reader = reader
+
+    def read(self, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+        """Whole batches from the one that holds `offset` on, below offset `limit`: at least one where there is one,
+        then up to `max_bytes`, all of one segment and usually of one read.
+
+        Raises OffsetOutOfRangeError, CorruptionError (the bytes read are not what was written).
+        """
+        while True:
+            segments = self._segments.now
+            start = segments[0].base_offset
+            if not start <= offset <= limit:
+                raise OffsetOutOfRangeError(offset, start, limit)
+            if offset == limit:
+                return []
+            segment = segments[bisect_right(segments, offset, key=base_offset) - 1]
+            try:
+                found = self._reader.read(segment, offset, max_bytes, limit)
+            except FileNotFoundError:
+                # Retention or compaction was faster; the segments that there are now say so above.
+                if self._segments.now is segments:
+                    raise damaged(segment.path, 0, offset, "the file is gone") from None
+                continue
+            if found or segment.next_offset >= limit:
+                return found
+            # What is left of this segment was compacted away: the next entry is in the next one.
+            offset = segment.next_offset
+
+    def beginning(self, *, is_last: bool) -> tuple[LogPoint, dict[int, bytes]]:
+        """Where the first segment begins, or with `is_last` the one that is written to, and the annotations that it repeats.
+
+        Raises as `read_frames` does.
+        """
+        while True:
+            segments = self._segments.now
+            first = segments[-1 if is_last else 0]
+            if first.header.span:
+                raise compacted(first, first.base_offset)
+            try:
+                return first.base_point, self._reader.copies(first)
+            except FileNotFoundError:
+                if self._segments.now is segments:
+                    raise damaged(first.path, 0, first.base_offset, "the file is gone") from None
+
+    def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
+        """The frames from `point` on, none that ends behind `limit`: at least one where there is one, then up to `max_bytes`, all of
+        one segment. Each as it stands: sealed, with its leader's epoch.
+
+        Raises OffsetOutOfRangeError where the log does not hold `point`, RequestError(UNSUPPORTED) where what follows was compacted
+        (its closed segments are to be copied), NotLocalError, CorruptionError.
+        """
+        while True:
+            segments = self._segments.now
+            if not segments[0].base_point <= point <= limit:
+                raise OffsetOutOfRangeError(point.offset, segments[0].base_offset, limit.offset)
+            if point == limit:
+                return []
+            segment = segments[bisect_right(segments, point, key=base_point) - 1]
+            if segment.header.span:
+                raise compacted(segment, point.offset)
+            try:
+                return self._reader.read_frames(segment, point, max_bytes, limit)
+            except FileNotFoundError:
+                if self._segments.now is segments:
+                    raise damaged(segment.path, 0, point.offset, "the file is gone") from None
+
+    def offset_for_time(self, time_ms: int, limit: int) -> int:
+        """Base offset of the first batch below `limit` appended at or after `time_ms`; `limit` where there is none."""
+        while True:
+            segments = self._segments.now
+            try:
+                for segment in segments:
+                    if segment.last_time_ms >= time_ms:
+                        found = self._reader.first_since(segment, time_ms)
+                        if found is not None:
+                            return min(found, limit)
+                return limit
+            except FileNotFoundError as error:
+                if self._segments.now is segments:
+                    raise damaged(
+                        Path(error.filename), 0, segments[0].base_offset, "the file is gone"
+                    ) from None
