@@ -11,7 +11,8 @@ from region.governance.service import Governance
 from region.log.directory import LogDirectory
 from region.queue.service import QueueService
 from region.subscriptions.service import SubscriptionService
-from region.transactions.coordinator import OPEN_MAX, Coordinator
+from region.transactions.coordinator import Coordinator
+from region.transactions.open_transactions import OPEN_MAX
 
 
 class BrokerGauges:
@@ -54,12 +55,12 @@ class BrokerGauges:
             "audit_pending_bytes": status.pending_bytes,
             "audit_failed": float(bool(status.failure)),
             **self._governance.witnessing.gauges(),
-            "transactions_open": self._transactions.open_count,
+            "transactions_open": len(self._transactions.open),
             "transactions_open_limit": OPEN_MAX,
             "transactions_owed": self._transactions.owed_count,
             "transactions_committed": self._transactions.committed,
             "transactions_aborted": self._transactions.aborted,
-            "transactions_timed_out": self._transactions.timed_out,
+            "transactions_timed_out": self._transactions.open.timed_out,
         }
 
     def _listener_gauges(self) -> dict[str, float]:

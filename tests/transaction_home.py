@@ -112,8 +112,8 @@ class Home:
     async def close(self, *, crash: bool = False) -> None:
         if not crash:
             await self.coordinator.close()
-        elif self.coordinator._applier is not None:
-            self.coordinator._applier.cancel()
+        elif self.coordinator.applier.task is not None:
+            self.coordinator.applier.task.cancel()
         await self.streams.close()
         await self.directory.close()
 
@@ -147,7 +147,7 @@ class Home:
         self, *, owner: SpiffeId = OWNER, timeout_ms: int = 30_000, transactional_id: str = "", epoch: int = 0
     ) -> bytes:
         made = os.urandom(16)
-        self.coordinator.begin(owner, made, timeout_ms, transactional_id, epoch)
+        self.coordinator.open.begin(owner, made, timeout_ms, transactional_id, epoch)
         return made
 
     def stage(
@@ -155,4 +155,4 @@ class Home:
         headers: dict[str, bytes] | None = None,
     ) -> None:  # fmt: skip
         batch = encode_batch([NewRecord(each, None, headers) for each in payloads], shard=shard)
-        self.coordinator.stage(owner, transaction, index, name, b"", batch.encode())
+        self.coordinator.open.stage(owner, transaction, index, name, b"", batch.encode())

@@ -1,4 +1,4 @@
-"""The views whose acknowledgements a transaction can carry, as the coordinator asks them (coordinator.Participant)."""
+"""The views whose acknowledgements a transaction can carry, as the coordinator asks them (applier.Participant)."""
 
 from __future__ import annotations
 

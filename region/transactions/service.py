@@ -32,7 +32,8 @@ from felix.transaction_messages import (
 from region.broker import Broker
 from region.exchange import Exchange
 from region.ports import Exchanging, Role
-from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, Coordinator
+from region.transactions.coordinator import Coordinator
+from region.transactions.open_transactions import OPEN_PER_IDENTITY_MAX
 
 
 class TransactionService:
@@ -69,22 +70,22 @@ class _Handler:
         owner = exchange.identity
         match call:
             case Begin(transaction_id, timeout_ms, transactional_id, epoch):
-                begun = coordinator.begin(
+                begun = coordinator.open.begin(
                     owner, transaction_id, timeout_ms, transactional_id, epoch, self._hold
                 )
                 exchange.reply(correlation, Begun(begun.begun_ms))
             case Resolve(stream):
-                hosted = coordinator.resolve(owner, stream)
+                hosted = coordinator.open.resolve(owner, stream)
                 exchange.reply(correlation, Resolved(hosted.shard_count, hosted.incarnation))
             case Stage(transaction_id, index, stream, incarnation, batch):
                 wait_s = self._charge(stream, batch)
-                coordinator.stage(owner, transaction_id, index, stream, incarnation, batch)
+                coordinator.open.stage(owner, transaction_id, index, stream, incarnation, batch)
                 if wait_s:
                     exchange.spawn(correlation, self._staged_later(correlation, wait_s))
                 else:
                     exchange.reply(correlation, Staged())
             case StageAcknowledgement(transaction_id, index, view, body):
-                coordinator.acknowledge(owner, transaction_id, index, view, body)
+                coordinator.open.acknowledge(owner, transaction_id, index, view, body)
                 exchange.reply(correlation, Staged())
             case Abort(transaction_id):
                 exchange.spawn(correlation, self._abort(correlation, transaction_id))

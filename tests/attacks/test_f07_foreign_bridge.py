@@ -170,7 +170,7 @@ async def test_no_journal_holds_what_a_peer_without_rights_wants_fenced(
                 (error,) = peer.errors(stream_id=stream)
                 assert error.code in (Code.FORBIDDEN, Code.NOT_FOUND_OR_FORBIDDEN)
         assert not holding(canary.encode(), mesh.eu.root)
-    assert mesh.nodes["eu-west"].transactions.open_count == 0
+    assert len(mesh.nodes["eu-west"].transactions.open) == 0
     tally("fences refused", tried)
 
 

@@ -26,7 +26,8 @@ from felix.storage.disk import DiskFiles
 from policy.quantity import Duration, Size
 from region.config import LimitsConfig
 from region.transactions import state
-from region.transactions.coordinator import OPEN_PER_IDENTITY_MAX, PARTS_PER_SHARD_MAX
+from region.transactions.applier import PARTS_PER_SHARD_MAX
+from region.transactions.open_transactions import OPEN_PER_IDENTITY_MAX
 from region.transactions.state import TransactionState
 from region.views.journal import Journal
 
@@ -109,7 +110,7 @@ async def test_many_commits_at_once_are_applied_in_groups_and_in_order(home: Hom
             transactions.clear()
     await asyncio.gather(*(home.coordinator.commit(OWNER, t, 2, home.clock) for t in transactions))
     assert await home.records(A) == await home.records(B) == [b"%d" % n for n in range(100)]
-    assert home.coordinator.groups < 100
+    assert home.coordinator.applier.groups < 100
 
 
 async def test_aborted_and_abandoned_ones_leave_nothing(home: Home) -> None:
@@ -121,10 +122,10 @@ async def test_aborted_and_abandoned_ones_leave_nothing(home: Home) -> None:
     with pytest.raises(RequestError) as refused:
         await home.coordinator.commit(OWNER, aborted, 1, home.clock)
     assert refused.value.code is Code.TRANSACTION_ABORTED
-    await until(lambda: not home.coordinator.open_count)
+    await until(lambda: not len(home.coordinator.open))
     with pytest.raises(RequestError, match="open for more than 30 ms"):
         home.stage(abandoned, 1, A, b"late")
-    assert (home.coordinator.aborted, home.coordinator.timed_out) == (1, 1)
+    assert (home.coordinator.aborted, home.coordinator.open.timed_out) == (1, 1)
     assert home.budgets.transactions.used_bytes == 0
     assert await home.records(A) == []
 
@@ -176,7 +177,7 @@ async def test_limits_are_answers(home: Home) -> None:
     with pytest.raises(RequestError, match="no shard 7"):
         home.stage(transaction, 32, A, b"x", shard=7)
     with pytest.raises(RequestError, match="16 bytes"):
-        home.coordinator.begin(OTHER, b"short", 10, "", 0)
+        home.coordinator.open.begin(OTHER, b"short", 10, "", 0)
 
 
 async def test_rights_are_asked_when_staged_and_again_at_the_commit(home: Home) -> None:
