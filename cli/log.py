@@ -18,6 +18,7 @@ from felix.storage.disk import DiskFiles, FileLock
 from keys.keyring import ROOTS, Keyring, open_keyring
 from keys.shared import RegionKeys, SharedKeyring, open_stored
 from region.folder import RegionFolder
+from region.log.companions import JournalKind, kind_of, shard_of
 from region.log.directory import (
     StoredStream,
     folder_name,
@@ -33,7 +34,6 @@ from region.log.offloader import check_object, restore_shard
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, decode_segment_header
 from region.log.verify import ShardVerdict, shard_bytes, verify_shard
 from region.sealing import KeyringSeal
-from region.views.journal import JournalKind
 
 if TYPE_CHECKING:
     from region.config import RegionConfig
@@ -184,7 +184,7 @@ def _verify_all(
 
 def _shard_name(number: int) -> str:
     """`3`, or `3 queue` for the journal of a view beside it."""
-    kind, shard = number >> 16, number & 0xFFFF
+    kind, shard = kind_of(number), shard_of(number)
     return f"{shard} {JournalKind(kind).name.lower()}" if kind in set(JournalKind) else str(number)
 
 

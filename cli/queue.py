@@ -65,6 +65,18 @@ def create(
         str, typer.Option(help="When records go that nobody has finished: 7d,10GB. Default: never.")
     ] = "",
     ring: Annotated[str, typer.Option(help="Memory per shard of an ephemeral queue, as in 64MiB.")] = "",
+    replicas: Annotated[
+        int,
+        typer.Option(
+            help="Copies of each shard and of its leases, on as many of the region's brokers; fixed."
+        ),
+    ] = 1,
+    min_in_sync: Annotated[
+        int,
+        typer.Option(
+            help="With --replicas: how many copies a job is on at least before it is acknowledged. Default: a majority."
+        ),
+    ] = 0,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
@@ -85,6 +97,8 @@ def create(
                 durability=parse_durability(durability),
                 retention=parse_retention(retention),
                 ring_bytes=int(Size.parse(ring)) if ring else 0,
+                replicas=replicas,
+                min_in_sync=min_in_sync,
             )
 
     state = run(make())

@@ -196,12 +196,15 @@ class SyncRegion(BlockingRegion):
         durability: Durability | None = None,
         retention: Retention | None = None,
         ring_bytes: int = 0,
+        replicas: int = 0,
+        min_in_sync: int = 0,
     ) -> StreamState:
         """Create a queue: a stream whose records are leased to workers. Raises as `create_stream`.
 
         `visibility`: seconds that a lease lasts; `attempts`: deliveries before a record goes to the dead letters (0: without bound);
         `retry`: seconds until a record that was given back is tried again, doubled each time up to `retry_max`; `dead_letter`: a
-        stream for them, else the queue's name with `.dead`; `ordered_by_key`: one record of a key is out at a time.
+        stream for them, else the queue's name with `.dead`; `ordered_by_key`: one record of a key is out at a time. Its copies are as
+        `create_stream` has them; its dead letters get as many.
         """
         return self._background.call(
             self._inner.create_queue(
@@ -216,6 +219,8 @@ class SyncRegion(BlockingRegion):
                 durability=durability,
                 retention=retention,
                 ring_bytes=ring_bytes,
+                replicas=replicas,
+                min_in_sync=min_in_sync,
             )
         )
 

@@ -31,7 +31,7 @@ from region.budget import Budgets
 from region.clustered import Clustered
 from region.config import RegionConfig
 from region.metadata.catalog import Catalog
-from region.metadata.records import StreamConfig, check_stream_config
+from region.metadata.records import StreamConfig, check_stream_config, is_replicated
 from region.metrics import BrokerMetrics
 from region.offload import check_offload
 from region.places import places_of, refusal
@@ -315,12 +315,31 @@ class Broker:
         keeper = self.clustered.placed_on(stream.record)
         return "" if keeper == self.broker_id else keeper
 
-    def check_dead_letters(self, source: StreamName, target: StreamName) -> None:
-        """Raises RequestError(UNSUPPORTED) where another broker has the stream that dead letters of one that is led here are to go to."""
+    def why_apart(self, source: StreamName, target: StreamName) -> str:
+        """Why what this broker leads of `source` cannot go into `target`, now and after the next election: the two are not on the same
+        brokers. Empty where they are, or where one of them does not exist."""
+        held, other = self.streams.get(source), self.streams.get(target)
+        if self.clustered is None or held is None or other is None:
+            return ""
+        if is_replicated(held.record.config) and is_replicated(other.record.config):
+            places, others = self.clustered.replicas_of(held.record), self.clustered.replicas_of(other.record)
+            return "" if places == others else f"{target} has its copies on {', '.join(sorted(others))}"
+        if is_replicated(held.record.config) or is_replicated(other.record.config):
+            return _copies_differ(target, held.record.config.replicas, other.record.config.replicas)
         keeper = self.kept_elsewhere(target)
-        if keeper and not self.kept_elsewhere(source):
+        return f"{target} is on {keeper}" if keeper else ""
+
+    def check_dead_letters(self, source: StreamName, target: StreamName, copies: int = 0) -> None:
+        """Raises RequestError(UNSUPPORTED) where dead letters of one that is led here, or is to be made with so many copies, cannot go
+        into a stream that is there."""
+        other, why = self.streams.get(target), ""
+        if self.streams.get(source) is not None:
+            why = "" if self.kept_elsewhere(source) else self.why_apart(source, target)
+        elif self.clustered is not None and other is not None and other.record.config.replicas != copies:
+            why = _copies_differ(target, copies, other.record.config.replicas)
+        if why:
             raise RequestError(
-                f"Dead letters of {source} stay on the broker that leads it, {self.broker_id}, and {target} is on {keeper}.",
+                f"Dead letters of {source} stay on the broker that leads it, {self.broker_id}, and {why}.",
                 code=Code.UNSUPPORTED,
                 hint="Name a stream that does not exist yet, or none: it is placed beside its source.",
             )
@@ -519,3 +538,7 @@ class Broker:
             found[f"{budget.name}_bytes"] = budget.used_bytes
             found[f"{budget.name}_bytes_limit"] = budget.limit_bytes
         return found
+
+
+def _copies_differ(target: StreamName, copies: int, others: int) -> str:
+    return f"{target} has another number of copies, {others} and not {copies}"

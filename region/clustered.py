@@ -89,7 +89,8 @@ class Clustered:
         return self.member.assignments.epochs(record.incarnation, record.config.shards)
 
     def copies(self, record: Stream, number: int) -> Copies | None:
-        """What a shard is led by here that has other copies; None for a stream of one. Raises UnavailableError where it is not led here."""
+        """What a shard's log, or the companion of this number, is led by here that has other copies; None for a stream of one. Raises
+        UnavailableError where it is not led here."""
         if self.replicas is None or not is_replicated(record.config):
             return None
         return self.replicas.lead(record, number)
@@ -134,6 +135,10 @@ class Clustered:
     def placed_on(self, record: Stream) -> str:
         """The broker that has a stream's records, whether it leads now or not; empty before it is placed."""
         return self.member.assignments.placed(record.incarnation)
+
+    def replicas_of(self, record: Stream) -> frozenset[str]:
+        """The brokers that have copies of the stream; empty before it is placed."""
+        return frozenset(self.members(record, 0)[0])
 
     def alarms(self, records: Iterable[Stream]) -> list[str]:
         """What needs a person, as this broker knows: copies that are missing first."""

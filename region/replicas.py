@@ -22,6 +22,7 @@ from felix.storage.port import Files
 from felix.tasks import end_tasks
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardDurability, ShardId
+from region.log.companions import RECORDS, JournalKind, kind_of, log_number, shard_of
 from region.log.copies import Copies
 from region.log.errors import storage_error
 from region.log.open_logs import OpenLogs
@@ -34,8 +35,6 @@ log = logging.getLogger("felix.region.replicas")
 
 RETRY_S: Final = 10.0
 """A copy that could not be opened is tried again after this: a disk may have room by then."""
-RECORDS: Final = 0
-"""The number of a shard's record log among its logs."""
 
 
 class Folders(Protocol):
@@ -46,6 +45,14 @@ class Folders(Protocol):
     files: Files
 
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
+
+
+def kinds_of(config: StreamConfig) -> tuple[int, ...]:
+    """The logs of each shard of a stream, whether somebody uses them yet or not: all copies have the same. Whether a stream is a queue or
+    a cache is decided when it is created."""
+    if config.views.cache is not None:
+        return (RECORDS,)
+    return (RECORDS, JournalKind.SUBSCRIPTIONS if config.views.queue is None else JournalKind.QUEUE)
 
 
 def shard_durability(config: StreamConfig) -> ShardDurability:
@@ -151,8 +158,8 @@ class Replicas:
         return self.host.lag_records(ShardId(record.incarnation, number), RECORDS)
 
     def lead(self, record: Stream, number: int) -> Copies:
-        """What a shard's log is led by. Raises UnavailableError where it is not led here."""
-        return self.host.lead(ShardId(record.incarnation, number), RECORDS)
+        """What a shard's log, or the journal of this number beside it, is led by. Raises UnavailableError where it is not led here."""
+        return self.host.lead(ShardId(record.incarnation, shard_of(number)), kind_of(number))
 
     async def forget(self, incarnation: str) -> None:
         """Have no copies of this incarnation of a stream any more: it was deleted. Nobody leads it here."""
@@ -215,14 +222,18 @@ class Replicas:
     async def _plan(self, stream: Stream, shard: ShardId) -> ShardPlan:
         incarnation = bytes.fromhex(stream.incarnation)
         name = StreamName.parse(stream.name)
-        identity = ShardIdentity(self._region, stream.name, incarnation, shard.number)
-        try:
-            folder = await self._folders.make_folder(name, incarnation, shard.number)
-        except OSError as error:
-            raise storage_error(error, Path(stream.name)) from error
+        logs = []
+        for kind in kinds_of(stream.config):
+            number = log_number(kind, shard.number)
+            identity = ShardIdentity(self._region, stream.name, incarnation, number)
+            try:
+                folder = await self._folders.make_folder(name, incarnation, number)
+            except OSError as error:
+                raise storage_error(error, Path(stream.name)) from error
+            logs.append(LogPlan(kind, folder, identity))
         return ShardPlan(
             shard,
-            (LogPlan(RECORDS, folder, identity),),
+            tuple(logs),
             shard_durability(stream.config),
             answers_early=stream.config.acks == "leader",
         )

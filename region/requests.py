@@ -156,7 +156,7 @@ class Requests:
             acks=request.acks,
         )
         if request.views.queue is not None:
-            self._check_dead_letters(identity, name, request.views.queue.retries)
+            self._check_dead_letters(identity, name, request.views.queue.retries, copies=config.replicas)
             config = msgspec.structs.replace(config, dead_letter_by=str(identity))
         return (await self._broker.create_stream(name, config)).describe(detail=True)
 
@@ -215,10 +215,16 @@ class Requests:
         return (await self._broker.streams.open(record)).describe(detail=True)
 
     def _check_dead_letters(
-        self, identity: SpiffeId, name: StreamName, retries: Retries, *, may_publish: bool = False
+        self,
+        identity: SpiffeId,
+        name: StreamName,
+        retries: Retries,
+        *,
+        may_publish: bool = False,
+        copies: int = 0,
     ) -> None:
         """Raises RequestError where a queue's dead letters have no place to go, or none that its maker may write to (where that
-        is not known: `may_publish`)."""
+        is not known: `may_publish`). `copies`: of a queue that is about to be made."""
         try:
             target = dead_letter_name(name, retries)
         except RequestError as error:
@@ -231,8 +237,7 @@ class Requests:
             raise RequestError(f"{name} cannot be its own dead-letter stream.", code=Code.CONFIG_INVALID)
         if retries.dead_letter and not may_publish:
             self._broker.require(identity, Verb.PUBLISH, target)
-            if self._broker.streams.get(name) is not None:
-                self._broker.check_dead_letters(name, target)
+            self._broker.check_dead_letters(name, target, copies)
 
     async def delete_stream(self, identity: SpiffeId, request: DeleteStream) -> Done:
         name = StreamName.parse(request.stream)

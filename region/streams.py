@@ -30,6 +30,7 @@ from felix.runtime.real import REAL
 from felix.settings import Views
 from region.at_once import at_once
 from region.budget import Budget
+from region.log.companions import shard_of
 from region.log.copies import Copies
 from region.log.directory import LogDirectory
 from region.log.epochs import next_epoch
@@ -56,8 +57,6 @@ COMPACTED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=32 << 20, segment_ag
 """Only closed segments are compacted, so those of a compacted stream are closed sooner."""
 OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_age_ms=3_600_000)
 """What is read back is fetched segment by segment, and what was written is in the store an hour later."""
-COMPANION_SHARD: Final = 0xFFFF
-"""The bits of a companion's number that are its shard's (region.views.journal)."""
 COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
 
@@ -137,7 +136,8 @@ class Leading(Protocol):
         """The brokers that have copies of a shard, and those of them that are in sync."""
 
     def copies(self, record: Stream, number: int) -> Copies | None:
-        """What a shard is led by here that has other copies; None for a stream of one. Raises UnavailableError where it is not led here."""
+        """What a shard's log, or the companion of this number, is led by here that has other copies; None for a stream of one. Raises
+        UnavailableError where it is not led here."""
 
     async def forget(self, incarnation: str) -> None:
         """A stream was deleted: its folder is about to go."""
@@ -262,15 +262,6 @@ class HostedStream:
     def elsewhere(self) -> FelixError | None:
         """What is answered where another broker serves the stream, or nobody yet; None where this one does."""
         return None if self._leading is None or self.replicas else self._leading.not_leader(self.record, 0)
-
-    def require_one_copy(self) -> None:
-        """Raises RequestError(UNSUPPORTED) where the stream has more: what views remember is not copied yet."""
-        if is_replicated(self.record.config):
-            raise RequestError(
-                f"{self.name} has {self.record.config.replicas} copies, and what durable subscriptions remember is not copied yet.",
-                code=Code.UNSUPPORTED,
-                hint="Subscribe without a name and keep the offset, or use a stream of one copy.",
-            )
 
     def shard(self, number: int) -> ShardLog:
         """Raises what `find` gives where it gives an error."""
@@ -639,7 +630,7 @@ class StreamTable:
         return shard
 
     async def open_companion(self, stream: HostedStream, number: int) -> ShardLog | None:
-        """A log beside the stream's shards, for what a view has to remember: same folder, keys, durability and deletion.
+        """A log beside the stream's shards, for what a view has to remember: same folder, keys, durability, copies and deletion.
 
         `number` is above every shard's, and open once; None where the stream is ephemeral, whose views are too. Of several brokers
         the leader opens it, in the epoch of the shard that `number` ends with. Raises UnavailableError(LIMIT_MEMORY),
@@ -651,10 +642,8 @@ class StreamTable:
             raise RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
         if (elsewhere := stream.elsewhere) is not None:
             raise elsewhere
-        epoch = stream.epochs.get(number & COMPANION_SHARD, 0)
         if stream.ephemeral:
             return None
-        stream.require_one_copy()
         if not self._rings.make_room(SHARD_BYTES) or not self._ring_budget.take(SHARD_BYTES):
             raise UnavailableError(
                 f"A view of {stream.name} needs {SHARD_BYTES} bytes of the broker's ring budget, which is used up.",
@@ -678,11 +667,7 @@ class StreamTable:
             open_logs=self._open_logs,
         )
         try:
-            companion = await self._directory.open_shard(
-                stream.name, stream.incarnation, number, settings, hooks
-            )
-            if epoch or not companion.epochs.current:
-                await companion.begin_epoch(epoch or 1)
+            companion = await self._open_companion(stream, number, settings, hooks)
         except BaseException:
             await self.close_companion(stream, number)
             raise
@@ -691,6 +676,22 @@ class StreamTable:
             raise UnavailableError(
                 f"{stream.name} was closed while a log of its views was opened.", code=Code.SHUTTING_DOWN
             )
+        return companion
+
+    async def _open_companion(
+        self, stream: HostedStream, number: int, settings: ShardSettings, hooks: ShardHooks
+    ) -> ShardLog:
+        if self._leading is not None:
+            copies = self._leading.copies(stream.record, number)
+            if copies is not None:
+                # Its epoch has begun with its shard's election.
+                return await self._directory.lead_shard(
+                    stream.name, stream.incarnation, number, settings, hooks, copies
+                )
+        companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
+        epoch = stream.epochs.get(shard_of(number), 0)
+        if epoch or not companion.epochs.current:
+            await companion.begin_epoch(epoch or 1)
         return companion
 
     async def close_companion(self, stream: HostedStream, number: int) -> None:

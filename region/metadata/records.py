@@ -230,6 +230,12 @@ def _check_copies(name: StreamName, config: StreamConfig) -> None:
                 "acks leader of a stream of one copy: its leader has all of it, so quorum says the same",
                 "Leave --acks away, or give it several copies with --replicas.",
             )
+        if config.views.queue is not None or config.views.cache is not None:
+            raise _invalid(
+                name,
+                "acks leader of a queue or a cache, whose answers stand for good: what it told could be lost with its leader",
+                "Leave --acks away.",
+            )
         if config.min_in_sync > 1:
             raise _invalid(
                 name,
@@ -243,7 +249,6 @@ def _check_copies(name: StreamName, config: StreamConfig) -> None:
         ("ephemeral", config.durability.kind == "ephemeral"),
         ("compacted", views.compaction is not None),
         ("offloaded", views.offload is not None),
-        ("a queue", views.queue is not None),
         ("a cache", views.cache is not None),
     ):
         if is_so:

@@ -25,11 +25,11 @@ from felix.settings import Views
 from policy.access import Verb
 from region.broker import Broker
 from region.gather import Done, Gather, awaited
+from region.log.companions import JournalKind
 from region.queue.shard import Leased, QueueShard
 from region.queue.state import Phase, Run
 from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 from region.views.dead_letter import dead_letter_name
-from region.views.journal import JournalKind
 
 log = logging.getLogger("felix.region.queue")
 

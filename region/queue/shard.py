@@ -33,6 +33,7 @@ from felix.queue_messages import LEASE_BYTES_MAX, Job
 from felix.settings import DURATION_MS_MAX, QueueSettings
 from region.broker import Broker
 from region.gather import Done, ignore
+from region.log.companions import JournalKind
 from region.log.errors import OffsetOutOfRangeError
 from region.log.ring import Entry
 from region.log.shard import ShardLog
@@ -63,7 +64,6 @@ from region.views.dead_letter import (
     entry_body,
 )
 from region.views.due import DueTimer
-from region.views.journal import JournalKind
 
 log = logging.getLogger("felix.region.queue")
 

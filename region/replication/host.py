@@ -32,6 +32,7 @@ from felix.tasks import end_tasks
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
 from region.cluster.transactions import Refusal, change
+from region.log.companions import RECORDS
 from region.log.errors import NotLocalError
 from region.log.open_logs import OpenLogs
 from region.metadata.lease import Lease as StoreLease
@@ -326,7 +327,10 @@ class ReplicaHost:
             failed=partial(self._failed, hosted),
             refusal=partial(self._refusal, hosted),
             released=released,
-            may_answer=(lambda: hosted.core.leader.may_answer(self._now())) if hosted.answers_early else None,
+            # What a view has told, it has told for good: its journal is never answered early.
+            may_answer=(lambda: hosted.core.leader.may_answer(self._now()))
+            if hosted.answers_early and number == RECORDS
+            else None,
         )
         return copies
 
@@ -455,6 +459,10 @@ class ReplicaHost:
             self._alarm(hosted, alarm)
 
     def _note_lost(self, hosted: Hosted, lost: Lost) -> None:
+        if lost.log != RECORDS:
+            log.info("shard %s: entries %d to %d of its journal were cut, which nobody was told of",
+                     hosted.shard, lost.begin, lost.end - 1)  # fmt: skip
+            return
         self.cut_records += lost.end - lost.begin
         said = f"records {lost.begin} to {lost.end - 1} were cut, which the leader that followed did not have"
         if hosted.answers_early:

@@ -308,7 +308,6 @@ class SubscriptionService:
         self, identity: SpiffeId, stream: HostedStream, name: str, settings: SubscriptionSettings
     ) -> DurableSubscription:
         settings.check()
-        stream.require_one_copy()
         if stream.record.config.views.queue is not None or stream.record.config.views.cache is not None:
             raise RequestError(
                 f"{stream.name} is a queue or a cache; it has no durable subscriptions.",

@@ -17,6 +17,7 @@ from felix.errors import Code, FelixError, UnavailableError
 from felix.settings import SubscriptionSettings
 from region.broker import Broker
 from region.gather import Done
+from region.log.companions import JournalKind
 from region.log.shard import ShardLog
 from region.metadata.records import Subscription
 from region.streams import HostedStream
@@ -24,7 +25,6 @@ from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
 from region.subscriptions.progress import Dying, Progress
 from region.views.actor import ViewActor
 from region.views.dead_letter import DeadLetters, Move, Origin
-from region.views.journal import JournalKind
 
 log = logging.getLogger("felix.region.subscriptions")
 

@@ -25,6 +25,7 @@ from felix.errors import Code, FelixError, RequestError
 from felix.names import SpiffeId, StreamName
 from region.broker import Broker
 from region.gather import ignore
+from region.log.companions import JournalKind
 from region.metadata.records import StreamConfig
 from region.streams import HostedStream, StreamTable
 from region.transactions.applier import Applier, Outcome, Participant, Step, ignored, still_owed
@@ -43,7 +44,7 @@ from region.transactions.state import (
     decode,
     encode,
 )
-from region.views.journal import Journal, JournalKind
+from region.views.journal import Journal
 
 SYSTEM_STREAM: Final = StreamName("felix", "system", "transactions")
 """Its companion log is the journal. It has no records, and nobody but the broker may open it."""

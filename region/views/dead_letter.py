@@ -48,13 +48,13 @@ from keys.envelope import SEALABLE_BYTES_MAX
 from policy.access import Verb
 from region.broker import Broker
 from region.gather import Done, Gather, awaited
+from region.log.companions import JournalKind
 from region.log.errors import OffsetOutOfRangeError
 from region.log.producers import BATCHES_REMEMBERED
 from region.log.ring import Entry
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
 from region.streams import HostedStream
-from region.views.journal import JournalKind
 
 log = logging.getLogger("felix.region.dead_letter")
 
@@ -111,10 +111,12 @@ def dead_letter_name(name: StreamName, retries: Retries) -> StreamName:
 
 
 def dead_letter_config(source: StreamConfig) -> StreamConfig:
-    """Settings of a dead-letter stream: a queue without an attempt limit, as durable as the source."""
+    """Settings of a dead-letter stream: a queue without an attempt limit, as durable as the source and with as many copies."""
     return StreamConfig(
         durability=source.durability,
         ring_bytes=source.ring_bytes,
+        replicas=source.replicas,
+        min_in_sync=source.min_in_sync,
         views=Views(queue=QueueSettings(retries=Retries(attempts_max=0))),
     )
 
@@ -325,8 +327,7 @@ class DeadLetters:
         named_by, name = self._named_by(), StreamName.parse(self._retries().dead_letter)
         if not named_by or not self._broker.allows(SpiffeId.parse(named_by), Verb.PUBLISH, name):
             return f"{named_by or 'nobody known named it, who'} may not publish there"
-        keeper = self._broker.kept_elsewhere(name)
-        return f"broker {keeper} has its records" if keeper else ""
+        return self._broker.why_apart(self._source.name, name)
 
     def _redirect(self, move: Move) -> bool:
         """Send a dead letter elsewhere that may not go where it was to: a right was taken away after it was planned, say."""

@@ -45,18 +45,6 @@ PENDING_BYTES_MAX: Final = 8 << 20
 _READ_BYTES: Final = 1 << 20
 
 
-class JournalKind(IntEnum):
-    """Whose journal it is. `number` is that of its companion log."""
-
-    SUBSCRIPTIONS = 1
-    QUEUE = 2
-    TRANSACTIONS = 3
-
-    def number(self, shard: int) -> int:
-        """The companion's number: above every shard's, one for each shard of the stream."""
-        return self.value << 16 | shard
-
-
 class _Kind(IntEnum):
     ENTRY = 0
     BEGIN = 1

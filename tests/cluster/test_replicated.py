@@ -15,7 +15,7 @@ from region_peer import client as operator_of
 
 import felix
 from felix.errors import Code, RequestError
-from felix.settings import Compaction, Durability, Views
+from felix.settings import Compaction, Durability, QueueSettings, Views
 from region.log.directory import shard_folder
 from region.metadata.records import StreamConfig, decode, min_in_sync
 
@@ -155,6 +155,7 @@ async def test_a_stream_that_is_deleted_goes_from_every_copy(region: ClusteredRe
         ({"acks": "leader"}, "of a stream of one copy"),
         ({"replicas": 3, "durability": Durability("ephemeral")}, "ephemeral, which has one copy"),
         ({"replicas": 2, "views": Views(compaction=Compaction())}, "compacted, which has one copy"),
+        ({"replicas": 3, "acks": "leader", "views": Views(queue=QueueSettings())}, "answers stand for good"),
     ],
 )
 async def test_what_copies_cannot_be_is_refused(
@@ -164,14 +165,6 @@ async def test_what_copies_cannot_be_is_refused(
         with pytest.raises(RequestError, match=sentence) as refused:
             await client.create_stream(STREAM, **asked)  # type: ignore[arg-type]
         assert refused.value.code is Code.CONFIG_INVALID
-
-
-async def test_a_stream_with_copies_has_no_durable_subscriptions_yet(region: ClusteredRegion) -> None:
-    async with region.client("b1") as client:
-        await client.create_stream(STREAM, replicas=3)
-        with pytest.raises(RequestError, match="has 3 copies") as refused:
-            await client.stream(STREAM).create_subscription("billing")
-        assert refused.value.code is Code.UNSUPPORTED
 
 
 async def test_a_region_of_one_broker_keeps_one_copy(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from region_peer import until
 from felix.batch import NewRecord, Record, encode_batch
 from felix.names import StreamName
 from region.folder import RegionFolder
+from region.log.companions import JournalKind
 from region.metadata.records import StreamConfig
 from region.node import Node
 from region.streams import HostedStream
@@ -29,7 +30,7 @@ from region.views.dead_letter import (
     Move,
     read_records,
 )
-from region.views.journal import Journal, JournalKind
+from region.views.journal import Journal
 
 pytestmark = pytest.mark.timeout(120)
 JOBS = StreamName.parse("acme/ops/jobs")

@@ -1,0 +1,163 @@
+"""Queues, caches and durable subscriptions on streams with three copies, on real brokers in one process: whoever leads next goes on where the
+last leader stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from cluster.clustered_region import ClusteredRegion, serving
+from etcd_process import EtcdProcess, etcd_of_each_test
+from region_peer import until
+
+import felix
+from felix.errors import Code, RequestError
+from region.log.companions import JournalKind
+from region.log.directory import folder_name, shard_folder
+
+__all__ = ["etcd_of_each_test"]  # the fixture
+
+pytestmark = pytest.mark.etcd
+STREAM = "acme/ops/orders"
+QUEUE = "acme/ops/jobs"
+LEASE_MS = 2_000
+
+
+async def in_sync(region: ClusteredRegion, at: str, name: str) -> None:
+    """Wait until a broker knows that the copies on all brokers that run are in sync, and no others."""
+    stream = region.nodes[at].broker.streams.get(felix.StreamName.parse(name))
+    assert stream is not None
+    clustered = region.clustered(at)
+    async with asyncio.timeout(60):
+        await clustered.member.until(
+            lambda: all(
+                clustered.members(stream.record, shard)[1] == sorted(region.nodes)
+                for shard in range(stream.shard_count)
+            )
+        )
+
+
+def other_than(region: ClusteredRegion, name: str) -> str:
+    """A broker that runs and does not lead this stream."""
+    leader = region.leader(next(iter(region.nodes)), name)
+    assert leader
+    return next(broker for broker in region.nodes if broker != leader)
+
+
+async def test_a_durable_subscription_goes_on_with_the_next_leader(tmp_path: Path, etcd: EtcdProcess) -> None:
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region:
+        async with region.client("b1") as client:
+            await client.create_stream(STREAM, replicas=3, shards=2)
+            await client.stream(STREAM).create_subscription("crew")
+            leader = region.leader("b1", STREAM)
+        async with region.client(other_than(region, STREAM)) as client:
+            stream = client.stream(STREAM)
+            await stream.publish_many([b"%d" % number for number in range(10)])
+            async with stream.consumer("crew") as consumer:
+                seen: list[bytes] = []
+                for _ in range(6):
+                    record = await anext(consumer)
+                    assert await consumer.ack(record)
+                    seen.append(record.payload)
+                await region.stop(leader)
+                while len(set(seen)) < 10:
+                    record = await anext(consumer)
+                    assert record.payload not in seen, "what was acknowledged does not come again"
+                    assert await consumer.ack(record)
+                    seen.append(record.payload)
+            state = await stream.describe_subscription("crew")
+            assert [each.lag_records for each in state.shards] == [0, 0]
+
+
+async def test_a_queues_leases_attempts_and_delays_go_on_with_the_next_leader(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region:
+        async with region.client("b1") as client:
+            await client.create_queue(QUEUE, replicas=3, shards=2, visibility=600)
+        async with region.client(other_than(region, QUEUE)) as client:
+            jobs = client.queue(QUEUE)
+            await jobs.put_many([b"%d" % number for number in range(8)])
+            await jobs.put(b"later", delay=600)
+            held, back, *done = await jobs.lease(6)
+            for job in done:
+                await job.ack()
+            await back.nack(delay=0)
+            await region.stop(region.leader(next(iter(region.nodes)), QUEUE))
+            # Leases outlast the leader: what is held here is acknowledged there.
+            await held.ack()
+            left = {job.payload: job.attempts for job in await jobs.lease(10, wait=30)}
+            while len(left) < 3:
+                left |= {job.payload: job.attempts for job in await jobs.lease(10, wait=30)}
+            assert left.pop(back.payload) == 2
+            assert set(left.values()) == {1}
+            assert {*left, back.payload, held.payload, *(job.payload for job in done)} == {
+                b"%d" % number for number in range(8)
+            }
+            state = await jobs.describe()
+            assert (state.ready, state.leased, state.delayed) == (0, 3, 1)
+
+
+async def test_dead_letters_have_as_many_copies_and_come_back_from_the_next_leader(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region:
+        async with region.client("b1") as client:
+            await client.create_queue(QUEUE, replicas=3, attempts=1)
+            await client.create_stream("acme/ops/alone")
+            with pytest.raises(RequestError, match="another number of copies, 1 and not 3") as refused:
+                await client.queue(QUEUE).alter(dead_letter="acme/ops/alone")
+            assert refused.value.code is Code.UNSUPPORTED
+            with pytest.raises(RequestError, match="another number of copies, 1 and not 3"):
+                await client.create_queue("acme/ops/more", replicas=3, dead_letter="acme/ops/alone")
+        async with region.client(other_than(region, QUEUE)) as client:
+            jobs = client.queue(QUEUE)
+            await jobs.put_many([b"0", b"1"])
+            for job in await jobs.lease(2, wait=30):
+                await job.nack(reason="broken")
+            at = next(iter(region.nodes))
+            await until(lambda: region.leader(at, f"{QUEUE}.dead"))
+            assert (await client.describe_stream(f"{QUEUE}.dead")).replicas == 3
+            await in_sync(region, at, f"{QUEUE}.dead")
+            leader = region.leader(at, QUEUE)
+            assert region.leader(at, f"{QUEUE}.dead") == leader
+            await region.stop(leader)
+            at = next(iter(region.nodes))
+            await until(lambda: region.leader(at, QUEUE) == region.leader(at, f"{QUEUE}.dead") != leader)
+            assert await jobs.redrive() == 2
+            for job in await jobs.lease(2, wait=30):
+                await job.ack()
+
+
+async def test_a_journal_that_is_gone_is_copied_anew_and_its_broker_may_lead(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region:
+        async with region.client("b1") as client:
+            await client.create_queue(QUEUE, replicas=3)
+        leader = region.leader("b1", QUEUE)
+        follower, client_at = (broker for broker in region.nodes if broker != leader)
+        async with region.client(client_at) as client:
+            jobs = client.queue(QUEUE)
+            await jobs.put_many([b"%d" % number for number in range(10)])
+            for job in await jobs.lease(4):
+                await job.ack()
+            stream = region.nodes[leader].broker.streams.get(felix.StreamName.parse(QUEUE))
+            assert stream is not None
+            incarnation = bytes.fromhex(stream.record.incarnation)
+            await region.stop(follower)
+            data = region.folder.root / region.config.of_broker(follower).data / "streams"
+            assert shard_folder(data, stream.name, incarnation, JournalKind.QUEUE.number(0)).is_dir()
+            shutil.rmtree(data / folder_name(stream.name, incarnation))
+            for job in await jobs.lease(2):
+                await job.ack()
+            await region.start(follower)
+            await in_sync(region, client_at, QUEUE)
+            await region.stop(leader)
+            # Whoever leads now has all of it.
+            await until(lambda: region.leader(client_at, QUEUE) not in ("", leader))
+            async with asyncio.timeout(60):
+                while (state := await jobs.describe()).ready != 4 or state.leased:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
