@@ -80,6 +80,7 @@ async def test_a_leader_that_stops_is_followed_by_one_that_has_all(region: Clust
         await region.start(gone)
         await in_sync(region, "b3")
         now = region.leader("b3", STREAM)
+        await in_sync(region, now)
         assert region.nodes[now].gauges.values()["copies"] == 1
         ((_, _, gauges),) = region.nodes[now].gauges.shards()
         assert (gauges["copies"], gauges["copies_in_sync"]) == (3, 3) and gauges["copy_lag_records"] >= 0
