@@ -550,7 +550,8 @@ class Agreements:
             held.stops.take(key, standing_rank(standing), stop)
 
     def _derive(self, held: _Held) -> None:
-        """What goes on under another incarnation: what is let out again is the source's word alone; what is gone, either end's."""
+        """What goes on under another incarnation: what is let out again is the source's word alone; what is gone, the destination's, too, in logs of
+        versions that went by it (policy.truncation)."""
         for export in held.exports:
             ends = export.terms.from_region, export.terms.to_region
             for found in held.goes_on:

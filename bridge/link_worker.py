@@ -84,7 +84,7 @@ from keys.link import LinkSecrets, LinkSecretScope, open_link_secrets
 from keys.transfer import TransferScope, seal_transfer_key
 from policy.terms import GrantTerms
 from policy.transform import Transform
-from policy.truncation import Accepted, Live, chain, ends
+from policy.truncation import Accepted, Live, chain, other_chain
 
 _NO_ENTRIES_SHA256: Final = hashlib.sha256().digest()
 
@@ -234,6 +234,8 @@ class LinkWorker:
         """why no INTENT may be announced now, by what the egress log has and by this clock"""
         self._denials = Denials()
         self._ask_again = True
+        self._incarnation = b""
+        """that the link crosses under, or crossed when it last opened"""
         self._not_there: set[bytes] = set()
         """incarnations by which the destination does not go on: of two words that end one, another bridge may have carried under either"""
         self._high: dict[bytes, int] = {}
@@ -354,6 +356,7 @@ class LinkWorker:
             filtered=filtered,
             reported_ms=context.clock_ms(),
             cut=self.cut if self.phase is LinkPhase.TRUNCATED else None,
+            incarnation=self._incarnation,
         )
 
     def _stays(self) -> str:
@@ -506,7 +509,7 @@ class LinkWorker:
                 )
             context.require_allowed(row, context.clock_ms())
             self.stats.sessions += 1
-            self.truncation, self.cut = "", None
+            self.truncation, self.cut, self._incarnation = "", None, self._source.live.incarnation
             self._step(LinkEvent.OPENED, "")
             await self._carry()
         finally:
@@ -605,18 +608,14 @@ class LinkWorker:
 
     def _lives(self, incarnation: bytes, row: PlannedLink) -> tuple[Live, ...]:
         """What the shard crossed under, by what was accepted, by what has leaves and by what the destination refused; the newest last."""
-        begun = self._context.ledger.incarnations(self.link_shard)
-        lives = chain(incarnation, row.accepted, begun)
-        is_known = any(live.accepted is not None and live.incarnation in begun for live in lives)
-        # What its own log has under a word is not left for another word.
-        if is_known or lives[-1].incarnation not in self._not_there:
+        begun, source = self._context.ledger.incarnations(self.link_shard), self._context.source.region
+        lives = chain(incarnation, row.accepted, source, begun)
+        if lives[-1].incarnation not in self._not_there:
             return lives
-        every = ends(incarnation, row.accepted)
-        following = next((end for end in every if end not in self._not_there), None)
-        if following is None:
+        other = other_chain(lives, row.accepted, source, begun, self._not_there)
+        if not other:
             self._not_there.clear()
-            return lives
-        return chain(incarnation, row.accepted, (following,))
+        return other or lives
 
     async def _take_crossed(self, trail: Trail, source: SourceShard) -> None:
         """After a resend: what crossed before it, by the egress log. Reads the whole log, on another thread."""

@@ -56,6 +56,7 @@ def resend(
     state = run(_describe(config.region, name))
     if shard >= state.shards:
         raise RequestError(f"{name} has no shard {shard}: it has {state.shards}, from 0 on.")
+    crossed = run(_crossed(config.region, view, name))
     back = []
     for at in range(state.shards) if shard < 0 else [shard]:
         held = state.state[at]
@@ -68,7 +69,7 @@ def resend(
         if first < held.log_start:
             out.print(f"{name} shard {at}: records below {held.log_start} are gone at the source.")
             first = held.log_start
-        lives = book.incarnations(view.grant, name, at, state.incarnation)
+        lives = book.incarnations(view.grant, name, at, state.incarnation, crossed.get(at, ()))
         if len(lives) > TRUNCATIONS_MAX:
             raise RequestError(
                 f"{name} shard {at} went back {TRUNCATIONS_MAX} times under grants into this stream; there is no more.",
@@ -86,6 +87,18 @@ def resend(
     confirm(f"Let what stayed cross under {view.grant}, on the record of both regions?", yes)
     for each in back:
         out.print(stand(folder, config, book, view.grant, StandingAction.RESEND, reason, each))
+
+
+async def _crossed(region: str, view: GrantView, stream: str) -> dict[int, list[bytes]]:
+    """Under which incarnations the stream's shards cross into that region, by shard, as their bridges say: also under other grants, and
+    names. What follows from no document about this one says nothing."""
+    assert view.export is not None
+    to_region, found = view.export.terms.to_region, dict[int, list[bytes]]()
+    async with connect(region) as client:
+        for link in await client.list_links():
+            if (link.stream, link.to_region) == (stream, to_region) and link.incarnation:
+                found.setdefault(link.shard, []).append(link.incarnation)
+    return found
 
 
 async def _book_when_accepted(region: str, folder: RegionFolder, grant: str, wait: Duration) -> GrantBook:

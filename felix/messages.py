@@ -693,6 +693,8 @@ class LinkState(Message, frozen=True, tag="link"):
     reported_ms: int = 0
     cut: CutState | None = None
     """where `state` is truncated"""
+    incarnation: bytes = b""
+    """under which the shard crosses, which differs from the stream's own after an accepted truncation or a resend; empty while unknown"""
 
 
 class ReportLinks(Repeatable["Done"], frozen=True, tag="report_links"):

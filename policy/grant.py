@@ -486,7 +486,7 @@ class GrantBook:
         ends = self._ends_of(grant, stream)
         accepted: dict[str, list[Accepted]] = {}
         for named, found in self._truncations.get((stream, shard), ()):
-            # What it lets go out again is the source's word alone; what is gone, either end's.
+            # Of the destination's, those that no earlier version carried anything under begin nothing (policy.truncation).
             if found.region in ends[: 1 if found.is_resend else 2] and (
                 named == grant or self._ends_of(named, stream) == ends
             ):
@@ -527,7 +527,9 @@ class GrantBook:
     ) -> tuple[Live, ...]:
         """What a shard crossed under, from its stream's own incarnation to the one that lives now: another begins wherever a
         truncation was accepted. `begun`: under which something crossed (policy.truncation)."""
-        return chain(incarnation, self.accepted_truncations(grant, stream, shard), begun)
+        accepted = self.accepted_truncations(grant, stream, shard)
+        source = next(iter(self._ends_of(grant, stream)), "")
+        return chain(incarnation, accepted, source, begun)
 
     def live_incarnation(self, grant: str, stream: str, shard: int, incarnation: bytes) -> Live:
         """What a shard crosses under now."""

@@ -1,7 +1,7 @@
 """Truncations that an operator accepted, and resends: where a link goes on, below what it had dealt with. Pure.
 
-A link that finds the history of its source cut back, or its destination behind what was acknowledged, stops. One of the two
-regions decides that it goes on, and signs where: a `Standing` with the action `accept-truncation` and a `Truncation`. From there
+A link that finds the history of its source cut back, or its destination behind what was acknowledged, stops. The source
+decides that it goes on, and signs where: a `Standing` with the action `accept-truncation` and a `Truncation`. From there
 on the link's records cross under a *derived incarnation*: positions, leaves and proofs of both sides start again at the accepted
 offset, under the same rules as those of any stream.
 
@@ -10,14 +10,15 @@ derived incarnation that it begins, records that crossed before stay, and the de
 
 Invariants: what is accepted ends one incarnation and begins one, which nothing else derives; the chain from the stream's
 own incarnation to the one that lives follows from the signed documents, in whatever order they came, and from what crossed: of several
-words that end one incarnation that one holds under which something crossed, else the one that was signed first.
+words that end one incarnation that one holds under which something crossed, else the one that the source signed first. A word of the
+destination, which could accept a truncation that nobody found, holds only where something crossed under it by an earlier version.
 Callers: policy.grant (collects them), bridge and region.ingest (cross under them), cli.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Annotated, Final, NamedTuple
 
 import msgspec
@@ -92,43 +93,70 @@ def said_first(accepted: Accepted) -> tuple[int, str, bool, int, int]:
 
 
 def chain(
-    incarnation: bytes, accepted: Mapping[str, Sequence[Accepted]], begun: Iterable[bytes] = ()
+    incarnation: bytes, accepted: Mapping[str, Sequence[Accepted]], source: str, begun: Iterable[bytes] = ()
 ) -> tuple[Live, ...]:
     """From the stream's own incarnation to the one that lives now, which is the last.
 
-    `accepted`: the words by the incarnation (hex) that each ends, those signed first before others. `begun`: under which
-    incarnations something crossed, the newest last: no later word, nor one of an earlier date, makes that another history.
+    `accepted`: the words by the incarnation (hex) that each ends, those signed first before others. `source`: the region of which a
+    word begins another one. `begun`: under which incarnations something crossed, the newest last: no later word, nor one of an
+    earlier date, makes that another history.
     """
-    held = _words_of(begun, accepted)
+    held = _words_of(begun, accepted, source)
     found = [Live(incarnation, None)]
     while len(found) <= TRUNCATIONS_MAX:
         ended = found[-1].incarnation.hex()
-        words = accepted.get(ended)
-        if not words:
+        following = held.get(ended) or _word_of(source, accepted.get(ended, ()))
+        if following is None:
             break
-        following = held.get(ended, words[0])
         found.append(Live(following.incarnation, following))
     return tuple(found)
 
 
-def ends(incarnation: bytes, accepted: Mapping[str, Sequence[Accepted]]) -> tuple[bytes, ...]:
+def other_chain(
+    lives: Sequence[Live],
+    accepted: Mapping[str, Sequence[Accepted]],
+    source: str,
+    begun: Container[bytes],
+    refused: Container[bytes],
+) -> tuple[Live, ...]:
+    """Another chain than `lives`, the last of which the destination refused, as it did all of `refused`: what landed there may have crossed
+    under another word, which another bridge went by. Empty where there is none.
+
+    What `begun` says that this bridge carried under a word is not left for another word, nor for one of the destination.
+    """
+    held = next((live.incarnation for live in reversed(lives) if live.incarnation in begun), None)
+    words: Mapping[str, Sequence[Accepted]] = accepted
+    if held is not None:
+        words = {ended: [word for word in said if word.region == source] for ended, said in accepted.items()}
+    every = _ends(held or lives[0].incarnation, words, source)
+    following = next((end for end in every if end not in refused), None)
+    return () if following is None else chain(lives[0].incarnation, accepted, source, (following,))
+
+
+def _ends(incarnation: bytes, accepted: Mapping[str, Sequence[Accepted]], source: str) -> tuple[bytes, ...]:
     """Every incarnation that may live now, by one word or another; those of words that were signed first before others, and no more than
     TRUNCATIONS_MAX."""
     found: list[bytes] = []
     left = [(incarnation, 0)]
     while left and len(found) < TRUNCATIONS_MAX:
         at, length = left.pop()
-        words = accepted.get(at.hex()) if length < TRUNCATIONS_MAX else None
-        if not words:
+        words = accepted.get(at.hex(), ()) if length < TRUNCATIONS_MAX else ()
+        if _word_of(source, words) is None:
             found.append(at)
-        else:
-            left += [(word.incarnation, length + 1) for word in reversed(words[:TRUNCATIONS_MAX])]
+        left += [(word.incarnation, length + 1) for word in reversed(words[:TRUNCATIONS_MAX])]
     return tuple(found)
 
 
-def _words_of(begun: Iterable[bytes], accepted: Mapping[str, Sequence[Accepted]]) -> dict[str, Accepted]:
+def _word_of(source: str, words: Sequence[Accepted]) -> Accepted | None:
+    """The first of them that the source signed."""
+    return next((word for word in words if word.region == source), None)
+
+
+def _words_of(
+    begun: Iterable[bytes], accepted: Mapping[str, Sequence[Accepted]], source: str
+) -> dict[str, Accepted]:
     """By the incarnation (hex) that each ends, the words that lead to what has begun. Empty where there is no choice."""
-    if all(len(words) < 2 for words in accepted.values()):
+    if all(len(words) == 1 and words[0].region == source for words in accepted.values()):
         return {}
     by = {word.incarnation: word for words in accepted.values() for word in words}
     held: dict[str, Accepted] = {}

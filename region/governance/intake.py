@@ -53,6 +53,7 @@ from region.governance.parties import (
     require_end,
     require_party,
     require_say,
+    require_source,
 )
 from region.held_document import digest_of, document_id, require_signer
 from region.metadata.catalog import Catalog
@@ -163,7 +164,11 @@ class DocumentIntake:
         standing = decode_body(document, Standing, Purpose.STANDING)
         require_signer(document, standing.region, str(standing.action))
         self._judgement.book.get(standing.grant, self._broker.clock_ms())
-        require_end(self._own.region, standing, self._held.ends_of(standing.grant))
+        ends = self._held.ends_of(standing.grant)
+        require_end(self._own.region, standing, ends)
+        if actor.kind != "bridge":
+            # A bridge brings what was signed elsewhere, also by an earlier version, under which it may have carried something.
+            require_source(standing, ends)
         done = f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
         if self._judgement.book.is_revoked_by(standing.grant, standing.region):
             # The first one holds. Others would be kept, verified at each change, and have no end.
@@ -191,11 +196,12 @@ class DocumentIntake:
             # What a bridge brings stands elsewhere already: both regions hold all words, and choose alike (policy.truncation).
             return ""
         accepted = self._judgement.book.accepted_truncations(standing.grant, cut.stream, cut.shard)
-        words = accepted.get(cut.incarnation)
+        words = [held for held in accepted.get(cut.incarnation, ()) if held.region == standing.region]
         if not words:
             return ""
-        said = {(held.truncation, held.is_resend) for held in words if held.region == standing.region}
-        if (cut, standing.action is StandingAction.RESEND) in said:
+        if (cut, standing.action is StandingAction.RESEND) in {
+            (held.truncation, held.is_resend) for held in words
+        }:
             return f"{standing.grant} is {_DONE[standing.action]} by {standing.region} already, from offset {cut.offset} on."
         held = words[0]
         how = "a resend" if held.is_resend else "an accepted truncation"

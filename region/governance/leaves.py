@@ -147,7 +147,7 @@ class DocumentLeaves:
         if document.purpose is Purpose.POLICY:
             try:
                 async with asyncio.timeout(POLICY_WAIT_S):
-                    await self._drain(lambda grant: True, lambda arriving: True)
+                    await self._drain(lambda grant: True, self._may_arrive)
             except TimeoutError:
                 log.warning(
                     "the policy's leaf no longer waits for transfers of before: a stream does not open"
@@ -188,33 +188,29 @@ class DocumentLeaves:
     def _arrives(self, grant: str, arriving: StreamName) -> bool:
         """Whether records under the grant may arrive in this stream here."""
         terms = self._terms(grant)
-        if terms is None:
+        return terms is not None and self._leads_to(terms, arriving)
+
+    def _may_arrive(self, arriving: StreamName) -> bool:
+        """Whether records under any grant may arrive in this stream here."""
+        return any(self._arrives(grant, arriving) for grant in self._book().grants())
+
+    def _leads_to(self, terms: GrantTerms, arriving: StreamName) -> bool:
+        """Under a grant out of this region nothing arrives here, whatever streams have that name."""
+        if terms.to_region != self._identity.region:
             return False
         return NamePattern(terms.stream if terms.wildcard else terms.destination_stream).matches(arriving)
 
     def _may_deny(self, entry: DenyEntry, grant: str) -> bool:
         """Whether the entry may name what crosses under the grant: nobody else's traffic keeps it from its leaf."""
         terms = self._terms(grant)
-        if terms is None:
-            return True
-        regions, denied = (terms.from_region, terms.to_region), NamePattern(entry.streams)
-        if entry.region not in regions or (entry.peer != EVERYWHERE and entry.peer not in regions):
-            return False
-        names = (terms.stream, terms.destination_stream)
-        return terms.wildcard or any(denied.matches(StreamName.parse(name)) for name in names)
+        return terms is None or _names(entry, terms, None)
 
     def _denies(self, entry: DenyEntry, arriving: StreamName) -> bool:
         """Whether what arrives in this stream here may be what the entry names, there or here."""
-        denied = NamePattern(entry.streams)
-        if denied.matches(arriving):
-            return True
-        terms = (self._terms(grant) for grant in self._book().grants())
+        granted = (self._terms(grant) for grant in self._book().grants())
         return any(
-            each is not None
-            and each.destination_stream == str(arriving)
-            and not each.wildcard
-            and denied.matches(StreamName.parse(each.stream))
-            for each in terms
+            terms is not None and self._leads_to(terms, arriving) and _names(entry, terms, arriving)
+            for terms in granted
         )
 
     async def close(self) -> None:
@@ -223,3 +219,14 @@ class DocumentLeaves:
         for task in list(self._writing.values()):
             task.cancel()
         await asyncio.gather(*self._writing.values(), return_exceptions=True)
+
+
+def _names(entry: DenyEntry, terms: GrantTerms, arriving: StreamName | None) -> bool:
+    """Whether the entry may name what crosses under these terms, or of that what arrives in one stream."""
+    regions = terms.from_region, terms.to_region
+    if entry.region not in regions or (entry.peer != EVERYWHERE and entry.peer not in regions):
+        return False
+    denied = NamePattern(entry.streams)
+    if terms.wildcard:
+        return arriving is None or denied.matches(arriving)
+    return any(denied.matches(StreamName.parse(name)) for name in (terms.stream, terms.destination_stream))

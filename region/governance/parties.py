@@ -7,6 +7,7 @@ from felix.names import SpiffeId
 from policy.approval import ApprovalBody
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantError, ImportGrant, Standing, approves
 from policy.terms import GrantTerms
+from policy.truncation import Truncation
 
 
 def require_party(own: str, actor: SpiffeId, bridge: str, from_region: str, to_region: str) -> None:
@@ -37,6 +38,16 @@ def require_end(own: str, standing: Standing, ends: tuple[str, ...]) -> None:
         raise GrantError(
             f"The grant {standing.grant} is between {' and '.join(ends)}; {standing.region} has no say in it.",
             hint="One of the grant's two regions must sign it.",
+        )
+
+
+def require_source(standing: Standing, ends: tuple[str, ...]) -> None:
+    """Where a shard goes on, after a truncation or for a resend, its source decides (policy.truncation). Raises GrantError."""
+    if isinstance(standing.truncation, Truncation) and ends and standing.region != ends[0]:
+        raise GrantError(
+            f"From where on a stream crosses under {standing.grant} is for {ends[0]} to say, its source; this is signed by "
+            f"{standing.region}.",
+            hint=f"Have it decided there, if the link is truncated: felix bridge resume {standing.grant} --accept-truncation.",
         )
 
 

@@ -1,17 +1,20 @@
-"""A truncation is accepted twice: of what was shown before the first word, at another offset, by the other region, with an earlier date. The
-link goes on from the word under which records crossed."""
+"""A truncation is accepted twice: of what was shown before the first word, at another offset, with an earlier date. The link goes on from the
+word under which records crossed. The destination accepts one, with or without a cut: that begins nothing."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from attacks.conftest import Tally
 from attacks.test_f08_truncation import accept, checked, link, numbered, source_put_back
 from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions
 
+from audit.leaf import Kind
 from felix.errors import Code, RequestError
-from felix.messages import LinkState
+from felix.messages import CutState, LinkState
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from policy.grant import Standing, StandingAction, sign_standing
@@ -67,8 +70,12 @@ async def test_a_truncation_accepted_twice_is_accepted_once(mesh: Mesh, tmp_path
             with pytest.raises(
                 RequestError, match="goes on from offset 5 by an accepted truncation of us-east"
             ) as refused:
-                await mesh.put(region, "standing", word(mesh, held, region, 3, now_ms()))
+                await mesh.put(region, "standing", word(mesh, held, "us-east", 3, now_ms()))
             assert refused.value.code is Code.CONFLICT
+            with pytest.raises(
+                RequestError, match="is for us-east to say, its source; this is signed by eu-west"
+            ):
+                await mesh.put(region, "standing", word(mesh, held, "eu-west", 3, now_ms()))
         await mesh.publish(numbered(1_000, 4))
         await link(agent, "active", 17)
         assert await mesh.arrived() == 22
@@ -106,6 +113,14 @@ async def test_no_later_word_nor_one_of_an_earlier_date_is_another_history(
     checked(mesh)
 
 
+async def brought(mesh: Mesh, held: LinkState, signer: str, offset: int, at: int) -> None:
+    """Both regions have the word, as a bridge brings what stands elsewhere already."""
+    bridge = SpiffeId("us-east", "acme", "bridge", BRIDGE)
+    for region in ("us-east", "eu-west"):
+        document = word(mesh, held, signer, offset, at).encode_file()
+        await mesh.nodes[region].services.governance.put(bridge, "standing", document)
+
+
 async def test_of_two_words_that_came_before_anything_crossed_the_first_signed_holds(
     mesh: Mesh, tmp_path: Path
 ) -> None:
@@ -113,12 +128,55 @@ async def test_of_two_words_that_came_before_anything_crossed_the_first_signed_h
     async with mesh.agent() as agent:
         held = await link(agent, "truncated")
     now = now_ms()
-    for region, offset, at in (("us-east", 5, now + 1), ("eu-west", 4, now)):
-        # Each broker hears its own operator first.
-        await mesh.put(region, "standing", word(mesh, held, region, offset, at))
+    for offset, at in ((5, now + 1), (4, now)):
+        await brought(mesh, held, "us-east", offset, at)
     async with mesh.agent() as agent:
         await link(agent, "active", 13)
         assert await mesh.arrived() == 19, "from offset 4 on"
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    checked(mesh)
+
+
+async def test_a_destination_that_accepts_what_nobody_found_has_nothing_cross_again(
+    mesh: Mesh, tally: Tally
+) -> None:
+    """Nor does its word keep a truncation that is found later from being accepted by the source."""
+    await mesh.create()
+    grant = await mesh.grant()
+    await mesh.publish(numbered(0, 10))
+    async with mesh.agent() as agent:
+        held = await link(agent, "active", 10)
+        assert held.grant == grant and held.incarnation
+        never = msgspec.structs.replace(held, cut=CutState(held.incarnation, 1, 0))
+        for ago_ms in (0, 3_600_000):
+            await brought(mesh, never, "eu-west", 0, now_ms() - ago_ms)
+            tally("acceptances of truncations that never were", 1)
+        await mesh.publish(numbered(100, 2))
+        assert (await link(agent, "active", 12)).incarnation == held.incarnation
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+        await mesh.start(region)
+    await mesh.publish(numbered(200, 2))
+    async with mesh.agent() as agent:
+        assert (await link(agent, "active", 14)).incarnation == held.incarnation
+    assert await mesh.arrived() == 14
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    checked(mesh)
+    assert not mesh.headers(mesh.egress_folder, Kind.GAP)
+
+
+async def test_the_source_accepts_what_the_destination_accepted_before_it(mesh: Mesh, tmp_path: Path) -> None:
+    await source_put_back(mesh, tmp_path / "older")
+    async with mesh.agent() as agent:
+        held = await link(agent, "truncated")
+        await brought(mesh, held, "eu-west", 0, now_ms() - 3_600_000)
+        again = await link(agent, "truncated")
+        assert again.cut == held.cut
+        await accept(mesh, held)
+        await link(agent, "active", 13)
+        assert await mesh.arrived() == 18, "from offset 5 on"
     for region in ("us-east", "eu-west"):
         await mesh.stop(region)
     checked(mesh)
@@ -133,11 +191,9 @@ async def test_a_bridge_that_knows_of_none_goes_on_by_the_word_that_another_carr
         held = await link(agent, "truncated")
         await accept(mesh, held)
         await link(agent, "active", 13)
-        bridge = SpiffeId("us-east", "acme", "bridge", BRIDGE)
-        # Each broker has another one besides, as after a restored store.
-        for region, ago_ms in (("us-east", 600_000), ("eu-west", 500_000)):
-            document = word(mesh, held, "eu-west", 5, now_ms() - ago_ms).encode_file()
-            await mesh.nodes[region].services.governance.put(bridge, "standing", document)
+        # Each broker has others besides, as after a restored store.
+        for ago_ms in (600_000, 500_000):
+            await brought(mesh, held, "us-east", 5, now_ms() - ago_ms)
         await mesh.publish(numbered(1_000, 2))
         await link(agent, "active", 15)
     for region in ("us-east", "eu-west"):

@@ -12,7 +12,7 @@ from departures import DAY, terms
 from policy.grant import ExportGrant, GrantBook, Standing, StandingAction, sign_standing
 from policy.signed import Purpose, SignatureError, SignedDocument, canonical, decode_body, sign
 from policy.terms import GrantTerms, grant_id
-from policy.truncation import Accepted, Truncation
+from policy.truncation import Accepted, Truncation, chain, other_chain
 
 OWN = bytes(range(16))
 STREAM = "acme/ops/departures"
@@ -99,9 +99,9 @@ def test_who_crosses_under_a_later_grant_learns_of_what_was_accepted_under_an_ea
 
 def test_the_chain_is_the_same_whatever_order_documents_come_in() -> None:
     first = accepted(OWN, 5, 100)
-    second = accepted(derived(first), 8, 200, "eu-west")
-    third = accepted(derived(second), 8, 300, "eu-west")
-    rival = accepted(OWN, 3, 99, "eu-west")
+    second = accepted(derived(first), 8, 200)
+    third = accepted(derived(second), 8, 300)
+    rival = accepted(OWN, 3, 99)
     documents = [signed(each) for each in (first, second, third, rival)]
     for begun, lives in (((), rival), ((derived(first),), third), ((derived(rival), derived(second)), third)):
         found = {
@@ -110,6 +110,47 @@ def test_the_chain_is_the_same_whatever_order_documents_come_in() -> None:
         }
         assert found == {derived(lives)}, "what was said first, or what crossed under"
     assert derived(second) != derived(third), "the same offset, lost twice"
+
+
+def test_a_word_of_the_destination_holds_only_where_something_crossed_under_it() -> None:
+    alone, after = accepted(OWN, 0, 50, "eu-west"), accepted(derived(accepted(OWN, 0, 50, "eu-west")), 9, 60)
+    book = GrantBook([EXPORT, signed(alone), signed(after)], TRUSTED)
+    assert book.live_incarnation(GRANT, STREAM, 0, OWN) == (OWN, None)
+    assert book.incarnations(GRANT, STREAM, 0, OWN, (OWN,))[-1] == (OWN, None)
+    for begun in (derived(alone), derived(after)):
+        lives = book.incarnations(GRANT, STREAM, 0, OWN, (begun,))
+        assert [live.incarnation for live in lives] == [OWN, derived(alone), derived(after)]
+    later = accepted(OWN, 4, 900)
+    book = book.including([signed(later)])
+    assert book.live_incarnation(GRANT, STREAM, 0, OWN).incarnation == derived(later)
+
+
+def tried(documents: list[Standing], begun: tuple[bytes, ...], until: Standing | None = None) -> list[bytes]:
+    """What a bridge whose log has these incarnations goes by, where the destination refuses all but the last."""
+    accepted = GrantBook([EXPORT, *map(signed, documents)], TRUSTED).accepted_truncations(GRANT, STREAM, 0)
+    lives = chain(OWN, accepted, "us-east", begun)
+    found: list[bytes] = []
+    while lives:
+        found.append(lives[-1].incarnation)
+        if until is not None and found[-1] == derived(until):
+            break
+        lives = other_chain(lives, accepted, "us-east", begun, found)
+    return found
+
+
+def test_what_the_log_has_is_not_left_for_another_word_and_behind_it_each_is_tried() -> None:
+    first, rival = accepted(OWN, 5, 100), accepted(OWN, 4, 101)
+    second, other = accepted(derived(first), 8, 200), accepted(derived(first), 7, 300)
+    foreign = accepted(derived(first), 0, 1, "eu-west")
+    words = [first, rival, second, other, foreign]
+    for begun in ((OWN,), (OWN, derived(first))):
+        assert tried(words, begun, other) == [derived(second), derived(other)]
+    assert tried(words, (OWN, derived(first))) == [derived(second), derived(other)]
+    assert tried(words, (OWN,)) == [derived(second), derived(other), derived(rival)]
+    assert tried(words, ()) == [derived(second), derived(foreign), derived(other), derived(rival)]
+    assert tried(words, (OWN, derived(first), derived(other))) == [derived(other)]
+    assert tried([first, foreign], (OWN, derived(first))) == [derived(first)]
+    assert tried([first, foreign], ()) == [derived(first), derived(foreign)], "a bridge that knows nothing"
 
 
 def test_a_document_of_a_region_that_did_not_sign_it_counts_for_nothing() -> None:
