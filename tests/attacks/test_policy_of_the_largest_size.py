@@ -7,16 +7,17 @@ list carry is the limit (decision 0109).
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import pytest
 from attacks.conftest import Tally
 from bridge_mesh import POLICIES, flight, two_regions, until
 from signed_grants import signing_key
 
+from bridge.document_sync import list_documents
 from felix.errors import Code
 from felix.frames import CONTROL_BYTES_MAX
-from felix.messages import DocumentPage, PutDocument, encode_request
+from felix.messages import DocumentPage, ListDocuments, PutDocument, encode_request
 from policy.approval import KIND_BYTES_MAX
 from policy.documents import DOCUMENT_BYTES_MAX
 from policy.residency import ResidencyError, ResidencyPolicy, parse_policy, sign_policy
@@ -69,6 +70,20 @@ def test_a_longer_one_is_refused_before_it_is_signed(tally: Tally) -> None:
         assert refused.value.code is Code.FRAME_TOO_LARGE
         assert "two bytes" in refused.value.hint
         tally("policies that are too long", 1)
+
+
+async def test_a_policy_of_before_the_limit_is_read_by_its_agent(tally: Tally) -> None:
+    """The longest that a request could carry."""
+    document, page = bytes(CONTROL_BYTES_MAX - 104), "9" * 24
+    encode_request(PutDocument("policy", document), 1 << 31)
+
+    class Lists:
+        async def request(self, request: ListDocuments) -> DocumentPage:
+            return DocumentPage({page: document}, False)
+
+    found, _ = await list_documents(cast("Any", Lists()), ("policy",))
+    assert found == {"policy": {page: document}}
+    tally("policies of before the limit", 1)
 
 
 def test_what_a_log_has_of_a_longer_one_is_read_as_before(tally: Tally) -> None:

@@ -6,13 +6,14 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from bridge_mesh import STREAM, Mesh, flight, two_regions, until
+from bridge_mesh import BRIDGE, STREAM, Mesh, flight, two_regions, until
 from rogue_agent import INCARNATION, Wild, granted, rogue_agent, wild_batch, wild_envelope
 
 from audit.leaf import Kind
 from bridge.agent import Agent
 from felix.errors import RequestError
 from felix.messages import LinkState
+from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.transform import build_spec
@@ -139,6 +140,10 @@ async def test_a_resend_is_the_source_region_s_word(mesh: Mesh) -> None:
     standing = Standing(
         grant=grant, action=StandingAction.RESEND, region="eu-west", sequence=9, at=now_ms(), by="alice", truncation=back
     )  # fmt: skip
-    await mesh.put("eu-west", "standing", sign_standing(standing, mesh.key("eu-west")))
+    document = sign_standing(standing, mesh.key("eu-west"))
+    with pytest.raises(RequestError, match="is for us-east to say, its source"):
+        await mesh.put("eu-west", "standing", document)
+    bridge = SpiffeId("us-east", "acme", "bridge", BRIDGE)
+    await mesh.nodes["eu-west"].services.governance.put(bridge, "standing", document.encode_file())
     book = mesh.nodes["eu-west"].services.governance.book
     assert book.live_incarnation(grant, STREAM, 0, INCARNATION).incarnation == INCARNATION
