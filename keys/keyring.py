@@ -81,11 +81,13 @@ class KeyInfo:
 
 
 class RootRotation(NamedTuple):
-    """What a rotation did: stream keys now wrapped under `new_root`."""
+    """What a rotation did: stream keys now wrapped under `new_root`. `behind`: of several brokers, those that have not said that all their copies
+    are under it: they need the old root still."""
 
     old_root: bytes
     new_root: bytes
     stream_keys: int
+    behind: tuple[str, ...] = ()
 
 
 class WritingKeys(Protocol):

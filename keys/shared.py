@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hmac
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Final, Protocol
 from weakref import WeakSet
 
 from felix.bounded import BoundedMap
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
@@ -115,9 +116,12 @@ class SharedKeyring:
         self.now_ms = runtime.clock.now_ms
         self.roots: Roots | None = None
         """as the store says; set by who follows it"""
+        self.known_roots: Roots | None = None
+        """these, and those that the store named before; set with `roots`"""
         self._random = runtime.random.randbytes
         self._lock = threading.Lock()
         self._records: dict[bytes, StreamKey] = {}
+        self._under: Counter[str] = Counter()
         self._held: BoundedMap[bytes, _Held] = BoundedMap(STREAM_KEYS_CACHED_MAX)
         self._data_keys: BoundedMap[tuple[bytes, bytes, int, int], DataKey] = BoundedMap(DATA_KEYS_CACHED_MAX)
         self._sealers: WeakSet[ShardSealer] = WeakSet()
@@ -127,6 +131,7 @@ class SharedKeyring:
         """Forget every secret. Nothing can be asked afterwards."""
         with self._lock:
             self._records.clear()
+            self._under.clear()
             self._stored.clear()
             self._held.clear()
             self._data_keys.clear()
@@ -158,20 +163,47 @@ class SharedKeyring:
             at_ms=self.now_ms(),
         )
 
+    def roots_in_use(self) -> tuple[str, ...]:
+        """Under which roots the known keys are wrapped, as hex ids in order."""
+        with self._lock:
+            return tuple(sorted(self._under))
+
+    def is_older(self, record: StreamKey) -> bool:
+        """Whether this is what is known of its incarnation, as it was before a root's rotation wrapped it anew: what is known is to stand in
+        its place. Blocks on the provider. Raises KeyProviderError."""
+        known, roots = self.find(bytes.fromhex(record.incarnation)), self.known_roots
+        if known is None or roots is None or (known.key, known.stream) != (record.key, record.stream):
+            return False
+        if roots.age(record.root) >= roots.age(known.root):
+            return False
+        try:
+            self._secret(known)
+        except (KeyUnknownError, TamperError):
+            # It may be one that nobody can unwrap any more, and the older one can be.
+            return False
+        return True
+
     def check(self, record: StreamKey) -> None:
-        """Whether this may be taken: it unwraps, and to the same secret as what is known of its incarnation.
+        """Whether this may be taken: it unwraps, and to the same secret as what is known of its incarnation. Where what is known is under a
+        root that is not here any more, and this under the active one, nothing is compared: its id and place are the same, and its
+        wrapping binds both.
 
         Raises TamperError, KeyUnknownError and KeyProviderError as unwrapping does, CorruptionError where it is another key.
         """
-        incarnation = bytes.fromhex(record.incarnation)
-        known = self.find(incarnation)
+        known = self.find(bytes.fromhex(record.incarnation))
         if record == known:
             return
         secret = record.secret(self.region, self.provider)
-        if known is not None and (
-            (known.key, known.stream) != (record.key, record.stream)
-            or not hmac.compare_digest(self._secret(known), secret)
-        ):
+        if known is None:
+            return
+        is_same = (known.key, known.stream) == (record.key, record.stream)
+        if is_same:
+            try:
+                is_same = hmac.compare_digest(self._secret(known), secret)
+            except KeyUnknownError:
+                if self.roots is None or record.root != self.roots.active.key:
+                    raise
+        if not is_same:
             raise CorruptionError(
                 f"The metadata store has another key for {record.stream} than the one that sealed its records: {record.key}, not {known.key}.",
                 hint="Put the metadata store back as it was: a stream keeps its key. The broker goes on with the one that it has.",
@@ -181,7 +213,9 @@ class SharedKeyring:
         """Use this key from now on; it was checked."""
         incarnation = bytes.fromhex(record.incarnation)
         with self._lock:
+            self._count_out(self._records.get(incarnation))
             self._records[incarnation] = record
+            self._under[record.root] += 1
             # A root's rotation wraps it anew: what it unwraps to stays.
             held = self._held.pop(incarnation)
             if held is not None:
@@ -196,6 +230,7 @@ class SharedKeyring:
         """The key is destroyed: nothing of this incarnation is opened or sealed any more. Whether it was known."""
         with self._lock:
             known = self._records.pop(incarnation, None)
+            self._count_out(known)
             self._stored.pop(incarnation, None)
             self._held.pop(incarnation)
             for place in [place for place in self._data_keys if place[1] == incarnation]:
@@ -348,6 +383,12 @@ class SharedKeyring:
                 hint="Where the stream was not deleted, put the metadata store back, or start the broker that led the stream: it keeps a copy.",
             )
         return record
+
+    def _count_out(self, record: StreamKey | None) -> None:
+        if record is not None:
+            self._under[record.root] -= 1
+            if not self._under[record.root]:
+                del self._under[record.root]
 
     def _secret(self, record: StreamKey) -> bytes:
         incarnation = bytes.fromhex(record.incarnation)

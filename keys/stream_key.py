@@ -28,6 +28,7 @@ from keys.wrapping import WRAPPED_BYTES_MAX
 
 ROOTS_MAX: Final = 64
 """Root keys of a region that are not destroyed: each rotation adds one, and retired ones are destroyed."""
+_ORDER: Final = {KeyState.PENDING: 0, KeyState.ACTIVE: 1, KeyState.DECRYPT_ONLY: 2}
 _PROOF: Final = bytes(32)
 """What each root has wrapped once: who holds a root can tell that it is the one that is meant."""
 
@@ -180,6 +181,34 @@ class Roots(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def encode(self) -> bytes:
         """As it stands in the store."""
         return msgspec.json.encode(self)
+
+    def remember(self, known: Roots | None) -> Roots:
+        """These, and as retired what was known and is named no more; of those the newest, ROOTS_MAX roots in all."""
+        named = {root.key for root in self.roots}
+        gone = [
+            msgspec.structs.replace(root, state=KeyState.DECRYPT_ONLY)
+            for root in (() if known is None else known.roots)
+            if root.key not in named
+        ]
+        gone.sort(key=lambda root: root.at_ms, reverse=True)
+        return Roots((*self.roots, *gone[: ROOTS_MAX - len(self.roots)]))
+
+    def went_back(self, known: Roots) -> bool:
+        """Whether one of these stands as it cannot stand after what is known: in an earlier state, or in the same one of another time."""
+        before = {root.key: root for root in known.roots}
+        return any(
+            _ORDER[root.state] < _ORDER[then.state] or (root.state is then.state and root != then)
+            for root in self.roots
+            if (then := before.get(root.key)) is not None
+        )
+
+    def age(self, root: str) -> tuple[int, int]:
+        """Roots, by hex id, in the order in which they wrap stream keys: a retired one stands before one that was retired later, and all
+        retired ones before the others."""
+        retired = next(
+            (each for each in self.roots if each.key == root and each.state is KeyState.DECRYPT_ONLY), None
+        )
+        return (1, 0) if retired is None else (0, retired.at_ms)
 
 
 def prove_root(region: str, provider: KeyProvider, key_id: bytes, state: KeyState, at_ms: int) -> Root:

@@ -75,7 +75,13 @@ class KeyService:
         rotation = await self._rotation.rotate_root()
         for key_id, action in ((rotation.new_root, "made"), (rotation.old_root, "rotated")):
             await self.record(actor, key_id, action)
-        return f"A new root key wraps {rotation.stream_keys} stream keys; no data was touched."
+        done = f"A new root key wraps {rotation.stream_keys} stream keys; no data was touched."
+        if not rotation.behind:
+            return done
+        return (
+            f"{done} Keep the old root key, {rotation.old_root.hex()}, for now: the copies of {', '.join(rotation.behind)} may be under it still. They follow "
+            "once they run and reach the metadata store; rotate the root again then: it makes no other one while a broker is behind."
+        )
 
     async def record(self, actor: SpiffeId, key_id: bytes, action: str) -> None:
         """Write a KEY leaf, and wait until it is durable. Raises UnavailableError where the log cannot be written."""

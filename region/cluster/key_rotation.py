@@ -7,7 +7,8 @@ The root key, each step by compare-and-swap, and resumed by the next call after 
 1. a root is made in this broker's provider, and `keys/roots` names it as pending;
 2. each broker says which roots it holds; while one lacks the pending root, nothing is changed, and the error names it;
 3. `keys/roots`: the pending root is active, the old one decrypt-only. New stream keys are wrapped under it from here on;
-4. the others are wrapped anew, record by record. Each names its root, so it opens before and after.
+4. the others are wrapped anew, record by record. Each names its root, so it opens before and after;
+5. each broker says under which roots its copies are. The old root's file may go once all say: under the new one alone.
 
 No plain key, and no root, ever goes through the store. One event loop.
 """
@@ -63,10 +64,12 @@ class Rotated(msgspec.Struct, frozen=True):
 
 
 class Followed(msgspec.Struct, frozen=True):
-    """How far a broker follows: the last rotation of data keys, and the roots that it holds, as hex ids."""
+    """How far a broker follows: the last rotation of data keys, the roots that it holds, and those under which its copies of stream keys are
+    (None: it did not say), as hex ids."""
 
     rotated: _Id
     roots: tuple[str, ...]
+    under: tuple[str, ...] | None = None
 
 
 class KeyRotation:
@@ -96,6 +99,7 @@ class KeyRotation:
         self._one = asyncio.Lock()
         self._task: asyncio.Task[None] | None = None
         keys.on_other(self._hear)
+        keys.on_under(self._wake.set)
 
     async def start(self) -> None:
         """Follow from now on; what was rotated before this start is no news, as nothing was sealed yet."""
@@ -141,7 +145,8 @@ class KeyRotation:
         )
 
     async def rotate_root(self) -> RootRotation:
-        """A new root wraps every stream key; see this module's docstring for the steps. The old one can still unwrap.
+        """A new root wraps every stream key; see this module's docstring for the steps. The old one can still unwrap. While a rotation of
+        before is not through at every broker, that one is gone on with, and no other root is made.
 
         Raises RequestError(CONFLICT) where a broker lacks the new root: what was done stays, and the next call goes on; UnavailableError,
         KeyProviderError, TamperError.
@@ -150,18 +155,18 @@ class KeyRotation:
             roots = await self._shared.renew_roots()
             active = roots.active
             retired = max(roots.in_state(KeyState.DECRYPT_ONLY), key=lambda root: root.at_ms, default=None)
-            if (
-                retired is not None
-                and not roots.in_state(KeyState.PENDING)
-                and (done := await self._rewrap(active))
-            ):
-                # The rotation of before, which a crash interrupted.
-                return RootRotation(retired.key_id, active.key_id, done)
+            if retired is not None and not roots.in_state(KeyState.PENDING):
+                # A rotation of before, which a crash interrupted, or in which a broker was down.
+                done = await self._rewrap(active)
+                behind = await self._behind(active)
+                if done or behind:
+                    return RootRotation(retired.key_id, active.key_id, done, behind)
             roots = await self._propose()
             (pending, *_) = roots.in_state(KeyState.PENDING)
             await self._require_everywhere(pending)
             new = (await self._activate(pending)).active
-            return RootRotation(active.key_id, new.key_id, await self._rewrap(new))
+            done = await self._rewrap(new)
+            return RootRotation(active.key_id, new.key_id, done, await self._behind(new))
 
     # -- the root, step by step ------------------------------------------------------------------------
 
@@ -301,6 +306,15 @@ class KeyRotation:
             bare, wrapped=keyring.provider.wrap(root.key_id, secret, bare.context(keyring.region))
         )
 
+    async def _behind(self, root: Root) -> tuple[str, ...]:
+        """The brokers of which nobody knows that their copies are all under this root, after CONFIRM_S at most."""
+        return tuple(
+            await self._silent(
+                lambda followed: followed.under is not None and {*followed.under} <= {root.key},
+                also_dead=True,
+            )
+        )
+
     # -- following -------------------------------------------------------------------------------------
 
     async def _silent(self, holds: Callable[[Followed], bool], *, also_dead: bool = False) -> list[str]:
@@ -365,7 +379,7 @@ class KeyRotation:
             self._seen = rotated
         roots = self._shared.roots.roots
         held = await asyncio.to_thread(self._held, roots)
-        said = Followed("" if self._seen is None else self._seen.id, held)
+        said = Followed("" if self._seen is None else self._seen.id, held, self._keyring.roots_in_use())
         if said != self._said or self._followed.get(self._broker) != said:
             await self._store.transact(
                 [], [Put(self._keys.key_broker(self._broker), msgspec.json.encode(said))]

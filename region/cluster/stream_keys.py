@@ -55,7 +55,6 @@ DELETIONS_REMEMBERED_MAX: Final = 1_024
 _ROOTS: Final = ""
 """Where the roots stand among incarnations."""
 _INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
-_ORDER: Final = {KeyState.PENDING: 0, KeyState.ACTIVE: 1, KeyState.DECRYPT_ONLY: 2}
 
 
 class Copies(Protocol):
@@ -108,10 +107,15 @@ class StreamKeys:
         self._roots_revision = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._others: list[Callable[[Event], None]] = []
+        self._under_listeners: list[Callable[[], None]] = []
 
     def on_other(self, listener: Callable[[Event], None]) -> None:
         """Tell `listener`, before `open`, of what stands beside the keys of streams, and of each change of it and of the roots."""
         self._others.append(listener)
+
+    def on_under(self, listener: Callable[[], None]) -> None:
+        """Tell `listener` when keys here are under other roots than before."""
+        self._under_listeners.append(listener)
 
     @property
     def keyring(self) -> SharedKeyring:
@@ -301,19 +305,21 @@ class StreamKeys:
         region, key = self._keyring.region, entry.key
         found = decode_roots(entry.value, region, f"{key} in the metadata store")
         held = self._copied.get(_ROOTS)
-        known = self._keyring.roots
+        known, shown = self._keyring.known_roots, self._keyring.roots
         if known is None and held is not None:
             known = decode_roots(held, region, "The copy of the region's roots")
-        if known is not None and _went_back(known, found):
+        if known is not None and found.went_back(known):
             log.error("%s shows root keys as they were before; what is known of them is put back.", key)
             await self._swap_roots(entry.mod_revision, known.encode())
             return
         await asyncio.to_thread(self._check_root, found)
-        if held != entry.value:
-            await self._copy({_ROOTS: entry.value}, set())
-        self._keyring.roots, self._roots_revision = found, entry.mod_revision
+        remembered = found.remember(known)
+        if held != (copied := remembered.encode()):
+            await self._copy({_ROOTS: copied}, set())
+        self._keyring.roots, self._keyring.known_roots = found, remembered
+        self._roots_revision = entry.mod_revision
         self.faults.pop(_ROOTS, None)
-        if found != known:
+        if found != shown:
             self._tell(Event(key, entry))
 
     def _check_root(self, roots: Roots) -> None:
@@ -452,7 +458,8 @@ class StreamKeys:
         }
         for number in changed.keys() - found.keys():
             self.faults.pop(number, None)
-        good = await asyncio.to_thread(self._judge, found)
+        under = self._keyring.roots_in_use()
+        good, older = await asyncio.to_thread(self._judge, found)
         gone = [number for number, seen in changed.items() if seen.value is None]
         deleted = {number for number in gone if await self._is_deleted(number)}
         for number in deleted:
@@ -468,23 +475,32 @@ class StreamKeys:
         for number in gone:
             if number not in deleted:
                 await self._put_back(number)
+        for number in older:
+            await self._put_newer(number, changed[number])
+        if self._keyring.roots_in_use() != under:
+            for listener in self._under_listeners:
+                listener()
 
-    def _judge(self, found: dict[str, bytes]) -> dict[str, StreamKey]:
-        """The records that may be taken; of the others `faults` says why. Blocks on the provider."""
+    def _judge(self, found: dict[str, bytes]) -> tuple[dict[str, StreamKey], list[str]]:
+        """The records that may be taken, and of which ones a newer is known; of the others `faults` says why. Blocks on the provider."""
         good: dict[str, StreamKey] = {}
+        older: list[str] = []
         for number, value in found.items():
             key = self._keys.stream_key(number)
             try:
                 record = decode_stream_key(
                     value, self._keyring.region, f"{key} in the metadata store", number
                 )
+                if self._keyring.is_older(record):
+                    older.append(number)
+                    continue
                 self._keyring.check(record)
             except FelixError as error:
                 self.faults[number] = error
                 log.error("a stream's key is not used: %s", error)
                 continue
             good[number] = record
-        return good
+        return good, older
 
     async def _is_deleted(self, number: str) -> bool:
         return await self._store.get(self._keys.deleted(number)) is not None
@@ -501,6 +517,17 @@ class StreamKeys:
         except OutcomeUnknownError:
             self._note(number, _Seen(self._revision, None))
 
+    async def _put_newer(self, number: str, shown: _Seen) -> None:
+        """The store shows a key as it was before its root was rotated."""
+        key = self._keys.stream_key(number)
+        log.error(
+            "%s is shown as it was before the rotation of the root key: what is known of it is put back.", key
+        )
+        try:
+            await self._store.transact([ModRevision(key, shown.revision)], [Put(key, self._copied[number])])
+        except OutcomeUnknownError:
+            self._note(number, shown)
+
     async def _copy(self, found: dict[str, bytes], gone: set[str]) -> None:
         """Sync copies of these, and none of those, on this broker's disk. Raises UnavailableError, KeyProviderError."""
         gone = gone & self._copied.keys()
@@ -516,12 +543,6 @@ class StreamKeys:
 
     async def _on_disk(self, work: Callable[[], None]) -> None:
         await asyncio.get_running_loop().run_in_executor(self._disk, work)
-
-
-def _went_back(known: Roots, found: Roots) -> bool:
-    """Whether a root stands in an earlier state than it is known in."""
-    now = {root.key: _ORDER[root.state] for root in found.roots}
-    return any(now.get(root.key, 99) < _ORDER[root.state] for root in known.roots)
 
 
 def _was_deleted(name: StreamName) -> RequestError:

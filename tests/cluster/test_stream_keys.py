@@ -28,7 +28,7 @@ from keys.key_id import KeyKind, kind_of
 from keys.keyring import ROOTS, create_keyring, open_keyring
 from keys.shared import SharedKeyring, find_first_root, open_copies
 from keys.store import KEY_FILE
-from keys.stream_key import StreamKey
+from keys.stream_key import Root, Roots, StreamKey, decode_roots
 from region.cluster import key_rotation
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.stream_keys import StreamKeys
@@ -586,7 +586,7 @@ async def test_a_roots_rotation_that_a_crash_cut_off_is_finished_by_the_next_cal
     assert [root.state for root in roots.roots] == [KeyState.DECRYPT_ONLY, KeyState.ACTIVE]
     await brokers.running["a"].ensure(ORDERS, LIFE)
     done = await rotation.rotate_root()
-    assert done == (bytes.fromhex(old), roots.active.key_id, 70)
+    assert done == (bytes.fromhex(old), roots.active.key_id, 70, ())
     assert set((await roots_of(brokers)).values()) == {roots.active.key}
     await until(lambda: all(record.root != old for record in brokers.running["a"].keyring.records()))
     assert (await rotation.rotate_root()).old_root == roots.active.key_id
@@ -610,6 +610,127 @@ async def test_roots_that_the_store_shows_as_they_were_before_are_put_right(brok
                 await asyncio.sleep(0.001)
     await brokers.running["a"].ensure(ORDERS, LIFE)
     assert (await roots_of(brokers))[str(ORDERS)] == brokers.running["a"].roots.active.key
+
+
+async def rotated(brokers: Brokers, *names: str) -> str:
+    """Rotate the root, with its file brought to these brokers' machines. The id of the root of before."""
+    first, *others = names
+    old = brokers.running[first].roots.active.key
+    with suppress(RequestError):
+        await brokers.rotations[first].rotate_root()
+    brokers.bring_roots(first, *others)
+    if brokers.running[first].roots.active.key == old:
+        await brokers.rotations[first].rotate_root()
+    return old
+
+
+def remove_root(brokers: Brokers, root: str, *names: str) -> None:
+    for name in names:
+        (brokers.root_folder(name) / ROOTS / f"{root}.key").unlink()
+
+
+async def test_a_broker_that_was_down_while_keys_were_wrapped_anew_is_named_and_needs_the_old_root_no_more(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 0.5)
+    monkeypatch.setattr(key_rotation, "LOOK_S", 0.01)
+    await brokers.start("a", "b", "c")
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+    sealed = seal_of(brokers.running["c"]).seal(batch(b"x"))
+    rotation, rewrap = brokers.rotations["a"], brokers.rotations["a"]._rewrap
+
+    async def without_c(root: Root) -> int:
+        await brokers.stop("c")
+        return await rewrap(root)
+
+    old = brokers.running["a"].roots.active
+    with pytest.raises(RequestError, match="have not said that they hold it"):
+        await rotation.rotate_root()
+    brokers.bring_roots("a", "b", "c")
+    monkeypatch.setattr(rotation, "_rewrap", without_c)
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 5.0)
+    done = await rotation.rotate_root()
+    assert done.stream_keys == 1 and done.behind == ("c",)
+    monkeypatch.setattr(rotation, "_rewrap", rewrap)
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 0.1)
+    # Asked again, it is the same rotation, and no other root is made.
+    assert await rotation.rotate_root() == (old.key_id, done.new_root, 0, ("c",))
+    # Also where the old root's file was removed too early, the store has what this broker can open.
+    remove_root(brokers, old.key, "a", "b", "c")
+    await brokers.stop("a", "b")
+    c = await brokers.start("c")
+    assert not c.faults and seal_of(c).open_batch(sealed) == batch(b"x")
+    await brokers.start("a", "b")
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 30.0)
+    assert not await brokers.rotations["b"]._behind(c.roots.active)
+
+
+async def test_a_retired_root_that_was_taken_off_the_list_does_not_come_back(brokers: Brokers) -> None:
+    await brokers.start("a", "b")
+    key = brokers.catalog.keys.key_roots()
+    old = await rotated(brokers, "a", "b")
+    new = brokers.running["a"].roots.active
+    entry = await brokers.store.get(key)
+    assert entry is not None
+    (retired,) = decode_roots(entry.value, brokers.region, "the store").in_state(KeyState.DECRYPT_ONLY)
+    for is_running in (True, False):
+        await brokers.put(key, Roots((new,)).encode())
+        await until(lambda: all(len(keys.roots.roots) == 1 for keys in brokers.running.values()))
+        if not is_running:
+            await brokers.stop()
+        swapped = Roots(
+            (
+                msgspec.structs.replace(retired, state=KeyState.ACTIVE),
+                msgspec.structs.replace(new, state=KeyState.DECRYPT_ONLY),
+            )
+        )
+        await brokers.put(key, swapped.encode())
+        if not is_running:
+            await brokers.start("a", "b")
+        async with asyncio.timeout(30):
+            while (found := await brokers.store.get(key)) is None or found.value == swapped.encode():  # noqa: ASYNC110 - no event is set for it
+                await asyncio.sleep(0.001)
+        for keys in brokers.running.values():
+            assert (await keys.renew_roots()).active == new
+        number = b"kl"[is_running : is_running + 1] * 16
+        name = StreamName.parse(f"acme/ops/s{int(is_running)}")
+        await brokers.running["b"].ensure(name, number)
+        assert (await roots_of(brokers))[str(name)] == new.key != old
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+@pytest.mark.parametrize("is_removed_first", [True, False])
+async def test_a_record_that_the_store_shows_as_it_was_before_a_roots_rotation_is_put_right(
+    brokers: Brokers, is_running: bool, is_removed_first: bool
+) -> None:
+    await brokers.start("a", "b")
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+    sealed = seal_of(brokers.running["a"]).seal(batch(b"x"))
+    before = await brokers.record()
+    assert before is not None
+    old = await rotated(brokers, "a", "b")
+    after = await brokers.record()
+    await until(lambda: all(known and known.root != old for known in map(brokers.knows, "ab")))
+    if is_removed_first:
+        remove_root(brokers, old, "a", "b")
+    if not is_running:
+        await brokers.stop()
+    await brokers.put(brokers.key(), before)
+    if not is_running:
+        await brokers.start("a", "b")
+    async with asyncio.timeout(30):
+        while await brokers.record() != after:  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.001)
+    if not is_removed_first:
+        remove_root(brokers, old, "a", "b")
+    await brokers.stop()
+    brokers.bring_roots("a", "c")
+    await brokers.start("a", "b", "c")
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+        assert seal_of(keys).open_batch(sealed) == batch(b"x") and not keys.faults
 
 
 async def test_streams_come_and_go_while_the_root_is_rotated(
