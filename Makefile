@@ -93,7 +93,7 @@ soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile 
 	  tests/region/test_hostile.py
 
 faults: $(STAMP) ## brokers of a replicated stream killed and stopped ROUNDS times each way under load: nothing acknowledged is lost, nothing twice (minutes)
-	@FELIX_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -s --timeout 86400 tests/cluster/test_replicated_processes.py
+	@FELIX_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -s --timeout 86400 tests/cluster/test_replicated_processes.py tests/cluster/test_copied_views_processes.py
 
 runbooks: $(STAMP) ## the commands of docs/runbooks, each page against a mesh that was broken so (minutes)
 	@FELIX_RUNBOOKS=1 $(BIN)/python -m pytest --timeout 1800 tests/docs/test_runbooks.py

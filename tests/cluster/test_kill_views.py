@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from cluster.processes import kill, only_through, running, several
+from cluster.view_load import consume, work
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary
 from long_runs import count
 from region_peer import client, until
 
 import felix
-from felix import Code, FelixError
 from felix.messages import ListStreams
 
 pytestmark = [pytest.mark.etcd, pytest.mark.fault, pytest.mark.timeout(600)]
@@ -58,34 +58,6 @@ async def leader_of(region: felix.RegionClient, name: str) -> str:
     """As b1 lists it: it names who leads what it does not lead itself."""
     (state,) = (await region.connection.request(ListStreams(name, "", 1))).streams
     return state.state[0].leader or "b1"
-
-
-async def work(region: felix.RegionClient, name: str, recorded: Counter[bytes], faults: list[str]) -> None:
-    """Take jobs for ever, and count what the queue confirmed as done."""
-    async with region.queue(name).consume(prefetch=8) as worker:
-        async for job in worker:
-            try:
-                await job.ack()
-            except FelixError as error:
-                # Nobody knows whether it was recorded: the job comes again, or it was.
-                assert error.code is not Code.LEASE_LOST, error
-                faults.append(error.code.name)
-            else:
-                recorded[job.payload] += 1
-
-
-async def consume(
-    stream: felix.Stream, acknowledged: set[bytes], again: list[bytes], faults: list[str]
-) -> None:
-    async with stream.consumer("crew") as consumer:
-        async for record in consumer:
-            payload = bytes(record.payload)
-            if payload in acknowledged:
-                again.append(payload)
-            if await consumer.ack(record):
-                acknowledged.add(payload)
-            else:
-                faults.append("lost")
 
 
 async def put(cache: felix.Cache, confirmed: dict[str, int]) -> None:

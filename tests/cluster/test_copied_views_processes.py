@@ -1,0 +1,135 @@
+"""A queue with its dead letters and a durable subscription, each on three brokers that are processes: their leader is killed and stays
+away, or stands still for longer than its lease, under load. What somebody was told stands: a job that is recorded as done is done once,
+what was acknowledged does not come again, and what was given up is among the dead letters once.
+
+FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how often each of these happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from cluster.members import Members, serving
+from cluster.view_load import consume, work
+from etcd_process import EtcdProcess, etcd_of_each_test
+from region_peer import client, until
+
+import felix
+
+__all__ = ["etcd_of_each_test"]  # the fixture
+
+pytestmark = [
+    pytest.mark.etcd,
+    pytest.mark.fault,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(sys.platform != "linux", reason="signals of Linux"),
+]
+QUEUE, DEAD, STREAM = "acme/ops/jobs", "acme/ops/jobs.dead", "acme/ops/orders"
+LEASE_S = 2
+ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
+JOBS = 120
+"""Put in each round; as many records are published."""
+BROKEN_EACH = 12
+"""Every so many jobs, one is given up."""
+
+
+async def killed(members: Members, leader: str) -> None:
+    """It is gone while others go on; then it comes back."""
+    members.kill(leader)
+    await until(lambda: members.leader(QUEUE) not in ("", leader))
+    await until(lambda: members.leader(STREAM) in members.running)
+
+
+async def frozen(members: Members, leader: str) -> None:
+    """It stands still until another one leads, and then goes on as if it led."""
+    members.freeze(leader)
+    await until(lambda: members.leader(QUEUE) not in ("", leader))
+    members.thaw(leader)
+
+
+async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: EtcdProcess) -> None:
+    recorded: Counter[bytes] = Counter()
+    unsure: list[str] = []
+    acknowledged: set[bytes] = set()
+    again: list[bytes] = []
+    lost: list[str] = []
+    rounds = 2 * ROUNDS
+    jobs = [[b"%d/%d" % (turn, number) for number in range(JOBS)] for turn in range(rounds + 1)]
+    broken = frozenset(job for turn in jobs for job in turn[::BROKEN_EACH])
+    async with (
+        serving(tmp_path, etcd, lease_s=LEASE_S) as members,
+        client(members.folder) as region,
+        client(members.folder) as other,
+    ):
+        await region.create_queue(QUEUE, replicas=3, shards=2, visibility=60, attempts=5, retry=0.01)
+        await region.create_stream(STREAM, replicas=3, shards=2)
+        orders, queue = region.stream(STREAM), region.queue(QUEUE)
+        await orders.create_subscription("crew", felix.SubscriptionSettings("earliest"))
+        busy = [
+            asyncio.ensure_future(each)
+            for each in (
+                work(region, QUEUE, recorded, unsure, broken),
+                work(other, QUEUE, recorded, unsure, broken),
+                consume(other.stream(STREAM), acknowledged, again, lost),
+            )
+        ]
+        try:
+            for turn, fault in enumerate((killed, frozen) * ROUNDS):
+                done, read = len(recorded), len(acknowledged)
+                putting = asyncio.ensure_future(queue.put_many(jobs[turn]))
+                publishing = asyncio.ensure_future(orders.publish_many(jobs[turn]))
+                await until(lambda done=done: len(recorded) > done)  # type: ignore[misc]
+                await until(lambda read=read: len(acknowledged) > read)  # type: ignore[misc]
+                # The one that dead letters are carried by.
+                await until(lambda: members.is_well(QUEUE, DEAD, STREAM))
+                leader = members.leader(QUEUE)
+                await fault(members, leader)
+                await asyncio.gather(putting, publishing)
+                done, read = len(recorded), len(acknowledged)
+                await asyncio.gather(
+                    queue.put_many([b"more %d" % turn]), orders.publish_many([b"more %d" % turn])
+                )
+                await until(lambda done=done: len(recorded) > done)  # type: ignore[misc]
+                await until(lambda read=read: len(acknowledged) > read)  # type: ignore[misc]
+                if leader not in members.running:
+                    await members.start(leader)
+                await until(lambda: members.is_well(QUEUE, DEAD, STREAM))
+            await asyncio.gather(queue.put_many(jobs[rounds]), orders.publish_many(jobs[rounds]))
+            async with asyncio.timeout(120):
+                while (state := await queue.describe()).ready + state.leased + state.delayed:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                while any(each.lag_records for each in (await orders.describe_subscription("crew")).shards):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            for task in busy:
+                assert not task.done(), task.exception()
+        finally:
+            for task in busy:
+                task.cancel()
+            await asyncio.wait(busy)
+        dead = await letters(region, len(broken))
+    assert [payload for payload, times in recorded.items() if times > 1] == []
+    everything = (rounds + 1) * JOBS + rounds
+    assert everything - len(broken) - len(recorded) <= len(unsure)
+    assert again == []
+    assert everything - len(acknowledged) <= len(lost)
+    assert dead == Counter(dict.fromkeys(broken, 1))
+
+
+async def letters(region: felix.RegionClient, least: int) -> Counter[bytes]:
+    """All that stands among the dead letters, once so many do."""
+    async with asyncio.timeout(60):
+        while (await region.describe_stream(DEAD)).state[0].high_watermark < least:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+    end = (await region.describe_stream(DEAD)).state[0].high_watermark
+    found: Counter[bytes] = Counter()
+    async with region.stream(DEAD).subscribe(start="earliest") as records:
+        async for record in records:
+            found[bytes(record.payload)] += 1
+            if record.offset == end - 1:
+                break
+    return found
