@@ -15,6 +15,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final, Protocol
 
+from felix.bounded import BoundedMap
 from felix.errors import CorruptionError, FelixError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
@@ -27,7 +28,7 @@ from region.log.copies import Copies
 from region.log.errors import storage_error
 from region.log.open_logs import OpenLogs
 from region.log.segment import ShardIdentity
-from region.metadata.records import Stream, StreamConfig, is_replicated
+from region.metadata.records import REMOVED_REMEMBERED_MAX, Stream, StreamConfig, is_replicated
 from region.replication.disk import LogPlan
 from region.replication.host import Links, ReplicaHost, ShardPlan
 
@@ -93,7 +94,7 @@ class Replicas:
         self._names: dict[str, str] = {}
         """of the streams that have copies here, by incarnation"""
         self._wanted: set[str] = set()
-        self._forgotten: set[str] = set()
+        self._forgotten: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
         self._changing = asyncio.Lock()
         self._news = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
@@ -163,7 +164,7 @@ class Replicas:
 
     async def forget(self, incarnation: str) -> None:
         """Have no copies of this incarnation of a stream any more: it was deleted. Nobody leads it here."""
-        self._forgotten.add(incarnation)
+        self._forgotten.put(incarnation, True)
         async with self._changing:
             self._names.pop(incarnation, None)
             for shard in [each for each in self.host.shards if each.incarnation == incarnation]:

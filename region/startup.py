@@ -361,8 +361,7 @@ async def open_broker(
         assert peers is not None
         peers.replicas.on_led(follower.assigned)
         await peers.replicas.open()
-    for deleted in mirror.deleted_streams.values():
-        await streams.remove(StreamName.parse(deleted.name), deleted.incarnation)
+    await streams.remove_marked(mirror.deleted_streams)
     stack.push_async_callback(streams.close)
     stack.push_async_callback(queues.close)
     records = dict(mirror.streams)

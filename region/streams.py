@@ -13,14 +13,16 @@ import hashlib
 import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterator
 from dataclasses import replace
 from itertools import islice
 from typing import Final, Protocol
+from weakref import WeakValueDictionary
 
 import msgspec
 
 from felix.batch import Batch, BatchHeader
+from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
 from felix.messages import ShardState, StreamState, StreamTraffic
@@ -39,7 +41,14 @@ from region.log.ring_pool import RingPool
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
-from region.metadata.records import SHARDS_MAX, Stream, StreamConfig, is_replicated, min_in_sync
+from region.metadata.records import (
+    REMOVED_REMEMBERED_MAX,
+    SHARDS_MAX,
+    Stream,
+    StreamConfig,
+    is_replicated,
+    min_in_sync,
+)
 from region.offload import check_offload
 
 log = logging.getLogger("felix.region.streams")
@@ -405,9 +414,10 @@ class StreamTable:
         self._measured: list[HostedStream] = []
         self._swept: list[HostedStream] = []
         self._offloaded: list[HostedStream] = []
-        self._busy: dict[StreamName, asyncio.Lock] = {}
-        # Incarnations that were removed here: a record that was read before must not bring one back.
-        self._removed: set[str] = set()
+        # Locks go with who holds them or waits for them.
+        self._busy: WeakValueDictionary[StreamName, asyncio.Lock] = WeakValueDictionary()
+        # Incarnations that were removed here of late: a record that was read before must not bring one back.
+        self._removed: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
         self.before_opening: list[Callable[[StreamName, Stream], Awaitable[None]]] = []
         """Awaited before the logs of a stream are opened: what they need. Where one raises, the stream is not served."""
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
@@ -793,13 +803,23 @@ class StreamTable:
     async def remove(self, name: StreamName, incarnation: str) -> None:
         """Close this incarnation and delete its records: it is marked as deleted in the catalog."""
         async with self._busy.setdefault(name, asyncio.Lock()):
-            self._removed.add(incarnation)
+            self._removed.put(incarnation, True)
             held = self._streams.get(name)
             if held is not None and held.record.incarnation == incarnation:
                 await self._close(held)
             if self._leading is not None:
                 await self._leading.forget(incarnation)
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
+
+    async def remove_marked(self, marked: Container[str]) -> None:
+        """Remove what the disk still has of these incarnations, as after a deletion that this broker was down for. What the disk has is asked,
+        since marks stay for ever."""
+        stored = await asyncio.get_running_loop().run_in_executor(
+            self._directory.commit_pool, self._directory.stored
+        )
+        for stream in stored:
+            if stream.incarnation.hex() in marked:
+                await self.remove(stream.name, stream.incarnation.hex())
 
     async def _close(self, stream: HostedStream) -> None:
         self._drop(stream)

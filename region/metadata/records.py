@@ -25,6 +25,8 @@ REPLICAS_MAX: Final = 7
 """Copies of a shard: six brokers may fail. Each costs the leader a write over the network for each batch."""
 SHARDS_MAX: Final = 256
 """Shards of one stream; each has files, a lease of attention and a place in every rebalance."""
+REMOVED_REMEMBERED_MAX: Final = 1_024
+"""Removed incarnations that a broker remembers, the newest: what was read of one a moment ago does not bring it back."""
 INTERVAL_MS_MAX: Final = 60_000
 """An `interval` stream may lose so much at a crash; who wants to lose more wants `ephemeral`."""
 RETENTION_AGE_MS_MIN: Final = 10

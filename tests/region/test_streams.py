@@ -148,3 +148,34 @@ async def test_a_crash_in_the_middle_of_a_creation_leaves_nothing_that_cannot_be
         assert shard.failure is None
     await streams.close()
     await directory.close()
+
+
+async def test_what_was_deleted_while_a_broker_was_down_goes_at_its_start_however_many_marks_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    kept, gone = (
+        Stream(name=f"acme/ops/{name}", incarnation=life * 16, created_ms=1, config=StreamConfig())
+        for name, life in (("kept", "ab"), ("gone", "cd"))
+    )
+    for record in (kept, gone):
+        await streams.open(record)
+    await streams.close()
+    await directory.close()
+    streams, directory = table(mounted(disk))
+    asked: list[str] = []
+    delete = directory.delete_stream
+
+    async def counted(name: StreamName, incarnation: bytes) -> None:
+        asked.append(str(name))
+        await delete(name, incarnation)
+
+    monkeypatch.setattr(directory, "delete_stream", counted)
+    await streams.remove_marked({f"{number:032x}" for number in range(20_000)} | {gone.incarnation})
+    assert asked == [gone.name]
+    assert [str(stored.name) for stored in directory.stored()] == [kept.name]
+    with pytest.raises(FelixError, match="was deleted"):
+        await streams.open(gone)
+    await streams.close()
+    await directory.close()
