@@ -40,7 +40,7 @@ from bridge.link_worker import LinkContext, LinkStats, LinkWorker, may_run
 from bridge.plan import PlannedLink, Verdict, plan_links
 from bridge.region_log import check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
-from felix.connection import Link
+from felix.connection import Link, RegionConnection
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
@@ -100,6 +100,8 @@ CLOSE_S: Final = 10.0
 """How long an orderly end waits for links, and again for the last cosignatures."""
 PROBLEMS_MAX: Final = 100
 """Documents that are not believed and are logged one by one, at each change."""
+DESCRIBE_S: Final = 2.0
+"""How long a plan waits for one stream's leader."""
 STREAMS_MAX: Final = 1_000
 """Streams that are looked at for wildcard grants."""
 
@@ -215,6 +217,7 @@ class Agent:
                 files.bundles[region],
                 engine,
                 runtime,
+                is_own=region == config.source,
             )
             for region, addresses, server_name in reached
         }
@@ -619,7 +622,7 @@ class Agent:
             if NamePattern(name).is_exact:
                 if name not in found:
                     with suppress(RequestError):
-                        found[name] = await connection.request(DescribeStream(name))
+                        found[name] = await self._described(connection, name)
                 continue
             listed = ListStreams(name[: name.index("*")], "", 100)
             async for page in pages(connection, listed, "streams", lambda page: page.streams[-1].stream):
@@ -629,6 +632,15 @@ class Agent:
                 if len(found) >= STREAMS_MAX:
                     break
         return found
+
+    async def _described(self, connection: RegionConnection, name: str) -> StreamState:
+        """A stream of the source; as it was last known while nobody leads it, which keeps no other link waiting."""
+        try:
+            return await connection.request(DescribeStream(name), timeout_s=DESCRIBE_S)
+        except UnavailableError:
+            if name not in self._known_streams:
+                raise
+            return self._known_streams[name]
 
     def _tell(self, streams: dict[str, StreamState]) -> None:
         wanted = {(row.grant, row.stream, row.shard): row for row in self.rows}

@@ -31,8 +31,9 @@ class RegionEndpoint:
     """One region as the agent sees it. `bundle` holds its keys, `trust` what they may be used for; `connection` is None until the first session."""
 
     def __init__(
-        self, profile: Profile, bundle: RegionBundle, engine: Engine | None, runtime: Runtime
+        self, profile: Profile, bundle: RegionBundle, engine: Engine | None, runtime: Runtime, *, is_own: bool
     ) -> None:
+        """`is_own`: the agent's own region. Another one leads the agent only to brokers at the addresses of `profile`."""
         self.profile = profile
         self.bundle = bundle
         self.trust = RegionTrust(bundle)
@@ -40,6 +41,7 @@ class RegionEndpoint:
         self._connection: RegionConnection | None = None
         self._engine = engine
         self._runtime = runtime
+        self._is_own = is_own
         self._over = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
@@ -74,9 +76,7 @@ class RegionEndpoint:
         self.trust = RegionTrust(bundle)
         self.profile = replace(self.profile, identity=identity, authority=bundle.root_pem.encode())
         if self._connection is not None:
-            self._connection.profile = self.profile
-            if self._connection.link is not None:
-                self._connection.link.close()
+            self._connection.take_profile(self.profile)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -87,7 +87,9 @@ class RegionEndpoint:
     async def _keep(self) -> None:
         backoff = Backoff(_AGAIN, self._runtime.random)
         while True:
-            connection = RegionConnection(self.profile, engine=self._engine, runtime=self._runtime)
+            connection = RegionConnection(
+                self.profile, engine=self._engine, runtime=self._runtime, profile_only=not self._is_own
+            )
             self._over.clear()
             try:
                 await connection.open()

@@ -474,7 +474,7 @@ class LinkWorker:
             raise UnavailableError(row.reason or "The destination is not configured.")
         trail = context.open_trail()
         source, endpoint = context.source, self._endpoint
-        source_link = source.link()
+        source.link()
         endpoint.link()
         self._failed = self._held_back = None
         self.in_session = True
@@ -493,15 +493,19 @@ class LinkWorker:
             self._log_elsewhere(trail)
             self._window = self._begin(trail)
             self.stats.position = self._window.position
-            self._feed = await SealedFeed.open(  # 4
-                source_link,
-                row.stream,
-                row.grant,
-                shard=row.shard,
-                offset=self._window.next_offset,
-                incarnation=stream.incarnation,
-                credit_bytes=int(context.limits.read_ahead),
-                arrived=self._wake,
+            next_offset = self._window.next_offset
+            self._feed = await source.connection().at_leader(  # 4
+                StreamName.parse(row.stream),
+                lambda link: SealedFeed.open(
+                    link,
+                    row.stream,
+                    row.grant,
+                    shard=row.shard,
+                    offset=next_offset,
+                    incarnation=stream.incarnation,
+                    credit_bytes=int(context.limits.read_ahead),
+                    arrived=self._wake,
+                ),
             )
             if self._feed.subscribed.incarnation != stream.incarnation:
                 raise UnavailableError(
@@ -776,7 +780,10 @@ class LinkWorker:
             source.signed,
         )
         try:
-            self._channel = await IngestChannel.open(endpoint.link(), request, self._received, self._fail)
+            self._channel = await endpoint.connection().at_leader(
+                StreamName.parse(row.destination_stream),
+                lambda link: IngestChannel.open(link, request, self._received, self._fail),
+            )
         except RequestError as error:
             if error.code is Code.CONFLICT:
                 self._not_there.add(source.live.incarnation)
@@ -940,7 +947,7 @@ class LinkWorker:
         at("read")
         data_key = self._data_keys.get(header.key_id)
         if data_key is None:
-            data_key = await self._take_data_key(header.key_id)
+            data_key = await self._take_data_key(header)
         opened = open_sealed(item.body, data_key)  # 5
         at("open")
         sorted_ = sort_records(opened, route, self._before)  # 6
@@ -993,14 +1000,21 @@ class LinkWorker:
                 hint="Make a new grant with a new budget.",
             )
 
-    async def _take_data_key(self, key_id: bytes) -> DataKey:
+    async def _take_data_key(self, header: BatchHeader) -> DataKey:
         context, row = self._context, self.row
         assert row.export is not None
         answer = await context.source.connection().request(
-            GetDataKey(row.grant, row.stream, key_id, context.handoff.public.encoded)
+            GetDataKey(
+                row.grant,
+                row.stream,
+                header.key_id,
+                context.handoff.public.encoded,
+                header.shard,
+                header.leader_epoch,
+            )
         )
         scope = HandoffScope(
-            key_id,
+            header.key_id,
             context.source.region,
             StreamName.parse(row.stream),
             answer.incarnation,
@@ -1012,7 +1026,7 @@ class LinkWorker:
         )
         while len(self._data_keys) >= DATA_KEYS_MAX:
             del self._data_keys[next(iter(self._data_keys))]
-        key = self._data_keys[key_id] = open_data_key(answer.sealed, scope, context.handoff)
+        key = self._data_keys[header.key_id] = open_data_key(answer.sealed, scope, context.handoff)
         return key
 
     def _may_announce(self, route: Route, now_ms: int) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Final, NamedTuple
 
 from felix.connection import Link
-from felix.errors import Code, FelixError, ProtocolError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, ProtocolError, UnavailableError
 from felix.frames import (
     FRAME_HEADER_BYTES,
     Frame,
@@ -244,6 +244,8 @@ class IngestChannel:
             return
         self._closed = True
         self._link.close_exchange(self._stream_id)
+        if isinstance(error, NotLeaderError):
+            self._link.moved(error)
         if self._open.done():
             self._ended(error)
         else:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -107,6 +107,8 @@ CORRELATION_MAX: Final = (1 << 32) - 1
 _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})
 
 _log = logging.getLogger("felix.connection")
+
+T = TypeVar("T")
 
 
 class SessionInfo(msgspec.Struct, frozen=True):
@@ -743,8 +745,9 @@ class RegionConnection:
         wait_for_broker: bool = True,
         runtime: Runtime = REAL,
         leads_to: Routes[Attachment] | None = None,
+        profile_only: bool = False,
     ) -> None:
-        """`wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile. `leads_to`: of the
+        """`profile_only`: a broker that names another one's address is followed only to an address of the profile. `wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile. `leads_to`: of the
         client whose connection to one leader this is; None: it is the client's first."""
         self.profile = profile
         self._wait_for_broker = wait_for_broker
@@ -766,7 +769,12 @@ class RegionConnection:
         self._task: asyncio.Task[None] | None = None
         self._is_first = leads_to is None
         self._routes = leads_to or Routes[Attachment](
-            self, self._to_leader, self.policy, runtime, self._address
+            self,
+            self._to_leader,
+            self.policy,
+            runtime,
+            self._address,
+            (lambda address: address in self.profile.addresses) if profile_only else (lambda address: True),
         )
 
     # -- life -----------------------------------------------------------------------------------------
@@ -901,10 +909,50 @@ class RegionConnection:
                 else "Whether it was carried out is not known; look before asking again.",
             ) from last
 
+    async def at_leader(self, stream: StreamName, use: Callable[[Link], Awaitable[T]]) -> T:
+        """What `use` does on a link to the broker that leads a stream: for what lives on one link, and ends with it.
+
+        Raises what `use` raises, but follows NotLeaderError; UnavailableError where no link stands in time."""
+        reach = self._routes.reach(stream)
+        asked, hops = reach if isinstance(reach, RegionConnection) else self, 0
+        while True:
+            try:
+                async with asyncio.timeout(self.request_timeout_s):
+                    link = await asked._wait_for_link()
+            except TimeoutError:
+                raise UnavailableError(
+                    f"No session with {', '.join(asked.profile.addresses)} of region {self.profile.region} stands.",
+                    code=Code.TIMEOUT,
+                ) from None
+            try:
+                return await use(link)
+            except NotLeaderError as error:
+                elsewhere = self._led_elsewhere(error)
+                if elsewhere is None or elsewhere is asked or hops >= HOPS_MAX:
+                    raise
+                asked, hops = elsewhere, hops + 1
+
+    def take_profile(self, profile: Profile) -> None:
+        """Go on with another certificate or authority: every session begins anew, now."""
+        self.profile = profile
+        for each in (self, *self._routes.leaders()):
+            assert isinstance(each, RegionConnection)
+            if each is not self:
+                each.profile = replace(profile, addresses=each.profile.addresses)
+            if each.link is not None:
+                each.link.close()
+
     def _led_elsewhere(self, error: FelixError) -> RegionConnection | None:
         """The connection to the broker that a refusal names."""
         if not isinstance(error, NotLeaderError) or not error.address:
             return None
+        if not self._routes.may_call(error.address):
+            raise UnavailableError(
+                f"{self.profile.region} names its broker {error.leader} at {error.address}, which is none of the addresses given for it.",
+                code=Code.NOT_LEADER,
+                hint=f"Add {error.address} to the addresses of {self.profile.region}, if its operators say so.",
+                retry_after_ms=1_000,
+            ) from error
         reach = self._routes.at(error.address)
         return reach if isinstance(reach, RegionConnection) else None
 

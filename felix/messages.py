@@ -716,12 +716,15 @@ class LinkPage(Message, frozen=True, tag="link_page"):
 
 
 class GetDataKey(Repeatable["DataKeySealed"], frozen=True, tag="get_data_key"):
-    """From a bridge agent: the data key of sealed batches, sealed to `public_key` (keys.handoff)."""
+    """From a bridge agent: the data key of sealed batches, sealed to `public_key` (keys.handoff). `shard`, `epoch`: of the batch, where a key is
+    derived from its place."""
 
     grant: GrantName
     stream: Name
     key: bytes
     public_key: bytes
+    shard: Natural = 0
+    epoch: Natural = 0
 
 
 class DataKeySealed(Message, frozen=True, tag="data_key_sealed"):

@@ -87,13 +87,16 @@ class Routes(Generic[_MovableT]):
         policy: BackoffPolicy,
         runtime: Runtime,
         here: Callable[[], str],
+        may_call: Callable[[str], bool] = lambda address: True,
     ) -> None:
-        """`first`: the connection that the profile leads to; `here`: the address that it is at."""
+        """`first`: the connection that the profile leads to; `here`: the address that it is at; `may_call`: whether an address that a broker
+        names may be called."""
         self._first = first
         self._connect = connect
         self._policy = policy
         self._runtime = runtime
         self._here = here
+        self.may_call = may_call
         self._routes: BoundedMap[StreamName, _Route] = BoundedMap(ROUTES_MAX)
         self._leaders: dict[str, _Leader[_MovableT]] = {}
         self._placed: dict[_MovableT, tuple[StreamName, Reach[_MovableT]]] = {}
@@ -103,8 +106,7 @@ class Routes(Generic[_MovableT]):
 
     def attach(self, attachment: _MovableT, stream: StreamName) -> None:
         """Put it on the connection to the stream's leader, as far as that is known."""
-        route = self._routes.use(stream)
-        reach = (self.at(route.address) if route is not None else None) or self._first
+        reach = self.reach(stream)
         self._placed[attachment] = stream, reach
         reach.join(attachment)
 
@@ -136,8 +138,18 @@ class Routes(Generic[_MovableT]):
             if of == stream and now is not reach:
                 self._move(attachment, stream, reach, error)
 
+    def reach(self, stream: StreamName) -> Reach[_MovableT]:
+        """The connection to the stream's leader, as far as that is known; else the first one."""
+        route = self._routes.use(stream)
+        return (self.at(route.address) if route is not None else None) or self._first
+
+    def leaders(self) -> list[Reach[_MovableT]]:
+        """The connections to leaders that are open or being opened."""
+        return [leader.reach for leader in self._leaders.values()]
+
     def at(self, address: str) -> Reach[_MovableT] | None:
-        """A connection to the broker at an address; None where it did not answer a moment ago, or the address is none."""
+        """A connection to the broker at an address; None where it did not answer a moment ago, may not be called, or the
+        address is none."""
         if address == self._here():
             return self._first
         held = self._leaders.get(address)
@@ -146,6 +158,8 @@ class Routes(Generic[_MovableT]):
         loop = asyncio.get_running_loop()
         pause = self._pauses.use(address)
         if self._is_closed or len(self._leaders) >= LEADERS_MAX or (pause and loop.time() < pause[0]):
+            return None
+        if not self.may_call(address):
             return None
         try:
             parse_address(address)

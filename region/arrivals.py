@@ -16,14 +16,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.leaf import EncodedLeaf, Header, Kind, Side, read_header
-from audit.trail import Trail
+from audit.leaf import EncodedLeaf, read_header
 from felix.errors import Code, CorruptionError, UnavailableError
+from region.audit_port import ArrivalLog, AuditPort
+from region.grant_meter import GrantMeter
 from region.link_slot import Landed, LinkRecord
 from region.log.shard import ShardLog
 
@@ -72,10 +73,10 @@ _encoder: Final = msgspec.msgpack.Encoder()
 _decoder: Final = msgspec.msgpack.Decoder(Arrival)
 
 
-def encode_arrival(slot: int, landed: Landed, trail: Trail, leaves: Sequence[EncodedLeaf]) -> bytes:
+def encode_arrival(slot: int, landed: Landed, audit: AuditPort, leaves: Sequence[EncodedLeaf]) -> bytes:
     """The note of a range that is about to be appended."""
     # A leaf that is accepted but not durable may be lost in a crash, and its index assigned again.
-    return _encoder.encode(Arrival(slot, landed, trail.status().durable, [leaf.data for leaf in leaves]))
+    return _encoder.encode(Arrival(slot, landed, audit.status().durable, [leaf.data for leaf in leaves]))
 
 
 def decode_arrival(data: bytes) -> Arrival:
@@ -94,8 +95,8 @@ class _Waiting(NamedTuple):
 class LeafQueue:
     """Leaves on their way to the ingress log, in order."""
 
-    def __init__(self, trail: Trail) -> None:
-        self._trail = trail
+    def __init__(self, audit: AuditPort) -> None:
+        self._audit = audit
         self._waiting: deque[_Waiting] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._waiting_bytes = 0
@@ -121,7 +122,7 @@ class LeafQueue:
         while self._waiting:
             leaves, logged = self._waiting[0]
             try:
-                self._trail.append_nowait(leaves, logged, loop)
+                self._audit.append_nowait(leaves, logged, loop)
             except Exception as error:
                 self._timer = loop.call_later(RETRY_S, self._drain)
                 logged(-1, error)
@@ -140,10 +141,10 @@ def _size(leaves: Sequence[EncodedLeaf]) -> int:
     return sum(len(leaf.data) for leaf in leaves)
 
 
-async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], None]) -> int:
+async def settle(shard: ShardLog, arrived: ArrivalLog, meter: Callable[[str], Awaitable[GrantMeter]]) -> int:
     """Write the leaves that a crash kept from the log, for ranges that landed in this shard; how many ranges.
 
-    Runs before the shard is served. `charge` gets the grant and the bytes of each. Raises CorruptionError, AuditUnavailableError:
+    Runs before the shard is served. `meter` counts what a grant uses. Raises CorruptionError, UnavailableError:
     then the shard must not be served.
     """
     notes = shard.take_notes_found()
@@ -152,40 +153,18 @@ async def settle(shard: ShardLog, trail: Trail, charge: Callable[[str, int], Non
     # A range that was refused and sent again has two notes for one place: the newer one is what landed.
     found = {(each.slot, each.landed): each for each in (decode_arrival(note.data) for note in notes)}
     landed = [each for each in found.values() if each.has_landed(shard)]
-    missing = await asyncio.to_thread(_missing, trail, landed) if landed else []
-    for arrival in missing:
-        leaves = arrival.encoded()
-        charge(leaves[0].header.grant_id, sum(leaf.header.charged_bytes for leaf in leaves))
-        await trail.append(leaves)
-        log.warning(
-            "%s shard %d: a crash kept the leaf of source offsets %d to %d from the ingress log; it is there now",
-            shard.identity.stream, shard.identity.shard, leaves[0].header.first_offset, leaves[-1].header.last_offset,
-        )  # fmt: skip
+    missing: list[int] = []
+    if landed:
+        groups = [each.encoded() for each in landed]
+        # Before their leaves are in the log, which a new meter counts from.
+        meters = [await meter(leaves[0].header.grant_id) for leaves in groups]
+        missing = await arrived.append_missing(min(each.log_size for each in landed), groups)
+        for number in missing:
+            leaves = groups[number]
+            meters[number].take(sum(leaf.header.charged_bytes for leaf in leaves))
+            log.warning(
+                "%s shard %d: a crash kept the leaf of source offsets %d to %d from the ingress log; it is there now",
+                shard.identity.stream, shard.identity.shard, leaves[0].header.first_offset, leaves[-1].header.last_offset,
+            )  # fmt: skip
     await shard.clear_notes()
     return len(missing)
-
-
-def _missing(trail: Trail, arrivals: Sequence[Arrival]) -> list[Arrival]:
-    """Those whose leaves the log does not have. Blocks.
-
-    A range is known by its place, not by its leaves' bytes: of one that was refused and sent again, one note may be gone."""
-    start = min(each.log_size for each in arrivals)
-    headers = (read_header(leaf) for _, leaf in trail.leaves(start))
-    there = {
-        _place(header)
-        for header in headers
-        if header is not None and (header.kind, header.side) == (Kind.ACK, Side.INGRESS)
-    }
-    return [each for each in arrivals if _place(each.encoded()[0].header) not in there]
-
-
-def _place(header: Header) -> tuple[object, ...]:
-    """Of a range's first leaf: no other range of the log has it."""
-    return (
-        header.source_region,
-        header.stream,
-        header.shard,
-        header.destination_stream,
-        header.incarnation,
-        header.first_offset,
-    )

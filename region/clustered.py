@@ -17,12 +17,9 @@ from felix.messages import (
     DescribeMesh,
     ExplainCrossing,
     GetCheckpoint,
-    GetDataKey,
-    GetLinkSecret,
-    GetStreamStatement,
     ListDocuments,
+    ListLinks,
     Message,
-    OpenIngest,
     OpenTransactions,
     PutCosignature,
     PutDocument,
@@ -44,11 +41,6 @@ PLACED_S: Final = 10.0
 """How long whoever creates a stream waits until a broker leads it."""
 
 _NOT_YET: Final[dict[type[Message], str]] = {
-    OpenIngest: "Bridges",
-    ReportLinks: "Bridges",
-    GetDataKey: "Bridges",
-    GetLinkSecret: "Bridges",
-    GetStreamStatement: "Bridges",
     OpenTransactions: "Transactions",
 }
 _WITH_AUDIT_LOG: Final = frozenset(
@@ -63,9 +55,11 @@ _WITH_AUDIT_LOG: Final = frozenset(
         DescribeMesh,
         ExplainCrossing,
         RotateKeys,
+        ReportLinks,
+        ListLinks,
     )
 )
-"""What writes a leaf, or goes by which documents have theirs: the broker with the audit log alone answers it."""
+"""What writes a leaf, or goes by which documents have theirs, and what agents say of their links: the broker with the audit log alone answers it."""
 
 
 class Clustered:
@@ -201,11 +195,13 @@ class Clustered:
         except TimeoutError:
             pass
 
-    def refusal(self, asked: type[Message], *, is_foreign: bool) -> FelixError | None:
-        """Why this broker does not answer a request, whatever it says; None where it does. `is_foreign`: another region's bridge asks,
-        which learns nothing of the brokers behind this one."""
-        if is_foreign:
-            return _unsupported("Bridges")
+    def may_hold_arrivals(self, record: Stream) -> bool:
+        """Whether this broker's disk may have records of a stream that came over a border, and have no leaf yet."""
+        return not is_replicated(record.config) and self.placed_on(record) == self.member.broker
+
+    def refusal(self, asked: type[Message]) -> FelixError | None:
+        """Why this broker does not answer a request, whatever it says; None where it does. Another region's bridge that may ask it learns one
+        address more: that of the broker with the audit log."""
         if what := _NOT_YET.get(asked):
             return _unsupported(what)
         if asked in _WITH_AUDIT_LOG and not self.has_audit_log:
@@ -219,10 +215,6 @@ class Clustered:
                 address=address,
             )
         return None
-
-    def check_grant(self) -> None:
-        """Raises RequestError(UNSUPPORTED): no record leaves a region of several brokers."""
-        raise _unsupported("Bridges")
 
 
 def _unsupported(what: str) -> RequestError:

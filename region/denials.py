@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from audit.leaf import Header, Kind, Leaf, Side
-from audit.trail import Trail
 from felix.errors import FelixError, RequestError
 from felix.names import SpiffeId, StreamName
 from policy.grant import GrantBook, GrantError
+from region.audit_port import AuditPort
 from region.broker import Broker
 
 log = logging.getLogger("felix.region.governance")
@@ -64,12 +64,12 @@ class Denials:
     def __init__(
         self,
         broker: Broker,
-        trail: Trail,
+        audit: AuditPort,
         own: str,
         book: Callable[[], GrantBook],
         bundles: Callable[[], Mapping[str, object]],
     ) -> None:
-        self._broker, self._trail, self._own = broker, trail, own
+        self._broker, self._audit, self._own = broker, audit, own
         self._book, self._bundles = book, bundles
         self._peers: dict[SpiffeId, _Denied] = {}
         self._regions: dict[str, _Denied] = {}
@@ -161,7 +161,7 @@ class Denials:
     def _write(self, leaf: Leaf) -> None:
         """Append a leaf that nobody waits for. A log that takes no more is already an alarm of its own."""
         try:
-            self._trail.append_nowait([leaf], lambda index, error: None)
+            self._audit.append_nowait([leaf], lambda index, error: None)
         except FelixError as error:
             log.error("the audit log took no %s leaf: %s", leaf.header.kind.name, error)
 

@@ -23,6 +23,7 @@ from audit.document_disk import keep_document, read_documents
 from audit.leaf import Kind, Leaf, read_header
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
+from felix.news import News
 from felix.storage.small_file import read_file, replace_durably
 
 log = logging.getLogger("felix.region.governance")
@@ -55,7 +56,7 @@ _snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
 
 
 class DocumentLog:
-    """One per broker. `open` and `save` block."""
+    """One per broker, also where the log is another one's: then it knows what `learn` was told. `open` and `save` block."""
 
     def __init__(self, trail: Trail, path: Path, logged: _Logged, read_to: int) -> None:
         self._trail, self._path = trail, path
@@ -63,6 +64,8 @@ class DocumentLog:
         self._saved_to = read_to
         self._appending = asyncio.Lock()
         self._closed = False
+        self.news = News()
+        """told of each document that has its leaf"""
 
     @classmethod
     def open(cls, trail: Trail, path: Path) -> DocumentLog:
@@ -83,6 +86,11 @@ class DocumentLog:
         """By the SHA-256 of the document's file."""
         return digest in self._documents
 
+    def learn(self, digest: bytes) -> None:
+        """A document has its durable leaf: here, or as the broker that has the log says."""
+        self._documents.add(digest)
+        self.news.tell()
+
     async def append(self, document: bytes, leaf: Leaf) -> bool:
         """Append a document's leaf; durable on return. False where it stands in the log already."""
         # The caller may be cancelled: an accepted leaf becomes durable all the same, and is recorded here.
@@ -94,7 +102,7 @@ class DocumentLog:
                 return False
             await asyncio.to_thread(keep_document, self._trail.files, document)
             await self._trail.append([leaf])
-            self._documents.add(leaf.header.document_sha256)
+            self.learn(leaf.header.document_sha256)
             return True
 
     async def close(self) -> None:

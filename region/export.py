@@ -130,8 +130,21 @@ class ExportService:
         stream = StreamName.parse(request.stream)
         self._broker.refuse_reserved(stream.tenant)
         self._governance.check_export(bridge, request.grant, stream, "take a data key")
+        hosted = self._broker.stream(stream)
+        self._broker.require_led(hosted)
         recipient = HybridPublicKey(request.public_key)
-        key = await asyncio.to_thread(self._keyring.data_key, request.key)
+        if self._broker.clustered is not None:
+            # Derived, it follows from where it seals: asked for another place, it is another key, which opens nothing.
+            key = await asyncio.to_thread(
+                self._keyring.opening_key,
+                stream,
+                hosted.incarnation,
+                request.shard,
+                request.epoch,
+                request.key,
+            )
+        else:
+            key = await asyncio.to_thread(self._keyring.data_key, request.key)
         # The grant is for the stream as it is: what an earlier one of its name held was deleted.
         if key.stream != stream or key.incarnation != self._broker.stream(stream).incarnation:
             raise self._governance.denied(
@@ -153,6 +166,7 @@ class ExportService:
         allowed = self._governance.check_export(bridge, request.grant, stream, "take the link's secrets")
         recipient = HybridPublicKey(request.public_key)
         hosted = self._broker.stream(stream)
+        self._broker.require_led(hosted)
         secrets = await asyncio.to_thread(
             self._keyring.link_secrets,
             stream,
@@ -175,6 +189,7 @@ class ExportService:
         self._broker.refuse_reserved(stream.tenant)
         self._governance.check_export(bridge, request.grant, stream, "take a stream statement")
         hosted = self._broker.stream(stream)
+        self._broker.require_led(hosted)
         shard = hosted.shard(request.shard)
         # An agent that has the statement gets no record of an epoch that it does not name, as long as this broker runs.
         await shard.begin_due_epoch()

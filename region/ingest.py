@@ -101,7 +101,7 @@ from region.link_slot import (
 )
 from region.log.ahead import Note
 from region.log.shard import Appended, ShardLog
-from region.metadata.records import StreamConfig
+from region.metadata.records import StreamConfig, is_replicated
 from region.ports import Ingesting
 from region.streams import HostedStream
 
@@ -135,12 +135,12 @@ class IngestService:
         self.receipt_key = receipt_key
         self.landings = landings
         self._meters: dict[str, GrantMeter] = {}
-        self.leaves = LeafQueue(governance.trail)
+        self.leaves = LeafQueue(governance.audit)
 
     async def settle(self, hosted: HostedStream) -> None:
         """Before a stream is served: what landed in it has its leaves. Raises what keeps the ingress log from taking them."""
         for shard in hosted.serving:
-            await settle(shard, self.governance.trail, lambda grant, size: self.meter(grant).take(size))
+            await settle(shard, self.governance.arrivals, self.meter)
         self.landings.opened(hosted.name)
 
     def close(self) -> None:
@@ -151,12 +151,13 @@ class IngestService:
         """The role of a new ingest stream."""
         return IngestStream(self, session, stream_id)
 
-    def meter(self, grant: str) -> GrantMeter:
+    async def meter(self, grant: str) -> GrantMeter:
         """Use of a grant so far, by the ingress log."""
         meter = self._meters.get(grant)
         if meter is None:
             # Nothing of it is on its way yet, so the log says all.
-            meter = self._meters[grant] = GrantMeter(self.governance.trail.charged_bytes(grant))
+            charged = await self.governance.arrivals.charged_bytes(grant)
+            meter = self._meters.setdefault(grant, GrantMeter(charged))
         return meter
 
 
@@ -334,7 +335,10 @@ class IngestStream:
             # First what may refuse it: the other two may read the whole log, which no statement that is too old is to cost.
             self._record = self._recorded(request, statement)
             self._before = await self._crossed_before(scope, self._lives(request, statement))
-            self._logged_to = await self._logged_below(scope)
+            self._logged_to = await service.governance.arrivals.arrived_below(
+                scope.bridge, _link_shard(scope).shard_name, scope.incarnation
+            )
+            self._meter = await service.meter(request.grant)
         except UnavailableError as error:
             self._fail(error, correlation)
             return
@@ -345,7 +349,6 @@ class IngestStream:
         secret = CommitmentKey(self._key.key_id, commitment_secret(self._key))
         self._committer = Committer(secret, str(name), request.incarnation, request.shard)
         self._terms, self._inspection = terms.terms, Inspection(terms.terms)
-        self._meter = service.meter(request.grant)
         self._is_open = True
         session.widen()
         opened = self._told(
@@ -366,14 +369,6 @@ class IngestStream:
         return await self._service.governance.arrivals.crossed_before(
             scope.bridge, _link_shard(scope).shard_name, lives
         )
-
-    async def _logged_below(self, scope: TransferScope) -> int:
-        """Below which source offset the ingress log says that records arrived under this incarnation."""
-        governance, shard = self._service.governance, _link_shard(scope).shard_name
-        if governance.trail.newest_incarnation(shard) in (b"", scope.incarnation):
-            return governance.trail.arrived_below(shard, scope.incarnation)
-        # Another incarnation came last. This one may be new, or a source's older stream that was restored or stated again.
-        return await governance.arrivals.arrived_below(scope.bridge, shard, scope.incarnation)
 
     def _told(self, opened: IngestOpened) -> IngestOpened:
         """With what crossed before a resend, from the oldest range on that may be sent again."""
@@ -538,6 +533,13 @@ class IngestStream:
         if broker.streams.get(name) is None:
             broker.streams.check_foreign_room(name, config)
         hosted = await broker.ensure_stream(name, config)
+        if is_replicated(hosted.record.config):
+            raise RequestError(
+                f"{name} has {hosted.record.config.replicas} copies, and what has arrived and has no leaf yet is known to one broker.",
+                code=Code.UNSUPPORTED,
+                hint="Give the grant another destination name, of a stream with one copy or of none yet.",
+            )
+        broker.require_led(hosted)
         if hosted.shard_count != request.shards:
             raise RequestError(
                 f"{name} has {hosted.shard_count} shards and its source {request.shards}: keys would change "
@@ -669,7 +671,7 @@ class IngestStream:
         if again is not None:
             self._logged_before(way)
             return
-        arrival = encode_arrival(self._slot, landed, self._service.governance.trail, leaves)
+        arrival = encode_arrival(self._slot, landed, self._service.governance.audit, leaves)
         way = way._replace(note=self._shard.take_note(arrival))
         self._meter.take(way.charge)
         self._position = position.after(landed, header.next_offset)

@@ -38,6 +38,11 @@ def make_offer(
 
 
 def _listening(folder: RegionFolder, config: RegionConfig) -> tuple[str, ...]:
+    if config.cluster is not None and not any(
+        _is_everywhere(each.client_address) for each in config.cluster.brokers
+    ):
+        # Each leads some of the streams: another region's bridges go to each of them, and to no other address.
+        return tuple(str(each.client_address) for each in config.cluster.brokers)
     if _is_everywhere(config.listen):
         raise RequestError(
             f"{config.region} listens at {config.listen}: that is every address of its machine, and says none.",

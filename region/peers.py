@@ -12,6 +12,7 @@ from felix.transport.port import Engine, TransportLimits
 from region.cluster.member import ClusterMember
 from region.log.open_logs import OpenLogs
 from region.metadata.records import Stream
+from region.peer_requests import PeerRequests
 from region.replicas import Folders, Replicas
 from region.replication.links import LocalBroker, PeerLinks
 
@@ -35,6 +36,7 @@ class Peers:
     ) -> None:
         """`anchor`: the region's authority. `limits`: of connections that this broker takes."""
         bundle = TrustBundle([anchor])
+        self.requests = PeerRequests(me.broker)
         self.links = PeerLinks(
             engine,
             me,
@@ -42,16 +44,23 @@ class Peers:
             lambda: bundle,
             anchor.root_pem,
             lambda peer, said: self.replicas.host.heard(peer, said),
-            lambda peer, up: self.replicas.host.linked(peer, up),
+            self._linked,
             mirror_revision=lambda: member.mirror.view.revision,
             runtime=runtime,
             accept_limits=limits,
+            requested=self.requests.requested,
         )
+        self.requests.links = self.links
         self.replicas = Replicas(
             member, me.region, folders, self.links, streams, open_logs=open_logs, runtime=runtime
         )
 
+    def _linked(self, peer: str, up: bool) -> None:
+        self.replicas.host.linked(peer, up)
+        self.requests.linked(peer, up)
+
     async def close(self) -> None:
         """End the links, and close all copies."""
+        await self.requests.close()
         await self.links.close()
         await self.replicas.close()

@@ -286,7 +286,7 @@ class ClientSession:
                 )
             raise
         if broker.clustered is not None:
-            refused = broker.clustered.refusal(asked, is_foreign=identity.region != broker.region)
+            refused = broker.clustered.refusal(asked)
             if refused is not None:
                 raise refused
 
@@ -612,8 +612,6 @@ class ClientSession:
         broker = self.broker
         assert self.identity is not None
         if request.grant:
-            if broker.clustered is not None:
-                broker.clustered.check_grant()
             reader = self.services.export.reader(self.identity, name, request.grant)
         else:
             broker.require(self.identity, Verb.SUBSCRIBE, name)

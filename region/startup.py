@@ -47,7 +47,9 @@ from keys.keyring import ROOTS, Keyring, open_keyring
 from keys.shared import RegionKeys, SharedKeyring, find_first_root, open_copies
 from keys.signing import VerifyKey
 from keys.store import KEY_FILE, KeyStore
+from region.arrival_index import ArrivalIndex
 from region.at_once import at_once
+from region.audit_port import ArrivalLog, AuditPort
 from region.broker import Broker
 from region.broker_certificate import BrokerCertificate
 from region.budget import Budgets
@@ -66,6 +68,7 @@ from region.document_log import DocumentLog
 from region.evidence import open_evidence
 from region.export import ExportService
 from region.folder import RegionFolder
+from region.governance.leaves import Alone, Neighbours
 from region.governance.service import Governance
 from region.ingest import IngestService
 from region.key_service import KeyringRotation, KeyService, Rotation
@@ -83,6 +86,7 @@ from region.metadata.registration import Holder, Registration, is_holder
 from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
+from region.remote_audit import AuditServer, HomeLeaves, RemoteAudit
 from region.renewal import IdentityRenewal
 from region.replication.links import LocalBroker
 from region.requests import Requests, ViewTraffic
@@ -300,13 +304,28 @@ async def open_broker(
     # If store and copies come from a backup, the audit log still has the later documents that forbid.
     forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
     remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
+    audit: AuditPort = trail
+    arrivals: ArrivalLog = ArrivalIndex(trail)
+    neighbours: Neighbours = Alone()
+    if clustered is not None and peers is not None:
+        member = clustered.member
+        if has_audit_log:
+            neighbours = home_leaves = HomeLeaves(config.broker, lambda: member.brokers)
+            audit = server = AuditServer(
+                config.region, peers.requests, trail, ArrivalIndex(trail), logged, home_leaves
+            )
+            stack.push_async_callback(server.close)
+        else:
+            audit = remote = RemoteAudit(config.region, peers.requests, lambda: member.audit_home)
+            arrivals, neighbours = remote.arrivals, remote.leaves
+            stack.push_async_callback(remote.close)
     governance = Governance(
         broker, catalog, mirror,
         KeyService(keyring, rotation, trail, config.region, runtime.clock.now_ms), trail,
         Witnessing(witness, trail, config.region, runtime.clock, submissions),
         own,
         lambda: pinned_bundles(folder),
-        memory, remembered, logged, landings.drained,
+        memory, remembered, logged, landings.drained, audit, arrivals, neighbours,
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
@@ -360,11 +379,17 @@ async def open_broker(
         _follow_wishes(clustered, mirror, follower)
         assert peers is not None
         peers.replicas.on_led(follower.assigned)
+        # What landed and has no leaf yet keeps its stream from being served until the broker with the audit log is reached.
+        peers.requests.on_linked(follower.look)
         await peers.replicas.open()
     await streams.remove_marked(mirror.deleted_streams)
     stack.push_async_callback(streams.close)
     stack.push_async_callback(queues.close)
     records = dict(mirror.streams)
+    if clustered is not None:
+        for record in records.values():
+            if clustered.may_hold_arrivals(record):
+                landings.unopened(StreamName.parse(record.name))
     # Committed transactions are applied before their streams serve.
     system = records.pop(SYSTEM_STREAM, None)
     if system is not None:

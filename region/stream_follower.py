@@ -48,6 +48,10 @@ class StreamFollower:
         self._assigned.add(StreamName.parse(name))
         self._changed.set()
 
+    def look(self) -> None:
+        """What kept a stream from being opened may have passed."""
+        self._changed.set()
+
     def _note(self, change: MirrorChange) -> None:
         if change.section == "streams":
             self._wanted.add(StreamName.parse(change.name))

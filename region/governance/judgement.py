@@ -20,7 +20,7 @@ from region.document_log import DocumentLog
 from region.document_watch import DocumentWatch
 from region.governance.book import MadeBook, make_book
 from region.governance.held_documents import HeldDocuments
-from region.governance.leaves import DocumentLeaves, Drain
+from region.governance.leaves import DocumentLeaves, Drain, Neighbours
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.trusted_regions import TrustedRegions
 from region.held_document import digest_of
@@ -51,15 +51,16 @@ class Judgement:
         watch: DocumentWatch,
         logged: DocumentLog,
         drain: Drain,
+        neighbours: Neighbours,
     ) -> None:
-        """`watch` is told of each change. `logged`, `drain`: as DocumentLeaves has them."""
+        """`watch` is told of each change. `logged`, `drain`, `neighbours`: as DocumentLeaves has them."""
         self.regions = regions
         self.policies = policies
         self.held = held
         self.watch = watch
         self.leaves = DocumentLeaves(
-            broker, regions.own, trail, logged, policies, lambda: self.book, drain, self._leaf_written
-        )
+            broker, regions.own, trail, logged, policies, lambda: self.book, drain, self._leaf_written, neighbours, self._reload_now
+        )  # fmt: skip
         self.book = GrantBook()
         self._broker = broker
         self._mirror = mirror
@@ -79,6 +80,7 @@ class Judgement:
         """Take in what the mirror holds, now and at each change."""
         self._mirror.on_change(self._changed)
         self.reload()
+        self.leaves.look_compared()
 
     def _changed(self, change: MirrorChange) -> None:
         if self._closed:

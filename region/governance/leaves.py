@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import Final, Protocol
 
 from audit.signed_leaf import signed_leaf
 from audit.trail import Trail
@@ -40,6 +40,39 @@ Drain = Callable[[Callable[[str], bool], Callable[[StreamName], bool]], Awaitabl
 """Returns once nothing that was taken before, under the grants and into the streams that are asked for, is on its way any more."""
 
 
+class Neighbours(Protocol):
+    """The region's other brokers, as far as leaves of documents concern them (region.remote_audit)."""
+
+    @property
+    def writes_here(self) -> bool:
+        """Whether the audit log is this broker's to write."""
+
+    async def all_passed(self, digest: bytes) -> None:
+        """Before a document's leaf is written here: what it stops, and the others had taken before, has its leaves."""
+
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+        """Where it is written elsewhere: whether it stands. `passed`: what the document stops here has its leaves."""
+
+    def written(self, digest: bytes) -> None:
+        """A document has its leaf."""
+
+
+class Alone:
+    """A region of one broker."""
+
+    writes_here: Final = True
+
+    async def all_passed(self, digest: bytes) -> None:
+        """There are no others."""
+
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+        """Never asked."""
+        raise AssertionError("the log is here")
+
+    def written(self, digest: bytes) -> None:
+        """There is nobody to tell."""
+
+
 class DocumentLeaves:
     """One per broker."""
 
@@ -53,8 +86,11 @@ class DocumentLeaves:
         book: Callable[[], GrantBook],
         drain: Drain,
         written: Callable[[Document], None],
+        neighbours: Neighbours,
+        compared: Callable[[], None],
     ) -> None:
-        """`own`: the broker's region. `book`: what counts now. `drain` waits until nothing that was taken before is on its way. `written` is told of each leaf that `log_soon` wrote."""
+        """`own`: the broker's region. `book`: what counts now. `drain` waits until nothing that was taken before is on its way. `written` is told of each leaf that `log_soon` wrote.
+        `compared` is called once it is known of all documents of a start whether they have their leaf."""
         self._broker = broker
         self._identity = SpiffeId(own.region, own.mesh, "broker", broker.broker_id)
         """who puts what came by nobody's request"""
@@ -64,6 +100,12 @@ class DocumentLeaves:
         self._book = book
         self._drain = drain
         self._written = written
+        self._neighbours = neighbours
+        self._compared = compared
+        self._unasked: set[bytes] = set()
+        """documents that are written elsewhere, and of which it is not known whether they were"""
+        self.is_current = neighbours.writes_here
+        """False until it is known of all documents that the store held at the start whether they have their leaf"""
         self._actors: dict[bytes, SpiffeId] = {}
         self._writing: dict[bytes, asyncio.Task[None]] = {}
         self._closed = False
@@ -96,6 +138,8 @@ class DocumentLeaves:
         digest = digest_of(document)
         held = self._writing.get(digest)
         if held is None:
+            if not self._neighbours.writes_here:
+                self._unasked.add(digest)
             held = self._writing[digest] = asyncio.ensure_future(self._write(document))
             held.add_done_callback(lambda _: self._writing.pop(digest, None))
         return held
@@ -109,7 +153,7 @@ class DocumentLeaves:
                 log.error(
                     "the audit log did not take a %s of %s: %s", document.purpose, document.region, error
                 )
-                if self._trail.failure is not None:
+                if self._neighbours.writes_here and self._trail.failure is not None:
                     return  # nothing crosses any more
             await asyncio.sleep(LOG_AGAIN_S)
         self._written(document)
@@ -119,6 +163,10 @@ class DocumentLeaves:
         digest = digest_of(document)
         if digest in self._logged:
             self._actors.pop(digest, None)
+            self._asked(digest)
+            return
+        if not self._neighbours.writes_here:
+            await self._follow(document, digest)
             return
         is_revoked = isinstance(document, SignedDocument) and is_revocation(document)
         revoked_ms = self._broker.clock_ms()
@@ -137,17 +185,41 @@ class DocumentLeaves:
             drain_until_ms=revoked_ms + DRAIN_MS if is_revoked else 0,
         )
         await self._logged.append(document.encode_file(), leaf)
+        self._neighbours.written(digest)
         self._actors.pop(digest, None)
 
+    async def _follow(self, document: Document, digest: bytes) -> None:
+        """Let pass what the document stops here, and wait until it has its leaf, which another broker writes."""
+        stands = await self._neighbours.has_leaf(digest, passed=False)
+        if not stands:
+            self._asked(digest)
+            await self._let_pass(document)
+        while not stands:
+            stands = await self._neighbours.has_leaf(digest, passed=True)
+        self._logged.learn(digest)
+        self._asked(digest)
+
+    def _asked(self, digest: bytes) -> None:
+        self._unasked.discard(digest)
+        self.look_compared()
+
+    def look_compared(self) -> None:
+        """Whether it is known of all documents of the start whether they have their leaf."""
+        if not self.is_current and not self._unasked:
+            self.is_current = True
+            self._compared()
+
     async def _let_pass(self, document: Document) -> None:
-        """Wait for what the document stops and was taken before: behind its leaf it would be held against it. The times of the leaves do
-        not tell: a clock may have been set right between the two."""
+        """Wait for what the document stops and was taken before, on every broker: behind its leaf it would be held against it. The times of
+        the leaves do not tell: a clock may have been set right between the two."""
         if isinstance(document, Approval):
             return
+        digest = digest_of(document)
         if document.purpose is Purpose.POLICY:
             try:
                 async with asyncio.timeout(POLICY_WAIT_S):
                     await self._drain(lambda grant: True, self._may_arrive)
+                    await self._neighbours.all_passed(digest)
             except TimeoutError:
                 log.warning(
                     "the policy's leaf no longer waits for transfers of before: a stream does not open"
@@ -159,12 +231,14 @@ class DocumentLeaves:
                 await self._drain(
                     lambda grant: self._may_deny(entry, grant), lambda arriving: self._denies(entry, arriving)
                 )
+                await self._neighbours.all_passed(digest)
             return
         stopped = grant_of(document) if forbids(document) else self._replaced_by(document)
         if stopped:
             await self._drain(
                 lambda grant: grant == stopped, lambda arriving: self._arrives(stopped, arriving)
             )
+            await self._neighbours.all_passed(digest)
 
     def _replaced_by(self, document: SignedDocument) -> str:
         """The grant of which this half takes another's place; empty where it does not."""

@@ -33,6 +33,7 @@ from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
 from policy.residency import ResidencyPolicy
 from policy.terms import GrantTerms
 from region.arrival_index import ArrivalIndex
+from region.audit_port import ArrivalLog, AuditPort
 from region.broker import Broker
 from region.denials import Denials
 from region.document_log import DocumentLog
@@ -41,7 +42,7 @@ from region.governance.held_documents import STORED, HeldDocuments
 from region.governance.intake import DocumentIntake
 from region.governance.judgement import Judgement
 from region.governance.lasting import LastingDocuments, read_remembered
-from region.governance.leaves import Drain
+from region.governance.leaves import Alone, Drain, Neighbours
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.trusted_regions import TrustedRegions
 from region.key_service import KeyService
@@ -96,12 +97,17 @@ class Governance:
         remembered: Remembered,
         logged: DocumentLog,
         drain: Drain,
+        audit: AuditPort | None = None,
+        arrivals: ArrivalLog | None = None,
+        neighbours: Neighbours | None = None,
     ) -> None:
-        """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
+        """`audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
         compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
         that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
         self.broker = broker
         self.trail = trail
+        """this broker's; it is the region's audit log where that is here"""
+        self.audit: AuditPort = trail if audit is None else audit
         self.keys = keys
         self.witnessing = witnessing
         self.logged = logged
@@ -113,16 +119,16 @@ class Governance:
             broker, mirror, trail, regions,
             PolicyInForce(own, mirror, logged, memory, policies),
             HeldDocuments(regions, mirror, logged, LastingDocuments(logged, memory, lasting)),
-            self.watch, logged, drain,
+            self.watch, logged, drain, neighbours or Alone(),
         )  # fmt: skip
         self._intake = DocumentIntake(broker, self._judgement, catalog, mirror, logged)
         self.put = self._intake.put
         """takes a signed document that somebody brings"""
         self.follow = self._judgement.follow
-        self.denials = Denials(broker, trail, own.region, lambda: self.book, lambda: self.bundles)
+        self.denials = Denials(broker, self.audit, own.region, lambda: self.book, lambda: self.bundles)
         self.denied = self.denials.denied
         """hands a DENY leaf for a refusal to the audit log, and gives the refusal back"""
-        self.arrivals = ArrivalIndex(trail)
+        self.arrivals: ArrivalLog = ArrivalIndex(trail) if arrivals is None else arrivals
         self._own = own
         self._mirror = mirror
         self._cut_off_ms: int | None = None
@@ -197,8 +203,15 @@ class Governance:
 
     def _require_policy(self) -> ResidencyPolicy:
         """The policy in force. Raises what keeps everything from crossing, whatever was granted."""
-        if self.trail.failure is not None:
-            raise self.trail.failure
+        failure = self.audit.failure
+        if failure is not None:
+            raise failure
+        if not self._judgement.leaves.is_current:
+            raise UnavailableError(
+                f"Broker {self.broker.broker_id} does not know yet which documents have their leaf in the audit log of {self._own.region}.",
+                hint="It asks the broker that has the log; nothing crosses here until then.",
+                retry_after_ms=100,
+            )
         self._require_current()
         if self.policy is None:
             raise RequestError(
@@ -327,7 +340,7 @@ class Governance:
 
     def audit_state(self) -> tuple[str, int]:
         """The audit log's origin and durable size in leaves."""
-        return self.trail.key.name, self.trail.status().durable
+        return self.trail.key.name, self.audit.status().durable
 
     async def close(self) -> None:
         """Leaves that are being written are written; the next start reads on from here."""

@@ -1,10 +1,10 @@
 """Links between the brokers of a region: one connection for each pair, on which they speak of their shards.
 
 Of two brokers the one whose id is less calls. Both prove who they are, as in every session: the called one by its certificate in TLS, which
-has its own name, and the caller by a signature in the handshake (felix.session); both are brokers of this region. Then each opens two
-streams, for what is short and for frames of logs (region.replication.wire).
+has its own name, and the caller by a signature in the handshake (felix.session); both are brokers of this region. Then each opens three
+streams, for what is short, for frames of logs, and for requests (region.replication.wire).
 
-What is sent may be lost: where a link goes down, or where more waits than may. Nothing is sent twice, and each of the two streams keeps
+What is sent may be lost: where a link goes down, or where more waits than may. Nothing is sent twice, and each of the streams keeps
 its order.
 
 Invariants:
@@ -35,6 +35,9 @@ from felix.tasks import end_tasks
 from felix.transport.port import ClientTls, Connection, Engine, Handler, TransportLimits
 from region.cluster.records import ShardId
 from region.replication.wire import (
+    ASK_BYTES_MAX,
+    Answered,
+    Asked,
     Beat,
     Hello,
     Lane,
@@ -42,6 +45,8 @@ from region.replication.wire import (
     Said,
     Told,
     encode,
+    encode_answered,
+    encode_asked,
     encode_beat,
     encode_hello,
     encode_preface,
@@ -58,6 +63,10 @@ BULK_WAITING_BYTES_MAX: Final = 32 << 20
 """Frames that wait for one link: four logs' windows. Beyond that they are dropped, and their followers ask again."""
 CONTROL_BACKLOG_BYTES_MAX: Final = 8 << 20
 """With so much on its way to a peer that takes nothing, what is short is dropped, too."""
+REQUESTS_BACKLOG_BYTES_MAX: Final = 2 * ASK_BYTES_MAX
+"""With so much on its way, a request is not sent, and fails at once: its asker waits."""
+EARLY_MAX: Final = 4
+"""Requests that may arrive before their peer's hello: their senders have seen this end's."""
 HANDSHAKE_S: Final = 10.0
 """From the first byte to the hello."""
 RETRY: Final = BackoffPolicy(first_ms=50, ceiling_ms=2_000)
@@ -88,6 +97,7 @@ class LocalBroker:
 
 
 Heard = Callable[[str, Said], None]
+Requested = Callable[[str, Asked | Answered], None]
 Linked = Callable[[str, bool], None]
 
 
@@ -107,8 +117,9 @@ class PeerLinks:
         mirror_revision: Callable[[], int],
         runtime: Runtime,
         accept_limits: TransportLimits = LINK_LIMITS,
+        requested: Requested = lambda peer, message: None,
     ) -> None:
-        """`accept_limits`: of connections that others made (`accept`). `identity` and `bundle` are asked for each link: certificates are renewed. `heard` and `linked` are called on the loop, `linked`
+        """`requested` is told of requests and their answers, as `heard` of shards. `accept_limits`: of connections that others made (`accept`). `identity` and `bundle` are asked for each link: certificates are renewed. `heard` and `linked` are called on the loop, `linked`
         with True before anything is heard of a peer, and with False after the last."""
         self.me = me
         self.dropped = 0
@@ -121,6 +132,7 @@ class PeerLinks:
         self._authorities_pem = authorities_pem
         self._heard = heard
         self._linked = linked
+        self._requested = requested
         self._mirror_revision = mirror_revision
         self._runtime = runtime
         self._accept_limits = accept_limits
@@ -163,6 +175,13 @@ class PeerLinks:
         link = self._up.get(peer)
         if link is not None:
             link.say(encode(shard, message))
+
+    def request(self, peer: str, message: Asked | Answered) -> bool:
+        """Send a request, or the answer to one. False where it was not sent: no link stands, or too much is on its way."""
+        link = self._up.get(peer)
+        if link is None:
+            return False
+        return link.say(encode_asked(message) if isinstance(message, Asked) else encode_answered(message))
 
     async def room(self, peer: str) -> None:
         """Return once more frames may be sent to a peer without waiting for long, or its link is down."""
@@ -253,13 +272,15 @@ class PeerLinks:
             self._linked(link.peer, False)
         self._news.tell()
 
-    def heard(self, link: Link, said: Said | Beat) -> None:
+    def heard(self, link: Link, said: Said | Beat | Asked | Answered) -> None:
         if self._up.get(link.peer) is not link:
             return
         if isinstance(said, Beat):
             self.clocks[link.peer] = said.clock_ms - self.now_ms()
-        else:
+        elif isinstance(said, Said):
             self._heard(link.peer, said)
+        else:
+            self._requested(link.peer, said)
 
     def has_room(self) -> None:
         """Some link has room again."""
@@ -307,6 +328,8 @@ class Link:
         self._decoders: dict[int, PeerDecoder] = {}
         self._streams: dict[Lane, int] = {}
         self._is_up = False
+        self._early: list[Asked | Answered] = []
+        """requests that overtook the hello, which is on another stream"""
         self._waiting: deque[bytes] = deque()
         self._waiting_bytes = 0
         self._timeout: asyncio.TimerHandle | None = None
@@ -417,6 +440,9 @@ class Link:
         self._is_up = True
         self.heard_ms = self._links.boot_ms()
         self._links.came_up(self)
+        early, self._early = self._early, []
+        for said in early:
+            self._links.heard(self, said)
 
     # -- what is said ----------------------------------------------------------------------------------
 
@@ -434,28 +460,36 @@ class Link:
                 self._hello(said)
             elif self._is_up:
                 self._links.heard(self, said)
+            elif isinstance(said, Asked | Answered):
+                if len(self._early) >= EARLY_MAX:
+                    raise ProtocolError("A peer asks, and says no hello.", code=Code.STATE)
+                self._early.append(said)
 
     def has_room(self) -> bool:
         """Whether less than half of what may wait does."""
         return self._waiting_bytes < BULK_WAITING_BYTES_MAX // 2
 
-    def say(self, encoded: bytes) -> None:
-        """Send it, or drop it where too much waits."""
+    def say(self, encoded: bytes) -> bool:
+        """Send it, or drop it where too much waits. Whether it is on its way."""
         connection = self._connection
         if connection is None or connection.is_closed or not self._is_up:
-            return
-        if lane_of(encoded) is Lane.CONTROL:
-            if connection.backlog_bytes() < CONTROL_BACKLOG_BYTES_MAX:
-                connection.send(self._streams[Lane.CONTROL], encoded)
-            else:
-                self._links.dropped += 1
-            return
-        if self._waiting_bytes + len(encoded) > BULK_WAITING_BYTES_MAX:
+            return False
+        lane = lane_of(encoded)
+        if lane is Lane.BULK:
+            has_room = self._waiting_bytes + len(encoded) <= BULK_WAITING_BYTES_MAX
+        else:
+            most = CONTROL_BACKLOG_BYTES_MAX if lane is Lane.CONTROL else REQUESTS_BACKLOG_BYTES_MAX
+            has_room = connection.backlog_bytes() < most
+        if not has_room:
             self._links.dropped += 1
-            return
-        self._waiting.append(encoded)
-        self._waiting_bytes += len(encoded)
-        self._pump()
+            return False
+        if lane is Lane.BULK:
+            self._waiting.append(encoded)
+            self._waiting_bytes += len(encoded)
+            self._pump()
+        else:
+            connection.send(self._streams[lane], encoded)
+        return True
 
     def _pump(self) -> None:
         connection = self._connection

@@ -21,7 +21,8 @@ then, by kind::
     ORIGIN_ASKED  log u32
     ORIGIN   log u32, payload (region.replication.origin)
 
-A point is u64 offset and u32 note. HELLO and BEAT are about the link: MessagePack of the structs below.
+A point is u64 offset and u32 note. HELLO and BEAT are about the link: MessagePack of the structs below. ASK and ANSWER are about the region
+as a whole: number u64, then what region.peer_requests says.
 
 Invariants: a length is checked against its kind's limit before the body is kept; what is decoded is within the limits that its sender has;
 the frames of an APPEND follow each other from its `prev`. Whether a batch's body holds is looked at where it is written.
@@ -66,6 +67,8 @@ LOGS_MAX: Final = 32
 """Logs of one shard: its records, and a journal for each kind of state; there are fewer than ten kinds."""
 ORIGIN_BYTES_MAX: Final = 4 << 20
 """Annotations of all slots, a table of producers and the epochs of a log; the table is the most of it."""
+ASK_BYTES_MAX: Final = 12 << 20
+"""One request, or its answer: leaves of a group (region.remote_audit) and, since a group has one range at least, those of the largest envelope."""
 _HELLO_BYTES_MAX: Final = 4_096
 FRAME_OVERHEAD_BYTES: Final = 28
 """What an entry costs beside annotation and batch; less than it takes in a segment, so that what was read within a size fits it."""
@@ -89,10 +92,11 @@ assert _ENTRY.size == FRAME_OVERHEAD_BYTES
 
 
 class Lane(IntEnum):
-    """Streams of a link. Frames of logs wait for each other, what is short waits for none of them."""
+    """Streams of a link. Frames of logs wait for each other; what is short, and what is asked of a broker, wait for none of them."""
 
     CONTROL = 0
     BULK = 1
+    REQUESTS = 2
 
 
 class Kind(IntEnum):
@@ -108,6 +112,8 @@ class Kind(IntEnum):
     DURABLE = 0x15
     ORIGIN_ASKED = 0x16
     ORIGIN = 0x17
+    ASK = 0x20
+    ANSWER = 0x21
 
 
 _STARTS_BYTES: Final = EPOCHS_MAX * _START.size
@@ -122,10 +128,15 @@ _BYTES_MAX: Final[dict[int, int]] = {
     Kind.DURABLE: _HEAD.size + _PLACE.size + _DURABLE.size,
     Kind.ORIGIN_ASKED: _HEAD.size + _PLACE.size + 4,
     Kind.ORIGIN: _HEAD.size + _PLACE.size + 4 + ORIGIN_BYTES_MAX,
+    Kind.ASK: 8 + ASK_BYTES_MAX,
+    Kind.ANSWER: 8 + ASK_BYTES_MAX,
 }
 assert set(_BYTES_MAX) == set(Kind)
-_LANES: Final = {
-    kind: Lane.BULK if kind in (Kind.APPEND, Kind.ORIGIN) else Lane.CONTROL for kind in map(int, Kind)
+_LANES: Final = dict.fromkeys(map(int, Kind), Lane.CONTROL) | {
+    Kind.APPEND: Lane.BULK,
+    Kind.ORIGIN: Lane.BULK,
+    Kind.ASK: Lane.REQUESTS,
+    Kind.ANSWER: Lane.REQUESTS,
 }
 
 _ACTIONS: Final = (Action.APPEND, Action.COPY, Action.OLDER)
@@ -170,6 +181,20 @@ class OriginTold(NamedTuple):
     ask: int
     log: int
     payload: bytes
+
+
+class Asked(NamedTuple):
+    """A request about no shard. `number`: of the asker's, on this link."""
+
+    number: int
+    body: bytes
+
+
+class Answered(NamedTuple):
+    """Its answer."""
+
+    number: int
+    body: bytes
 
 
 Told = Message | OriginAsked | OriginTold
@@ -220,6 +245,16 @@ def encode_hello(hello: Hello) -> bytes:
 def encode_beat(beat: Beat) -> bytes:
     """That the sender is there."""
     return _frame(Kind.BEAT, (msgspec.msgpack.encode(beat),))
+
+
+def encode_asked(asked: Asked) -> bytes:
+    """A request. Its body is within ASK_BYTES_MAX."""
+    return _frame(Kind.ASK, (asked.number.to_bytes(8, "big"), asked.body))
+
+
+def encode_answered(answered: Answered) -> bytes:
+    """An answer. Its body is within ASK_BYTES_MAX."""
+    return _frame(Kind.ANSWER, (answered.number.to_bytes(8, "big"), answered.body))
 
 
 def _head(shard: ShardId, epoch: int, election: str) -> bytes:
@@ -393,7 +428,11 @@ def _flag(number: int) -> bool:
     return bool(number)
 
 
-def decode_body(kind: Kind, body: memoryview) -> Said | Hello | Beat:
+Frames = Said | Hello | Beat | Asked | Answered
+"""All that a link carries."""
+
+
+def decode_body(kind: Kind, body: memoryview) -> Frames:
     """What a frame says. `body` stays referenced by the frames of an Append. Raises ProtocolError."""
     if kind in (Kind.HELLO, Kind.BEAT):
         try:
@@ -401,6 +440,9 @@ def decode_body(kind: Kind, body: memoryview) -> Said | Hello | Beat:
         except msgspec.DecodeError as error:
             raise _malformed(f"{kind.name}: {error}") from error
     reader = _Reader(body)
+    if kind in (Kind.ASK, Kind.ANSWER):
+        asked_number = int.from_bytes(reader.bytes(8), "big")
+        return (Asked if kind is Kind.ASK else Answered)(asked_number, bytes(body[reader.at :]))
     incarnation, number, epoch, election_bytes = reader.take(_HEAD)
     shard = ShardId(incarnation.hex(), number)
     election = _election_of(epoch, election_bytes)
@@ -529,11 +571,11 @@ class PeerDecoder:
         """Of what is not whole yet."""
         return self._held
 
-    def feed(self, data: bytes) -> list[Said | Hello | Beat]:
+    def feed(self, data: bytes) -> list[Frames]:
         """What became whole. Raises ProtocolError."""
         self._chunks.append(data)
         self._held += len(data)
-        found: list[Said | Hello | Beat] = []
+        found: list[Frames] = []
         if self._held < self._need:
             return found
         whole = memoryview(b"".join(self._chunks) if len(self._chunks) > 1 else data)
@@ -572,6 +614,6 @@ class PeerDecoder:
                 code=Code.VERSION_UNSUPPORTED,
                 hint="Use neighbouring releases on all brokers of a region.",
             )
-        if zero or lane not in (Lane.CONTROL, Lane.BULK):
+        if zero or lane not in set(Lane):
             raise _malformed(f"lane {lane}")
         self.lane = Lane(lane)

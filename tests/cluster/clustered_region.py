@@ -29,8 +29,17 @@ LEASE_MS = 10_000
 class ClusteredRegion:
     """Brokers b1, b2 … of one region. `start` and `stop` one; `client` reaches one alone."""
 
-    def __init__(self, home: Path, etcd: EtcdProcess, count: int, *, lease_ms: int = LEASE_MS) -> None:
-        self.folder: RegionFolder = make_region(home, "us-east")
+    def __init__(
+        self,
+        home: Path,
+        etcd: EtcdProcess,
+        count: int,
+        *,
+        lease_ms: int = LEASE_MS,
+        folder: RegionFolder | None = None,
+    ) -> None:
+        """`folder`: of a region that was founded already; else us-east is, in `home`."""
+        self.folder: RegionFolder = make_region(home, "us-east") if folder is None else folder
         brokers = tuple(
             ClusterBroker(id=f"b{number}", listen=Address("127.0.0.1", claim_port()))
             for number in range(1, count + 1)

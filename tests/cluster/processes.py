@@ -24,9 +24,9 @@ from region.config import load_config
 from region.folder import RegionFolder
 
 
-def several(home: Path, count: int, *, lease: str = "") -> RegionFolder:
-    """A region whose brokers and etcd have ports of this test's own."""
-    folder = make_region(home, "us-east")
+def several(home: Path, count: int, *, lease: str = "", founded: RegionFolder | None = None) -> RegionFolder:
+    """A region whose brokers and etcd have ports of this test's own. `founded`: one that is there; else us-east is founded."""
+    folder = make_region(home, "us-east") if founded is None else founded
     text = folder.config.read_text().replace(
         "kind: embedded", f'kind: etcd\n  endpoints: ["127.0.0.1:{claim_port()}"]'
     )
@@ -37,7 +37,7 @@ def several(home: Path, count: int, *, lease: str = "") -> RegionFolder:
     )
     folder.config.write_text(text)
     (folder.root / ETCD_FOLDER).mkdir()
-    write_profile(folder, "us-east", "acme", *(Address("127.0.0.1", port) for port in ports))
+    write_profile(folder, folder.root.name, "acme", *(Address("127.0.0.1", port) for port in ports))
     return folder
 
 
@@ -50,15 +50,15 @@ def process_of(folder: RegionFolder, broker: str) -> int:
 @asynccontextmanager
 async def running(folder: RegionFolder) -> AsyncIterator[None]:
     """All of it up; in the end every process is gone."""
-    home = folder.root.parent
-    await asyncio.to_thread(felix_command, home, "region", "up", "us-east", "--detach")
+    home, name = folder.root.parent, folder.root.name
+    await asyncio.to_thread(felix_command, home, "region", "up", name, "--detach")
     parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
     family = [parent, *parent.children(recursive=True)]
     try:
         yield
     finally:
         family += parent.children(recursive=True)
-        await asyncio.to_thread(felix_command, home, "region", "down", "us-east", code=None)
+        await asyncio.to_thread(felix_command, home, "region", "down", name, code=None)
         for process in (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]:
             process.kill()
 

@@ -18,7 +18,9 @@ from audit.leaf import Kind, Leaf, encode_for_log, read_header
 from audit.tile import read_entries
 from audit.trail import Trail, TrailStatus
 from felix.errors import Code, UnavailableError
+from region.arrival_index import ArrivalIndex
 from region.arrivals import LeafQueue, encode_arrival, settle
+from region.grant_meter import GrantMeter
 from region.link_slot import Landed, LinkRecord, Position, link_slot
 from region.log.ahead import Note
 
@@ -66,7 +68,11 @@ def note(landed: Landed, leaves: list[Leaf], *, durable: int = 0, accepted: int 
 
 async def settled(shard: Shard, trail: Trail) -> int:
     held: Any = shard
-    return await settle(held, trail, lambda grant, size: None)
+    return await settle(held, ArrivalIndex(trail), meter)
+
+
+async def meter(grant: str) -> GrantMeter:
+    return GrantMeter(0)
 
 
 def arrived(trail: Trail) -> list[int | None]:

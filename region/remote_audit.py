@@ -1,0 +1,594 @@
+"""The region's audit log on another broker's disk: what leads a stream there appends its leaves over the brokers' links, and asks what the log has.
+
+`RemoteAudit`, `RemoteArrivals` and `RemoteLeaves` are the asking side, `AuditServer` the side that has the log. Leaves go in groups: one request is
+under way for each asker, and takes along whatever came meanwhile. An answer may be lost: then the group is asked for again, and the log is looked
+through from where it ended when the group was first asked for; what stands there is not appended twice, and has the index that it had.
+
+Invariants:
+- only a broker of this region is served, and only for leaves of what arrived or was refused; documents and keys get theirs where the log is;
+- of one asker one group after the other is appended: a question that it asks later knows of all that it asked before;
+- an asker holds WAITING_BYTES_MAX of leaves at most, and says so by refusing more;
+- while the broker with the log is not reached, nothing may cross here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import msgspec
+
+from audit.crossed import OffsetSet
+from audit.errors import AuditUnavailableError
+from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
+from audit.position import ShardName
+from audit.trail import Done, Trail, TrailStatus
+from felix.errors import Code, FelixError, RequestError
+from felix.names import SpiffeId
+from felix.news import News
+from felix.tasks import end_tasks
+from keys.transfer import TransferScope
+from policy.truncation import Live
+from region.arrival_index import ArrivalIndex, Place, is_arrival
+from region.audit_port import FoundAck
+from region.document_log import DocumentLog
+from region.peer_requests import AnswerT, PeerRequest, PeerRequests
+
+log = logging.getLogger("felix.region.audit")
+
+WAITING_BYTES_MAX: Final = 64 << 20
+"""Leaves that wait for the broker with the log: as many as region.arrivals lets wait."""
+GROUP_BYTES_MAX: Final = 4 << 20
+"""Leaves of one request, unless those of one range are more."""
+AGAIN_S: Final = 0.2
+"""How soon a group is asked for again that was refused or lost."""
+FOLLOW_S: Final = 10.0
+"""How long the broker with the log waits with its answer for a leaf that does not stand yet."""
+DIGESTS_MAX: Final = 1_000
+"""Documents of one question."""
+GONE_WAIT_S: Final = 60.0
+"""How long the leaf of a document that stops something waits for a broker that is not alive: what it took before it ended may then stand behind."""
+
+
+class AppendLeaves(PeerRequest, frozen=True, tag="append_leaves"):
+    """Groups of leaves, each whole or not at all. `since`: none of them stands below this index. `again`: they may have been asked for before."""
+
+    groups: list[list[bytes]]
+    since: int
+    again: bool
+
+
+class LeavesAppended(msgspec.Struct, frozen=True, array_like=True):
+    """The index of each group's first leaf; which groups were not there before; the log's size."""
+
+    indexes: list[int]
+    missing: list[int]
+    size: int
+
+
+class FindAck(PeerRequest, frozen=True, tag="find_ack"):
+    """Which ACK leaf begins at a source offset (region.arrival_index.Place)."""
+
+    place: Place
+
+
+class AckFound(msgspec.Struct, frozen=True, array_like=True):
+    """`found` is None where there is none."""
+
+    found: FoundAck | None
+
+
+class ArrivedBelow(PeerRequest, frozen=True, tag="arrived_below"):
+    """Below which source offset a shard arrived under an incarnation."""
+
+    bridge: str
+    name: ShardName
+    incarnation: bytes
+
+
+class CrossedBefore(PeerRequest, frozen=True, tag="crossed_before"):
+    """What arrived of a shard before the newest of `lives` began."""
+
+    bridge: str
+    name: ShardName
+    lives: list[Live]
+
+
+class OffsetsTold(msgspec.Struct, frozen=True, array_like=True):
+    """A bit for each offset from 0 on, compressed by zlib."""
+
+    packed: bytes
+
+
+class ChargedBytes(PeerRequest, frozen=True, tag="charged_bytes"):
+    """Bytes that arrived under a grant."""
+
+    grant: str
+
+
+class NumberTold(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+
+
+class AwaitLeaves(PeerRequest, frozen=True, tag="await_leaves"):
+    """Which of these documents have their leaf. `passed`: what each of them stops, and was taken before at the asker, has its leaves; then the
+    answer waits for FOLLOW_S."""
+
+    digests: list[bytes]
+    passed: bool
+
+
+class LeavesStand(msgspec.Struct, frozen=True, array_like=True):
+    """The documents that have their leaf."""
+
+    digests: list[bytes]
+
+
+# -- asking --------------------------------------------------------------------------------------------
+
+
+class _Waiting(NamedTuple):
+    leaves: list[bytes]
+    since: int
+    done: Done
+    size: int
+
+
+class _Home:
+    """Who has the log, and asking it."""
+
+    def __init__(self, region: str, requests: PeerRequests, home: Callable[[], str]) -> None:
+        self.region = region
+        self.requests = requests
+        self.home = home
+
+    def unreached(self) -> AuditUnavailableError | None:
+        """Why the log cannot be asked now."""
+        home = self.home()
+        if self.requests.is_up(home):
+            return None
+        return AuditUnavailableError(
+            f"Broker {home} has the audit log of {self.region}, and broker {self.requests.own} does not reach it.",
+            hint=f"Nothing crosses here until it does: start broker {home}.",
+            retry_after_ms=500,
+        )
+
+    async def reached(self) -> str:
+        """Wait until the broker that has the log is reached; who that is."""
+        while self.unreached() is not None:
+            await self.requests.news.following.wait()
+        return self.home()
+
+
+class RemoteAudit:
+    """`AuditPort` of a broker that has not got the log. On the event loop, but for `failure` and `status`."""
+
+    def __init__(self, region: str, requests: PeerRequests, home: Callable[[], str]) -> None:
+        self._home = _Home(region, requests, home)
+        self.arrivals = RemoteArrivals(self)
+        self.leaves = RemoteLeaves(self._home)
+        self._queue: deque[_Waiting] = deque()
+        self._pending_bytes = 0
+        self._size = 0
+        self._refused: AuditUnavailableError | None = None
+        """why the log took no leaves when it was asked last"""
+        self._news = News()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def failure(self) -> AuditUnavailableError | None:
+        """As `AuditPort`."""
+        return self._home.unreached() or self._refused
+
+    def status(self) -> TrailStatus:
+        """As `AuditPort`: as of the last answer."""
+        failure = self.failure
+        return TrailStatus(
+            self._size, self._size, 0, 0, self._pending_bytes, "" if failure is None else str(failure)
+        )
+
+    def append_nowait(
+        self, leaves: Sequence[Leaf | EncodedLeaf], done: Done, loop: asyncio.AbstractEventLoop | None = None
+    ) -> int:
+        """As `AuditPort`. `done` is called on the loop once they stand, however long that takes; never after `close`."""
+        encoded = [(leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf)).data for leaf in leaves]
+        size = sum(map(len, encoded))
+        if self._pending_bytes + size > WAITING_BYTES_MAX:
+            raise self.failure or AuditUnavailableError(
+                f"{self._pending_bytes} bytes of leaves wait for broker {self._home.home()}, which has the audit log; {WAITING_BYTES_MAX} may.",
+                hint="Nothing crosses until it has caught up; try again.",
+                retry_after_ms=100,
+            )
+        self._queue.append(_Waiting(encoded, self._size, done, size))
+        self._pending_bytes += size
+        self._news.tell()
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._bring(), name="leaves to the audit log")
+        return -1
+
+    async def _bring(self) -> None:
+        while True:
+            await self._news.until(lambda: bool(self._queue))
+            taken, size = [self._queue.popleft()], 0
+            while self._queue and (size := size + taken[-1].size) + self._queue[0].size <= GROUP_BYTES_MAX:
+                taken.append(self._queue.popleft())
+            answer = await self._append([each.leaves for each in taken], min(each.since for each in taken))
+            for each, index in zip(taken, answer.indexes, strict=True):
+                self._pending_bytes -= each.size
+                try:
+                    each.done(index, None)
+                except Exception:
+                    # A mistake of ours in what one leaf is for: the others go on.
+                    log.exception("what follows a leaf failed")
+
+    async def _append(self, groups: list[list[bytes]], since: int) -> LeavesAppended:
+        """Ask until they stand."""
+        again, told = False, ""
+        while True:
+            home = await self._home.reached()
+            try:
+                answer = await self.ask_append(home, AppendLeaves(groups, since, again))
+            except FelixError as error:
+                # It may have been carried out, wholly or in part.
+                again = True
+                if error.code is not Code.DISCONNECTED:
+                    self._refused = AuditUnavailableError(
+                        f"The audit log takes no leaves: {error.sentence}",
+                        hint=error.hint,
+                        retry_after_ms=500,
+                    )
+                if error.sentence != told:
+                    told = error.sentence
+                    log.warning("leaves wait for the audit log: %s", error)
+                await asyncio.sleep(max(AGAIN_S, (error.retry_after_ms or 0) / 1_000))
+                continue
+            self._refused = None
+            return answer
+
+    async def ask_append(self, home: str, request: AppendLeaves) -> LeavesAppended:
+        """Ask once. Raises the refusal, UnavailableError where the outcome is unknown."""
+        answer = await self._home.requests.ask(home, request, LeavesAppended)
+        self._size = max(self._size, answer.size)
+        return answer
+
+    def home_now(self) -> str:
+        """Who has the log. Raises AuditUnavailableError where it is not reached."""
+        if (unreached := self._home.unreached()) is not None:
+            raise unreached
+        return self._home.home()
+
+    @property
+    def requests(self) -> PeerRequests:
+        return self._home.requests
+
+    async def close(self) -> None:
+        """Bring no more; what waits is left to the next start."""
+        await self.leaves.close()
+        if self._task is not None:
+            await end_tasks(self._task)
+        self._queue.clear()
+
+
+class RemoteArrivals:
+    """`ArrivalLog` of a broker that has not got the log."""
+
+    def __init__(self, audit: RemoteAudit) -> None:
+        self._audit = audit
+
+    async def append_missing(self, since: int, groups: Sequence[list[EncodedLeaf]]) -> list[int]:
+        """As `ArrivalLog`. Raises UnavailableError where an answer was lost: asked again, it appends what is missing still."""
+        missing: list[int] = []
+        for first, part in _parts(groups):
+            request = AppendLeaves([[leaf.data for leaf in leaves] for leaves in part], since, again=True)
+            answer = await self._audit.ask_append(self._audit.home_now(), request)
+            missing += [first + number for number in answer.missing]
+        return missing
+
+    async def find_ack(self, scope: TransferScope, source_offset: int) -> FoundAck | None:
+        """As `ArrivalLog`."""
+        return (await self._ask(FindAck(Place.of(scope, source_offset)), AckFound)).found
+
+    async def crossed_before(self, bridge: SpiffeId, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
+        """As `ArrivalLog`."""
+        told = await self._ask(CrossedBefore(str(bridge), name, list(lives)), OffsetsTold)
+        found = OffsetSet()
+        found.add(0, int.from_bytes(await asyncio.to_thread(zlib.decompress, told.packed), "little"))
+        return found
+
+    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
+        """As `ArrivalLog`."""
+        return (await self._ask(ArrivedBelow(str(bridge), name, incarnation), NumberTold)).number
+
+    async def charged_bytes(self, grant: str) -> int:
+        """As `ArrivalLog`."""
+        return (await self._ask(ChargedBytes(grant), NumberTold)).number
+
+    async def _ask(self, request: PeerRequest, answer: type[AnswerT]) -> AnswerT:
+        return await self._audit.requests.ask(self._audit.home_now(), request, answer)
+
+    async def close(self) -> None:
+        """As `ArrivalLog`."""
+
+
+def _parts(groups: Sequence[list[EncodedLeaf]]) -> Iterable[tuple[int, list[list[EncodedLeaf]]]]:
+    """In parts of GROUP_BYTES_MAX, each with the number of its first group."""
+    first, part, size = 0, list[list[EncodedLeaf]](), 0
+    for number, leaves in enumerate(groups):
+        more = sum(len(leaf.data) for leaf in leaves)
+        if part and size + more > GROUP_BYTES_MAX:
+            yield first, part
+            first, part, size = number, [], 0
+        part.append(leaves)
+        size += more
+    if part:
+        yield first, part
+
+
+class RemoteLeaves:
+    """Which documents have their leaf, asked of the broker that writes them (governance.leaves.Neighbours)."""
+
+    writes_here: Final = False
+
+    def __init__(self, home: _Home) -> None:
+        self._home = home
+        self._asked: dict[bool, dict[bytes, asyncio.Future[bool]]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def all_passed(self, digest: bytes) -> None:
+        """Nothing: the broker that writes the leaf waits for the others."""
+
+    def written(self, digest: bytes) -> None:
+        """Nothing: nobody told this broker anything."""
+
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+        """Whether a document has its leaf. Waits for the broker that writes it; with `passed`, also for the leaf, for a while. Questions of one
+        moment share a request."""
+        loop = asyncio.get_running_loop()
+        asked = self._asked.get(passed)
+        if asked is None or len(asked) >= DIGESTS_MAX:
+            asked = self._asked[passed] = {}
+            task = loop.create_task(self._ask(passed, asked))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(asked.setdefault(digest, loop.create_future()))
+
+    async def _ask(self, passed: bool, asked: dict[bytes, asyncio.Future[bool]]) -> None:
+        await asyncio.sleep(0)
+        if self._asked.get(passed) is asked:
+            del self._asked[passed]
+        told = ""
+        while True:
+            home = await self._home.reached()
+            try:
+                stand = set(
+                    (
+                        await self._home.requests.ask(home, AwaitLeaves(list(asked), passed), LeavesStand)
+                    ).digests
+                )
+                break
+            except FelixError as error:
+                if error.sentence != told:
+                    told = error.sentence
+                    log.warning("broker %s does not say which documents have their leaf: %s", home, error)
+                await asyncio.sleep(max(AGAIN_S, (error.retry_after_ms or 0) / 1_000))
+        for digest, waiting in asked.items():
+            if not waiting.done():
+                waiting.set_result(digest in stand)
+
+    async def close(self) -> None:
+        """Ask no more."""
+        await end_tasks(*self._tasks)
+
+
+# -- serving -------------------------------------------------------------------------------------------
+
+
+class HomeLeaves:
+    """The broker with the log: a document's leaf waits until the others have let pass what it stops (governance.leaves.Neighbours)."""
+
+    writes_here: Final = True
+
+    def __init__(self, own: str, brokers: Callable[[], Mapping[str, str]]) -> None:
+        """`brokers`: every broker of the region, with the address of each that is alive."""
+        self._own = own
+        self._brokers = brokers
+        self._passed: dict[bytes, set[str]] = {}
+        self._news = News()
+
+    def passed(self, digest: bytes, broker: str) -> None:
+        """At another broker nothing is on its way any more that this document stops."""
+        self._passed.setdefault(digest, set()).add(broker)
+        self._news.tell()
+
+    def written(self, digest: bytes) -> None:
+        """It has its leaf."""
+        self._passed.pop(digest, None)
+
+    async def all_passed(self, digest: bytes) -> None:
+        """Wait for every other broker; for one that is not alive, GONE_WAIT_S at most."""
+        ends = asyncio.get_running_loop().time() + GONE_WAIT_S
+        while missing := self._missing(digest):
+            left_s = ends - asyncio.get_running_loop().time()
+            if left_s <= 0 and not any(self._brokers().get(broker) for broker in missing):
+                log.warning(
+                    "a document's leaf no longer waits for what %s took before: it is not there",
+                    ", ".join(missing),
+                )
+                return
+            try:
+                async with asyncio.timeout(max(left_s, 1.0)):
+                    await self._news.following.wait()
+            except TimeoutError:
+                continue
+
+    def _missing(self, digest: bytes) -> list[str]:
+        passed = self._passed.get(digest, set())
+        return [broker for broker in self._brokers() if broker != self._own and broker not in passed]
+
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+        """Never asked here."""
+        raise AssertionError("the log is here")
+
+
+class AuditServer:
+    """The broker with the log answers the others; its own leaves it takes as theirs (`AuditPort`): a stream that it led, and leads again, may have
+    had them written while they waited."""
+
+    def __init__(
+        self,
+        region: str,
+        requests: PeerRequests,
+        trail: Trail,
+        arrivals: ArrivalIndex,
+        logged: DocumentLog,
+        leaves: HomeLeaves,
+    ) -> None:
+        self._region = region
+        self._trail, self._arrivals, self._logged, self._leaves = trail, arrivals, logged, leaves
+        self._appending: dict[str, asyncio.Lock] = {}
+        self._own: set[asyncio.Task[None]] = set()
+        for request, handler in (
+            (AppendLeaves, self._append),
+            (FindAck, self._find_ack),
+            (ArrivedBelow, self._arrived_below),
+            (CrossedBefore, self._crossed_before),
+            (ChargedBytes, self._charged_bytes),
+            (AwaitLeaves, self._await_leaves),
+        ):
+            requests.serve(request, handler)
+
+    @property
+    def failure(self) -> AuditUnavailableError | None:
+        """As `AuditPort`."""
+        return self._trail.failure
+
+    def status(self) -> TrailStatus:
+        """As `AuditPort`."""
+        return self._trail.status()
+
+    def append_nowait(
+        self, leaves: Sequence[Leaf | EncodedLeaf], done: Done, loop: asyncio.AbstractEventLoop | None = None
+    ) -> int:
+        """As `AuditPort`."""
+        encoded = [leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf) for leaf in leaves]
+        if not self._may_stand(encoded):
+            return self._trail.append_nowait(encoded, done, loop)
+        if (failure := self._trail.failure) is not None:
+            raise failure
+        task = asyncio.get_running_loop().create_task(self._append_own(encoded, done))
+        self._own.add(task)
+        task.add_done_callback(self._own.discard)
+        return -1
+
+    async def _append_own(self, leaves: list[EncodedLeaf], done: Done) -> None:
+        while not (found := await self._arrivals.find_groups(0, [leaves])):
+            try:
+                self._trail.append_nowait(leaves, done, asyncio.get_running_loop())
+                return
+            except AuditUnavailableError:
+                await asyncio.sleep(AGAIN_S)
+        done(found[0], None)
+
+    async def close(self) -> None:
+        """Append no more of what this broker took; the next start does."""
+        await end_tasks(*self._own)
+
+    async def _append(self, peer: str, request: AppendLeaves) -> LeavesAppended:
+        groups = [[self._checked(peer, data) for data in group] for group in request.groups]
+        async with self._appending.setdefault(peer, asyncio.Lock()):
+            indexes: dict[int, int] = {}
+            if request.again or any(self._may_stand(group) for group in groups):
+                indexes = await self._arrivals.find_groups(request.since, groups)
+            missing = [number for number in range(len(groups)) if number not in indexes]
+            if missing:
+                indexes |= await self._append_all({number: groups[number] for number in missing})
+        ordered = [indexes[number] for number in range(len(groups))]
+        return LeavesAppended(ordered, missing, self._trail.status().durable)
+
+    async def _append_all(self, groups: dict[int, list[EncodedLeaf]]) -> dict[int, int]:
+        """They share a sync. Raises the first refusal: then some may stand, and some not."""
+        loop = asyncio.get_running_loop()
+        waiting: dict[int, asyncio.Future[int]] = {}
+        refusal: FelixError | None = None
+        for number, leaves in groups.items():
+            future: asyncio.Future[int] = loop.create_future()
+
+            def done(
+                first: int, error: AuditUnavailableError | None, future: asyncio.Future[int] = future
+            ) -> None:
+                if future.done():
+                    return
+                if error is None:
+                    future.set_result(first)
+                else:
+                    future.set_exception(error)
+
+            try:
+                self._trail.append_nowait(leaves, done, loop)
+            except FelixError as error:
+                refusal = error
+                break
+            waiting[number] = future
+        found = await asyncio.gather(*waiting.values(), return_exceptions=True)
+        refusal = next((each for each in found if isinstance(each, FelixError)), refusal)
+        if refusal is not None:
+            raise refusal
+        return {number: future.result() for number, future in waiting.items()}
+
+    def _checked(self, peer: str, data: bytes) -> EncodedLeaf:
+        """A leaf that a leader writes. Raises RequestError for any other."""
+        header = read_header(data)
+        allowed = header is not None and (
+            (is_arrival(header) and header.destination_region == self._region)
+            or (
+                header.kind is Kind.DENY and self._region in (header.source_region, header.destination_region)
+            )
+        )
+        if header is None or not allowed:
+            raise RequestError(
+                f"Broker {peer} brings a leaf that is not about what arrived or was refused there.",
+                code=Code.FORBIDDEN,
+            )
+        return EncodedLeaf(header, data)
+
+    def _may_stand(self, group: list[EncodedLeaf]) -> bool:
+        """Whether the log may have a range: what arrived of its shard goes further. Cheap; ranges of a shard come in order."""
+        header = group[0].header
+        if not is_arrival(header):
+            return False
+        assert header.first_offset is not None
+        return self._trail.arrived_below(ShardName.of(header), header.incarnation) > header.first_offset
+
+    async def _find_ack(self, peer: str, asked: FindAck) -> AckFound:
+        return AckFound(await self._arrivals.find_place(asked.place))
+
+    async def _arrived_below(self, peer: str, asked: ArrivedBelow) -> NumberTold:
+        return NumberTold(
+            await self._arrivals.arrived_below(SpiffeId.parse(asked.bridge), asked.name, asked.incarnation)
+        )
+
+    async def _crossed_before(self, peer: str, asked: CrossedBefore) -> OffsetsTold:
+        found = await self._arrivals.crossed_before(SpiffeId.parse(asked.bridge), asked.name, asked.lives)
+        return OffsetsTold(await asyncio.to_thread(lambda: zlib.compress(found.page(0, found.next))))
+
+    async def _charged_bytes(self, peer: str, asked: ChargedBytes) -> NumberTold:
+        return NumberTold(await self._arrivals.charged_bytes(asked.grant))
+
+    async def _await_leaves(self, peer: str, asked: AwaitLeaves) -> LeavesStand:
+        def stand() -> list[bytes]:
+            return [digest for digest in asked.digests if digest in self._logged]
+
+        if asked.passed:
+            for digest in asked.digests:
+                if digest not in self._logged:
+                    self._leaves.passed(digest, peer)
+            try:
+                async with asyncio.timeout(FOLLOW_S):
+                    await self._logged.news.until(lambda: bool(stand()))
+            except TimeoutError:
+                pass
+        return LeavesStand(stand())
