@@ -466,8 +466,9 @@ class DriverConnection:
 
     def _counted(self, size: int, *, is_long: bool) -> bool:
         """Count what came before the engine sees it; False where it is too much, and the connection was ended."""
-        if not self.is_established and not is_long and self.wire_bytes + size > self._allowed_bytes:
-            # Ahead of a handshake whose last message is late or lost: dropped, and sent again once it is done.
+        if not self.is_established and not is_long and 2 * (self.wire_bytes + size) > self._allowed_bytes:
+            # Ahead of a handshake whose last message is late or lost: dropped, and sent again once it is done. The other half is that
+            # message's, however often it is repeated.
             return False
         self.wire_bytes += size
         if self.is_stranger:

@@ -18,7 +18,7 @@ from aioquic.quic.configuration import QuicConfiguration
 from aioquic.quic.connection import QuicConnection, QuicConnectionError
 from aioquic.quic.packet import QuicErrorCode, QuicProtocolVersion
 from aioquic.quic.stream import QuicStream
-from aioquic.tls import load_pem_private_key, load_pem_x509_certificates
+from aioquic.tls import Epoch, load_pem_private_key, load_pem_x509_certificates
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
@@ -68,10 +68,13 @@ class _Connection(QuicConnection):
     - The fragments of one stream are at most FRAGMENTS_MAX; each costs the engine 120 bytes, and a walk over all before it.
     - Handshake messages are at most CRYPTO_PENDING_BYTES_MAX ahead of what was read; the engine allows 512 KiB per epoch.
     - Until `admit`, the first stream is the only one: the engine makes every stream below the one that is named.
+    - Datagrams are of DATAGRAM_BYTES_MIN until no Initial packet is sent any more (RFC 9000, section 14.1): the engine pads each that has one
+      to the largest there may be, and on loopback four of them were all that a server takes of a stranger.
     """
 
     def __init__(self, *, window_bytes: int, stream_window_bytes: int, is_widened: bool, **more: Any) -> None:
         super().__init__(**more)
+        self._max_datagram_size = DATAGRAM_BYTES_MIN
         self._window_bytes = window_bytes
         self._stream_window_bytes = stream_window_bytes
         self._is_admitted = is_widened
@@ -94,6 +97,11 @@ class _Connection(QuicConnection):
         """Of a stream that was reset: what counts against the window and will never be handed on."""
         stream = self._streams.get(stream_id)
         return 0 if stream is None else stream.receiver.highest_offset - stream.receiver.starting_offset()
+
+    def _discard_epoch(self, epoch: Epoch) -> None:
+        super()._discard_epoch(epoch)
+        if epoch is Epoch.INITIAL:
+            self._max_datagram_size = self._configuration.max_datagram_size
 
     def _get_or_create_stream(self, frame_type: int, stream_id: int) -> QuicStream:
         if not self._is_admitted and stream_id and stream_id not in self._streams:

@@ -11,9 +11,16 @@ from typing import Self
 class Path:
     """Forwards datagrams between whoever sends to `port` and one server."""
 
-    def __init__(self, server: tuple[str, int], lose: Callable[[], bool] = lambda: False) -> None:
+    def __init__(
+        self,
+        server: tuple[str, int],
+        lose: Callable[[], bool] = lambda: False,
+        lose_answer: Callable[[], bool] | None = None,
+    ) -> None:
+        """`lose` is asked for each datagram of the client; `lose_answer`, else `lose`, for each of the server."""
         self._server = server
         self._lose = lose
+        self._lose_answer = lose_answer or lose
         self._client: tuple[str, int] | None = None
         self.lost = 0
 
@@ -69,7 +76,7 @@ class Path:
         while True:
             try:
                 data = self._back.recv(65_536)
-                if self._lose():
+                if self._lose_answer():
                     self.lost += 1
                 elif self._client is not None:
                     self._front.sendto(data, self._client)

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from random import Random
 from typing import get_args
 
@@ -635,6 +636,37 @@ async def test_what_the_path_loses_is_sent_again(pair: Pair) -> None:
         await client.until(lambda c: stream in c.ended)
         assert bytes(client.received[stream]) == sent
         assert path.lost > 0
+        client.peer.close()
+
+
+async def test_a_client_that_repeats_its_first_flight_is_not_sent_away_for_its_size(pair: Pair) -> None:
+    answers = count()
+    async with (
+        pair.listening() as listener,
+        Path(listener.address, lose_answer=lambda: next(answers) < 3) as path,
+    ):
+        client = Recorder()
+        tls = ClientTls(pair.authority.pem, NAME)
+        await pair.client.connect(HOST, path.port, tls, client, timeout=WAIT_S)
+        client.peer.close()
+
+
+async def test_what_comes_ahead_of_a_late_handshake_leaves_room_for_its_end(pair: Pair) -> None:
+    limits = replace(LIMITS, datagram_bytes_max=1472)
+    sent = Random(12).randbytes(300_000)
+    passed = count()
+    async with (
+        pair.listening(Echo, limits=limits) as listener,
+        # The server hears the client's first datagram, and then for a while only what is behind the handshake.
+        Path(listener.address, lambda: 0 < next(passed) < 3, lambda: False) as path,
+    ):
+        client = Recorder()
+        tls = ClientTls(pair.authority.pem, NAME)
+        await pair.client.connect(HOST, path.port, tls, client, limits, timeout=WAIT_S)
+        stream = client.peer.open_stream(bidirectional=True)
+        client.peer.send(stream, sent, end=True)
+        await client.until(lambda c: stream in c.ended)
+        assert bytes(client.received[stream]) == sent
         client.peer.close()
 
 
