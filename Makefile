@@ -10,6 +10,7 @@ COMMA  := ,
 LOCK_FITS := import platform, sys; sys.exit(not ((3, 11) <= sys.version_info[:2] <= (3, 13) and sys.platform == "linux" \
   and platform.machine() in ("x86_64", "aarch64") and platform.python_implementation() == "CPython"))
 RECORDS ?= all
+BROKERS ?= 1
 KILLS   ?= 100
 # How many times `make faults` kills the leader, stops it for longer than its lease, and kills all brokers.
 ROUNDS  ?= 10
@@ -59,8 +60,8 @@ lock: $(STAMP) ## renew requirements.lock: newest versions within the bounds of 
 	  --custom-compile-command 'make lock' --constraint requirements.lock pyproject.toml --no-emit-package felix-sdk \
 	  --output-file deploy/container/requirements.lock
 
-demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20000 for a quick one)
-	@$(BIN)/felix demo --records $(RECORDS)
+demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20000 for a quick one; BROKERS=3 to each region, with kills on the way)
+	@$(BIN)/felix demo --records $(RECORDS) --brokers $(BROKERS)
 
 demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-consumer, demo-restart, ...
 	@PYTHONPATH=. $(BIN)/python examples/demos/$(subst -,_,$*).py

@@ -1,4 +1,5 @@
-"""`felix demo`: two regions, one bridge, one report, on real input; it ends with 0 only if every number reconciles.
+"""`felix demo`: two regions, one bridge, one report, on real input; it ends with 0 only if every number reconciles. With several brokers to a region,
+the leader of the stream in each region and the agent are killed while records cross.
 
 Everything is real: two broker processes and an agent process, QUIC over loopback, files that are synced, a Spark
 report. All state is under one folder, which is re-created at each run.
@@ -9,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+import signal
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Final
@@ -33,12 +35,12 @@ from cli.flights import FLIGHTS, departures, flights_file, rosters
 from cli.grants import add_right, known_bundles, put_document
 from cli.output import err, note, out, progress, styled, table, verdict
 from cli.policy import load_policy
-from cli.process import start_detached, stop
+from cli.process import read_state, start_detached, stop
 from cli.setting import connect, run
 from felix.address import Address
 from felix.errors import FelixError, RequestError
 from felix.identity_file import load_identity
-from felix.messages import PutDocument
+from felix.messages import ListStreams, PutDocument
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle
@@ -61,6 +63,8 @@ UNGRANTED: Final = "acme/ops/crew"
 BRIDGE: Final = f"{SOURCE}-to-{DESTINATION}"
 APPROVER_NAME: Final = "dpo"
 SHARDS: Final = 2
+BROKERS_MAX: Final = 9
+"""Of each region: all of them are processes of this machine."""
 CATCH_UP_IDLE_S: Final = 120.0
 """The demo gives up once nothing has crossed for so long."""
 
@@ -92,6 +96,8 @@ class Figures:
     leaves: dict[str, int] = field(default_factory=dict)
     verified: dict[str, bool] = field(default_factory=dict)
     cosigned: dict[str, int] = field(default_factory=dict)
+    killed: list[str] = field(default_factory=list)
+    """what was killed on the way"""
     reported: int = -1
     """records in the report's transfer register"""
     page: str = ""
@@ -101,6 +107,14 @@ def demo(
     records: Annotated[str, typer.Option(help="How many flights; `all` for the whole year.")] = "all",
     state: Annotated[Path, typer.Option(help="Where everything is kept; made anew.")] = Path("demo-state"),
     report: Annotated[bool, typer.Option(help="Make the Spark report.")] = True,
+    brokers: Annotated[
+        int,
+        typer.Option(
+            help="Brokers of each region. With more than one, the stream's leader in each region and the agent are killed on the way.",
+            min=1,
+            max=BROKERS_MAX,
+        ),
+    ] = 1,
 ) -> None:
     """Two regions, one bridge, one report: published, crossed, withheld, denied, verified, reconciled."""
     limit = 0 if records == "all" else _count(records)
@@ -111,9 +125,9 @@ def demo(
     figures = Figures()
     began = time.monotonic()
     try:
-        figures.grant = _set_up(home)
+        figures.grant = _set_up(home, brokers)
         with progress() as bar:
-            run(_move(bar, figures, limit))
+            run(_move(bar, figures, limit, brokers > 1))
         _attempt_refused(figures)
     finally:
         _stop_all(home)
@@ -157,8 +171,9 @@ def _stop_all(home: Path) -> None:
 # -- two regions, a grant, an agent --------------------------------------------------------------------
 
 
-def _set_up(home: Path) -> str:
+def _set_up(home: Path, brokers: int) -> str:
     """Found, start, govern. Returns the grant's id."""
+    several = ["--brokers", str(brokers)] if brokers > 1 else []
     for region, country, jurisdiction in ((SOURCE, "US", "US"), (DESTINATION, "IE", "EU")):
         folder = RegionFolder.of(region)
         found_region(
@@ -181,14 +196,16 @@ def _set_up(home: Path) -> str:
     for region in (SOURCE, DESTINATION):
         folder = RegionFolder.of(region)
         state = start_detached(
-            ["--log-level", "info", "region", "up", region],
+            ["--log-level", "info", "region", "up", region, *several],
             folder.broker_pid,
             folder.broker_log,
             f"The broker of {region}",
             f"felix region down {region}",
         )
         note(
-            f"{region}: broker process {state['pid']} at {state['address']}, metrics at http://{state['health']}/metrics"
+            f"{region}: {brokers} brokers and their etcd under process {state['pid']}, the first one at {state['address']}"
+            if several
+            else f"{region}: broker process {state['pid']} at {state['address']}, metrics at http://{state['health']}/metrics"
         )
     grant = run(_govern(source, destination))
     start_agent_of(source, BRIDGE, DESTINATION)
@@ -258,15 +275,59 @@ async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
 
 # -- publish, cross, read ------------------------------------------------------------------------------
 
+NOTHING_HAPPENS: Final[Mapping[int, Callable[[], Awaitable[None]]]] = {}
 
-async def _move(bar: Progress, figures: Figures, limit: int) -> None:
+
+async def _kill_leader(region: str, figures: Figures) -> None:
+    """SIGKILL to the broker that leads the granted stream; its parent starts it again."""
+    from cli.several import pid_file
+
+    folder = RegionFolder.of(region)
+    broker = ""
+    async with connect(region) as client, asyncio.timeout(CATCH_UP_IDLE_S):
+        while not broker:
+            # The destination's stream comes with the first record that crosses.
+            await asyncio.sleep(0.1)
+            for stream in (await client.request(ListStreams(GRANTED))).streams:
+                # The broker that answers says nothing of itself.
+                broker = stream.state[0].leader or ("" if stream.state[0].stopped else client.session.broker)
+    state = read_state(pid_file(folder, broker))
+    if state is None:
+        raise RequestError(
+            f"Broker {broker} of {region} does not run.", hint="See the region's log in the demo's folder."
+        )
+    os.kill(state["pid"], signal.SIGKILL)
+    figures.killed.append(f"broker {broker} of {region}")
+    note(f"killed: broker {broker} of {region}, which leads {GRANTED}")
+
+
+async def _kill_agent(figures: Figures) -> None:
+    """SIGKILL to the agent, which is then started again."""
+    source = RegionFolder.of(SOURCE)
+    state = read_state(source.bridge(BRIDGE) / "agent.pid")
+    if state is None:
+        raise RequestError(f"The agent {BRIDGE} does not run.", hint="See its log in the demo's folder.")
+    os.kill(state["pid"], signal.SIGKILL)
+    figures.killed.append("the agent")
+    note(f"killed: the agent {BRIDGE}")
+    while read_state(source.bridge(BRIDGE) / "agent.pid") is not None:  # noqa: ASYNC110 - no event is set for it
+        await asyncio.sleep(0.02)
+    await asyncio.to_thread(start_agent_of, source, BRIDGE)
+
+
+async def _move(bar: Progress, figures: Figures, limit: int, is_disturbed: bool) -> None:
     total = limit or FLIGHTS
+    faults: dict[int, Callable[[], Awaitable[None]]] = {}
+    if is_disturbed:
+        faults[total // 4] = lambda: _kill_leader(SOURCE, figures)
+        faults[total // 2] = lambda: _kill_leader(DESTINATION, figures)
+        faults[total * 3 // 4] = lambda: _kill_agent(figures)
     publishing = bar.add_task(f"published to {GRANTED} in {SOURCE}", total=total)
     crossing = bar.add_task(f"crossed to {DESTINATION}", total=total)
     began = time.monotonic()
     follow = asyncio.ensure_future(_follow(bar, crossing, figures, began))
     async with connect(SOURCE) as client:
-        figures.published = await _publish(client, GRANTED, departures(limit), bar, publishing)
+        figures.published = await _publish(client, GRANTED, departures(limit), bar, publishing, faults)
         figures.published_seconds = time.monotonic() - began
         figures.ungranted = await _publish(client, UNGRANTED, rosters(limit), None, None)
     await follow
@@ -280,7 +341,9 @@ async def _publish(
     records: Iterator[tuple[bytes, bytes]],
     bar: Progress | None,
     task: TaskID | None,
+    faults: Mapping[int, Callable[[], Awaitable[None]]] = NOTHING_HAPPENS,
 ) -> int:
+    """Publish them all. `faults`: what happens once so many were sent."""
     import felix
 
     assert isinstance(client, felix.RegionClient)
@@ -289,6 +352,8 @@ async def _publish(
         for key, payload in records:
             await publisher.send(payload, key)
             count += 1
+            if count in faults:
+                await faults[count]()
             if bar is not None and task is not None and not count % 500:
                 bar.update(task, completed=count)
                 await asyncio.sleep(0)
@@ -374,9 +439,17 @@ def _logs(home: Path) -> dict[str, Path]:
     source, destination = RegionFolder.of(SOURCE, home), RegionFolder.of(DESTINATION, home)
     return {
         "egress": source.bridge(BRIDGE) / "egress",
-        "ingress": destination.root / "data" / "audit",
-        "source": source.root / "data" / "audit",
+        "ingress": _audit_log(destination),
+        "source": _audit_log(source),
     }
+
+
+def _audit_log(folder: RegionFolder) -> Path:
+    """The region's; of several brokers the first one has it."""
+    config = load_config(folder.config)
+    if config.cluster is not None:
+        config = config.of_broker(config.cluster.brokers[0].id)
+    return folder.root / config.data / "audit"
 
 
 def _verify(home: Path, figures: Figures) -> dict[str, Verification]:
@@ -486,6 +559,8 @@ def _print(figures: Figures, home: Path, seconds: float, problems: list[str]) ->
         ],
         ["denied", figures.denied, "attempts on the ungranted stream, in the audit log"],
     ]
+    if figures.killed:
+        rows.append(["killed on the way", len(figures.killed), ", ".join(figures.killed)])
     for name, ok in figures.verified.items():
         rows.append(
             [

@@ -50,6 +50,8 @@ FOLLOW_S: Final = 10.0
 """How long the broker with the log waits with its answer for a leaf that does not stand yet."""
 DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
+CLOSE_S: Final = 2.0
+"""How long a broker that stops waits for leaves that it took."""
 GONE_WAIT_S: Final = 60.0
 """How long the leaf of a document that stops something waits for a broker that is not alive: what it took before it ended may then stand behind."""
 
@@ -177,6 +179,7 @@ class RemoteAudit:
         self._refused: AuditUnavailableError | None = None
         """why the log took no leaves when it was asked last"""
         self._news = News()
+        self._brought = News()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -224,6 +227,7 @@ class RemoteAudit:
                 except Exception:
                     # A mistake of ours in what one leaf is for: the others go on.
                     log.exception("what follows a leaf failed")
+            self._brought.tell()
 
     async def _append(self, groups: list[list[bytes]], since: int) -> LeavesAppended:
         """Ask until they stand."""
@@ -266,8 +270,13 @@ class RemoteAudit:
         return self._home.requests
 
     async def close(self) -> None:
-        """Bring no more; what waits is left to the next start."""
+        """Bring what waits, for CLOSE_S at most; the next start does what is left, but for refusals."""
         await self.leaves.close()
+        try:
+            async with asyncio.timeout(CLOSE_S if self.failure is None else 0):
+                await self._brought.until(lambda: not self._pending_bytes)
+        except TimeoutError:
+            log.warning("%d bytes of leaves were not brought to the audit log", self._pending_bytes)
         if self._task is not None:
             await end_tasks(self._task)
         self._queue.clear()

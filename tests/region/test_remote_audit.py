@@ -1,0 +1,243 @@
+"""Leaves over the brokers' links: each stands once and has the index that it had, however often answers and links are lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from audit_log import INGRESS_ORIGIN, Link, log_signer
+from bridge_mesh import until
+
+from audit.checkpoint import note_size
+from audit.errors import AuditUnavailableError
+from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
+from audit.position import ShardName
+from audit.tile import read_entries
+from audit.trail import Trail
+from felix.errors import Code, FelixError, RequestError
+from felix.names import SpiffeId
+from policy.truncation import Accepted, Live, Truncation
+from region.arrival_index import ArrivalIndex
+from region.document_log import DocumentLog
+from region.peer_requests import PeerRequest, PeerRequests
+from region.remote_audit import (
+    WAITING_BYTES_MAX,
+    AppendLeaves,
+    AuditServer,
+    HomeLeaves,
+    LeavesAppended,
+    RemoteAudit,
+)
+from region.replication.wire import Answered, Asked
+
+
+class Wire:
+    """The link between two brokers, as PeerLinks has it. `lose`: asked for each message, whether it is lost, and the link with it."""
+
+    def __init__(self) -> None:
+        self.ends = {name: PeerRequests(name) for name in ("b1", "b2")}
+        self.up = True
+        self.lose = lambda message: False
+        for name, requests in self.ends.items():
+            requests.links = _End(self, name)  # type: ignore[assignment]
+
+    def deliver(self, to: str, sender: str, message: Asked | Answered) -> None:
+        if not self.up:
+            return
+        if self.lose(message):
+            self.cut()
+            asyncio.get_running_loop().call_soon(self.join)
+        else:
+            self.ends[to].requested(sender, message)
+
+    def cut(self) -> None:
+        self.up = False
+        for name, requests in self.ends.items():
+            requests.linked("b1" if name == "b2" else "b2", up=False)
+
+    def join(self) -> None:
+        self.up = True
+        for name, requests in self.ends.items():
+            requests.linked("b1" if name == "b2" else "b2", up=True)
+
+
+class _End:
+    def __init__(self, wire: Wire, own: str) -> None:
+        self._wire, self._own = wire, own
+
+    def is_up(self, peer: str) -> bool:
+        return self._wire.up
+
+    def request(self, peer: str, message: Asked | Answered) -> bool:
+        if self._wire.up:
+            asyncio.get_running_loop().call_soon(self._wire.deliver, peer, self._own, message)
+        return self._wire.up
+
+
+class Region:
+    """b1 has the log, b2 brings leaves."""
+
+    def __init__(self, folder: Path) -> None:
+        self.wire = Wire()
+        self.trail = Trail.open(folder / "audit", log_signer(INGRESS_ORIGIN))
+        self.logged = DocumentLog.open(self.trail, folder / "logged")
+        self.leaves = HomeLeaves("b1", lambda: {"b1": "here", "b2": "there"})
+        self.server = AuditServer(
+            "eu-west", self.wire.ends["b1"], self.trail, ArrivalIndex(self.trail), self.logged, self.leaves
+        )
+        self.remote = RemoteAudit("eu-west", self.wire.ends["b2"], lambda: "b1")
+
+    def arrived(self) -> list[int]:
+        """The first source offset of each range in the log."""
+        size = note_size(self.trail.publish())
+        headers = [read_header(data) for _, data in read_entries(self.trail.files, 0, size, size)]
+        return [
+            header.first_offset
+            for header in headers
+            if header is not None and header.kind is Kind.ACK and header.first_offset is not None
+        ]
+
+    async def close(self) -> None:
+        await self.remote.close()
+        for requests in self.wire.ends.values():
+            await requests.close()
+        await asyncio.to_thread(self.trail.close)
+
+
+@pytest.fixture
+async def region(tmp_path: Path) -> AsyncIterator[Region]:
+    made = Region(tmp_path)
+    yield made
+    await made.close()
+
+
+def ranges(count: int) -> list[list[EncodedLeaf]]:
+    """The ACK leaves of so many ranges of one shard, in order."""
+    link = Link()
+    return [[encode_for_log(leaf) for leaf in link.delivery(link.intent(3))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+async def test_a_leaf_whose_answer_was_lost_stands_once_and_has_its_index(region: Region, seed: int) -> None:
+    random, said = Random(seed), dict[int, list[int]]()
+    region.wire.lose = lambda message: random.random() < 0.3
+    for number, leaves in enumerate(ranges(30)):
+        region.remote.append_nowait(
+            leaves, lambda index, error, number=number: said.setdefault(number, []).append(index)
+        )  # type: ignore[misc]
+        if random.random() < 0.5:
+            await asyncio.sleep(0)
+    await until(lambda: len(said) == 30, "an index for each range")
+    found = region.arrived()
+    assert found == sorted(set(found)) and len(found) == 30, "each once, in order"
+    assert said == {number: [number] for number in range(30)}
+
+
+async def test_a_range_that_was_settled_while_its_leaves_waited_is_not_written_again(region: Region) -> None:
+    """Its stream was led anew before the first request was answered."""
+    said: list[int] = []
+    (leaves,) = ranges(1)
+    region.wire.cut()
+    region.remote.append_nowait(leaves, lambda index, error: said.append(index))
+    await asyncio.sleep(0)
+    region.wire.up = True
+    assert await region.remote.arrivals.append_missing(0, [leaves]) == [0]
+    region.wire.join()
+    await until(lambda: said, "its index")
+    assert said == [0] and len(region.arrived()) == 1
+    assert await region.remote.arrivals.append_missing(0, [leaves]) == []
+
+
+async def test_without_a_link_nothing_may_cross_and_little_is_kept(region: Region) -> None:
+    region.wire.cut()
+    failure = region.remote.failure
+    assert isinstance(failure, AuditUnavailableError) and "start broker b1" in failure.hint
+    (leaves,) = ranges(1)
+    size = sum(len(leaf.data) for leaf in leaves)
+    for _ in range(WAITING_BYTES_MAX // size):
+        region.remote.append_nowait(leaves, lambda index, error: None)
+    with pytest.raises(AuditUnavailableError):
+        region.remote.append_nowait(leaves, lambda index, error: None)
+    with pytest.raises(AuditUnavailableError):
+        await region.remote.arrivals.charged_bytes("a-grant")
+
+
+async def test_only_what_arrived_or_was_refused_is_taken_from_another_broker(region: Region) -> None:
+    async def asked(leaf: Leaf) -> FelixError | None:
+        try:
+            await region.wire.ends["b2"].ask(
+                "b1", AppendLeaves([[encode_for_log(leaf).data]], 0, again=False), LeavesAppended
+            )
+        except FelixError as error:
+            return error
+        return None
+
+    link = Link()
+    intent = link.intent(3)
+    for leaf in (link.grant(), *intent):
+        refused = await asked(leaf)
+        assert isinstance(refused, RequestError) and refused.code is Code.FORBIDDEN
+    assert await asked(link.delivery(intent)[0]) is None
+    assert len(region.arrived()) == 1
+
+
+async def test_a_request_that_nobody_serves_is_refused_with_a_sentence(region: Region) -> None:
+    class Unknown(PeerRequest, frozen=True, tag="unknown"):
+        pass
+
+    with pytest.raises(FelixError, match="does not know"):
+        await region.wire.ends["b2"].ask("b1", Unknown(), LeavesAppended)
+
+
+async def test_a_documents_leaf_waits_until_the_other_broker_has_let_pass_what_it_stops(
+    region: Region,
+) -> None:
+    digest = b"d" * 32
+    assert not await region.remote.leaves.has_leaf(digest, passed=False)
+    waiting = asyncio.ensure_future(region.leaves.all_passed(digest))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    follows = asyncio.ensure_future(region.remote.leaves.has_leaf(digest, passed=True))
+    await waiting
+    assert not follows.done(), "the leaf does not stand yet"
+    region.logged.learn(digest)
+    assert await follows
+    assert await region.remote.leaves.has_leaf(digest, passed=False)
+
+
+async def test_what_the_log_says_of_a_shard_is_told_as_it_is_read_there(region: Region) -> None:
+    groups = ranges(5)
+    region.remote.append_nowait([leaf for leaves in groups for leaf in leaves], lambda index, error: None)
+    await until(lambda: len(region.arrived()) == 5, "all ranges")
+    here, there = ArrivalIndex(region.trail), region.remote.arrivals
+    header = groups[0][0].header
+    name: Any = ShardName.of(header)
+    bridge = SpiffeId.parse(header.bridge)
+    assert await there.charged_bytes(header.grant_id) == await here.charged_bytes(header.grant_id) > 0
+    assert (
+        await there.arrived_below(bridge, name, header.incarnation)
+        == await here.arrived_below(bridge, name, header.incarnation)
+        == 15
+    )
+    scope: Any = SimpleNamespace(
+        source_region=header.source_region,
+        destination_region=header.destination_region,
+        stream=header.stream,
+        shard=header.shard,
+        destination=header.destination_stream,
+        incarnation=header.incarnation,
+    )
+    found = await there.find_ack(scope, 6)
+    assert found == await here.find_ack(scope, 6)
+    assert found is not None and found.leaf == 2
+    assert await there.find_ack(scope, 7) is None
+    cut = Truncation(stream=header.stream, shard=0, incarnation=header.incarnation.hex(), epoch=0, offset=9)
+    lives = [Live(header.incarnation, None), Live(b"n" * 16, Accepted(cut, "us-east", 5, is_resend=True))]
+    before = await there.crossed_before(bridge, name, lives)
+    assert before.page(0, 20) == (await here.crossed_before(bridge, name, lives)).page(0, 20)
+    assert before.next == 15
