@@ -529,6 +529,7 @@ class Agent:
             self._soon.set,
             lambda error: self._say(f"documents of {region}", error),
             tuple(self._endpoints) if is_source else (region,),
+            is_source,
         )
 
     @property

@@ -52,13 +52,15 @@ class DocumentFeed:
         changed: Callable[[], None],
         failed: Callable[[FelixError], None],
         signers: Collection[str] = (),
+        is_own: bool = False,
     ) -> None:
-        """`signers`: regions of which each has room of its own in the list."""
+        """`signers`: regions of which each has room of its own in the list. `is_own`: it is the agent's own region."""
         self.held: Documents | None = None
         """What the region said last, by kind and id; None before it said anything."""
         self._endpoint = endpoint
         self._kinds = kinds
         self._signers = signers
+        self._is_own = is_own
         self._changed = changed
         self._failed = failed
         self._monotonic_s = runtime.clock.monotonic
@@ -88,7 +90,7 @@ class DocumentFeed:
         # Nor does a region come round the pace by a new session, or as a broker that gives no revision.
         await asyncio.sleep(self._pace.wait_s(self._monotonic_s()))
         while True:
-            held, revision = await list_documents(connection, self._kinds, self._signers)
+            held, revision = await list_documents(connection, self._kinds, self._signers, self._is_own)
             if held != self.held:
                 self._pace.charge(_new_in(held, self.held or {}) / NEW_DOCUMENTS, self._monotonic_s())
                 self.held = held

@@ -49,14 +49,18 @@ Documents = Mapping[str, Mapping[str, bytes]]
 
 
 async def list_documents(
-    connection: RegionConnection, kinds: tuple[str, ...] = KINDS, regions: Collection[str] = ()
+    connection: RegionConnection,
+    kinds: tuple[str, ...] = KINDS,
+    regions: Collection[str] = (),
+    is_own: bool = False,
 ) -> tuple[dict[str, dict[str, bytes]], bytes]:
     """All of these kinds that the region shows this bridge, and the revision of all that it showed when it was first asked (empty
     where its broker gives none). Raises what the region refuses it with, UnavailableError, and RequestError where its pages
     do not go on: another region's broker says what stands in them.
 
-    What each of `regions` signed is bounded by itself, and what anybody else did together: none takes the room of another. A list that
-    is longer than that is not read to its end: whoever shows more is not an honest broker."""
+    What each of `regions` signed is bounded by itself, and what anybody else did together: none takes the room of another. Another
+    region's list that is longer than that is not read to its end: whoever shows more is not an honest broker. That of the own region
+    (`is_own`) is, since what any number of other regions signed may stand in it before its own words."""
     found: dict[str, dict[str, bytes]] = {kind: {} for kind in kinds}
     revision: bytes | None = None
     room = _Room(regions)
@@ -69,7 +73,8 @@ async def list_documents(
             found[kind].update(await asyncio.to_thread(room.taken, kind, page.documents))
             size += sum(map(len, page.documents.values()))
             listed_of_kind += len(page.documents)
-            if listed_of_kind >= room.shares * DOCUMENTS_MAX or size >= room.shares * LISTED_BYTES_MAX:
+            is_long = listed_of_kind >= room.shares * DOCUMENTS_MAX or size >= room.shares * LISTED_BYTES_MAX
+            if is_long and not is_own:
                 break
     return found, revision or b""
 

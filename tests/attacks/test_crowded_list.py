@@ -60,6 +60,24 @@ async def test_what_forbids_is_read_behind_what_another_region_signed(
     tally("documents that crowd a list", 40)
 
 
+async def test_no_number_of_other_regions_hides_what_the_own_one_forbids(
+    monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    """The own region's broker keeps as much of each, also of those to which the bridge does not lead."""
+    monkeypatch.setattr(document_sync, "DOCUMENTS_MAX", 20)
+    others = {
+        f"a.{number:04}": standing(
+            signed_grant().grant, StandingAction.PAUSE, "ap-south", sequence=number
+        ).encode_file()
+        for number in range(1, CROWD + 1)
+    }
+    broker = Broker({"standing": {**others, "z": REVOKED}, "deny": {**others, "z": DENIED}})
+    found, _ = await list_documents(broker, KINDS, REGIONS, is_own=True)  # type: ignore[arg-type]
+    assert found["standing"]["z"] == REVOKED and found["deny"]["z"] == DENIED
+    assert len(found["standing"]) == len(found["deny"]) == 21
+    tally("documents that crowd a list", 2 * CROWD)
+
+
 @pytest.mark.parametrize("regions", [(), ("us-east",), ("eu-west",)])
 async def test_a_list_without_end_is_left(
     monkeypatch: pytest.MonkeyPatch, tally: Tally, regions: tuple[str, ...]
