@@ -119,6 +119,10 @@ class _Snapshot(msgspec.Struct, array_like=True):
     producers: list[tuple[int, list[Remembered]]]
 
 
+_BATCH_BYTES: Final = 1 + 9 * _FIELDS
+"""At most, in msgpack: an array of integers."""
+SNAPSHOT_BYTES_LEAST: Final = PRODUCERS_MAX * (16 + _BATCH_BYTES) + 64
+"""So much a snapshot takes at most that has one batch of each producer."""
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
 _snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
 
@@ -231,6 +235,25 @@ def decode_snapshot(data: bytes) -> tuple[ProducerTable, int]:
         for batch in batches[-BATCHES_REMEMBERED:]:
             table.record(producer_id, batch)
     return table, snapshot.offset
+
+
+def shorten_snapshot(data: bytes, bytes_max: int) -> bytes:
+    """A snapshot of at most `bytes_max` bytes: of the producers that were used longest ago, only the newest batch stays. What they send again
+    from before it is refused as forgotten. Asserts room for one batch of each; raises CorruptionError."""
+    assert bytes_max >= SNAPSHOT_BYTES_LEAST
+    if len(data) <= bytes_max:
+        return data
+    try:
+        snapshot = _snapshot.decode(data)
+    except msgspec.DecodeError as error:
+        raise CorruptionError(f"The snapshot of producers does not decode: {error}.") from error
+    room = bytes_max - SNAPSHOT_BYTES_LEAST
+    for at in range(len(snapshot.producers) - 1, -1, -1):
+        producer_id, batches = snapshot.producers[at]
+        kept = min(len(batches), 1 + room // _BATCH_BYTES)
+        room -= (kept - 1) * _BATCH_BYTES
+        snapshot.producers[at] = producer_id, batches[-kept:]
+    return msgspec.msgpack.encode(snapshot)
 
 
 def refusal(producer_id: int, base_sequence: int, decision: Decision) -> RequestError:

@@ -2,6 +2,8 @@
 
 It brings each event to the core that it concerns, in the order in which the two must hear it: the fence first, then the leader, which
 gives up an epoch that is over, then the follower.
+
+Invariant: a peer is heard as what the record, as it was read, says that it is, in an epoch that a record or a log of this replica tells of.
 """
 
 from __future__ import annotations
@@ -29,6 +31,21 @@ class ReplicaCore:
         self._as_of = 0
         self._kept_ms = 0
         self._alarmed = ""
+        self._peers: frozenset[str] = frozenset()
+
+    def hears(self, peer: str) -> bool:
+        """Whether the newest record read gives this broker a part in the shard; nobody else is heard. Nobody is before a record was read (R7)."""
+        return peer in self._peers
+
+    def _is_known(self, epoch: int, election: str) -> bool:
+        """Whether a message speaks in an epoch that a record, or a log of this replica, has told of.
+
+        What a message alone says is believed of nobody: a number made up would keep the shard from every later leader. Whoever is behind
+        hears of an epoch from its watch, and is asked again meanwhile; until then it acknowledges nothing to the newer leader, and the
+        older one has nobody's acknowledgement of those who know better.
+        """
+        fence = self.replica.fence
+        return epoch < fence.epoch or (epoch, election) == (fence.epoch, fence.election)
 
     def step(self, event: object, now: int) -> Ready:
         """One event at `now` (ms of a clock that does not go back)."""
@@ -45,11 +62,9 @@ class ReplicaCore:
                 return self._done(ready)
         elif kind is Received:
             assert isinstance(event, Received)
-            if not self._revision:
-                return ready
             message = event.message
-            if message.epoch:
-                self.replica.fence.meet(message.epoch, message.election)
+            if not self.hears(event.peer) or not self._is_known(message.epoch, message.election):
+                return ready
             if isinstance(message, FromFollower):
                 self.leader.step(event, now, ready)
                 return self._done(ready)
@@ -83,7 +98,9 @@ class ReplicaCore:
             return False
         self._as_of = event.as_of
         self._revision = event.revision
-        self.replica.fence.read(event.record)
+        record = event.record
+        self._peers = frozenset((*record.replicas, *record.target, *record.members())) - {self.replica.broker}
+        self.replica.fence.read(record)
         return True
 
     def _keep(self, now: int, ready: Ready) -> None:

@@ -34,7 +34,7 @@ from region.log.durable_mark import MARK_NAME, decode_mark
 from region.log.frame import Frame as LogFrame
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
-from region.log.producers import ProducerTable
+from region.log.producers import ProducerTable, shorten_snapshot
 from region.log.recovery import EPOCHS_NAME
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, no_commitment
 from region.log.segment_limits import SegmentLimits
@@ -43,7 +43,7 @@ from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Frame
 from region.replication.origin import Beginning
 from region.replication.replica import Log
-from region.replication.wire import frames_from
+from region.replication.wire import ORIGIN_PRODUCERS_BYTES_MAX, frames_from
 
 ELECTIONS_NAME: Final = "elections"
 COMMIT_NAME: Final = "commit"
@@ -235,8 +235,8 @@ class ReplicaDisk:
     # Copies
 
     def told_beginning(self, producers: bytes = b"") -> Beginning:
-        """Where a copy of this log begins. Raises as `DiskLog.origin` does."""
-        origin = self.log.origin(producers)
+        """Where a copy of this log begins, with as much of what is known of producers as fits a message. Raises as `DiskLog.origin` does."""
+        origin = self.log.origin(shorten_snapshot(producers, ORIGIN_PRODUCERS_BYTES_MAX))
         return Beginning(origin, tuple(start for start in self.history.starts if start.start < origin.point))
 
     def begin_anew(self, beginning: Beginning) -> ReplicaDisk:

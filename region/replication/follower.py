@@ -52,6 +52,10 @@ from region.replication.replica import Log, Replica
 
 ASK_AGAIN_MS: Final = 500
 """A question that has had no answer for so long is asked anew."""
+COPY_AGAIN_MS_MAX: Final = 30_000
+"""A copy that came to nothing is asked for after ASK_AGAIN_MS, then after twice as long each time, up to this: each costs the leader a look at its log."""
+COPIES_BEFORE_ALARM: Final = 3
+"""So often in a row a copy may come to nothing before a person is told: a link that ends, or a leader that changes, ends one."""
 
 
 class FollowerCore:
@@ -72,6 +76,9 @@ class FollowerCore:
         self._told: dict[int, LogPoint] = {}
         """per log, the leader's commit point"""
         self._asked_ms = 0
+        self._copies_failed = 0
+        """in a row"""
+        self._not_before_ms = 0
 
     def step(self, event: object, now: int, ready: Ready | None = None) -> Ready:
         """One event at `now` (ms of a clock that does not go back). What is to be done is added to `ready` where it is given."""
@@ -106,6 +113,7 @@ class FollowerCore:
     def _follow(self, leader: str, epoch: int, now: int, ready: Ready) -> None:
         self.leader, self.epoch = leader, epoch
         self._older.clear()
+        self._copies_failed = self._not_before_ms = 0
         self._ask(now, ready)
 
     def _ask(self, now: int, ready: Ready) -> None:
@@ -150,16 +158,18 @@ class FollowerCore:
                 self._hear_commit(self.replica.logs[message.log], message.commit, ready)
         elif isinstance(message, Placed):
             self._take_place(message, now, ready)
-        else:
+        elif now >= self._not_before_ms:
             self._ask(now, ready)
 
     def _listens_to(self, peer: str, message: FromLeader, now: int, ready: Ready) -> bool:
-        """F1. The caller has told the fence of the message."""
+        """F1. The caller has seen that the epoch is known."""
         if self._is_stale(message):
             ready.send.append(Send(peer, self.replica.stale_answer()))
             return False
+        record = self.record
+        if record is None or (peer, message.epoch) != (record.leader, record.epoch):
+            return False
         if peer != self.leader or message.epoch != self.epoch:
-            # A leader of the newest epoch, of which no watch has told yet; or of this one, where none was known.
             self._follow(peer, message.epoch, now, ready)
             return False
         return True
@@ -311,14 +321,19 @@ class FollowerCore:
         log.history, log.start, log.end, log.durable = event.history, event.start, event.end, event.end
         log.commit = max(log.commit, event.start)
         log.syncing_since = -1
+        self._copies_failed = 0
         if not self.replica.copying and self.leader:
             self._older.clear()
             self._ask(now, ready)
 
     def _copy_failed(self, event: CopyFailed, now: int, ready: Ready) -> None:
         self.replica.copying.discard(event.log)
-        if self.leader:
-            self._ask(now, ready)
+        self._copies_failed += 1
+        self._not_before_ms = now + min(COPY_AGAIN_MS_MAX, ASK_AGAIN_MS << min(self._copies_failed - 1, 8))
+        if self._copies_failed == COPIES_BEFORE_ALARM:
+            ready.alarms.append(
+                f"log {event.log} cannot be begun as its leader's: it is tried again, and this copy is not in sync before that is done"
+            )
 
     def _disk_failed(self, event: DiskFailed, now: int, ready: Ready) -> None:
         """R11: nothing more before a restart, which cuts or writes again what a failed sync may have left."""
@@ -343,7 +358,12 @@ class FollowerCore:
             self._ask(now, ready)
 
     def _tick(self, event: Tick, now: int, ready: Ready) -> None:
-        if self.leader and not self.placed and not self._waits and now - self._asked_ms >= ASK_AGAIN_MS:
+        if (
+            self.leader
+            and not self.placed
+            and not self._waits
+            and now >= max(self._asked_ms + ASK_AGAIN_MS, self._not_before_ms)
+        ):
             self._ask(now, ready)
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any, int, Ready], None]]] = {

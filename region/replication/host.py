@@ -374,6 +374,8 @@ class ReplicaHost:
         if hosted is None or not self._is_started or hosted.broken:
             return
         message = said.message
+        if not hosted.core.hears(peer):
+            return
         if isinstance(message, OriginAsked):
             self._begin_task(self._tell_origin(hosted, peer, message))
         elif isinstance(message, OriginTold):

@@ -99,6 +99,9 @@ UNREACHABLE_PAUSE_MS: Final = 60_000
 DETACHED_MS: Final = 900_000
 """Commits go on for a quarter of an hour without the store: longer than restarts of etcd, shorter than an operator's patience with
 a shard that he has to recover from elsewhere."""
+CUT_OFF_MS: Final = 5_000
+"""A leader without its lease, which an in-sync copy has not answered for so long, gives up: it can neither commit nor leave that copy out, and whoever
+waits for it may find another leader elsewhere. Longer than a slow copy may take, and than a link takes to come back."""
 IN_FLIGHT_GROUPS_MAX: Final = 32
 """Groups of frames sent to a follower and not acknowledged: some syncs' worth. Behind that it reads from the leader's log."""
 IN_FLIGHT_BYTES_MAX: Final = 8 << 20
@@ -748,8 +751,21 @@ class LeaderCore:
                     follower.caught_up_ms = now
                 elif max(follower.heard_ms, follower.probed_ms) + PROBE_MS < now and follower.down_since < 0:
                     self._forget(peer, follower, now, ready)
+            if self._is_cut_off(now):
+                self._stop("unreachable", now, ready)
+                return
             self._look_for_others(now, ready)
         self._change(now, ready)
+
+    def _is_cut_off(self, now: int) -> bool:
+        """Whether nothing can be committed, by whatever this leader does: its lease is over, and a copy that counts is silent."""
+        assert self.standing is not None
+        return now > self._lease_until_ms and any(
+            self._is_late(member, now - CUT_OFF_MS)
+            for record in self.standing.all
+            for member in record.isr
+            if member != self.replica.broker
+        )
 
     def _look_for_others(self, now: int, ready: Ready) -> None:
         """R21: below `min` while missing members live: they may reach each other, where this one reaches none of them."""

@@ -74,9 +74,13 @@ RETRY: Final = BackoffPolicy(first_ms=50, ceiling_ms=2_000)
 PEER_ALPN: Final = "felix-peer/1"
 """The protocol of links, which brokers speak on the port that clients call, too."""
 LINK_LIMITS: Final = TransportLimits(
-    backlog_high_bytes=1 << 20, backlog_low_bytes=1 << 18, keepalive_ms=0, idle_timeout_ms=10_000
+    backlog_high_bytes=1 << 20,
+    backlog_low_bytes=1 << 18,
+    keepalive_ms=0,
+    idle_timeout_ms=10_000,
+    handshake_timeout_ms=3_000,
 )
-"""Frames wait here, where what is short can pass them, and not in the engine. Beats keep a link alive."""
+"""A peer that was cut off is called anew soon after it can be reached. Frames wait here, where what is short can pass them, and not in the engine. Beats keep a link alive."""
 SOFTWARE: Final = "felix broker"
 _NO_REQUESTS: Final = Limits(batch_bytes_max=0, subscriptions_max=0, streams_max=0, requests_max=0)
 

@@ -65,46 +65,37 @@ class Log:
 
 
 class Fence:
-    """The newest epoch that this replica knows of, from its own logs, from the record or from a message (F1, R7, R10).
+    """The newest epoch that this replica knows of, from its own logs or from the record (F1, R7, R10).
 
     `led`: the newest epoch that this process has led, or was elected to lead: it leads none twice (N0). `frozen`: why nothing is done any
     more, where the store went back.
     """
 
-    __slots__ = ("_recorded", "election", "epoch", "frozen", "led")
+    __slots__ = ("election", "epoch", "frozen", "led")
 
     def __init__(self, epoch: int = 0, election: str = "") -> None:
         self.epoch = epoch
         self.election = election
         self.led = 0
         self.frozen = ""
-        self._recorded = epoch
 
     def stale(self, epoch: int) -> bool:
         """Whether a newer one is known."""
         return epoch < self.epoch
 
-    def meet(self, epoch: int, election: str) -> bool:
-        """Somebody speaks in this epoch; whether it is newer than any known. Freezes where one epoch has two elections."""
-        if epoch > self.epoch:
-            self.epoch, self.election = epoch, election
-            return True
-        if epoch == self.epoch and election != self.election:
-            self.freeze(
-                f"epoch {epoch} has two elections, {self.election} and {election}: the store went back"
-            )
-        return False
-
     def read(self, record: ShardRecord) -> None:
-        """The record, newer than any read before. An epoch below one that stood in our logs at the start, or in a record, was taken
-        back. One that only a message told may be newer than what a watch, which lags, has shown."""
-        if record.epoch < self._recorded:
+        """The record, newer than any read before. Freezes where it says an epoch below one known, or another election of that one: what
+        a record or a log said was taken back."""
+        if record.epoch < self.epoch:
             self.freeze(
-                f"the record says epoch {record.epoch}, and epoch {self._recorded} is known: the store went back"
+                f"the record says epoch {record.epoch}, and epoch {self.epoch} is known: the store went back"
             )
-            return
-        self._recorded = record.epoch
-        self.meet(record.epoch, record.election)
+        elif record.epoch > self.epoch:
+            self.epoch, self.election = record.epoch, record.election
+        elif record.election != self.election:
+            self.freeze(
+                f"epoch {record.epoch} has two elections, {self.election} and {record.election}: the store went back"
+            )
 
     def freeze(self, why: str) -> None:
         """Nothing is led, followed or acknowledged any more, until an operator has reconciled the region."""

@@ -44,6 +44,7 @@ from region.cluster.records import FOLDER_CHARS, ShardId
 from region.log.epochs import EPOCHS_MAX
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
+from region.log.producers import SNAPSHOT_BYTES_LEAST
 from region.log.segment import ANNOTATION_BYTES_MAX
 from region.replication.history import STARTS_MAX, EpochStart
 from region.replication.leader import APPEND_BYTES_MAX
@@ -66,7 +67,10 @@ VERSION: Final = 1
 LOGS_MAX: Final = 32
 """Logs of one shard: its records, and a journal for each kind of state; there are fewer than ten kinds."""
 ORIGIN_BYTES_MAX: Final = 4 << 20
-"""Annotations of all slots, a table of producers and the epochs of a log; the table is the most of it."""
+"""Annotations of all slots, a table of producers and the epochs of a log."""
+ORIGIN_PRODUCERS_BYTES_MAX: Final = 3 << 20
+"""Of that: one batch of each producer that a log may know, and all that is remembered of the hundreds that were used last."""
+assert SNAPSHOT_BYTES_LEAST < ORIGIN_PRODUCERS_BYTES_MAX < ORIGIN_BYTES_MAX
 ASK_BYTES_MAX: Final = 12 << 20
 """One request, or its answer: leaves of a group (region.remote_audit) and, since a group has one range at least, those of the largest envelope."""
 _HELLO_BYTES_MAX: Final = 4_096

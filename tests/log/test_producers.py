@@ -5,14 +5,18 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from felix.batch import OFFSET_MAX
 from felix.errors import Code
 from region.log.producers import (
     BATCHES_REMEMBERED,
+    PRODUCERS_MAX,
+    SNAPSHOT_BYTES_LEAST,
     ProducerTable,
     Remembered,
     Verdict,
     decode_snapshot,
     refusal,
+    shorten_snapshot,
 )
 
 
@@ -101,3 +105,26 @@ def test_snapshot_holds_what_is_below_its_offset() -> None:
     assert offset == 20
     assert dict(again) == {7: (Remembered(1, 0, 10, 0, 0), Remembered(1, 10, 20, 10, 0))}
     assert again.decide(7, 1, 20, 10).verdict is Verdict.ACCEPT
+
+
+def test_the_largest_snapshot_is_shortened_to_what_fits_and_keeps_the_newest() -> None:
+    table = ProducerTable()
+    offset = OFFSET_MAX - PRODUCERS_MAX * 3
+    for producer in range(PRODUCERS_MAX):
+        for number in range(3):
+            batch = Remembered(2**31, 2**62 + number, 2**62 + number + 1, offset, 2**42)
+            table.record(2**62 + producer, batch)
+            offset += 1
+    whole = table.encode(offset)
+    shortened = shorten_snapshot(whole, SNAPSHOT_BYTES_LEAST + 10_000)
+    assert len(whole) > SNAPSHOT_BYTES_LEAST + 10_000 >= len(shortened)
+    found, at = decode_snapshot(shortened)
+    kept = {producer: len(batches) for producer, batches in found}
+    assert at == offset
+    assert len(kept) == PRODUCERS_MAX
+    assert kept[2**62] == 1
+    assert kept[2**62 + PRODUCERS_MAX - 1] == 3
+    assert {producer: batches[-1] for producer, batches in found} == {
+        producer: batches[-1] for producer, batches in table
+    }
+    assert shorten_snapshot(whole, len(whole)) == whole

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
+import pytest
 from replication.shard import Shard, append, commit, election, frames, placed, record, sent
 
 from region.log.point import LogPoint
+from region.replication.follower import ASK_AGAIN_MS
 from region.replication.history import STARTS_MAX, EpochStart, History
-from region.replication.messages import Action, Durable, Follow, Status
-from region.replication.ready import Copied, DiskFailed, Synced, Truncate
+from region.replication.messages import Action, Durable, Follow, Probe, Status
+from region.replication.ready import Copied, CopyFailed, DiskFailed, Synced, Truncate
 
 
 def following(end: int = 0, starts: tuple[tuple[int, int], ...] = (), **more: object) -> Shard:
@@ -188,12 +192,52 @@ def test_a_copy_that_lacks_what_is_committed_is_refused() -> None:
     assert shard.tell(Copied(0, LogPoint(0), LogPoint(2), History())).alarms
 
 
-def test_a_leader_known_by_a_message_alone_is_followed_until_the_record_comes() -> None:
+def test_a_leader_known_by_a_message_alone_is_not_heard_until_its_record_is_read() -> None:
     shard = following()
-    ready = shard.hear("c", append(3, 0, 0, ask=9))
-    assert [each.peer for each in ready.send] == ["c"]
-    shard.read(record(epoch=2), shard.revision + 1)
-    assert shard.follower.leader == "c", "a watch that lags tells nothing new"
+    assert not shard.hear("c", append(3, 0, 0, ask=9)).send
+    assert shard.hear("a", append(2, 0, 0, ask=1)).write, "what a message alone says takes nothing away"
+    shard.read(record(epoch=3, leader="c"))
+    assert [each.peer for each in shard.sync().send] == ["c"]
+
+
+@pytest.mark.parametrize("peer", ["0z", "c"])
+def test_who_does_not_lead_the_epoch_is_not_followed_in_it(peer: str) -> None:
+    shard = following()
+    ready = shard.hear(peer, append(2, 0, 0, ask=1))
+    assert not ready.send
+    assert not ready.write
+    assert shard.follower.leader == "a"
+
+
+@pytest.mark.parametrize("epoch", [2, 3, (1 << 32) - 1])
+def test_a_message_with_an_election_of_its_own_freezes_nothing(epoch: int) -> None:
+    shard = following()
+    for peer in ("c", "0z"):
+        assert not shard.hear(peer, Probe(epoch, "00000000000000ff")).send
+        assert not shard.hear(peer, Durable(epoch, "00000000000000ff", 1, 1, 0, LogPoint(0))).send
+    assert not shard.replica.stopped
+    assert shard.hear("a", append(2, 0, 0, ask=1)).write
+
+
+def test_a_copy_that_comes_to_nothing_is_asked_for_after_growing_pauses_and_told_of() -> None:
+    shard = following(3, ((1, 0),))
+    asked, alarms, at = [], [], shard.now
+    while shard.now < at + 60_000:
+        ready = shard.tick(100)
+        ready.send += shard.hear("a", Probe(2, election(2))).send
+        alarms += ready.alarms
+        if sent(ready, Follow):
+            asked.append(shard.now)
+            assert shard.hear("a", placed(2, 5, ask=shard.follower.ask, action=Action.COPY)).copy
+            alarms += shard.tell(CopyFailed(0)).alarms
+    pauses = [after - before for before, after in pairwise(asked)]
+    assert pauses == sorted(pauses)
+    assert pauses[0] >= ASK_AGAIN_MS
+    assert pauses[-1] >= 16_000
+    assert len(alarms) == 1
+    assert sent(shard.read(record(epoch=3, leader="c")), Follow), (
+        "another leader may have what this one could not give"
+    )
 
 
 def test_an_epoch_in_which_it_wrote_nothing_is_forgotten_where_an_older_one_goes_on() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from replication.shard import Shard, frames, members, placed, record, sent, swaps
+from replication.shard import Shard, frames, members, record, sent, swaps
 
 from region.cluster.records import Yielded
 from region.log.point import LogPoint
@@ -16,7 +16,7 @@ from region.replication.leader import (
     REPLICA_LAG_MS,
     Phase,
 )  # fmt: skip
-from region.replication.messages import Action, Append, Commit, Placed, Probe
+from region.replication.messages import Action, Append, Commit, Durable, Placed, Probe
 from region.replication.ready import (
     Begun,
     DiskFailed,
@@ -369,9 +369,14 @@ def test_a_leader_whose_epoch_is_over_answers_nothing() -> None:
     assert shard.commit() == 0
 
 
-def test_a_newer_epoch_in_a_message_deposes() -> None:
+@pytest.mark.parametrize("epoch", [1, 2, (1 << 32) - 1])
+def test_no_message_deposes_and_a_newer_record_does(epoch: int) -> None:
     shard = serving()
-    assert shard.hear("b", placed(2, 0, ask=1)).deposed
+    for peer in ("b", "0z"):
+        assert not shard.hear(peer, Placed(epoch, "00000000000000ff", 1, 1, ())).deposed
+        assert not shard.hear(peer, Durable(epoch, "00000000000000ff", 1, 1, 0, LogPoint(9))).committed
+    assert not shard.replica.stopped
+    assert shard.read(record(epoch=2, leader="b")).deposed
 
 
 def test_what_is_in_flight_is_bounded_and_read_later() -> None:

@@ -1,0 +1,513 @@
+"""Rounds of faults over three brokers and three members of etcd, each a process on a machine of its own (cluster.machines), under load.
+
+    python -m cluster.play_faults FOLDER [--rounds N] [--seed S] [--only FAULT …]
+
+Run it in namespaces of its own, as tests/cluster/test_faults.py does. In each round one fault happens, drawn by the seed from all of them; then
+records have to be acknowledged and read again, and all copies to be in sync. In the end the history is judged (cluster.history).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from cluster.history import History
+from cluster.load import Load, stored_in
+from cluster.machines import Machine, begin_network, cut_power
+from e2e.command_mesh import command, environment
+from etcd_process import etcd_binary
+from region_home import make_region
+from region_peer import client
+
+import felix
+from cli.process import read_state
+from cli.several import log_file, pid_file
+from felix.address import Address
+from felix.errors import FelixError
+from felix.messages import ListStreams
+from region.bootstrap import write_profile
+from region.folder import RegionFolder
+
+STREAM: Final = "acme/ops/orders"
+BROKERS: Final = ("b1", "b2", "b3")
+PORT: Final = 7443
+LEASE_S: Final = 3
+AWAY_S: Final = 60.0
+"""The store is away for so long, once; a minute of etcd's restarts."""
+GOES_ON: Final = 60
+"""Records that are acknowledged and read after a fault, before the next one."""
+PAUSE_S: Final = 0.01
+"""Between a writer's answers: a few hundred records a second in all, of which a long run can hold the history."""
+WAIT_S: Final = 120.0
+
+
+class Etcd:
+    """Three members, of which any may be gone."""
+
+    def __init__(self, machines: Sequence[Machine], home: Path) -> None:
+        self.machines = dict(zip(("e1", "e2", "e3"), machines, strict=True))
+        self._home = home
+        self._binary = etcd_binary()
+        self.token = "first"
+
+    @property
+    def endpoints(self) -> list[str]:
+        """`host:port` of each."""
+        return [f"{machine.address}:2379" for machine in self.machines.values()]
+
+    @property
+    def cluster(self) -> str:
+        """As --initial-cluster wants it."""
+        return ",".join(f"{name}=http://{each.address}:2380" for name, each in self.machines.items())
+
+    def start(self, *names: str) -> None:
+        assert self._binary is not None
+        for name in names or tuple(self.machines):
+            machine = self.machines[name]
+            client_url, peer_url = f"http://{machine.address}:2379", f"http://{machine.address}:2380"
+            machine.start(
+                [
+                    self._binary,
+                    f"--name={name}",
+                    f"--data-dir={machine.folder / 'data'}",
+                    f"--listen-client-urls={client_url}",
+                    f"--advertise-client-urls={client_url}",
+                    f"--listen-peer-urls={peer_url}",
+                    f"--initial-advertise-peer-urls={peer_url}",
+                    f"--initial-cluster={self.cluster}",
+                    f"--initial-cluster-token={self.token}",
+                    "--heartbeat-interval=100",
+                    "--election-timeout=1000",
+                    "--logger=zap",
+                    "--log-level=warn",
+                ],
+                os.environ,
+                self._home / f"{name}.log",
+            )
+
+    def ctl(self, *words: str) -> str:
+        """Run etcdctl at the members that answer."""
+        binary = etcd_binary("etcdctl")
+        assert binary is not None
+        done = subprocess.run(
+            [binary, "--command-timeout=5s", *words],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "ETCDCTL_API": "3"},
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    async def serves(self) -> None:
+        """Wait until a write is taken."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                with contextlib.suppress(AssertionError):
+                    await asyncio.to_thread(
+                        self.ctl, f"--endpoints={','.join(self.endpoints)}", "put", "play", "1"
+                    )
+                    return
+                await asyncio.sleep(0.2)
+
+    def leader(self) -> str:
+        """The member that leads; the first where nobody says so."""
+        for name, machine in self.machines.items():
+            with contextlib.suppress(AssertionError):
+                said = self.ctl(
+                    f"--endpoints={machine.address}:2379", "endpoint", "status", "--write-out=fields"
+                )
+                fields = dict(line.split('" : ') for line in said.splitlines() if '" : ' in line)
+                if fields['"MemberID'] == fields['"Leader']:
+                    return name
+        return "e1"
+
+
+class Play:
+    """Everything that is there while faults happen."""
+
+    def __init__(self, home: Path, seed: int) -> None:
+        begin_network()
+        self.home = home
+        self.random = random.Random(seed)
+        self.folder: RegionFolder = make_region(home, "us-east")
+        disks = home / "disks"
+        disks.mkdir()
+        self.brokers = {
+            name: Machine(11 + number, self.folder.root / "data" / name, disks / f"{name}.img")
+            for number, name in enumerate(BROKERS)
+        }
+        members = [
+            Machine(21 + number, home / "etcd" / str(number), disks / f"e{number}.img") for number in range(3)
+        ]
+        self.etcd = Etcd(members, home)
+        endpoints = ", ".join(f'"{each}"' for each in self.etcd.endpoints)
+        text = self.folder.config.read_text().replace(
+            "kind: embedded", f"kind: etcd\n  endpoints: [{endpoints}]"
+        )
+        text += f"cluster:\n  lease: {LEASE_S}s\n  brokers:\n"
+        text += "".join(
+            f'    - {{id: {name}, listen: "{machine.address}:{PORT}"}}\n'
+            for name, machine in self.brokers.items()
+        )
+        self.folder.config.write_text(text)
+        write_profile(
+            self.folder, "us-east", "acme", *(Address(each.address, PORT) for each in self.brokers.values())
+        )
+        self.history = History()
+        self.region: felix.RegionClient
+        self.load: Load
+        self.clients: dict[str, felix.RegionClient] = {}
+
+    # -- brokers ---------------------------------------------------------------------------------------
+
+    def start(self, *names: str) -> None:
+        for name in names or BROKERS:
+            said = log_file(self.folder, name)
+            said.parent.mkdir(parents=True, exist_ok=True)
+            self.brokers[name].start(
+                command("--log-level", "info", "region", "up", "us-east", "--broker", name),
+                environment(self.home),
+                said,
+            )
+
+    def is_serving(self, name: str) -> bool:
+        process = self.brokers[name].process
+        if process is not None and process.poll() is not None:
+            raise AssertionError(f"{name} ended with {process.returncode}:\n{self.words(name)}")
+        state = read_state(pid_file(self.folder, name))
+        return process is not None and state is not None and state.get("pid") == process.pid
+
+    def words(self, name: str) -> str:
+        """The end of what a broker said."""
+        return log_file(self.folder, name).read_text()[-3_000:]
+
+    async def serve(self, *names: str) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not all(self.is_serving(name) for name in names or BROKERS):  # noqa: ASYNC110 - no event is set for it
+                await asyncio.sleep(0.05)
+
+    async def start_again(self, *names: str) -> None:
+        self.start(*names)
+        await self.serve(*names)
+
+    async def leader(self) -> str:
+        """Who says that it leads, and may."""
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                for name, region in self.clients.items():
+                    with contextlib.suppress(FelixError, ValueError, TimeoutError):
+                        async with asyncio.timeout(1):
+                            (state,) = (await region.connection.request(ListStreams(STREAM, "", 1))).streams
+                        if not state.state[0].leader and not state.state[0].stopped:
+                            return name
+                await asyncio.sleep(0.05)
+
+    async def led(self) -> tuple[str, list[str]]:
+        """The leader, and the others."""
+        leader = await self.leader()
+        return leader, [name for name in BROKERS if name != leader]
+
+    async def in_sync(self) -> None:
+        seen: object = None
+        try:
+            async with asyncio.timeout(WAIT_S):
+                while True:
+                    with contextlib.suppress(FelixError):
+                        state = (await self.region.describe_stream(STREAM)).state[0]
+                        seen = state
+                        if not state.stopped and sorted(state.in_sync) == sorted(BROKERS):
+                            return
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"not all copies are in sync again: {seen}") from None
+
+    def cut(self, one: str, *others: str, back: bool = True) -> None:
+        """What `one` sends to the others, brokers or members, is lost; `back`: and what they send to it."""
+        known = self.brokers | self.etcd.machines
+        known[one].cut_off(known[other] for other in others)
+        if back:
+            for other in others:
+                known[other].cut_off([known[one]])
+
+    def heal(self) -> None:
+        for machine in (*self.brokers.values(), *self.etcd.machines.values()):
+            machine.heal()
+
+    # -- a play ----------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def going_on(self) -> AsyncIterator[None]:
+        """All is up, and clients are at work."""
+        self.etcd.start()
+        await self.etcd.serves()
+        self.start()
+        await self.serve()
+        async with AsyncExitStack() as stack:
+            self.region = await stack.enter_async_context(client(self.folder))
+            profile = felix.load_profile("us-east", home=self.home)
+            for name, machine in self.brokers.items():
+                alone = replace(profile, addresses=(f"{machine.address}:{PORT}",))
+                self.clients[name] = await stack.enter_async_context(
+                    felix.connect(
+                        profile=alone, backoff=felix.BackoffPolicy(first_ms=5, ceiling_ms=100),
+                        request_timeout_s=2,
+                    )
+                )  # fmt: skip
+            await self.region.create_stream(STREAM, replicas=3)
+            await self.in_sync()
+            self.load = Load(self.region, STREAM, self.history, pause_s=PAUSE_S)
+            async with self.load.going_on(writers=2, readers=2, brokers=self.clients):
+                yield
+            self.history.check(await stored_in(self.region, STREAM))
+
+    async def round(self, name: str) -> float:
+        """One fault; seconds without an acknowledgement, at the longest."""
+        began = time.monotonic()
+        await FAULTS[name](self)
+        self.heal()
+        try:
+            await self.load.goes_on(GOES_ON)
+            await self.in_sync()
+        except (TimeoutError, AssertionError) as error:
+            said = "\n".join(f"-- {broker}\n{self.words(broker)}" for broker in BROKERS)
+            raise AssertionError(f"after {name}: {error!r}\n{said}") from error
+        ats = [began, *(each.at for each in self.history.acknowledged if each.at > began)]
+        return max(after - before for before, after in itertools.pairwise(ats))
+
+
+Fault = Callable[[Play], Awaitable[None]]
+
+
+async def _lease(more_s: float = 1.0) -> None:
+    await asyncio.sleep(LEASE_S + more_s)
+
+
+async def the_leader_is_killed(play: Play) -> None:
+    leader, _ = await play.led()
+    play.brokers[leader].kill()
+    await play.start_again(leader)
+
+
+async def the_leader_is_killed_and_stays_away(play: Play) -> None:
+    leader, _ = await play.led()
+    play.brokers[leader].kill()
+    await play.load.goes_on(GOES_ON)
+    await play.start_again(leader)
+
+
+async def a_follower_is_killed(play: Play) -> None:
+    _, others = await play.led()
+    name = play.random.choice(others)
+    play.brokers[name].kill()
+    await play.start_again(name)
+
+
+async def all_brokers_are_killed(play: Play) -> None:
+    for machine in play.brokers.values():
+        machine.kill()
+    await play.start_again()
+
+
+async def the_leader_stands_still(play: Play) -> None:
+    """For longer than its lease; then it goes on as if it led."""
+    leader, _ = await play.led()
+    play.brokers[leader].signal(signal.SIGSTOP)
+    await _lease()
+    play.brokers[leader].signal(signal.SIGCONT)
+
+
+async def a_follower_stands_still(play: Play) -> None:
+    _, others = await play.led()
+    name = play.random.choice(others)
+    play.brokers[name].signal(signal.SIGSTOP)
+    await _lease()
+    play.brokers[name].signal(signal.SIGCONT)
+
+
+async def the_leader_loses_power(play: Play) -> None:
+    leader, _ = await play.led()
+    await asyncio.to_thread(cut_power, [play.brokers[leader]])
+    await play.start_again(leader)
+
+
+async def all_brokers_lose_power(play: Play) -> None:
+    await asyncio.to_thread(cut_power, list(play.brokers.values()))
+    await play.start_again()
+
+
+async def everything_loses_power(play: Play) -> None:
+    """Brokers and store, at one moment."""
+    await asyncio.to_thread(cut_power, [*play.brokers.values(), *play.etcd.machines.values()])
+    play.etcd.start()
+    await play.etcd.serves()
+    await play.start_again()
+
+
+async def the_leader_does_not_reach_a_follower(play: Play) -> None:
+    leader, others = await play.led()
+    play.cut(leader, play.random.choice(others), back=False)
+    await _lease()
+
+
+async def a_follower_does_not_reach_the_leader(play: Play) -> None:
+    leader, others = await play.led()
+    play.cut(play.random.choice(others), leader, back=False)
+    await _lease()
+
+
+async def the_leader_and_a_follower_are_parted(play: Play) -> None:
+    leader, others = await play.led()
+    play.cut(leader, play.random.choice(others))
+    await _lease()
+
+
+async def the_leader_reaches_no_follower(play: Play) -> None:
+    """Its lease goes on: it has to yield."""
+    leader, others = await play.led()
+    play.cut(leader, *others)
+    await play.load.goes_on(GOES_ON)
+
+
+async def the_leader_hears_no_follower(play: Play) -> None:
+    leader, others = await play.led()
+    for other in others:
+        play.cut(other, leader, back=False)
+    await play.load.goes_on(GOES_ON)
+
+
+async def the_leader_does_not_reach_the_store(play: Play) -> None:
+    leader, _ = await play.led()
+    play.cut(leader, *play.etcd.machines, back=False)
+    await _lease(3)
+
+
+async def the_leader_is_alone(play: Play) -> None:
+    """Without peers and store; clients reach it."""
+    leader, others = await play.led()
+    play.cut(leader, *others, *play.etcd.machines)
+    await _lease(2)
+    await play.load.goes_on(GOES_ON)
+
+
+async def the_stores_leader_is_killed(play: Play) -> None:
+    name = await asyncio.to_thread(play.etcd.leader)
+    play.etcd.machines[name].kill()
+    await _lease()
+    play.etcd.start(name)
+
+
+async def a_member_of_the_store_stands_still(play: Play) -> None:
+    machine = play.random.choice(list(play.etcd.machines.values()))
+    machine.signal(signal.SIGSTOP)
+    await _lease()
+    machine.signal(signal.SIGCONT)
+
+
+async def the_store_loses_its_quorum(play: Play) -> None:
+    """For longer than a lease: two of three members."""
+    names = play.random.sample(list(play.etcd.machines), 2)
+    for name in names:
+        play.etcd.machines[name].kill()
+    await _lease(4)
+    play.etcd.start(*names)
+    await play.etcd.serves()
+
+
+async def the_store_is_away(play: Play, seconds: float = 3 * LEASE_S) -> None:
+    """What is acknowledged meanwhile is told."""
+    for machine in play.etcd.machines.values():
+        machine.signal(signal.SIGSTOP)
+    before = len(play.history.acknowledged)
+    await asyncio.sleep(seconds / 2)
+    half = len(play.history.acknowledged)
+    await asyncio.sleep(seconds / 2)
+    after = len(play.history.acknowledged)
+    for machine in play.etcd.machines.values():
+        machine.signal(signal.SIGCONT)
+    print(f"store away for {seconds:g} s: {half - before} and {after - half} acknowledged in its halves")
+    await play.etcd.serves()
+
+
+async def the_store_is_away_and_the_leader_killed(play: Play) -> None:
+    """Nobody can be elected until it is back."""
+    leader, _ = await play.led()
+    for machine in play.etcd.machines.values():
+        machine.signal(signal.SIGSTOP)
+    play.brokers[leader].kill()
+    await _lease(2)
+    for machine in play.etcd.machines.values():
+        machine.signal(signal.SIGCONT)
+    await play.start_again(leader)
+
+
+FAULTS: Final[dict[str, Fault]] = {
+    fault.__name__: fault
+    for fault in (
+        the_leader_is_killed, the_leader_is_killed_and_stays_away, a_follower_is_killed, all_brokers_are_killed, the_leader_stands_still,
+        a_follower_stands_still, the_leader_loses_power, all_brokers_lose_power, everything_loses_power, the_leader_does_not_reach_a_follower,
+        a_follower_does_not_reach_the_leader, the_leader_and_a_follower_are_parted, the_leader_reaches_no_follower,
+        the_leader_hears_no_follower, the_leader_does_not_reach_the_store, the_leader_is_alone, the_stores_leader_is_killed,
+        a_member_of_the_store_stands_still, the_store_loses_its_quorum, the_store_is_away, the_store_is_away_and_the_leader_killed,
+    )
+}  # fmt: skip
+
+
+def drawn(play: Play, rounds: int, only: Sequence[str]) -> list[str]:
+    """As many as are asked for: all of them in some order, then again."""
+    names = list(only or FAULTS)
+    found: list[str] = []
+    while len(found) < rounds:
+        found += play.random.sample(names, len(names))
+    return found[:rounds]
+
+
+async def run(play: Play, rounds: int, only: Sequence[str]) -> None:
+    pauses: dict[str, list[float]] = defaultdict(list)
+    async with play.going_on():
+        for number, name in enumerate(drawn(play, rounds, only)):
+            began = time.monotonic()
+            pause = await play.round(name)
+            pauses[name].append(pause)
+            took = time.monotonic() - began
+            print(
+                f"{number + 1}/{rounds} {name}: {pause:.1f} s without an acknowledgement, {took:.1f} s in all",
+                flush=True,
+            )
+    for name, found in sorted(pauses.items()):
+        print(
+            f"{name}: {len(found)} times, pause {statistics.median(found):.1f} s, at most {max(found):.1f} s"
+        )
+    print(f"{len(play.history.acknowledged)} acknowledged, {rounds} rounds, the history holds")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description="Rounds of faults over brokers and a store on machines of their own."
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", choices=list(FAULTS), default=())
+    asked = parser.parse_args()
+    play = Play(asked.folder, asked.seed)
+    asyncio.run(run(play, asked.rounds, asked.only))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
