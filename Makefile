@@ -12,7 +12,7 @@ LOCK_FITS := import platform, sys; sys.exit(not ((3, 11) <= sys.version_info[:2]
 RECORDS ?= all
 BROKERS ?= 1
 KILLS   ?= 100
-# How many times `make faults` kills the leader, stops it for longer than its lease, and kills all brokers.
+# How many faults `make faults` plays, and how many times it kills the leader, stops it for longer than its lease, and kills all brokers.
 ROUNDS  ?= 10
 # How many times the quick number of random cases `make attack` tries.
 SCALE   ?= 20
@@ -93,9 +93,9 @@ soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile 
 	@FELIX_SOAK_KILLS=$(KILLS) FELIX_HOSTILE_CASES=5000 $(BIN)/python -m pytest -s --timeout 3600 tests/soak tests/region/test_kill.py \
 	  tests/region/test_hostile.py
 
-faults: $(STAMP) ## brokers of a replicated stream killed and stopped ROUNDS times each way under load, and those of a bridge's two regions: nothing acknowledged is lost, nothing twice (minutes)
-	@FELIX_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -s --timeout 86400 tests/cluster/test_replicated_processes.py tests/cluster/test_copied_views_processes.py \
-	  tests/cluster/test_kill_bridges.py
+faults: $(STAMP) ## ROUNDS faults of 21 kinds (kills, stops, partitions, power cuts, etcd away) over brokers on machines of their own, and kills of views' leaders and bridges, under load (root, minutes)
+	@FELIX_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -s --timeout 86400 tests/cluster/test_faults.py tests/cluster/test_replicated_processes.py \
+	  tests/cluster/test_copied_views_processes.py tests/cluster/test_kill_bridges.py
 
 runbooks: $(STAMP) ## the commands of docs/runbooks, each page against a mesh that was broken so (minutes)
 	@FELIX_RUNBOOKS=1 $(BIN)/python -m pytest --timeout 1800 tests/docs/test_runbooks.py

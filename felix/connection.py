@@ -60,7 +60,7 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.profile import Credentials, Profile, load_credentials
-from felix.routing import Routes
+from felix.routing import ELSEWHERE_S, Routes
 from felix.runtime.port import Random, Runtime
 from felix.runtime.real import REAL
 from felix.session import (
@@ -775,6 +775,7 @@ class RegionConnection:
             runtime,
             self._address,
             (lambda address: address in self.profile.addresses) if profile_only else (lambda address: True),
+            [str(address) for address in profile.parsed_addresses()],
         )
 
     # -- life -----------------------------------------------------------------------------------------
@@ -883,6 +884,7 @@ class RegionConnection:
         try:
             async with asyncio.timeout(limit_s):
                 asked, hops = self, 0
+                unled_s: float | None = None
                 while True:
                     try:
                         link = await asked._wait_for_link()
@@ -897,7 +899,9 @@ class RegionConnection:
                             continue
                         if not (isinstance(request, Repeatable) or _is_of_cluster(error)):
                             raise self._unknown_outcome(request, error) from error
-                        asked, hops = self, 0
+                        unled_s = self.runtime.clock.boot_ms() / 1000 if unled_s is None else unled_s
+                        beside = self._beside(asked, error, unled_s)
+                        asked, hops = beside or self, 0
                     await asyncio.sleep(backoff.next_ms(last.retry_after_ms) / 1000)
         except TimeoutError:
             why = last.sentence if last else "No broker answered."
@@ -954,6 +958,16 @@ class RegionConnection:
                 retry_after_ms=1_000,
             ) from error
         reach = self._routes.at(error.address)
+        return reach if isinstance(reach, RegionConnection) else None
+
+    def _beside(self, asked: RegionConnection, error: FelixError, since_s: float) -> RegionConnection | None:
+        """Another broker, where the one asked has named nobody for a while: it may be cut off from those who know."""
+        if (
+            not isinstance(error, NotLeaderError)
+            or self.runtime.clock.boot_ms() / 1000 - since_s < ELSEWHERE_S
+        ):
+            return None
+        reach = self._routes.beside(asked._address())
         return reach if isinstance(reach, RegionConnection) else None
 
     def _unknown_outcome(self, request: Request[Any], error: UnavailableError) -> UnavailableError:

@@ -9,7 +9,8 @@ Invariants:
 - the answer of a higher epoch counts, so a broker that has not heard of an election yet leads nobody back;
 - every connection proves the region's name and authority, as the first one did: an answer leads nowhere else;
 - what is attached is on one connection at a time; whose connection is lost asks again over the first one;
-- an address that did not answer is tried again only after a pause that grows.
+- an address that did not answer is tried again only after a pause that grows;
+- a broker that for a while names nobody, or one who does not answer, may be cut off from those who know: the profile's others are asked.
 
 On the event loop; used by `felix.connection` alone.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Generic, NamedTuple, Protocol, TypeVar
 
 from felix.backoff import Backoff, BackoffPolicy
@@ -32,6 +33,9 @@ LEADERS_MAX: Final = 128
 """Brokers of a region at most: connections that one client may be led to."""
 ROUTES_MAX: Final = 4_096
 """Streams whose leaders are remembered; for others the first connection is asked."""
+ELSEWHERE_S: Final = 1.0
+"""How long a stream may have nobody who leads it, as one broker says, before another one is asked, and so on: longer than most elections take
+to be heard of."""
 
 _log = logging.getLogger("felix.routing")
 
@@ -87,16 +91,28 @@ class Routes(Generic[_MovableT]):
         policy: BackoffPolicy,
         runtime: Runtime,
         here: Callable[[], str],
+<<<<<<< HEAD
         may_call: Callable[[str], bool] = lambda address: True,
     ) -> None:
         """`first`: the connection that the profile leads to; `here`: the address that it is at; `may_call`: whether an address that a broker
         names may be called."""
+=======
+        known: Sequence[str] = (),
+    ) -> None:
+        """`first`: the connection that the profile leads to; `here`: the address that it is at; `known`: all that the profile names."""
+>>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
         self._first = first
         self._connect = connect
         self._policy = policy
         self._runtime = runtime
         self._here = here
+<<<<<<< HEAD
         self.may_call = may_call
+=======
+        self._known = known
+        self._unled: BoundedMap[StreamName, float] = BoundedMap(ROUTES_MAX)
+        """since when a stream's leader is not to be had, as the broker says that was asked last"""
+>>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
         self._routes: BoundedMap[StreamName, _Route] = BoundedMap(ROUTES_MAX)
         self._leaders: dict[str, _Leader[_MovableT]] = {}
         self._placed: dict[_MovableT, tuple[StreamName, Reach[_MovableT]]] = {}
@@ -121,11 +137,14 @@ class Routes(Generic[_MovableT]):
 
         A lower epoch counts only from the supposed leader itself: the stream was created anew.
         """
-        if self._is_closed or not error.stream or not error.address:
+        if self._is_closed or not error.stream:
             return
         try:
             stream = StreamName.parse(error.stream)
         except RequestError:
+            return
+        if not error.address:
+            self._look_elsewhere(stream, said_at, error)
             return
         known = self._routes.use(stream)
         if known is None or known.epoch <= error.epoch or known.address == said_at:
@@ -133,7 +152,32 @@ class Routes(Generic[_MovableT]):
             self._routes.put(stream, known)
         reach = self.at(known.address)
         if reach is None:
+            self._look_elsewhere(stream, said_at, error)
             return
+        self._unled.pop(stream)
+        self._move_all(stream, reach, error)
+
+    def beside(self, address: str) -> Reach[_MovableT] | None:
+        """A connection to the next broker that the profile names behind this one, and that may be asked now; None where there is no other."""
+        known = self._known
+        at = known.index(address) + 1 if address in known else 0
+        for other in (*known[at:], *known[:at]):
+            if other != address and (reach := self.at(other)) is not None:
+                return reach
+        return None
+
+    def _look_elsewhere(self, stream: StreamName, said_at: str, error: FelixError) -> None:
+        now = asyncio.get_running_loop().time()
+        since = self._unled.use(stream)
+        if since is None or now - since < ELSEWHERE_S:
+            self._unled.put(stream, now if since is None else since)
+            return
+        reach = self.beside(said_at)
+        if reach is not None:
+            self._unled.put(stream, now)
+            self._move_all(stream, reach, error)
+
+    def _move_all(self, stream: StreamName, reach: Reach[_MovableT], error: FelixError) -> None:
         for attachment, (of, now) in list(self._placed.items()):
             if of == stream and now is not reach:
                 self._move(attachment, stream, reach, error)

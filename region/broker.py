@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.expiry import ExpiryWatch, Life
 from felix.messages import ReaderTraffic
 from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName
@@ -301,11 +301,16 @@ class Broker:
         """Why this broker may not answer now for what its logs hold: another one may lead them. None where it may."""
         return None if self.clustered is None else self.clustered.member.refusal()
 
-    def require_led(self, stream: HostedStream) -> None:
-        """Raises NotLeaderError, or UnavailableError(NOT_LEADER) without a lease, where this broker may not answer for the stream."""
-        error = stream.elsewhere or self.fence()
+    def require_led(self, stream: HostedStream, *, commits: bool = False) -> None:
+        """Raises NotLeaderError where this broker may not answer for the stream: another leads it, or may. `commits`: what is answered rests
+        on commits alone, where the stream has copies."""
+        if stream.elsewhere is not None:
+            raise stream.elsewhere
+        error = None if commits and stream.rests_on_commits else self.fence()
         if error is not None:
-            raise error
+            raise NotLeaderError(
+                error.sentence, hint=error.hint, retry_after_ms=error.retry_after_ms, stream=stream.text
+            )
 
     def kept_elsewhere(self, name: StreamName) -> str:
         """The other broker that has a stream's records; empty where this one has them, or nobody yet."""

@@ -54,6 +54,7 @@ class PublishStream:
         "_refusal",
         "_refused",
         "_request_held",
+        "_rests_on_commits",
         "_session",
         "_stream",
         "name",
@@ -72,6 +73,7 @@ class PublishStream:
         self._incarnation = b""
         self._acks = True
         self._meter: Meter | None = None
+        self._rests_on_commits = False
         self.name: StreamName | None = None
 
     def data(self, data: bytes, end: bool) -> None:
@@ -115,7 +117,7 @@ class PublishStream:
             assert session.identity is not None
             self._broker.require(session.identity, Verb.PUBLISH, name)
             stream = self._broker.use_stream(name, Verb.PUBLISH, _VIEWS.get(request.made_as, NO_VIEWS))
-            self._broker.require_led(stream)
+            self._broker.require_led(stream, commits=True)
             self._meter = meter = session.meter_of(name.tenant)
             session.reserve_publishing(wide=meter.publish_rate >= PUBLISH_WINDOW_BYTES)
         except (RequestError, UnavailableError) as error:
@@ -126,6 +128,7 @@ class PublishStream:
             return
         self.name, self._stream, self._incarnation = name, stream, stream.incarnation
         self._acks = request.acks == "all"
+        self._rests_on_commits = stream.rests_on_commits
         session.answer(
             frame.correlation, PublisherOpened(stream.shard_count, stream.incarnation, BATCHES_IN_FLIGHT_MAX)
         )
@@ -183,7 +186,7 @@ class PublishStream:
         """`records`: as many as were charged; `due_s`: when the credit goes back, where a rate is used up."""
         session = self._session
         window = session.publish_window
-        if not isinstance(result, FelixError):
+        if not isinstance(result, FelixError) and not self._rests_on_commits:
             # In the log, and perhaps not in that of whoever leads by now.
             result = self._broker.fence() or result
         if records and self._meter is not None and isinstance(result, FelixError):

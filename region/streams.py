@@ -42,12 +42,19 @@ from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
 from region.metadata.records import (
+<<<<<<< HEAD
     REMOVED_REMEMBERED_MAX,
+=======
+>>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
     SHARDS_MAX,
     Stream,
     StreamConfig,
     is_replicated,
     min_in_sync,
+<<<<<<< HEAD
+=======
+    rests_on_commits,
+>>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
 )
 from region.offload import check_offload
 
@@ -312,6 +319,11 @@ class HostedStream:
             sum(shard.pending_bytes for shard in shards),
             len(self.replicas) - len(shards) + sum(shard.failure is not None for shard in shards),
         )
+
+    @property
+    def rests_on_commits(self) -> bool:
+        """Whether an acknowledgement needs no lease: copies that count have what it is of, and they follow nobody else ."""
+        return rests_on_commits(self.record.config)
 
     def describe(self, *, detail: bool) -> StreamState:
         """As clients see it; with `detail`, the state of every shard."""
@@ -606,7 +618,7 @@ class StreamTable:
         )
         hooks = ShardHooks(
             frame_prefix=delivery_frame,
-            refusal=self._refusal,
+            refusal=always_allowed if rests_on_commits(config) else self._refusal,
             runtime=self._runtime,
             rings=self._rings,
             open_logs=self._open_logs,

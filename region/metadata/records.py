@@ -209,6 +209,11 @@ def is_replicated(config: StreamConfig) -> bool:
     return config.replicas > 1
 
 
+def rests_on_commits(config: StreamConfig) -> bool:
+    """Whether what a stream's leader acknowledges rests on a commit, and so on no lease."""
+    return is_replicated(config) and config.acks == "quorum"
+
+
 def min_in_sync(config: StreamConfig) -> int:
     """How many copies a commit needs."""
     return config.min_in_sync or (1 if config.acks == "leader" else config.replicas // 2 + 1)

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from region_peer import until
 
-from felix.backoff import BackoffPolicy
+from felix import routing
+from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import FelixError, NotLeaderError, UnavailableError
 from felix.names import StreamName
 from felix.routing import Routes
@@ -58,8 +59,9 @@ class Client:
         self.first = Connection(FIRST)
         self.made: list[Connection] = []
         self.routes = Routes[Attached](
-            self.first, self._connect, BackoffPolicy(first_ms=1, ceiling_ms=1), REAL, lambda: FIRST
-        )
+            self.first, self._connect, BackoffPolicy(first_ms=1, ceiling_ms=1), REAL, lambda: FIRST,
+            [FIRST, SECOND, THIRD],
+        )  # fmt: skip
 
     def _connect(self, address: str) -> Connection:
         self.made.append(Connection(address))
@@ -122,6 +124,41 @@ async def test_a_leader_where_the_first_connection_is_needs_no_other(client: Cli
     client.routes.learned(led_by(SECOND), FIRST)
     client.routes.learned(led_by(FIRST, epoch=2), SECOND)
     assert client.where(held) == [FIRST] and len(client.made) == 1
+
+
+async def test_a_broker_that_names_nobody_for_a_while_is_left_for_the_profiles_next(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(""), FIRST)
+    assert client.where(held) == [FIRST], "an election may be under way"
+    monkeypatch.setattr(routing, "ELSEWHERE_S", 0.0)
+    client.routes.learned(led_by(""), FIRST)
+    assert client.where(held) == [SECOND] and held.downs == 1
+    client.routes.learned(led_by(""), SECOND)
+    assert client.where(held) == [THIRD]
+    client.routes.learned(led_by(""), THIRD)
+    assert client.where(held) == [FIRST], "round and round"
+    client.routes.learned(led_by(THIRD), FIRST)
+    assert client.where(held) == [THIRD]
+
+
+async def test_a_broker_that_names_one_who_does_not_answer_is_left_too(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "ELSEWHERE_S", 0.0)
+    held = client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    client.routes._pauses.put(
+        SECOND, (asyncio.get_running_loop().time() + 60, Backoff(BackoffPolicy(), REAL.random))
+    )
+    client.routes.lost(SECOND, client.made[0])
+    client.routes._pauses.put(
+        SECOND, (asyncio.get_running_loop().time() + 60, Backoff(BackoffPolicy(), REAL.random))
+    )
+    for _ in range(2):
+        client.routes.learned(led_by(SECOND), FIRST)
+    assert client.where(held) == [THIRD]
 
 
 @pytest.mark.parametrize("was_open", [True, False])

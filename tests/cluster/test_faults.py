@@ -1,0 +1,41 @@
+"""Three brokers and three members of etcd on machines of their own: killed, stopped, parted in one direction or both, without power, without their
+store. What was acknowledged is never lost, never stands twice, and every reader sees one order (cluster.play_faults).
+
+FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how many rounds of all kinds of faults; without it two of the worst are played.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cluster.machines import in_namespaces, why_not
+from e2e.command_mesh import ROOT
+from etcd_process import etcd_binary
+
+ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "0"))
+SHORT = ("--rounds", "2", "--only", "all_brokers_lose_power", "the_leader_is_alone")
+
+
+@pytest.mark.etcd
+@pytest.mark.fault
+@pytest.mark.slow
+def test_whatever_fails_nothing_acknowledged_is_lost_and_all_is_served_again(tmp_path: Path) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    if reason := why_not():
+        pytest.skip(reason)
+    asked = ("--rounds", str(ROUNDS), "--seed", str(time.time_ns())) if ROUNDS else SHORT
+    play = [sys.executable, "-m", "cluster.play_faults", str(tmp_path), *asked]
+    done = subprocess.run(
+        in_namespaces(play),
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        stdout=None if ROUNDS else subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, (done.stdout or b"").decode()[-8_000:]
