@@ -775,7 +775,7 @@ class RegionConnection:
             runtime,
             self._address,
             (lambda address: address in self.profile.addresses) if profile_only else (lambda address: True),
-            [str(address) for address in profile.parsed_addresses()],
+            known=[str(address) for address in profile.parsed_addresses()],
         )
 
     # -- life -----------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ ROUTES_MAX: Final = 4_096
 ELSEWHERE_S: Final = 1.0
 """How long a stream may have nobody who leads it, as one broker says, before another one is asked, and so on: longer than most elections take
 to be heard of."""
+FORGOTTEN_S: Final = 30.0
+"""What was said of a stream so long ago says nothing of today: whoever has no leader asks each second or so."""
 
 _log = logging.getLogger("felix.routing")
 
@@ -91,28 +93,20 @@ class Routes(Generic[_MovableT]):
         policy: BackoffPolicy,
         runtime: Runtime,
         here: Callable[[], str],
-<<<<<<< HEAD
         may_call: Callable[[str], bool] = lambda address: True,
-    ) -> None:
-        """`first`: the connection that the profile leads to; `here`: the address that it is at; `may_call`: whether an address that a broker
-        names may be called."""
-=======
         known: Sequence[str] = (),
     ) -> None:
-        """`first`: the connection that the profile leads to; `here`: the address that it is at; `known`: all that the profile names."""
->>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
+        """`first`: the connection that the profile leads to; `here`: the address that it is at; `may_call`: whether an address that a broker
+        names may be called; `known`: all that the profile names."""
         self._first = first
         self._connect = connect
         self._policy = policy
         self._runtime = runtime
         self._here = here
-<<<<<<< HEAD
         self.may_call = may_call
-=======
         self._known = known
         self._unled: BoundedMap[StreamName, float] = BoundedMap(ROUTES_MAX)
         """since when a stream's leader is not to be had, as the broker says that was asked last"""
->>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
         self._routes: BoundedMap[StreamName, _Route] = BoundedMap(ROUTES_MAX)
         self._leaders: dict[str, _Leader[_MovableT]] = {}
         self._placed: dict[_MovableT, tuple[StreamName, Reach[_MovableT]]] = {}
@@ -169,8 +163,10 @@ class Routes(Generic[_MovableT]):
     def _look_elsewhere(self, stream: StreamName, said_at: str, error: FelixError) -> None:
         now = asyncio.get_running_loop().time()
         since = self._unled.use(stream)
-        if since is None or now - since < ELSEWHERE_S:
-            self._unled.put(stream, now if since is None else since)
+        if since is None or now - since > FORGOTTEN_S:
+            self._unled.put(stream, now)
+            return
+        if now - since < ELSEWHERE_S:
             return
         reach = self.beside(said_at)
         if reach is not None:

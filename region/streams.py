@@ -42,19 +42,13 @@ from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
 from region.metadata.records import (
-<<<<<<< HEAD
     REMOVED_REMEMBERED_MAX,
-=======
->>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
     SHARDS_MAX,
     Stream,
     StreamConfig,
     is_replicated,
     min_in_sync,
-<<<<<<< HEAD
-=======
     rests_on_commits,
->>>>>>> 24af918 (Play faults over brokers and etcd on machines of their own; acknowledge commits without a lease; give up where nothing can be committed, and ask elsewhere where nobody leads)
 )
 from region.offload import check_offload
 

@@ -210,6 +210,7 @@ class ReplicaHost:
             )
         self._hosted[plan.shard] = hosted
         if self._is_started:
+            self._tell_lease(hosted, self._now())
             self._step(hosted, Living(self._mirror.view.brokers.registrations()))
             self._hear_records([plan.shard])
 
@@ -249,6 +250,8 @@ class ReplicaHost:
     def start(self) -> None:
         """Lead and follow. The mirror has reached the registration, and the broker is alive."""
         self._is_started = True
+        for hosted in self._hosted.values():
+            self._tell_lease(hosted, self._now())
         self._know_peers()
         self._hear_records(list(self._hosted))
         self._ticks = self._loop.create_task(self._tick(), name="replication ticks")
@@ -667,14 +670,17 @@ class ReplicaHost:
         while True:
             await asyncio.sleep(TICK_MS / 1_000)
             now = self._now()
-            until_ms = 0 if self._lease is None else now + self._lease.remaining_ms()
             for hosted in list(self._hosted.values()):
-                if until_ms > now and until_ms - hosted.lease_until_ms > TICK_MS:
-                    hosted.lease_until_ms = until_ms
-                    self._step(hosted, Lease(until_ms))
+                self._tell_lease(hosted, now)
                 self._look_at_copies(hosted, now)
                 if not hosted.is_settling:
                     self._step(hosted, Tick())
+
+    def _tell_lease(self, hosted: Hosted, now: int) -> None:
+        until_ms = 0 if self._lease is None else now + self._lease.remaining_ms()
+        if until_ms > now and until_ms - hosted.lease_until_ms > TICK_MS:
+            hosted.lease_until_ms = until_ms
+            self._step(hosted, Lease(until_ms))
 
 
 def not_leader(shard: ShardId) -> UnavailableError:

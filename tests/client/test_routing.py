@@ -60,7 +60,7 @@ class Client:
         self.made: list[Connection] = []
         self.routes = Routes[Attached](
             self.first, self._connect, BackoffPolicy(first_ms=1, ceiling_ms=1), REAL, lambda: FIRST,
-            [FIRST, SECOND, THIRD],
+            known=[FIRST, SECOND, THIRD],
         )  # fmt: skip
 
     def _connect(self, address: str) -> Connection:
