@@ -51,6 +51,7 @@ from region.metadata.records import (
     rests_on_commits,
 )
 from region.offload import check_offload
+from region.work_lists import WorkLists
 
 log = logging.getLogger("felix.region.streams")
 
@@ -420,6 +421,7 @@ class StreamTable:
         self._measured: list[HostedStream] = []
         self._swept: list[HostedStream] = []
         self._offloaded: list[HostedStream] = []
+        self._work: WorkLists[HostedStream] = WorkLists()
         # Locks go with who holds them or waits for them.
         self._busy: WeakValueDictionary[StreamName, asyncio.Lock] = WeakValueDictionary()
         # Incarnations that were removed here of late: a record that was read before must not bring one back.
@@ -460,6 +462,7 @@ class StreamTable:
         insort(self._ordered, stream, key=_text)
         for place in _places(name):
             self._counts[place] += 1
+        self._work.place(stream, stream.record.config)
         self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
         self._changed(stream)
 
@@ -467,6 +470,7 @@ class StreamTable:
         name = stream.name
         stream.deleted = True
         del self._streams[name]
+        self._work.remove(stream)
         del self._ordered[bisect_left(self._ordered, stream.text, key=_text)]
         self._store(stream, 0)
         for place in _places(name):
@@ -500,6 +504,7 @@ class StreamTable:
                 if held.record.incarnation == record.incarnation:
                     if record.revision >= held.record.revision:
                         held.alter(record)
+                        self._work.place(held, record.config)
                     return held
                 if held.record.revision > record.revision:
                     return held  # the record is older than what is served
@@ -745,16 +750,12 @@ class StreamTable:
 
     def retaining(self) -> Iterator[HostedStream]:
         """The streams whose retention waits for what was acknowledged."""
-        return (stream for stream in self if stream.record.config.retention.acked)
+        return iter(list(self._work.acked))
 
     async def sweep(self, now_ms: int) -> None:
         """Apply every retention; of streams without retention by time or size, process the next ones in round-robin order."""
-        turn = self._swept = self._turn(self._swept, TENDED_AT_ONCE)
-        some = set(turn)
-        for stream in self:
-            retention = stream.record.config.retention
-            if not (retention.age_ms or retention.size_bytes or retention.acked or stream in some):
-                continue
+        self._swept = self._turn(self._swept, TENDED_AT_ONCE)
+        for stream in {**self._work.expiring, **dict.fromkeys(self._swept)}:
             for shard in stream.serving:
                 try:
                     await shard.sweep(now_ms)
@@ -763,9 +764,7 @@ class StreamTable:
 
     async def compact(self, now_ms: int) -> None:
         """Compact the shards that are due, one after the other."""
-        for stream in self:
-            if stream.record.config.views.compacted is None:
-                continue
+        for stream in list(self._work.compacted):
             for shard in stream.serving:
                 if stream.deleted or not shard.compaction_due(now_ms):
                     continue
@@ -780,13 +779,10 @@ class StreamTable:
 
     async def offload(self, now_ms: int, allowed: tuple[str, ...]) -> None:
         """Offload the shards that are due, one after the other; `allowed`: what the region's configuration allows."""
-        turn = self._offloaded = self._turn(self._offloaded, TENDED_AT_ONCE)
-        some = set(turn)
-        for stream in self:
+        self._offloaded = self._turn(self._offloaded, TENDED_AT_ONCE)
+        # Of one that is no longer offloaded, objects may be left to delete.
+        for stream in {**self._work.offloaded, **dict.fromkeys(self._offloaded)}:
             wanted = stream.record.config.views.offload
-            # Of one that is no longer offloaded, objects may be left to delete.
-            if wanted is None and stream not in some:
-                continue
             for shard in stream.serving:
                 if stream.deleted or not shard.offload_due(now_ms):
                     continue

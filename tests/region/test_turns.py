@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from felix.names import StreamName
-from felix.settings import Retention
+from felix.settings import Compaction, Offload, Retention, Views
 from region import streams as module
 from region.budget import Budget
 from region.log.shard import ShardLog
@@ -69,3 +70,41 @@ async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_
         table._drop(table._streams[StreamName.parse(name)])
     assert table.stored_bytes() == {"globex": 44}
     assert (table.count("acme"), table.count("globex", "ops")) == (0, 4)
+
+
+async def test_a_pass_visits_the_streams_whose_settings_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TENDED_AT_ONCE", 1)
+    names = [f"acme/ops/s{at}" for at in range(3)]
+    table, _ = table_of(names, {})
+    first, second, third = (table._streams[StreamName.parse(name)] for name in names)
+    visited: list[HostedStream] = []
+
+    def none_to_visit(stream: HostedStream) -> list[ShardLog]:
+        visited.append(stream)
+        return []
+
+    monkeypatch.setattr(HostedStream, "serving", property(none_to_visit))
+
+    async def altered(stream: HostedStream, config: StreamConfig) -> None:
+        await table.open(
+            msgspec.structs.replace(stream.record, config=config, revision=stream.record.revision + 1)
+        )
+
+    async def passes() -> list[list[HostedStream]]:
+        found = []
+        for work in (table.sweep(1), table.compact(1), table.offload(1, ())):
+            visited.clear()
+            await work
+            found.append(visited.copy())
+        return found
+
+    assert await passes() == [[first], [], [first]], "those whose turn it is"
+    await altered(
+        first, StreamConfig(retention=Retention(size_bytes=1), views=Views(compaction=Compaction()))
+    )
+    await altered(third, StreamConfig(views=Views(offload=Offload("file:///store"))))
+    assert await passes() == [[first, second], [first], [third, second]]
+    await altered(first, StreamConfig())
+    assert await passes() == [[third], [], [third]]
+    table._drop(third)
+    assert await passes() == [[], [], []]
