@@ -12,13 +12,14 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final
 
 from region.cluster import transactions
 from region.cluster.election import LogEnd, has_yielded, longest, may_ask_for_ends
-from region.cluster.membership import has_arrived, without_replaced
+from region.cluster.membership import has_arrived, moves_leader_alone, without_replaced
 from region.cluster.placement import Planning, Site, Wish, place
 from region.cluster.records import ClusterKeys, ShardDurability, ShardId, ShardRecord
 from region.cluster.transactions import (
@@ -214,6 +215,10 @@ class ControllerCore:
         self._placing: dict[ShardId, tuple[str, ...]] = {}
         """where new shards are to be, as transactions that are under way say"""
         self._leaving: set[ShardId] = set()
+        self._units: dict[str, list[StreamWish]] = {}
+        """streams that are to have one leader for all of their shards, by what they have in common"""
+        self._apart: set[str] = set()
+        """of which somebody may lead what another one is to lead"""
         self._under_way: set[ShardId] = set()
         self._survey = True
         self._sites: tuple[Site, ...] = ()
@@ -272,6 +277,11 @@ class ControllerCore:
     # What is known
 
     def _want(self, streams: Collection[StreamWish], deleted: Mapping[str, int]) -> None:
+        self._units = {}
+        for wish in streams:
+            if not wish.spread and wish.replicas > 1:
+                self._units.setdefault(_unit(wish), []).append(wish)
+        self._apart.update(self._units)
         marks = {incarnation for incarnation, _ in self._deleted.items() ^ deleted.items()}
         if marks:
             self._due.update(shard for shard in self.view.shards if shard.incarnation in marks)
@@ -492,6 +502,7 @@ class ControllerCore:
             elif not self._waits(shard):
                 self._due.discard(shard)
         parts += self._placements(room - len(parts))
+        parts += self._gatherings({shard for shard, _ in parts}, room - len(parts))
         parts += self._moves({shard for shard, _ in parts})
         return parts
 
@@ -624,6 +635,69 @@ class ControllerCore:
         wanted = [_placed_wish(wish) for wish in wishes if wish.incarnation not in self._deleted]
         return place(self._sites_now(), wanted, current | self._placing)
 
+    def _gatherings(self, taken: set[ShardId], room: int) -> list[tuple[ShardId, Transaction]]:
+        """One leader for all shards with copies that are to have one: after an election each may have another, as not every copy of each
+        was in sync."""
+        parts: list[tuple[ShardId, Transaction]] = []
+        for unit in sorted(self._apart):
+            by_place: dict[frozenset[str], list[ShardId]] = {}
+            for wish in self._units.get(unit, ()):
+                for number in range(wish.shards):
+                    shard = ShardId(wish.incarnation, number)
+                    if (record := self.view.shards.get(shard)) is not None:
+                        by_place.setdefault(frozenset(record.replicas), []).append(shard)
+            shards = [shard for found in by_place.values() for shard in found]
+            if len(parts) + len(shards) > max(room, SHARDS_PER_TRANSACTION) or not (
+                self._busy.isdisjoint(shards) and taken.isdisjoint(shards)
+            ):
+                # What is under way says more; its answer brings the next step.
+                continue
+            self._apart.discard(unit)
+            for found in by_place.values():
+                parts += self._gathered(found)
+        return parts
+
+    def _gathered(self, shards: list[ShardId]) -> list[tuple[ShardId, Transaction]]:
+        """Moves of leaders alone, so that one broker leads all of these; none while that cannot be said: the next change brings the question
+        again."""
+        view = self.view
+        records = [view.shards[shard] for shard in shards]
+        if any(
+            leader_has_stopped(view, record) or (record.target and not moves_leader_alone(record))
+            for record in records
+        ):
+            return []
+        leads = Counter(record.leader for record in records)
+        if len(leads) == 1 and not any(record.target for record in records):
+            return []
+        registrations = view.brokers.registrations()
+        replicas = records[0].replicas
+        wanted = max(
+            (
+                broker
+                for broker in replicas
+                if not view.nodes[broker].drain
+                and all(record.isr.get(broker) == registrations.get(broker, -1) for record in records)
+            ),
+            # Whoever it was said of already, so that it ends; then whoever leads the most.
+            key=lambda broker: (
+                sum(record.target[:1] == (broker,) for record in records),
+                leads[broker],
+                -replicas.index(broker),
+            ),
+            default="",
+        )
+        if not wanted:
+            return []
+        target = (wanted, *(broker for broker in replicas if broker != wanted))
+        parts = []
+        for shard, record in zip(shards, records, strict=True):
+            if (record.leader, record.replicas, record.target) != (wanted, target, ()):
+                made = transactions.move(view, shard, target)
+                if isinstance(made, Transaction):
+                    parts.append((shard, made))
+        return parts
+
     def _moves(self, taken: set[ShardId]) -> list[tuple[ShardId, Transaction]]:
         """Targets for shards on drained brokers, with too few copies, or that a rebalancing moves."""
         view = self.view
@@ -716,6 +790,8 @@ class ControllerCore:
     def _note_place(self, shard: ShardId, record: ShardRecord | None) -> None:
         """A shard may be elsewhere, or gone. A plan that is being carried out is right as long as nobody else moves anything."""
         wish = self._wishes.get(shard.incarnation)
+        if wish is not None:
+            self._apart.add(_unit(wish))
         for table, holds in (
             (self._under_way, record is not None and record.target != ()),
             (self._leaving, record is not None and self._is_leaving(shard, record)),
@@ -767,6 +843,11 @@ class ControllerCore:
             self._alarms[subject] = sentence
         if not sentence:
             self._alarms.pop(subject, None)
+
+
+def _unit(wish: StreamWish) -> str:
+    """What streams that are to be led by one broker have in common: the largest group that each is in, else it is alone."""
+    return wish.groups[-1] if wish.groups else wish.incarnation
 
 
 def _placed_wish(wish: StreamWish) -> Wish:

@@ -155,8 +155,17 @@ def has_arrived(record: ShardRecord) -> bool:
 
 
 def is_target_in_sync(record: ShardRecord) -> bool:
-    """Whether there is a move and all that it leads to have what is committed: a leader that is not their first yields now."""
-    return len(record.target) >= max(record.min, 1) and record.isr.keys() >= set(record.target)
+    """Whether there is a move and all that it leads to have what is committed: a leader that is not their first yields now. Of a move
+    that changes the leader alone, it is enough that the next one has it."""
+    if len(record.target) < max(record.min, 1):
+        return False
+    needed = record.target[:1] if moves_leader_alone(record) else record.target
+    return record.isr.keys() >= set(needed)
+
+
+def moves_leader_alone(record: ShardRecord) -> bool:
+    """Whether there is a move, and the copies stay where they are."""
+    return bool(record.target) and set(record.target) == set(record.replicas)
 
 
 def arrived(record: ShardRecord) -> ShardRecord:

@@ -182,7 +182,7 @@ def take_out_replaced(view: ClusterView, shard: ShardId) -> Transaction | Refusa
 
 def move(view: ClusterView, shard: ShardId, target: tuple[str, ...]) -> Transaction | Refusal:
     """Lead the shard to the brokers `target`, the first of which is to lead, be they new or the replicas; () ends a move where it
-    stands."""
+    stands. Whoever is to lead, or to get a copy, must be alive; a copy that stays may be away."""
     record = view.shards[shard]
     after = msgspec.structs.replace(record, target=target)
     strangers = after.members().keys() - {*after.replicas, *after.target}
@@ -191,7 +191,8 @@ def move(view: ClusterView, shard: ShardId, target: tuple[str, ...]) -> Transact
             Reason.STILL_ALIVE,
             f"{', '.join(sorted(strangers))} came in with the move and must leave the sets first.",
         )
-    if unknown := [broker for broker in target if not view.brokers.registration(broker)]:
+    needed = [broker for broker in target if broker == target[0] or broker not in record.replicas]
+    if unknown := [broker for broker in needed if not view.brokers.registration(broker)]:
         return Refusal(Reason.NOT_REGISTERED, f"{', '.join(unknown)} is not alive.", retry=True)
     if after == record or (target and len(target) < record.min):
         return Refusal(Reason.CHANGED, "That is where it is, or too few for its min.")

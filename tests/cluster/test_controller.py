@@ -409,7 +409,7 @@ def arrive(region: Region) -> None:
     """What leaders do for moves: they take targets into their sets, and yield where another is to lead."""
     for shard, record in region.view().shards.items():
         after = record
-        for broker in record.target:
+        for broker in (each for each in record.target if each in region.view().alive):
             after = membership.with_expanded(after, broker, region.registration(broker))
         if membership.is_target_in_sync(after) and after.leader != after.target[0]:
             after = membership.with_yield(after, "move")
@@ -494,3 +494,56 @@ def test_how_long_a_broker_has_been_silent_counts_from_when_it_was_seen_to_go() 
     region.die("a")
     region.pass_ms(1_000)
     assert 900 <= core.silent_ms("a", int(region.store.now_ms)) <= 1_000
+
+
+def test_shards_of_one_stream_get_one_leader_again_that_has_all_of_them() -> None:
+    region = Region("abcd", controllers="d")
+    region.place("abc", number=0)
+    region.place("ac", number=1)
+    wish = dataclasses.replace(WISH, shards=2, spread=False)
+    region.die("a")
+    region.until(lambda: region.leaders() == ["b", "c"])
+    # b lacks some of the other shard, and c has all of both.
+    region.wants(wish)
+    for _ in range(20):
+        region.pass_ms(50)
+        arrive(region)
+    assert region.leaders() == ["c", "c"]
+    records = [*region.view().shards.values()]
+    assert {record.replicas for record in records} == {("c", "a", "b")}
+    assert not any(record.target for record in records), "a is away, and has its copies all the same"
+    epochs = [record.epoch for record in records]
+    region.pass_ms(5_000)
+    assert [record.epoch for record in region.view().shards.values()] == epochs
+
+
+def test_streams_that_dead_letters_go_between_get_one_leader() -> None:
+    region = Region("abc", controllers="c")
+    dead = "cd" * 16
+    jobs = dataclasses.replace(WISH, spread=False, groups=("jobs", "jobs"))
+    region.wants(jobs)
+    region.until(lambda: len(region.view().shards) == 1)
+    (first,) = region.leaders()
+    region.die(first)
+    region.until(lambda: region.leaders() not in ([""], [first]))
+    region.start(first)
+    region.wants(jobs, dataclasses.replace(jobs, incarnation=dead, stream="acme/payments/orders.dead"))
+    for _ in range(20):
+        region.pass_ms(50)
+        arrive(region)
+    assert len(region.leaders()) == 2 and len({*region.leaders()}) == 1
+
+
+def test_a_leader_that_goes_while_leaders_are_brought_together_is_given_up() -> None:
+    region = Region("abcd", controllers="d")
+    region.place("abc", number=0)
+    region.place("bca", number=1, leader="b")
+    region.wants(dataclasses.replace(WISH, shards=2, spread=False))
+    region.until(lambda: any(record.target for record in region.view().shards.values()))
+    (wanted,) = {record.target[0] for record in region.view().shards.values() if record.target}
+    region.die(wanted)
+    for _ in range(20):
+        region.pass_ms(50)
+        arrive(region)
+    assert len({*region.leaders()}) == 1 and wanted not in region.leaders()
+    assert not any(record.target for record in region.view().shards.values())

@@ -77,6 +77,14 @@ def test_a_move_arrives_once_its_target_is_in_sync_and_leads() -> None:
     assert not membership.has_arrived(changed(led, min=3))
 
 
+def test_a_move_of_the_leader_alone_needs_no_copy_but_the_next_leaders() -> None:
+    record = shard_record({"a": 1, "b": 2}, replicas=("a", "b", "c"), target=("b", "a", "c"))
+    assert membership.moves_leader_alone(record) and membership.is_target_in_sync(record)
+    assert not membership.is_target_in_sync(changed(record, target=("c", "a", "b")))
+    led = changed(record, leader="b")
+    assert membership.arrived(led) == changed(led, replicas=("b", "a", "c"), target=())
+
+
 @given(st.data())
 def test_every_sequence_of_changes_keeps_a_record_that_may_be_written(data: st.DataObject) -> None:
     record: ShardRecord = shard_record({"a": 1, "b": 2, "c": 3})
