@@ -84,6 +84,12 @@ class Journal:
         self._settled.set()
         self._snapshot_task: asyncio.Task[None] | None = None
         self.snapshots = 0
+        if log is not None:
+            log.subscribe_tail(self._look_for_end)
+
+    def _look_for_end(self) -> None:
+        if self._log is not None and self._log.failure is not None:
+            self._settled.set()
 
     @property
     def lost(self) -> FelixError | None:
@@ -242,7 +248,8 @@ class Journal:
                 self._settled.set()
 
         self._under_way += 1
-        self._settled.clear()
+        if shard.failure is None:
+            self._settled.clear()
         batch = encode_batch([NewRecord(payload) for payload in payloads])
         self._since_snapshot += batch.header.total_length
         shard.append_nowait(batch, appended)
@@ -283,7 +290,8 @@ class Journal:
         await awaited(lambda done: self._append(payloads, done))
 
     async def settled(self) -> None:
-        """Write the waiting entries, and wait until all that is under way is answered."""
+        """Write the waiting entries, and wait until all that is under way is answered. Of a log that has ended nothing is waited for: what
+        it cannot commit any more, as it is led elsewhere, is answered when it is closed."""
         if self._flush_due:
             self._flush()
         await self._settled.wait()

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 from random import Random
 
 import pytest
-from log.building import FailingFiles, serving, until
+from log.building import IDENTITY, FailingFiles, serving, until
 
-from felix.errors import FelixError
+from felix.errors import FelixError, UnavailableError
 from region.log.errors import StorageFailedError
-from region.log.shard import ShardLog
+from region.log.point import LogPoint
+from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.views.journal import Journal
 
 pytestmark = pytest.mark.timeout(60)
@@ -199,3 +201,41 @@ async def test_until_a_replay_has_come_to_its_end_nothing_is_decided(tmp_path: P
             while counter.journal.refusal() is not None:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert counter.values == {f"n{number}": number for number in range(10)}
+
+
+class Nowhere:
+    """The other copies are gone: nothing is committed any more."""
+
+    def committed(self, durable: LogPoint) -> LogPoint:
+        return LogPoint(0)
+
+    def acknowledged(self, durable: LogPoint) -> LogPoint:
+        return LogPoint(0)
+
+    def may_cut(self, point: LogPoint) -> bool:
+        return False
+
+
+async def test_of_a_log_that_is_led_elsewhere_nobody_waits_for_what_is_not_committed(tmp_path: Path) -> None:
+    with ThreadPoolExecutor() as pool:
+        shard = await ShardLog.open(
+            tmp_path,
+            IDENTITY,
+            ShardSettings(),
+            ShardHooks(),
+            commit_pool=pool,
+            read_pool=pool,
+            commit=Nowhere(),
+        )
+        counter = Counter(shard)
+        put = counter.put("n", 1)
+        settling = asyncio.ensure_future(counter.journal.settled())
+        await until(lambda: shard.durable_offset == 1)
+        assert not settling.done()
+        shard.stop(UnavailableError("another broker leads it"))
+        await settling
+        await counter.journal.close()
+        assert not put.done()
+        await shard.close()
+        with pytest.raises(UnavailableError, match="may be in the log or not"):
+            await put
