@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
+
+import msgspec
 
 from felix.errors import Code, FelixError, NotLeaderError, RequestError
 from felix.messages import (
@@ -31,12 +33,15 @@ from felix.messages import (
 from region.cluster.member import ClusterMember
 from region.log.copies import Copies
 from region.metadata.records import Stream, is_replicated
+from region.peer_requests import PeerRequest, PeerRequests
 from region.replicas import Replicas
 
 RETRY_MS: Final = 100
 """A client that asked the wrong broker, or one that is about to lead, retries after this."""
 MISSING_SHOWN: Final = 3
 """Shards without all of their copies that the region's status names."""
+BRIDGES_S: Final = 1.0
+"""How long a broker is waited for that is asked which bridges it knows."""
 PLACED_S: Final = 10.0
 """How long whoever creates a stream waits until a broker leads it."""
 
@@ -62,6 +67,14 @@ _WITH_AUDIT_LOG: Final = frozenset(
 """What writes a leaf, or goes by which documents have theirs, and what agents say of their links: the broker with the audit log alone answers it."""
 
 
+class ListBridges(PeerRequest, frozen=True, tag="list_bridges"):
+    """Which of the region's bridges have a session with a broker."""
+
+
+class BridgesListed(msgspec.Struct, frozen=True, array_like=True):
+    names: list[str]
+
+
 class Clustered:
     """One per broker of a cluster."""
 
@@ -69,6 +82,8 @@ class Clustered:
         self.member = member
         self.replicas: Replicas | None = None
         """The copies of streams with more than one; None while the broker is being opened."""
+        self.requests: PeerRequests | None = None
+        """What is asked of the other brokers; None while the broker is being opened."""
 
     @property
     def has_audit_log(self) -> bool:
@@ -184,6 +199,31 @@ class Clustered:
             )
             for broker, address in member.brokers.items()
         ]
+
+    def list_bridges(self, own: Callable[[], list[str]]) -> None:
+        """Tell the other brokers which bridges have a session here."""
+        assert self.requests is not None
+
+        async def listed(peer: str, asked: ListBridges) -> BridgesListed:
+            return BridgesListed(own())
+
+        self.requests.serve(ListBridges, listed)
+
+    async def bridges(self, own: list[str]) -> list[str]:
+        """The region's bridges that have a session with some broker. `own`: with this one. One that does not answer soon is left out."""
+        requests = self.requests
+        if requests is None:
+            return own
+        others = [
+            broker
+            for broker in self.member.brokers
+            if broker != self.member.broker and requests.is_up(broker)
+        ]
+        asked = (requests.ask(broker, ListBridges(), BridgesListed, timeout_s=BRIDGES_S) for broker in others)
+        told = await asyncio.gather(*asked, return_exceptions=True)
+        return sorted(
+            {*own, *(name for each in told if isinstance(each, BridgesListed) for name in each.names)}
+        )
 
     async def placed(self, record: Stream) -> None:
         """Wait until somebody leads the stream, for PLACED_S at most: it exists whether or not."""

@@ -59,6 +59,7 @@ from felix.errors import (
     Code,
     CorruptionError,
     FelixError,
+    NotLeaderError,
     OffsetMismatchError,
     ProtocolError,
     RequestError,
@@ -529,7 +530,7 @@ class IngestStream:
         Raises RequestError where nobody but the broker itself may write there.
         """
         self._service.broker.refuse_reserved(name.tenant)
-        broker, config = self._service.broker, StreamConfig(shards=request.shards)
+        broker, config = self._service.broker, StreamConfig(shards=request.shards, replicas=1)
         if broker.streams.get(name) is None:
             broker.streams.check_foreign_room(name, config)
         hosted = await broker.ensure_stream(name, config)
@@ -925,7 +926,9 @@ class IngestStream:
     def _fail(self, error: FelixError, correlation: int = 0) -> None:
         if self._ended:
             return
-        log.warning("ingest of %s ends: %s", self._grant_id or "a link", error)
+        # The agent goes where it is sent.
+        level = logging.INFO if isinstance(error, NotLeaderError) else logging.WARNING
+        log.log(level, "ingest of %s ends: %s", self._grant_id or "a link", error)
         self._service.broker.metrics.refused(error)
         self._send(encode_error(error, correlation), end=True)
         self._session.end_role(self)

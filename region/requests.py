@@ -496,7 +496,7 @@ class Requests:
                 ExpiryState(each.name, each.kind, each.life.not_after_ms, each.stage.name.lower())
                 for each in broker.expiries.expiring(broker.clock_ms(), EXPIRING_MAX)
             ],
-            broker.bridges(),
+            broker.bridges() if several is None else await several.bridges(broker.bridges()),
             [] if several is None else several.states(stream.record for stream in broker.streams),
             [] if several is None else several.alarms(stream.record for stream in broker.streams),
         )  # fmt: skip

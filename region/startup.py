@@ -274,6 +274,7 @@ async def open_broker(
             runtime=runtime,
         )
         clustered.replicas = peers.replicas
+        clustered.requests = peers.requests
         stack.push_async_callback(peers.close)
     budgets = Budgets()
     streams = StreamTable(
@@ -294,6 +295,8 @@ async def open_broker(
         runtime=runtime,
         clustered=clustered,
     )
+    if clustered is not None:
+        clustered.list_bridges(broker.bridges)
     certificate = BrokerCertificate(config, authority, issuing, certification, broker.expiries, now_ms)
     caches = CacheService(broker)
     landings = Landings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ from bridge_mesh import flight, until
 from cluster.clustered_mesh import two_clusters
 
 from audit.leaf import Kind
+from bridge.config import DestinationConfig
+from policy.grant import StandingAction
 
 pytestmark = pytest.mark.etcd
 
@@ -19,6 +22,8 @@ async def test_what_is_led_by_brokers_without_the_audit_log_crosses_and_reconcil
     async with two_clusters(tmp_path) as mesh:
         for cluster in mesh.clusters.values():
             await cluster.drain("b1")
+        # Operators, and the agent at home, know no other broker; the audit log is on the one that they do not know.
+        mesh.through = {"us-east": "b2", "eu-west": "b2"}
         await mesh.create()
         assert mesh.leader("us-east") == "b2"
         await mesh.publish([flight(number) for number in range(RECORDS)])
@@ -26,7 +31,65 @@ async def test_what_is_led_by_brokers_without_the_audit_log_crosses_and_reconcil
         async with mesh.agent():
             await mesh.crossed(RECORDS)
             assert mesh.leader("eu-west") == "b2"
+            async with mesh.operator("us-east") as client:
+
+                async def reported() -> bool:
+                    links = await client.list_links()
+                    return [(link.state, link.position, link.crossed) for link in links] == [
+                        ("active", RECORDS, RECORDS)
+                    ]
+
+                await until(reported, "the agent's report")
+                state = await client.describe()
+                assert state.bridges == ["us-to-eu"], "whichever broker is asked"
             assert sorted(mesh.numbers(await mesh.read("eu-west", RECORDS))) == list(range(RECORDS))
             await until(lambda: mesh.headers(mesh.ingress_folder, Kind.ACK), "a checkpoint")
     assert mesh.reconcile() == RECORDS
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
+
+
+async def test_behind_a_revocation_stands_nothing_of_before_whoever_leads(tmp_path: Path) -> None:
+    async with two_clusters(tmp_path) as mesh:
+        for cluster in mesh.clusters.values():
+            await cluster.drain("b1")
+        await mesh.create()
+        grant = await mesh.grant()
+        is_over = asyncio.Event()
+
+        async def publish() -> None:
+            number = 0
+            while not is_over.is_set():
+                await mesh.publish([flight(number + at) for at in range(50)], batch=10)
+                number += 50
+
+        async with mesh.agent() as agent:
+            publishing = asyncio.ensure_future(publish())
+            try:
+                await mesh.crossed(RECORDS)
+                await mesh.stand("eu-west", grant, StandingAction.REVOKE)
+                await until(lambda: [link.state for link in agent.links()] == ["stopped"], "the link's end")
+            finally:
+                is_over.set()
+                await publishing
+        arrived = await mesh.arrived()
+    headers = mesh.headers(mesh.ingress_folder, Kind.ACK, Kind.REVOKE)
+    kinds = [header.kind for header in headers]
+    assert kinds.count(Kind.REVOKE) == 1 and kinds[-1] is Kind.REVOKE
+    assert sum(header.records for header in headers if header.kind is Kind.ACK) == arrived >= RECORDS
+    assert mesh.verify_egress().ok and mesh.verify_ingress().ok
+
+
+async def test_an_address_that_the_agent_was_not_given_is_not_called(tmp_path: Path) -> None:
+    async with two_clusters(tmp_path) as mesh:
+        await mesh.clusters["eu-west"].drain("b1")
+        await mesh.create()
+        await mesh.grant()
+        first = mesh.addresses("eu-west")[:1]
+        destination = DestinationConfig(region="eu-west", addresses=first)
+        async with mesh.agent(destinations=(destination,)) as agent:
+
+            def told() -> bool:
+                return any("none of the addresses given for it" in link.reason for link in agent.links())
+
+            await until(told, "the address that is missing")
+            assert [link.state for link in agent.links()] == ["waiting"]
