@@ -235,9 +235,9 @@ class Clustered:
         except TimeoutError:
             pass
 
-    def may_hold_arrivals(self, record: Stream) -> bool:
-        """Whether this broker's disk may have records of a stream that came over a border, and have no leaf yet."""
-        return not is_replicated(record.config) and self.placed_on(record) == self.member.broker
+    def may_hold_arrivals(self, record: Stream, broker: str = "") -> bool:
+        """Whether this broker's disk, or another's, may have records of a stream that came over a border, and have no leaf yet."""
+        return not is_replicated(record.config) and self.placed_on(record) == (broker or self.member.broker)
 
     def refusal(self, asked: type[Message]) -> FelixError | None:
         """Why this broker does not answer a request, whatever it says; None where it does. Another region's bridge that may ask it learns one

@@ -18,6 +18,7 @@ import logging
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 import msgspec
@@ -28,7 +29,7 @@ from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
 from audit.position import ShardName
 from audit.trail import Done, Trail, TrailStatus
 from felix.errors import Code, FelixError, RequestError
-from felix.names import SpiffeId
+from felix.names import SpiffeId, StreamName
 from felix.news import News
 from felix.tasks import end_tasks
 from keys.transfer import TransferScope
@@ -52,8 +53,8 @@ DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for leaves that it took."""
-GONE_WAIT_S: Final = 60.0
-"""How long the leaf of a document that stops something waits for a broker that is not alive: what it took before it ended may then stand behind."""
+LOOK_S: Final = 5.0
+"""How often is looked whether a broker that is waited for is back."""
 
 
 class AppendLeaves(PeerRequest, frozen=True, tag="append_leaves"):
@@ -347,7 +348,7 @@ class RemoteLeaves:
         self._asked: dict[bool, dict[bytes, asyncio.Future[bool]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def all_passed(self, digest: bytes) -> None:
+    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
         """Nothing: the broker that writes the leaf waits for the others."""
 
     def written(self, digest: bytes) -> None:
@@ -401,10 +402,17 @@ class HomeLeaves:
 
     writes_here: Final = True
 
-    def __init__(self, own: str, brokers: Callable[[], Mapping[str, str]]) -> None:
-        """`brokers`: every broker of the region, with the address of each that is alive."""
+    def __init__(
+        self,
+        own: str,
+        brokers: Callable[[], Mapping[str, str]],
+        streams_of: Callable[[str], Iterable[StreamName]],
+    ) -> None:
+        """`brokers`: every broker of the region, with the address of each that is alive. `streams_of`: those of which a broker's disk may have
+        records without a leaf."""
         self._own = own
         self._brokers = brokers
+        self._streams_of = streams_of
         self._passed: dict[bytes, set[str]] = {}
         self._news = News()
 
@@ -417,26 +425,31 @@ class HomeLeaves:
         """It has its leaf."""
         self._passed.pop(digest, None)
 
-    async def all_passed(self, digest: bytes) -> None:
-        """Wait for every other broker; for one that is not alive, GONE_WAIT_S at most."""
-        ends = asyncio.get_running_loop().time() + GONE_WAIT_S
-        while missing := self._missing(digest):
-            left_s = ends - asyncio.get_running_loop().time()
-            if left_s <= 0 and not any(self._brokers().get(broker) for broker in missing):
+    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
+        """Wait for every other broker that is alive, or has a stream in which that may have arrived: once it is back it writes the leaves that a
+        crash left, and behind a revocation these would be held against the log for ever."""
+        told = False
+        while missing := self._missing(digest, leads_to):
+            gone = sorted(broker for broker in missing if not self._brokers().get(broker))
+            if gone and not told:
                 log.warning(
-                    "a document's leaf no longer waits for what %s took before: it is not there",
-                    ", ".join(missing),
-                )
-                return
-            try:
-                async with asyncio.timeout(max(left_s, 1.0)):
+                    "a document's leaf waits for broker %s, which is not there and may have records without a leaf: start it, or delete its streams",
+                    ", ".join(gone),
+                )  # fmt: skip
+                told = True
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
                     await self._news.following.wait()
-            except TimeoutError:
-                continue
 
-    def _missing(self, digest: bytes) -> list[str]:
+    def _missing(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> list[str]:
         passed = self._passed.get(digest, set())
-        return [broker for broker in self._brokers() if broker != self._own and broker not in passed]
+        return [
+            broker
+            for broker, address in self._brokers().items()
+            if broker != self._own
+            and broker not in passed
+            and (address or any(map(leads_to, self._streams_of(broker))))
+        ]
 
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
         """Never asked here."""

@@ -12,9 +12,10 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -313,7 +314,9 @@ async def open_broker(
     if clustered is not None and peers is not None:
         member = clustered.member
         if has_audit_log:
-            neighbours = home_leaves = HomeLeaves(config.broker, lambda: member.brokers)
+            neighbours = home_leaves = HomeLeaves(
+                config.broker, lambda: member.brokers, partial(_may_hold_arrivals, clustered, mirror)
+            )
             audit = server = AuditServer(
                 config.region, peers.requests, trail, ArrivalIndex(trail), logged, home_leaves
             )
@@ -485,6 +488,13 @@ def _ensure_key(shared: StreamKeys) -> Callable[[StreamName, Stream], Awaitable[
             await shared.ensure(name, bytes.fromhex(record.incarnation))
 
     return ensure
+
+
+def _may_hold_arrivals(clustered: Clustered, mirror: CatalogMirror, broker: str) -> Iterator[StreamName]:
+    """The streams of which a broker's disk may have records that came over a border, and have no leaf yet."""
+    for record in mirror.streams.values():
+        if clustered.may_hold_arrivals(record, broker):
+            yield StreamName.parse(record.name)
 
 
 def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: StreamFollower) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, Protocol
 
 from audit.signed_leaf import signed_leaf
@@ -47,8 +48,9 @@ class Neighbours(Protocol):
     def writes_here(self) -> bool:
         """Whether the audit log is this broker's to write."""
 
-    async def all_passed(self, digest: bytes) -> None:
-        """Before a document's leaf is written here: what it stops, and the others had taken before, has its leaves."""
+    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
+        """Before a document's leaf is written here: what it stops, and the others had taken before, has its leaves. `leads_to`: whether that
+        may have arrived in a stream."""
 
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
         """Where it is written elsewhere: whether it stands. `passed`: what the document stops here has its leaves."""
@@ -62,7 +64,7 @@ class Alone:
 
     writes_here: Final = True
 
-    async def all_passed(self, digest: bytes) -> None:
+    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
         """There are no others."""
 
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
@@ -219,7 +221,7 @@ class DocumentLeaves:
             try:
                 async with asyncio.timeout(POLICY_WAIT_S):
                     await self._drain(lambda grant: True, self._may_arrive)
-                    await self._neighbours.all_passed(digest)
+                    await self._neighbours.all_passed(digest, self._may_arrive)
             except TimeoutError:
                 log.warning(
                     "the policy's leaf no longer waits for transfers of before: a stream does not open"
@@ -228,17 +230,13 @@ class DocumentLeaves:
         if document.purpose is Purpose.DENY:
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             if not entry.lifted:
-                await self._drain(
-                    lambda grant: self._may_deny(entry, grant), lambda arriving: self._denies(entry, arriving)
-                )
-                await self._neighbours.all_passed(digest)
+                await self._drain(lambda grant: self._may_deny(entry, grant), partial(self._denies, entry))
+                await self._neighbours.all_passed(digest, partial(self._denies, entry))
             return
         stopped = grant_of(document) if forbids(document) else self._replaced_by(document)
         if stopped:
-            await self._drain(
-                lambda grant: grant == stopped, lambda arriving: self._arrives(stopped, arriving)
-            )
-            await self._neighbours.all_passed(digest)
+            await self._drain(lambda grant: grant == stopped, partial(self._arrives, stopped))
+            await self._neighbours.all_passed(digest, partial(self._arrives, stopped))
 
     def _replaced_by(self, document: SignedDocument) -> str:
         """The grant of which this half takes another's place; empty where it does not."""

@@ -15,7 +15,7 @@ from audit.leaf import Leaf
 from felix.names import StreamName
 from policy.approval import Document
 from policy.grant import GrantBook, StandingAction
-from region.governance.leaves import DocumentLeaves
+from region.governance.leaves import Alone, DocumentLeaves
 from region.landings import Landings
 
 GRANTED = signed_grant()
@@ -50,7 +50,7 @@ def leaves_of(region: str, landings: Landings) -> tuple[DocumentLeaves, Logged]:
     logged, nothing = Logged(), cast("Any", None)
     leaves = DocumentLeaves(
         cast("Any", Clock()), region_bundle(region), nothing, cast("Any", logged), nothing,
-        lambda: book, landings.drained, nothing,
+        lambda: book, landings.drained, nothing, Alone(), nothing,
     )  # fmt: skip
     return leaves, logged
 

@@ -20,8 +20,9 @@ from audit.position import ShardName
 from audit.tile import read_entries
 from audit.trail import Trail
 from felix.errors import Code, FelixError, RequestError
-from felix.names import SpiffeId
+from felix.names import SpiffeId, StreamName
 from policy.truncation import Accepted, Live, Truncation
+from region import remote_audit
 from region.arrival_index import ArrivalIndex
 from region.document_log import DocumentLog
 from region.peer_requests import PeerRequest, PeerRequests
@@ -34,6 +35,8 @@ from region.remote_audit import (
     RemoteAudit,
 )
 from region.replication.wire import Answered, Asked
+
+ARRIVES = StreamName.parse("acme/ops/departures")
 
 
 class Wire:
@@ -86,7 +89,8 @@ class Region:
         self.wire = Wire()
         self.trail = Trail.open(folder / "audit", log_signer(INGRESS_ORIGIN))
         self.logged = DocumentLog.open(self.trail, folder / "logged")
-        self.leaves = HomeLeaves("b1", lambda: {"b1": "here", "b2": "there"})
+        self.brokers = {"b1": "here", "b2": "there"}
+        self.leaves = HomeLeaves("b1", lambda: self.brokers, lambda broker: iter((ARRIVES,)))
         self.server = AuditServer(
             "eu-west", self.wire.ends["b1"], self.trail, ArrivalIndex(self.trail), self.logged, self.leaves
         )
@@ -199,7 +203,7 @@ async def test_a_documents_leaf_waits_until_the_other_broker_has_let_pass_what_i
 ) -> None:
     digest = b"d" * 32
     assert not await region.remote.leaves.has_leaf(digest, passed=False)
-    waiting = asyncio.ensure_future(region.leaves.all_passed(digest))
+    waiting = asyncio.ensure_future(region.leaves.all_passed(digest, lambda name: False))
     await asyncio.sleep(0)
     assert not waiting.done()
     follows = asyncio.ensure_future(region.remote.leaves.has_leaf(digest, passed=True))
@@ -208,6 +212,26 @@ async def test_a_documents_leaf_waits_until_the_other_broker_has_let_pass_what_i
     region.logged.learn(digest)
     assert await follows
     assert await region.remote.leaves.has_leaf(digest, passed=False)
+
+
+async def test_a_documents_leaf_waits_for_a_broker_that_is_gone_only_where_records_may_lack_theirs(
+    region: Region, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A crash left a range without its leaf, which the broker writes once it is back: not behind a revocation."""
+    monkeypatch.setattr(remote_audit, "LOOK_S", 0.001)
+    region.brokers["b2"] = ""
+    digest = b"d" * 32
+    await region.leaves.all_passed(digest, lambda name: False)
+    waiting = asyncio.ensure_future(region.leaves.all_passed(digest, lambda name: name == ARRIVES))
+    await until(lambda: "waits for broker b2" in caplog.text, "the sentence about it")
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    region.brokers["b2"] = "there"
+    follows = asyncio.ensure_future(region.remote.leaves.has_leaf(digest, passed=True))
+    await waiting
+    region.logged.learn(digest)
+    assert await follows
 
 
 async def test_what_the_log_says_of_a_shard_is_told_as_it_is_read_there(region: Region) -> None:
