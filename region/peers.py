@@ -45,6 +45,7 @@ class Peers:
             anchor.root_pem,
             lambda peer, said: self.replicas.host.heard(peer, said),
             self._linked,
+            is_member=member.mirror.view.is_registered,
             mirror_revision=lambda: member.mirror.view.revision,
             runtime=runtime,
             accept_limits=limits,

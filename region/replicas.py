@@ -45,6 +45,9 @@ class Folders(Protocol):
     read_pool: Executor
     files: Files
 
+    @property
+    def copies(self) -> Path: ...
+
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
 
 
@@ -102,6 +105,7 @@ class Replicas:
 
     async def open(self) -> None:
         """Open the copies that the records name, all that they hold synced."""
+        await asyncio.get_running_loop().run_in_executor(self._folders.commit_pool, self._make_copies)
         registry = self._member.registry
         await self.host.open(
             [],
@@ -113,6 +117,12 @@ class Replicas:
         for name in list(self._streams):
             self.look_at(str(name))
         await self._open_wanted()
+
+    def _make_copies(self) -> None:
+        files, folder = self._folders.files, self._folders.copies
+        if not files.exists(folder):
+            files.make_folder(folder)
+            files.sync_folder(folder.parent)
 
     def start(self) -> None:
         """Lead and follow."""
@@ -169,6 +179,16 @@ class Replicas:
             self._names.pop(incarnation, None)
             for shard in [each for each in self.host.shards if each.incarnation == incarnation]:
                 await self.host.remove(shard)
+            await asyncio.get_running_loop().run_in_executor(
+                self._folders.commit_pool, self._forget_kept, incarnation
+            )
+
+    def _forget_kept(self, incarnation: str) -> None:
+        # What a crash leaves behind does no harm: an incarnation never comes back.
+        files, folder = self._folders.files, self._folders.copies
+        for name in files.names(folder) if files.exists(folder) else ():
+            if name.startswith(f"{incarnation}-"):
+                files.remove(folder / name)
 
     # -- which copies there are ------------------------------------------------------------------------
 
@@ -220,6 +240,9 @@ class Replicas:
                 self._names[stream.incarnation] = stream.name
                 await self.host.add(await self._plan(stream, shard))
 
+    def _kept(self, shard: ShardId, number: int) -> Path:
+        return self._folders.copies / f"{shard.incarnation}-{shard.number}-{number}"
+
     async def _plan(self, stream: Stream, shard: ShardId) -> ShardPlan:
         incarnation = bytes.fromhex(stream.incarnation)
         name = StreamName.parse(stream.name)
@@ -231,7 +254,7 @@ class Replicas:
                 folder = await self._folders.make_folder(name, incarnation, number)
             except OSError as error:
                 raise storage_error(error, Path(stream.name)) from error
-            logs.append(LogPlan(kind, folder, identity))
+            logs.append(LogPlan(kind, folder, identity, kept=self._kept(shard, kind)))
         return ShardPlan(
             shard,
             tuple(logs),

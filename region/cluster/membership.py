@@ -143,6 +143,17 @@ def without_replaced(record: ShardRecord, nodes: Mapping[str, NodeRecord]) -> Sh
     )
 
 
+def without_member(record: ShardRecord, member: str) -> ShardRecord:
+    """The record without a member that has lost what it had. `elr` stays as it is: who is in it may be all that is left."""
+    return msgspec.structs.replace(
+        record,
+        leader="" if record.leader == member else record.leader,
+        isr=without(record.isr, [member]),
+        elr=without(record.elr, [member]),
+        failed=without(record.failed, [member]),
+    )
+
+
 def is_replaced(node: NodeRecord | None, registration: int) -> bool:
     """Whether what a broker had under `registration` was in another folder than its present one. Of a broker whose record is not known,
     or cannot be read, nobody says that."""

@@ -146,7 +146,7 @@ class ControllerRecord(msgspec.Struct, frozen=True):
 
 
 class FrozenRecord(msgspec.Struct, frozen=True):
-    """The store went back to an earlier state: nothing is placed or elected until `felix region reconcile`."""
+    """The store went back to an earlier state: nothing is placed or elected until it has been reconciled."""
 
     by: str
     why: str

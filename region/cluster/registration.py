@@ -271,7 +271,7 @@ def _old_store(broker: str) -> Refusal:
     return Refusal(
         Reason.OLD_STORE,
         f"The metadata store is older than the data folder of broker {broker}: it was put back from a backup, or lost. "
-        "`felix region reconcile` makes it fit what the brokers have.",
+        "Put the newest store back; where there is none, put all brokers' data folders back as they were when the store's backup was made.",
     )
 
 

@@ -264,6 +264,26 @@ def _leaders_part(record: ShardRecord) -> ShardRecord:
     return msgspec.structs.replace(record, isr={}, elr={}, failed={}, min=1, durability="fsync", yielded=None)
 
 
+# A broker that has a copy
+
+
+def leave_sets(view: ClusterView, shard: ShardId, broker: str, *, if_alone: bool) -> Transaction | None:
+    """`broker` says that what it had acknowledged is gone from its copy, before it could lead with what is left: it is no member any more,
+    and the leader is nobody where it was that. None where it is none, or is the last one and not `if_alone`.
+
+    Compared is its own start, so that none before or after it says so.
+    """
+    record = view.shards[shard]
+    members = record.members()
+    if broker not in members or (len(members) == 1 and not if_alone):
+        return None
+    after = membership.without_member(record, broker)
+    return Transaction(
+        (unchanged(view, view.keys.shard(shard)), Absent(view.keys.frozen), *_nodes(view, [broker])),
+        (_put(view, shard, after),),
+    )
+
+
 # An operator
 
 

@@ -51,6 +51,11 @@ class ClusterView:
         """Those that were registered, and those that are alive."""
         return Brokers(self.nodes, self.alive)
 
+    def is_registered(self, broker: str, registration: int, folder: str) -> bool:
+        """Whether `broker` was registered with this folder, under this registration or one before: of a later one the record may not be read yet."""
+        node = self.nodes.get(broker)
+        return node is not None and node.folder == folder and registration >= node.registration
+
     def revision_of(self, key: str) -> int:
         """At which revision what is known of `key` was written; 0 where it is absent."""
         return self._revisions.get(key, 0)

@@ -167,6 +167,11 @@ class LogDirectory:
         """`FolderLock.identity` of the folder's lock."""
         return self._lock.identity
 
+    @property
+    def copies(self) -> Path:
+        """The folder for what is known of copies of shards outside of their own folders."""
+        return self._data.parent / "copies"
+
     def stored(self) -> list[StoredStream]:
         """The streams that have a folder here, in the order of their names. Blocking."""
         return stored_streams(self._data, self.files)

@@ -101,6 +101,9 @@ class ReplicaCore:
         record = event.record
         self._peers = frozenset((*record.replicas, *record.target, *record.members())) - {self.replica.broker}
         self.replica.fence.read(record)
+        replica = self.replica
+        if record.leader != replica.broker and record.isr.get(replica.broker) == replica.registration:
+            replica.lost = False
         return True
 
     def _keep(self, now: int, ready: Ready) -> None:

@@ -66,6 +66,13 @@ class LogPlan:
     identity: ShardIdentity
     limits: SegmentLimits = SegmentLimits()  # noqa: RUF009 - immutable
     commitment: Callable[[], bytes] = no_commitment
+    kept: Path | None = None
+    """where the commit point is kept; None: beside the folder"""
+
+    @property
+    def kept_file(self) -> Path:
+        """Outside of the log's folder: it tells of a folder that is gone, or was put back as it was earlier."""
+        return self.kept or self.folder.with_name(f"{self.folder.name}.{COMMIT_NAME}")
 
 
 class ReplicaDisk:
@@ -82,8 +89,13 @@ class ReplicaDisk:
         files: Files,
         runtime: Runtime,
         open_logs: OpenLogs,
+        is_anew: bool = False,
     ) -> None:
         self.plan = plan
+        self.is_anew = is_anew
+        """whether there was a log here, and its folder is gone"""
+        self.is_short = kept > log.end_point
+        """whether the log ends before what was known here to be committed"""
         self.log = log
         self.producers = producers
         self._segments_seen = log.segment_count
@@ -103,6 +115,9 @@ class ReplicaDisk:
         """
         open_logs = OpenLogs() if open_logs is None else open_logs
         _finish_copy(files, plan.folder)
+        had_log = files.exists(plan.folder) and any(
+            name.endswith(SEGMENT_SUFFIX) for name in files.names(plan.folder)
+        )
         rewrite_unsynced(files, plan.folder)
         log, recovered = DiskLog.open(
             plan.folder,
@@ -117,15 +132,22 @@ class ReplicaDisk:
         try:
             # A log whose own name is not on the disk is gone with the power, however often it was synced.
             files.sync_folder(plan.folder.parent)
-            starts = _load_elections(files, plan.folder, log)
-            payload = load_checked(files, plan.folder / COMMIT_NAME)
-            kept = BEGINNING if payload is None else _point.decode(payload)
+            payload = load_checked(files, plan.kept_file)
+            is_known = payload is not None
+            starts = _load_elections(files, plan.folder, log, was_replicated=is_known and had_log)
+            if payload is None:
+                # That there is a log is said only once there is one.
+                save_checked(files, plan.folder / ELECTIONS_NAME, msgspec.json.encode(starts))
+                payload = load_checked(files, plan.folder / COMMIT_NAME) or msgspec.json.encode(BEGINNING)
+                save_checked(files, plan.kept_file, payload)
+            kept = _point.decode(payload)
         except (CorruptionError, OSError, msgspec.DecodeError):
             log.abandon()
             raise
         return cls(
-            plan, log, starts, kept, recovered.producers, files=files, runtime=runtime, open_logs=open_logs
-        )
+            plan, log, starts, kept, recovered.producers, files=files, runtime=runtime, open_logs=open_logs,
+            is_anew=is_known and not had_log,
+        )  # fmt: skip
 
     def beginning(self) -> Log:
         """What a replica knows of it after its start."""
@@ -211,7 +233,7 @@ class ReplicaDisk:
             self._keep(point)
 
     def _keep(self, point: LogPoint) -> None:
-        save_checked(self._files, self.plan.folder / COMMIT_NAME, msgspec.json.encode(point))
+        save_checked(self._files, self.plan.kept_file, msgspec.json.encode(point))
         self.kept = point
         self.log.sync_mark()
 
@@ -258,11 +280,11 @@ class ReplicaDisk:
         )
         log.close()
         save_checked(self._files, aside / ELECTIONS_NAME, msgspec.json.encode(beginning.starts))
-        save_checked(self._files, aside / COMMIT_NAME, msgspec.json.encode(beginning.origin.point))
         self.close()
         self._files.rename(folder, folder.with_name(folder.name + OLD_SUFFIX))
         self._files.rename(aside, folder)
         self._files.sync_folder(folder.parent)
+        save_checked(self._files, self.plan.kept_file, msgspec.json.encode(beginning.origin.point))
         return ReplicaDisk.open(
             self.plan, files=self._files, runtime=self._runtime, open_logs=self._open_logs
         )
@@ -331,13 +353,15 @@ def _rewrite(files: Files, path: Path, position: int) -> None:
         files.close(descriptor)
 
 
-def _load_elections(files: Files, folder: Path, log: DiskLog) -> list[EpochStart]:
+def _load_elections(files: Files, folder: Path, log: DiskLog, *, was_replicated: bool) -> list[EpochStart]:
     """The history as it stands on the disk, as far as the log has what it is about."""
     path, end = folder / ELECTIONS_NAME, log.end_point
     payload = load_checked(files, path)
     if payload is None:
         if files.exists(path):
             raise _unreadable(path, "its checksum does not hold")
+        if was_replicated:
+            raise _unreadable(path, "it is gone")
         return [
             EpochStart(start.epoch, UNKNOWN_ELECTION, LogPoint(start.start_offset))
             for start in log.epochs.starts

@@ -31,7 +31,7 @@ from felix.storage.port import Files
 from felix.tasks import end_tasks
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
-from region.cluster.transactions import Refusal, change
+from region.cluster.transactions import Refusal, change, leave_sets
 from region.log.companions import RECORDS
 from region.log.errors import NotLocalError
 from region.log.open_logs import OpenLogs
@@ -196,12 +196,27 @@ class ReplicaHost:
             await self.add(plan)
 
     async def add(self, plan: ShardPlan) -> None:
-        """Have a copy of a shard; all that its logs then hold is on the disk. Raises CorruptionError, OSError."""
+        """Have a copy of a shard; all that its logs then hold is on the disk. One that lost what it had is taken out of the shard's sets first,
+        and one that cannot be opened where others remain. Raises CorruptionError, OSError, and what the store raises."""
         assert plan.shard not in self._hosted
-        disks = await self._loop.run_in_executor(self._commit_pool, self._open_logs_of, plan)
+        try:
+            disks = await self._loop.run_in_executor(self._commit_pool, self._open_logs_of, plan)
+        except CorruptionError as error:
+            self.alarms[plan.shard] = error.sentence
+            await self._leave_sets(plan.shard, if_alone=False)
+            raise
+        lost = self._what_is_lost(plan, disks)
+        if lost:
+            log.error("shard %s: %s", plan.shard, lost)
+            try:
+                await self._leave_sets(plan.shard, if_alone=True)
+            except BaseException:
+                for disk in disks.values():
+                    await self._loop.run_in_executor(self._commit_pool, disk.abandon)
+                raise
         replica = Replica(
             self._broker, self._registration, self._folder, self._registered_at, plan.durability,
-            {number: disk.beginning() for number, disk in disks.items()},
+            {number: disk.beginning() for number, disk in disks.items()}, lost=bool(lost),
         )  # fmt: skip
         hosted = Hosted(plan.shard, ReplicaCore(replica), {}, plan.answers_early)
         for number, disk in disks.items():
@@ -213,6 +228,34 @@ class ReplicaHost:
             self._tell_lease(hosted, self._now())
             self._step(hosted, Living(self._mirror.view.brokers.registrations()))
             self._hear_records([plan.shard])
+
+    @staticmethod
+    def _what_is_lost(plan: ShardPlan, disks: Mapping[int, ReplicaDisk]) -> str:
+        """What a copy has not any more that was acknowledged here; empty where it has all."""
+        for number, disk in disks.items():
+            if disk.is_anew:
+                return (
+                    f"log {number} is gone from this broker's disk, and is built anew from the shard's leader"
+                )
+            # What `interval` had not synced may be gone after a power cut: that is judged by the broker's start.
+            if disk.is_short and plan.durability == "fsync":
+                return (
+                    f"log {number} on this broker's disk ends before what it had acknowledged, as an older copy does; "
+                    "it is made equal to that of the shard's leader"
+                )
+        return ""
+
+    async def _leave_sets(self, shard: ShardId, *, if_alone: bool) -> None:
+        """Be no member of the shard's sets, so that nobody elects this broker for what it had. `if_alone`: also where nobody else is left."""
+        while True:
+            view = self._mirror.view
+            made = leave_sets(view, shard, self._broker, if_alone=if_alone) if shard in view.shards else None
+            if made is None:
+                return
+            result = await self._mirror.commit(made)
+            if result is not None and result.succeeded:
+                log.error("shard %s: broker %s has left its in-sync set", shard, self._broker)
+                return
 
     async def remove(self, shard: ShardId) -> None:
         """Have no copy of a shard any more; its files stay. Whoever leads it has been closed."""

@@ -201,6 +201,8 @@ class LeaderCore:
         self._unreachable_ms = -UNREACHABLE_PAUSE_MS
         self._yield: YieldReason | None = None
         self._ticked_ms = -1
+        self._conflicting: set[str] = set()
+        """followers with an epoch of another election, in this epoch"""
 
     # -- what it answers -------------------------------------------------------------------------------
 
@@ -247,6 +249,9 @@ class LeaderCore:
                 self._settled(now, ready)
         if self.phase is Phase.IDLE and self._may_lead(record):
             self._elect(record, event.revision, now, ready)
+            if self.replica.lost:
+                ready.begin.clear()
+                self._stop("corrupt", now, ready)
 
     def _names_us(self, record: ShardRecord) -> bool:
         """Whether the epoch that is led is still led by this broker."""
@@ -277,6 +282,7 @@ class LeaderCore:
         self.epoch, self.election = record.epoch, record.election
         self.standing = Standing(record, revision, self._attempts)
         self.followers = {}
+        self._conflicting.clear()
         self._below_since = -1
         self._yield = None
         self._ticked_ms = now
@@ -527,6 +533,7 @@ class LeaderCore:
         for place in follow.logs:
             placement = self._place(place)
             if placement is None:
+                self._conflict(peer, ready)
                 return
             placements.append(placement)
         if all(placement.action is Action.APPEND for placement in placements):
@@ -545,12 +552,29 @@ class LeaderCore:
         for number in follower.logs:
             self._catch_up(peer, follower, self.replica.logs[number], ready)
 
+    def _conflict(self, peer: str, ready: Ready) -> None:
+        """One copy with an epoch of another election is one that was damaged, or put back: it alone is not followed up. Half of the copies
+        speak for it that the store went back."""
+        if peer in self._conflicting:
+            return
+        assert self.standing is not None
+        self._conflicting.add(peer)
+        replicas = self.standing.record.replicas
+        if 2 * len(self._conflicting.intersection(replicas)) >= len(replicas):
+            self.replica.fence.freeze(
+                f"{' and '.join(sorted(self._conflicting))} have epochs of other elections: the store went back"
+            )
+        else:
+            ready.alarms.append(
+                f"the copy at {peer} has an epoch of another election, and is not in sync: stop {peer}, remove the shard's folder there, "
+                "and start it; the copy is built anew from the leader's"
+            )
+
     def _place(self, place: LogPlace) -> Placement | None:
-        """What a follower has to do with a log that stands there. None: the store went back, and all has stopped."""
+        """What a follower has to do with a log that stands there. None: it has an epoch of another election."""
         log = self.replica.logs[place.log]
         point = parting(place.starts, place.complete, place.end, log.history, log.end)
         if point is Parting.CONFLICT:
-            self.replica.fence.freeze("a follower has an epoch of another election: the store went back")
             return None
         if point is Parting.OLDER:
             return Placement(place.log, Action.OLDER, place.starts[0].start, log.start)

@@ -8,7 +8,8 @@ What is sent may be lost: where a link goes down, or where more waits than may. 
 its order.
 
 Invariants:
-- nothing is heard of a peer, nor is a link up, before its identity is proved and is that of the broker that was called, or that says hello;
+- nothing is heard of a peer, nor is a link up, before its identity is proved and is that of the broker that was called, or that says hello,
+  and the region's records know that broker: a certificate alone makes no member;
 - frames that wait are at most BULK_WAITING_BYTES_MAX for each link; what is short never waits behind them;
 - a link on which nothing was heard for SILENT_MS is over, and is called again.
 """
@@ -118,12 +119,14 @@ class PeerLinks:
         heard: Heard,
         linked: Linked,
         *,
+        is_member: Callable[[str, int, str], bool],
         mirror_revision: Callable[[], int],
         runtime: Runtime,
         accept_limits: TransportLimits = LINK_LIMITS,
         requested: Requested = lambda peer, message: None,
     ) -> None:
-        """`requested` is told of requests and their answers, as `heard` of shards. `accept_limits`: of connections that others made (`accept`). `identity` and `bundle` are asked for each link: certificates are renewed. `heard` and `linked` are called on the loop, `linked`
+        """`requested` is told of requests and their answers, as `heard` of shards. `is_member`: whether the records know a broker of this id, registration and
+        folder, or of an earlier registration. `accept_limits`: of connections that others made (`accept`). `identity` and `bundle` are asked for each link: certificates are renewed. `heard` and `linked` are called on the loop, `linked`
         with True before anything is heard of a peer, and with False after the last."""
         self.me = me
         self.dropped = 0
@@ -137,6 +140,7 @@ class PeerLinks:
         self._heard = heard
         self._linked = linked
         self._requested = requested
+        self.is_member = is_member
         self._mirror_revision = mirror_revision
         self._runtime = runtime
         self._accept_limits = accept_limits
@@ -435,6 +439,12 @@ class Link:
         if hello.broker != self._proved or self._is_up:
             raise ProtocolError(
                 f"Broker {self._proved} says that it is {hello.broker}.", code=Code.IDENTITY_REFUSED
+            )
+        if not self._links.is_member(hello.broker, hello.registration, hello.folder):
+            raise RequestError(
+                f"Broker {hello.broker} is not registered in the region as it says (registration {hello.registration}).",
+                code=Code.IDENTITY_REFUSED,
+                hint="A broker that has just been started is heard once its record has been read here; it calls again by itself.",
             )
         self.peer = hello.broker
         if self._called is None:

@@ -117,6 +117,8 @@ class Replica:
     """why neither leading nor following is possible before a restart (R11)"""
     copying: set[int] = field(default_factory=set)
     """logs that are being replaced by copies of the leader's"""
+    lost: bool = False
+    """what was acknowledged here is gone from this copy: it leads nothing before a leader has let it into the in-sync set again"""
 
     def __post_init__(self) -> None:
         newest = max((log.history.last for log in self.logs.values()), default=EpochStart(0, "", BEGINNING))

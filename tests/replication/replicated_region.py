@@ -167,6 +167,7 @@ class Broker:
             authority().anchor().root_pem,
             lambda peer, said: self.host.heard(peer, said),
             lambda peer, up: self.host.linked(peer, up),
+            is_member=self.mirror.view.is_registered,
             mirror_revision=lambda: self.mirror.view.revision,
             runtime=self._runtime,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from random import Random
 
@@ -140,6 +141,43 @@ def test_elections_that_cannot_be_read_stop_the_copy(damage: str, tmp_path: Path
     with pytest.raises(CorruptionError, match="who led the epochs") as stopped:
         ReplicaDisk.open(plan, files=DiskFiles())
     assert "built anew" in stopped.value.hint
+
+
+@pytest.mark.parametrize("has_records", [True, False])
+def test_elections_that_are_gone_stop_the_copy(has_records: bool, tmp_path: Path) -> None:
+    plan = LogPlan(0, tmp_path / "shard", IDENTITY)
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    if has_records:
+        write(log, entry(0, 1), starts=(begun(1, 0),))
+    log.close()
+    (tmp_path / "shard" / ELECTIONS_NAME).unlink()
+    with pytest.raises(CorruptionError, match="it is gone"):
+        ReplicaDisk.open(plan, files=DiskFiles())
+
+
+def test_it_says_that_a_log_was_here_or_went_further(tmp_path: Path) -> None:
+    plan = LogPlan(0, tmp_path / "shard", IDENTITY)
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    assert not log.is_anew
+    write(log, *(entry(at, 1) for at in range(3)), starts=(begun(1, 0),))
+    log.sync()
+    log.close()
+    shutil.copytree(plan.folder, tmp_path / "earlier")
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    assert not (log.is_anew or log.is_short)
+    write(log, entry(3, 1))
+    log.sync()
+    log.keep(LogPoint(4))
+    log.close()
+    shutil.rmtree(plan.folder)
+    shutil.copytree(tmp_path / "earlier", plan.folder)
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    assert log.is_short and not log.is_anew
+    log.close()
+    shutil.rmtree(plan.folder)
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    assert log.is_anew
+    log.close()
 
 
 def test_a_log_that_was_not_replicated_before_has_epochs_that_nobody_was_elected_for(tmp_path: Path) -> None:

@@ -49,6 +49,7 @@ class End:
         self.name = name
         self.heard: list[tuple[str, Said]] = []
         self.linked: list[tuple[str, bool]] = []
+        self.members = {"x", "y"}
         self.host = f"h-{name}"
         self._engine = MemoryEngine(region.network, self.host)
         self.listener: MemoryListener
@@ -60,6 +61,7 @@ class End:
             authority().anchor().root_pem,
             lambda peer, said: self.heard.append((peer, said)),
             lambda peer, up: self.linked.append((peer, up)),
+            is_member=lambda broker, registration, folder: broker in self.members,
             mirror_revision=lambda: 7,
             runtime=simulated(region.loop, START_MS),
         )
@@ -124,6 +126,23 @@ def test_nobody_but_a_broker_is_let_in(kind: str) -> None:
         await joined(region, a, b)
         await asyncio.sleep(5)
         assert not a.links.peers and not b.links.peers and not b.linked
+        await a.links.close()
+        await b.links.close()
+
+    alone(scene)
+
+
+@pytest.mark.parametrize("caller", [True, False])
+def test_a_broker_that_the_records_do_not_know_is_let_in_nowhere_until_they_do(caller: bool) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        one, name = (b, "x") if caller else (a, "y")
+        one.members.discard(name)
+        await joined(region, a, b)
+        await asyncio.sleep(5)
+        assert not one.links.peers and not one.linked and not one.heard
+        one.members.add(name)
+        await region.until(lambda: a.links.peers == ["y"] and b.links.peers == ["x"])
         await a.links.close()
         await b.links.close()
 
