@@ -18,6 +18,12 @@ Invariants:
 - a leaf that cannot be read (none is written any more) stays what it is: hashed, in the tree, named in `unreadable`.
   It moves no position, and stops neither opening nor appending.
 
+A log that several brokers have copies of (`copied`) has no write-ahead file: its leaves are committed elsewhere, and the trail's files follow
+(region.audit_log). There
+- an append counts, and is in the tree, once it is committed on the copies: `take` brings what others wrote, `Copies` what is appended here;
+- only who leads the copies signs; its checkpoint is committed on them before anybody is shown it, and the others write the same one (`show`);
+- a checkpoint whose root is another than that of the leaves here stops the trail.
+
 Callers: bridge (egress), region (ingress). `open` and `close`, `consistency_proof` and `add_cosigned` block.
 """
 
@@ -31,10 +37,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, note_size, open_checkpoint
+from audit.document_disk import keep_document
+from audit.document_leaf import stands_beside
 from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError
 from audit.leaf import EncodedLeaf, Header, Leaf, encode_for_log, read_header
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash, root_from_nodes
@@ -59,7 +68,7 @@ from audit.tile import (
 from audit.tile_disk import Folder
 from audit.unjudged import Unjudged
 from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
-from felix.errors import Code, CorruptionError, RequestError, TamperError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
 from felix.runtime.port import Clock, Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
@@ -77,6 +86,11 @@ FOLDERS_ABOVE: Final = 3
 ROUND_MS: Final = 5_000
 """How long all witnesses are shown the same checkpoint, so that one note collects their cosignatures; a bridge asks
 every 3 s. Once all that are expected have cosigned, the next one may follow at once."""
+COPIED_APPEND_BYTES_MAX: Final = 1_000_000
+"""Of one append to a log that has copies: it is one batch of theirs (felix.batch.BATCH_BYTES_MAX), so that it is there as a whole or not at all."""
+COPIED_PATH: Final = "copied"
+"""Stands in the folder of a log that several brokers have copies of: nobody writes into it alone."""
+_COPIED_LEAF_BYTES: Final = 4
 _RETRY_MS: Final = 50
 _REFUSED_RETRY_MS: Final = 1_000
 
@@ -108,6 +122,23 @@ class TrailStatus(NamedTuple):
     failure: str
 
 
+class Copies(Protocol):
+    """What commits a log on its copies, for as long as they are led here. All but `append` blocks until it is committed, and raises
+    UnavailableError where it is not, or where that is not known. Called from the trail's threads."""
+
+    def append(self, first: int, leaves: Sequence[bytes], done: Callable[[FelixError | None], None]) -> None:
+        """Commit these, where the log ends at `first`, all or none; then `done`, in the order of the calls. Does not block."""
+
+    def keep_note(self, note: bytes) -> None:
+        """A checkpoint that is to be shown."""
+
+    def keep_cosigned(self, note: bytes) -> None:
+        """A checkpoint that a witness has cosigned."""
+
+    def keep_document(self, document: bytes) -> None:
+        """A document that is to stand beside the log."""
+
+
 class _Waiting(NamedTuple):
     first: int
     leaves: list[bytes]
@@ -127,7 +158,7 @@ class Trail:
         earlier: tuple[VerifierKey, ...],
         settings: TrailSettings,
         state: _Opened,
-        wal: Wal,
+        wal: Wal | None,
         refusal: Callable[[], str],
         runtime: Runtime,
     ) -> None:
@@ -155,6 +186,14 @@ class Trail:
         self._closing = False
         self._writer_ended = False
         self._failure: AuditUnavailableError | None = None
+        # Of a log that has copies.
+        self._copies: Copies | None = None
+        self._admits = False
+        self._in_flight = 0
+        self._lost = False
+        self._shown: SignedCheckpoint | None = None
+        self._unkept: FelixError | None = None
+        self._taken = state.tree.size
 
         # The publisher's own: nobody else touches these after the workers run.
         self._checkpoint_due: float | None = None
@@ -187,6 +226,7 @@ class Trail:
         refusal: Callable[[], str] = lambda: "",
         files: Files = SHARED_FILES,
         runtime: Runtime = REAL,
+        copied: bool = False,
     ) -> Trail:
         """Open the log in this folder, or begin one; recover what a crash left. Blocks.
 
@@ -194,9 +234,10 @@ class Trail:
         checkpoint beside it (ML-DSA-44). `earlier`: keys that signed before these, each up to its size. `cosigned`: notes that
         witnesses remember of this log; a log that does not reach them, or differs, is not opened.
         `refusal`: why nothing may be appended or signed now, empty where it may: whoever else may write a log of this name
-        meanwhile would make another history of it. Asked from several threads, often.
+        meanwhile would make another history of it. Asked from several threads, often. `copied`: several brokers have copies of it; until
+        `lead`, it takes what they have and signs nothing.
 
-        Raises RequestError(CONFLICT) where another process has it open, CorruptionError where leaves are damaged,
+        Raises RequestError(CONFLICT) where another process has it open, or it is of the other kind, CorruptionError where leaves are damaged,
         RolledBackError where it is shorter than what was signed, TamperError where files do not fit each other.
         """
         settings = settings or TrailSettings()
@@ -213,8 +254,14 @@ class Trail:
             ) from error
         try:
             folder = Folder(path, files)
-            state = _Opening(folder, signers, before, tuple(witnesses), runtime.clock).open(tuple(cosigned))
-            wal = Wal(path / WAL_FOLDER, state.tree.size, files, segment_bytes_max=settings.segment_bytes_max)
+            _require_kind(folder, copied=copied)
+            opening = _Opening(folder, signers, before, tuple(witnesses), runtime.clock)
+            state = opening.open(tuple(cosigned), copied=copied)
+            wal = None
+            if not copied:
+                wal = Wal(
+                    path / WAL_FOLDER, state.tree.size, files, segment_bytes_max=settings.segment_bytes_max
+                )
             trail = cls(folder, lock, signers, before, settings, state, wal, refusal, runtime)
         except BaseException:
             lock.release()
@@ -257,8 +304,19 @@ class Trail:
         ready = [leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf) for leaf in leaves]
         encoded, headers = [leaf.data for leaf in ready], [leaf.header for leaf in ready]
         size = sum(map(len, encoded))
+        if self._wal is None and size + _COPIED_LEAF_BYTES * len(encoded) > COPIED_APPEND_BYTES_MAX:
+            raise RequestError(
+                f"{len(encoded)} leaves of {size} bytes are one append; a log that brokers have copies of takes "
+                f"{COPIED_APPEND_BYTES_MAX} bytes at once.",
+                code=Code.BATCH_TOO_LARGE,
+            )
         with self._lock:
             self._check_open()
+            if self._lost:
+                raise AuditUnavailableError(
+                    f"The audit log {self.key.name} waits for what became of earlier leaves.",
+                    retry_after_ms=_RETRY_MS,
+                )
             if self._pending_bytes and self._pending_bytes + size > self._settings.pending_bytes_max:
                 raise AuditUnavailableError(
                     f"The audit log {self.key.name} has {self._pending_bytes} bytes waiting for its disk; "
@@ -326,6 +384,8 @@ class Trail:
     def held_back(self) -> AuditUnavailableError | None:
         """Why the log may not be written now, though nothing is wrong with it; None where it may."""
         why = self._refusal()
+        if not why and self._wal is None and not self._admits:
+            why = "This broker is about to go on with it"
         if not why:
             return None
         return AuditUnavailableError(
@@ -400,16 +460,25 @@ class Trail:
         """Checkpoint all that is durable now, without waiting for the timer. Returns the note. Blocks."""
         with self._lock:
             wanted = self._durable
-            if self._current.checkpoint.size >= wanted:
+            if self._current.checkpoint.size >= wanted or (self._wal is None and self._copies is None):
                 return encode_note(self._current.note)
             self._publish_wanted = True
+            self._unkept = None
         self._publisher.wake()
-        self._publisher.wait(lambda: self._covers(wanted) or self.failure is not None, timeout_s)
+        self._publisher.wait(lambda: self._covers(wanted) or self._unpublished() is not None, timeout_s)
         if not self._covers(wanted):
-            raise self.failure or AuditUnavailableError(
+            raise self._unpublished() or AuditUnavailableError(
                 f"The audit log {self.key.name} made no checkpoint in {timeout_s} s."
             )
         return self.checkpoint()
+
+    def _unpublished(self) -> FelixError | None:
+        """Why no checkpoint is made now; None where one may come."""
+        if self._wal is not None:
+            return self.failure
+        if self._copies is None:
+            return self._failure or self.held_back()
+        return self._failure or self._unkept
 
     def _covers(self, size: int) -> bool:
         return self._current.checkpoint.size >= size
@@ -463,6 +532,9 @@ class Trail:
             raise TamperError("That checkpoint carries no cosignature of a known witness.")
         # Lines under unknown names are whatever the sender chose: they are not kept.
         added = added._replace(note=added.known_note())
+        if (copies := self._copies) is not None:
+            _check_continues(self._folder, self._current.checkpoint, added.checkpoint)
+            copies.keep_cosigned(encode_note(added.note))
         with self._files_lock:
             with self._lock:
                 current, cosigned = self._current, self._cosigned
@@ -494,6 +566,85 @@ class Trail:
         with self._lock:
             self._witnesses = tuple(dict.fromkeys((*self._witnesses, *keys)))
 
+    # Copies
+
+    @property
+    def copied(self) -> bool:
+        """Whether several brokers have copies of it."""
+        return self._wal is None
+
+    @property
+    def follows(self) -> bool:
+        """Whether other brokers sign the log now, or nobody, and this one takes what they have."""
+        return self._wal is None and not self._admits
+
+    def keep_document(self, document: bytes) -> None:
+        """Keep a document beside the log where it is too long for its leaf, before that is appended. Blocks. Raises OSError,
+        UnavailableError."""
+        if not stands_beside(document):
+            return
+        copies = self._copies
+        if self._wal is None:
+            if copies is None:
+                raise self.failure or AuditUnavailableError(f"The audit log {self.key.name} is not led here.")
+            copies.keep_document(document)
+        keep_document(self._folder, document)
+
+    def take(self, first: int, leaves: Sequence[bytes]) -> None:
+        """Leaves that are committed on the copies, and that this one has not, from index `first` on. Nobody appends here meanwhile."""
+        assert self._wal is None
+        headers = [read_header(leaf) for leaf in leaves]
+        with self._lock:
+            assert first == self._durable and not self._admits, (first, self._durable)
+            self._take_in(first, leaves, headers)
+            self._size = self._durable
+            self._pending_bytes += sum(map(len, leaves))
+        self._publisher.wake()
+
+    def settled(self, timeout_s: float = 60.0) -> None:
+        """Return once all that was taken is in the tree. Blocks. Raises AuditUnavailableError."""
+        self._publisher.wait(lambda: self._taken >= self._durable or self._failure is not None, timeout_s)
+        if self._failure is not None:
+            raise self._failure
+
+    def show(self, note: bytes, timeout_s: float = 60.0) -> None:
+        """Take over the checkpoint that another broker has signed over exactly the leaves that were taken. Blocks.
+
+        Raises TamperError where the log did not sign it, AuditUnavailableError where it is not of these leaves: then the trail has stopped.
+        """
+        signed = open_checkpoint(note, self._known_keys, self._witnesses)
+        size = signed.checkpoint.size
+        with self._lock:
+            assert self._copies is None and size == self._durable, (size, self._durable)
+            self._shown = signed
+        self._publisher.wake()
+        self._publisher.wait(lambda: self._shown is None or self._failure is not None, timeout_s)
+        if self._failure is not None:
+            raise self._failure
+        if self._shown is not None:
+            raise AuditUnavailableError(f"The audit log {self.key.name} was not written in {timeout_s} s.")
+
+    def lead(self, copies: Copies) -> None:
+        """Sign from now on, over what is committed: this broker leads the copies, and has taken all that they have."""
+        with self._lock:
+            assert self._copies is None
+            self._copies, self._unkept, self._lost = copies, None, False
+            self._size = self._durable
+
+    def admit(self) -> None:
+        """Append from now on."""
+        with self._lock:
+            assert self._copies is not None
+            self._admits = True
+            # Nobody is offered less than whoever led before has shown.
+            self._offered, self._offered_at = self._current, self._clock.monotonic()
+
+    def follow(self) -> None:
+        """Append and sign nothing any more: another broker leads the copies, or nobody."""
+        with self._lock:
+            self._copies, self._admits = None, False
+        self._writer.wake()
+
     @property
     def files(self) -> Folder:
         """The log's files, for finding leaves in it (audit.proof.find_leaves)."""
@@ -506,7 +657,8 @@ class Trail:
         self._writer.wake()
         self._writer.join()
         self._publisher.join()
-        self._wal.close()
+        if self._wal is not None:
+            self._wal.close()
         self._folder_lock.release()
 
     # The writer
@@ -533,6 +685,10 @@ class Trail:
         return None
 
     def _write_group(self, taken: list[_Waiting]) -> None:
+        if self._wal is None:
+            self._hand_over(taken)
+            taken.clear()
+            return
         try:
             self._wal.append([waiting.leaves for waiting in taken])
         except Exception as error:  # a leaf that may not be durable must never count
@@ -541,16 +697,55 @@ class Trail:
         try:
             with self._lock:
                 for waiting in taken:
-                    for at, (leaf, header) in enumerate(zip(waiting.leaves, waiting.headers, strict=True)):
-                        self._positions.apply(waiting.first + at, header)
-                        self._synced.append((leaf, header))
-                self._durable = self._wal.size
+                    self._take_in(waiting.first, waiting.leaves, waiting.headers)
         except Exception as error:  # a writer that ended without a word would keep everybody waiting
             self._fail("its positions failed", error)
             return
         self._publisher.wake()
         _call_done(taken, None)
         taken.clear()
+
+    def _take_in(self, first: int, leaves: Sequence[bytes], headers: Sequence[Header | None]) -> None:
+        """They are durable. Under the lock."""
+        for at, (leaf, header) in enumerate(zip(leaves, headers, strict=True)):
+            self._positions.apply(first + at, header)
+            self._synced.append((leaf, header))
+        self._durable = first + len(leaves)
+
+    def _hand_over(self, taken: list[_Waiting]) -> None:
+        """To whoever leads the copies."""
+        for waiting in taken:
+            with self._lock:
+                copies = self._copies
+                self._in_flight += 1
+            if copies is None:
+                self._answered(
+                    waiting, AuditUnavailableError(f"The audit log {self.key.name} is not led here any more.")
+                )
+            else:
+                copies.append(waiting.first, waiting.leaves, partial(self._answered, waiting))
+
+    def _answered(self, waiting: _Waiting, error: FelixError | None) -> None:
+        """What became of an append to the copies. One that failed may be there all the same: whoever leads next takes it from them."""
+        refused: AuditUnavailableError | None = None
+        with self._lock:
+            self._in_flight -= 1
+            if error is None and waiting.first == self._durable:
+                self._take_in(waiting.first, waiting.leaves, waiting.headers)
+            else:
+                self._pending_bytes -= sum(map(len, waiting.leaves))
+            if error is not None:
+                self._lost = True
+                refused = AuditUnavailableError(
+                    f"The audit log {self.key.name} did not take the leaf, or it is not known whether it did: {error}",
+                    hint="Ask again: what was written is recognised.",
+                    retry_after_ms=_RETRY_MS,
+                )
+                refused.__cause__ = error
+            if self._lost and not self._in_flight and not self._queue:
+                self._lost, self._size = False, self._durable
+        self._publisher.wake()
+        _call_done([waiting], refused)
 
     def _fail(self, why: str, error: BaseException) -> None:
         failure = AuditUnavailableError(
@@ -579,22 +774,25 @@ class Trail:
             wanted, self._publish_wanted = self._publish_wanted, False
             if self._failure is not None:
                 return None
-            ended = self._writer_ended
+            ended, shown, copies = self._writer_ended, self._shown, self._copies
         for leaf, header in taken:
             self._take(leaf, header)
+        if shown is not None:
+            self._write_shown(shown)
         uncovered = self._tree.size - self._current.checkpoint.size
         if uncovered and self._checkpoint_due is None:
             self._put_off()
         with self._lock:
             self._pending_bytes -= sum(len(leaf) for leaf, _ in taken)
+            self._taken = self._tree.size
         due_s = self._checkpoint_due
         overdue = due_s is not None and self._clock.monotonic() >= due_s
         if uncovered and (wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves):
-            if self._refusal():
+            # Who leads copies commits the checkpoint on them, so that no other reason to wait counts there.
+            if (self._refusal() if self._wal is not None else copies is None) or not self._publish(copies):
                 # Looked at again after another interval, or when the log is opened again.
                 self._put_off()
             else:
-                self._publish()
                 self._checkpoint_due = None
         if ended and not taken:
             self._write_snapshot()
@@ -624,7 +822,46 @@ class Trail:
         self._folder.append(INDEX_PATH, bundle_rows(number, self._bundle_headers))
         self._bundle, self._bundle_headers = [], []
 
-    def _publish(self) -> None:
+    def _publish(self, copies: Copies | None) -> bool:
+        """Sign what is in the tree, and show it; False where the copies did not take the checkpoint, which nobody is shown then."""
+        tree = self._tree
+        self._write_edge()
+        checkpoint = Checkpoint(self.key.name, tree.size, tree.root())
+        signed = sign_checkpoint(checkpoint, self._signers, self._clock.now_ms() // 1000)
+        if copies is not None:
+            try:
+                copies.keep_note(encode_note(signed.note))
+            except (FelixError, TimeoutError) as error:
+                with self._lock:
+                    self._unkept = (
+                        error
+                        if isinstance(error, FelixError)
+                        else UnavailableError(
+                            f"The checkpoint of {tree.size} leaves was not committed in time."
+                        )
+                    )
+                log.warning(
+                    "%s: the checkpoint of %d leaves is not committed: %s", self.key.name, tree.size, error
+                )
+                return False
+        self._write_checkpoint(signed)
+        return True
+
+    def _write_shown(self, signed: SignedCheckpoint) -> None:
+        tree, checkpoint = self._tree, signed.checkpoint
+        if (checkpoint.size, checkpoint.root) != (tree.size, tree.root()):
+            raise RolledBackError(
+                f"The leaves of {self.key.name} here differ from what was signed at {checkpoint.size} leaves.",
+                hint=VERIFY_HINT,
+            )
+        self._write_edge()
+        self._write_checkpoint(signed)
+        self._checkpoint_due = None
+        with self._lock:
+            self._shown = None
+
+    def _write_edge(self) -> None:
+        """The tiles and the bundle that are not full, durable, names included."""
         tree, folder = self._tree, self._folder
         if self._bundle:
             path = bundle_path(tree.size // TILE_WIDTH, len(self._bundle))
@@ -633,8 +870,9 @@ class Trail:
         for tile in tree.partial_tiles():
             folder.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
         folder.flush()
-        checkpoint = Checkpoint(self.key.name, tree.size, tree.root())
-        signed = sign_checkpoint(checkpoint, self._signers, self._clock.now_ms() // 1000)
+
+    def _write_checkpoint(self, signed: SignedCheckpoint) -> None:
+        tree, folder = self._tree, self._folder
         with self._files_lock:
             folder.write(CHECKPOINT_PATH, encode_note(signed.note))
             folder.flush()
@@ -656,7 +894,8 @@ class Trail:
                 name for name in self._partial_bundles if not name.startswith(f"tile/{where}.p/")
             ]
         self._obsolete.clear()
-        self._wal.remove_below(self._tree.size // TILE_WIDTH * TILE_WIDTH)
+        if self._wal is not None:
+            self._wal.remove_below(self._tree.size // TILE_WIDTH * TILE_WIDTH)
 
     def _write_snapshot(self) -> None:
         size = self._current.checkpoint.size
@@ -710,6 +949,27 @@ def remove_partials(folder: Folder, kind: str, path: str) -> None:
     folder.remove_folder(where)
 
 
+def _require_kind(folder: Folder, *, copied: bool) -> None:
+    """Raises RequestError(CONFLICT) where a log that several brokers have copies of is to be written alone, or the other way round."""
+    if copied and folder.names(WAL_FOLDER):
+        raise RequestError(
+            f"The audit log {folder.path} was written by one broker alone, and brokers do not copy it.",
+            code=Code.CONFLICT,
+            hint="Move the folder aside: the leaves come from the other brokers.",
+        )
+    if copied and folder.read(COPIED_PATH) is None:
+        folder.write(
+            COPIED_PATH, b"Several brokers have copies of this log; its leaves are in felix/system/audit.\n"
+        )
+        folder.flush()
+    elif not copied and folder.read(COPIED_PATH) is not None:
+        raise RequestError(
+            f"The audit log {folder.path} is one of several brokers' copies: written here alone, it would be another history.",
+            code=Code.CONFLICT,
+            hint="Write it through the region's brokers.",
+        )
+
+
 def _check_continues(folder: Folder, current: Checkpoint, before: Checkpoint) -> None:
     """Raises RolledBackError unless the tree of `current`, on disk, continues `before`."""
     if before.size > current.size:
@@ -761,7 +1021,7 @@ class _Opening:
         self._wal_path = folder.path / WAL_FOLDER
         self._unjudged = Unjudged(self._name)
 
-    def open(self, remembered: tuple[bytes, ...]) -> _Opened:
+    def open(self, remembered: tuple[bytes, ...], *, copied: bool = False) -> _Opened:
         """Recover. The numbers are those of docs/audit.md, "Opening a log"."""
         # 1. The newest checkpoint, signed by this log's key.
         signed = self._read_checkpoint()
@@ -800,7 +1060,8 @@ class _Opening:
             [bundle_path(tree.size // TILE_WIDTH, partial)] if partial else [],
             None,
         )
-        return self._replay(state)
+        # What is behind the checkpoint comes from the copies.
+        return state if copied else self._replay(state)
 
     def _read_checkpoint(self) -> SignedCheckpoint:
         data = self._folder.read(CHECKPOINT_PATH)

@@ -30,6 +30,7 @@ from felix.messages import (
     RotateKeys,
     WitnessedSize,
 )
+from region.audit_log import AuditLog
 from region.cluster.member import ClusterMember
 from region.log.copies import Copies
 from region.metadata.records import Stream, is_replicated
@@ -84,11 +85,22 @@ class Clustered:
         """The copies of streams with more than one; None while the broker is being opened."""
         self.requests: PeerRequests | None = None
         """What is asked of the other brokers; None while the broker is being opened."""
+        self.audit: AuditLog | None = None
+        """The audit log, where brokers copy it."""
 
     @property
     def has_audit_log(self) -> bool:
-        """Whether this broker's disk has the region's audit log."""
-        return self.member.audit_home == self.member.broker
+        """Whether this broker writes the region's audit log."""
+        if self.member.audit.stream is not None:
+            return self.audit is not None and self.audit.is_home
+        return self.audit_home == self.member.broker
+
+    @property
+    def audit_home(self) -> str:
+        """The broker that writes the region's audit log: whoever leads its stream, empty while nobody does; in a region of before brokers
+        copied it, the one whose disk has it."""
+        stream = self.member.audit.stream
+        return self.member.audit.broker if stream is None else self.leader_of(stream, 0)
 
     def epochs(self, record: Stream) -> dict[int, int]:
         """The epoch of each shard, where this broker leads the stream; empty where it does not, or has not all committed yet that it had
@@ -151,9 +163,10 @@ class Clustered:
 
     def alarms(self, records: Iterable[Stream]) -> list[str]:
         """What needs a person, as this broker knows: copies that are missing first."""
+        own = self.member.audit.stream
         missing = [
             f"{record.name} shard {number} ({', '.join(in_sync) or 'none'} of {', '.join(replicas)})"
-            for record in records
+            for record in (*records, *([own] if own is not None else []))
             if is_replicated(record.config)
             for number in range(record.config.shards)
             for replicas, in_sync in (self.members(record, number),)
@@ -168,6 +181,8 @@ class Clustered:
                 f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {self.member.broker}: {sentence}."
                 for shard, sentence in sorted(self.replicas.host.alarms.items())
             )
+        if self.audit is not None and self.audit.trouble:
+            found.append(f"The audit log's copy at broker {self.member.broker}: {self.audit.trouble}")
         return [*found, *sorted(self.member.alarms.values())]
 
     def gauges(self) -> dict[str, float]:
@@ -191,12 +206,10 @@ class Clustered:
 
     def states(self, records: Iterable[Stream]) -> list[BrokerState]:
         """Every broker that was ever registered, with how many of these streams it has."""
-        member = self.member
+        member, home = self.member, self.audit_home
         leads = Counter(member.assignments.placed(record.incarnation) for record in records)
         return [
-            BrokerState(
-                broker, address, leads[broker], broker == member.controller, broker == member.audit_home
-            )
+            BrokerState(broker, address, leads[broker], broker == member.controller, broker == home)
             for broker, address in member.brokers.items()
         ]
 
@@ -245,16 +258,29 @@ class Clustered:
         if what := _NOT_YET.get(asked):
             return _unsupported(what)
         if asked in _WITH_AUDIT_LOG and not self.has_audit_log:
-            home = self.member.audit_home
-            address = self.member.assignments.address(home)
-            return NotLeaderError(
-                f"Broker {home} has the region's audit log, and {self.member.broker} writes nothing into it.",
-                hint="Ask there; the SDK does." if address else f"Start broker {home}.",
-                retry_after_ms=RETRY_MS if address else 1_000,
-                leader=home,
-                address=address,
-            )
+            return self._no_audit_log()
         return None
+
+    def _no_audit_log(self) -> NotLeaderError:
+        home, stream = self.audit_home, self.member.audit.stream
+        address = self.member.assignments.address(home)
+        if stream is not None and (home == self.member.broker or not address):
+            return NotLeaderError(
+                f"Broker {home} is about to go on with the region's audit log."
+                if home
+                else "No broker leads the region's audit log at the moment.",
+                hint="Try again: a broker is elected within a lease, while more than half of those that have copies run "
+                "(`felix region status`).",
+                retry_after_ms=RETRY_MS,
+                stream=stream.name,
+            )
+        return NotLeaderError(
+            f"Broker {home} writes the region's audit log, and {self.member.broker} does not.",
+            hint="Ask there; the SDK does." if address else f"Start broker {home}.",
+            retry_after_ms=RETRY_MS if address else 1_000,
+            leader=home,
+            address=address,
+        )
 
 
 def _unsupported(what: str) -> RequestError:

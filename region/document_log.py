@@ -19,8 +19,8 @@ from typing import Final, NamedTuple
 import msgspec
 
 from audit.checkpoint import note_size
-from audit.document_disk import keep_document, read_documents
-from audit.leaf import Kind, Leaf, read_header
+from audit.document_disk import read_documents
+from audit.leaf import Header, Kind, Leaf, read_header
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
 from felix.news import News
@@ -30,6 +30,8 @@ log = logging.getLogger("felix.region.governance")
 
 SNAPSHOT_LEAVES: Final = 8_192
 """A start reads at most about so many leaves, and those of the minute before."""
+RECENT_LEAVES: Final = 4_096
+"""How far back a broker that goes on with the log looks for what may be asked again, because its answer was lost."""
 
 
 LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.POLICY))
@@ -61,7 +63,7 @@ class DocumentLog:
     def __init__(self, trail: Trail, path: Path, logged: _Logged, read_to: int) -> None:
         self._trail, self._path = trail, path
         self._documents, self._lasting = logged
-        self._saved_to = read_to
+        self._saved_to = self._read_to = read_to
         self._appending = asyncio.Lock()
         self._closed = False
         self.news = News()
@@ -73,7 +75,32 @@ class DocumentLog:
         size = note_size(trail.publish())
         logged, start = _read_snapshot(trail, path, size)
         _read(trail, logged, start, size)
-        return cls(trail, path, logged, start)
+        opened = cls(trail, path, logged, start)
+        opened._read_to = size
+        return opened
+
+    def refresh(self) -> int:
+        """Take in what other brokers have written, up to the newest checkpoint; how many documents that were. Blocks."""
+        size = note_size(self._trail.checkpoint())
+        if size <= self._read_to:
+            return 0
+        found = _Logged(set(), {})
+        _read(self._trail, found, self._read_to, size)
+        new = len(found.documents - self._documents)
+        for digest, index in found.lasting.items():
+            self._lasting.setdefault(digest, index)
+        self._documents |= found.documents
+        self._read_to = size
+        return new
+
+    def recent_keys(self) -> list[Header]:
+        """The KEY leaves among the newest RECENT_LEAVES. Blocks."""
+        size = note_size(self._trail.checkpoint())
+        headers = (
+            read_header(data)
+            for _, data in read_entries(self._trail.files, max(0, size - RECENT_LEAVES), size, size)
+        )
+        return [header for header in headers if header is not None and header.kind is Kind.KEY]
 
     def forgotten(self, known: Iterable[bytes]) -> list[bytes]:
         """The documents of this log that last and are not among `known`, oldest first. Blocks."""
@@ -100,7 +127,7 @@ class DocumentLog:
         async with self._appending:
             if self._closed or sha256(document).digest() in self._documents:
                 return False
-            await asyncio.to_thread(keep_document, self._trail.files, document)
+            await asyncio.to_thread(self._trail.keep_document, document)
             await self._trail.append([leaf])
             self.learn(leaf.header.document_sha256)
             return True

@@ -33,8 +33,9 @@ def open_evidence(
     name: str,
     files: Files,
     runtime: Runtime,
+    copied: bool = False,
 ) -> tuple[Witness, Trail]:
-    """Blocks. `name`: of the log's folder. `refusal`: why nothing may be signed now, or an empty string; asked from other threads. Of other regions only the pinned
+    """Blocks. `name`: of the log's folder. `refusal`: why nothing may be signed now, or an empty string; asked from other threads. `copied`: several brokers have copies of the log. Of other regions only the pinned
     ones are known yet; governance adds those that the store names rightly.
     """
     region, mesh = config.region, config.mesh
@@ -64,6 +65,7 @@ def open_evidence(
         refusal=refusal,
         files=files,
         runtime=runtime,
+        copied=copied,
     )
     if trail.recovered is not None:
         log.warning("audit log: %s", trail.recovered)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Final, Protocol
 
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.trail import Trail
+from felix.bounded import BoundedMap
 from felix.errors import RequestError
 from felix.messages import KeyState
 from felix.names import SpiffeId, StreamName
 from keys.keyring import Keyring, RootRotation
 from keys.shared import RegionKeys
+
+RECORDED_MAX: Final = 16_384
+"""KEY leaves that are remembered: one that is asked again comes within seconds."""
 
 
 class Rotation(Protocol):
@@ -56,6 +60,7 @@ class KeyService:
     ) -> None:
         self._keyring, self._rotation = keyring, rotation
         self._trail, self._region, self._clock_ms = trail, region, clock_ms
+        self._recorded: BoundedMap[tuple[str, str, bytes], bool] = BoundedMap(RECORDED_MAX)
 
     async def list(self, stream: str) -> list[KeyState]:
         """Keys by level, without secrets."""
@@ -83,8 +88,16 @@ class KeyService:
             "once they run and reach the metadata store; rotate the root again then: it makes no other one while a broker is behind."
         )
 
+    def know(self, leaves: Iterable[Header]) -> None:
+        """These KEY leaves stand in the log, written by another broker: asked again, they are not written twice."""
+        for header in leaves:
+            self._recorded.put((header.actor, header.action, header.key_id), True)
+
     async def record(self, actor: SpiffeId, key_id: bytes, action: str) -> None:
-        """Write a KEY leaf, and wait until it is durable. Raises UnavailableError where the log cannot be written."""
+        """Write a KEY leaf, and wait until it is durable. Of several brokers, one that was written a moment ago and is asked again is not
+        written twice. Raises UnavailableError where the log cannot be written."""
+        if self._trail.copied and self._recorded.look((str(actor), action, key_id)):
+            return
         header = Header(
             kind=Kind.KEY,
             side=Side.INGRESS,
@@ -96,3 +109,4 @@ class KeyService:
             key_id=key_id,
         )
         await self._trail.append([Leaf(header)])
+        self.know([header])

@@ -74,17 +74,24 @@ class PeerRequests:
         self._listeners.append(listener)
 
     def is_up(self, peer: str) -> bool:
-        """Whether a link stands to this broker."""
-        return self.links.is_up(peer)
+        """Whether a link stands to this broker; it always reaches itself."""
+        return peer == self.own or self.links.is_up(peer)
 
     async def ask(
         self, peer: str, request: PeerRequest, answer: type[AnswerT], *, timeout_s: float = ASK_S
     ) -> AnswerT:
-        """Ask another broker. Raises its refusal, and UnavailableError(DISCONNECTED) as the module says."""
+        """Ask a broker, which may be this one. Raises its refusal, and UnavailableError(DISCONNECTED) as the module says."""
         self._number += 1
         key = peer, self._number
         body = msgspec.msgpack.encode(request)
         assert len(body) <= ASK_BYTES_MAX, type(request).__name__
+        if peer == self.own:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    told = await self._carry_out(peer, body)
+            except TimeoutError:
+                raise _lost(peer) from None
+            return msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=answer)
         waiting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._open[key] = waiting
         try:

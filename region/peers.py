@@ -13,7 +13,7 @@ from region.cluster.member import ClusterMember
 from region.log.open_logs import OpenLogs
 from region.metadata.records import Stream
 from region.peer_requests import PeerRequests
-from region.replicas import Folders, Replicas
+from region.replicas import Folders, Replicas, SystemStream
 from region.replication.links import LocalBroker, PeerLinks
 
 
@@ -33,8 +33,9 @@ class Peers:
         limits: TransportLimits,
         open_logs: OpenLogs,
         runtime: Runtime,
+        system: Mapping[StreamName, SystemStream],
     ) -> None:
-        """`anchor`: the region's authority. `limits`: of connections that this broker takes."""
+        """`system`: as `Replicas` has it. `anchor`: the region's authority. `limits`: of connections that this broker takes."""
         bundle = TrustBundle([anchor])
         self.requests = PeerRequests(me.broker)
         self.links = PeerLinks(
@@ -53,7 +54,14 @@ class Peers:
         )
         self.requests.links = self.links
         self.replicas = Replicas(
-            member, me.region, folders, self.links, streams, open_logs=open_logs, runtime=runtime
+            member,
+            me.region,
+            folders,
+            self.links,
+            streams,
+            open_logs=open_logs,
+            runtime=runtime,
+            system=system,
         )
 
     def _linked(self, peer: str, up: bool) -> None:

@@ -17,9 +17,10 @@ import asyncio
 import logging
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final, NamedTuple
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -152,8 +153,14 @@ class _Home:
     def unreached(self) -> AuditUnavailableError | None:
         """Why the log cannot be asked now."""
         home = self.home()
-        if self.requests.is_up(home):
+        if home and self.requests.is_up(home):
             return None
+        if not home:
+            return AuditUnavailableError(
+                f"No broker goes on with the audit log of {self.region} at the moment.",
+                hint="Nothing crosses until one is elected: more than half of those that have copies have to run.",
+                retry_after_ms=500,
+            )
         return AuditUnavailableError(
             f"Broker {home} has the audit log of {self.region}, and broker {self.requests.own} does not reach it.",
             hint=f"Nothing crosses here until it does: start broker {home}.",
@@ -168,7 +175,7 @@ class _Home:
 
 
 class RemoteAudit:
-    """`AuditPort` of a broker that has not got the log. On the event loop, but for `failure` and `status`."""
+    """`AuditPort` of a broker that has not got the log; where brokers copy the log, of each, whoever is home. On the event loop, but for `failure` and `status`."""
 
     def __init__(self, region: str, requests: PeerRequests, home: Callable[[], str]) -> None:
         self._home = _Home(region, requests, home)
@@ -456,6 +463,30 @@ class HomeLeaves:
         raise AssertionError("the log is here")
 
 
+class MovingLeaves:
+    """`governance.leaves.Neighbours` where brokers copy the log, and any of them may go on with it."""
+
+    def __init__(self, here: HomeLeaves, elsewhere: RemoteLeaves, is_home: Callable[[], bool]) -> None:
+        self._here, self._elsewhere, self._is_home = here, elsewhere, is_home
+
+    @property
+    def writes_here(self) -> bool:
+        return self._is_home()
+
+    async def all_passed(self, digest: bytes) -> None:
+        """As whoever writes leaves does."""
+        if self._is_home():
+            await self._here.all_passed(digest)
+
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+        """As the broker that is home says."""
+        return await self._elsewhere.has_leaf(digest, passed=passed)
+
+    def written(self, digest: bytes) -> None:
+        """It has its leaf."""
+        self._here.written(digest)
+
+
 class AuditServer:
     """The broker with the log answers the others; its own leaves it takes as theirs (`AuditPort`): a stream that it led, and leads again, may have
     had them written while they waited."""
@@ -468,8 +499,11 @@ class AuditServer:
         arrivals: ArrivalIndex,
         logged: DocumentLog,
         leaves: HomeLeaves,
+        is_home: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`is_home`: whether this broker writes the log now; while it does not, nobody is answered."""
         self._region = region
+        self._is_home = is_home
         self._trail, self._arrivals, self._logged, self._leaves = trail, arrivals, logged, leaves
         self._appending: dict[str, asyncio.Lock] = {}
         self._own: set[asyncio.Task[None]] = set()
@@ -481,7 +515,18 @@ class AuditServer:
             (ChargedBytes, self._charged_bytes),
             (AwaitLeaves, self._await_leaves),
         ):
-            requests.serve(request, handler)
+            requests.serve(request, partial(self._answer, handler))
+
+    async def _answer(
+        self, handler: Callable[[str, Any], Awaitable[msgspec.Struct]], peer: str, asked: Any
+    ) -> msgspec.Struct:
+        if not self._is_home():
+            raise AuditUnavailableError(
+                "This broker does not write the audit log now.",
+                hint="Ask again: another one may go on with it.",
+                retry_after_ms=200,
+            )
+        return await handler(peer, asked)
 
     @property
     def failure(self) -> AuditUnavailableError | None:

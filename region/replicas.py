@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Final, Protocol
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
 from felix.bounded import BoundedMap
 from felix.errors import CorruptionError, FelixError
@@ -36,6 +37,13 @@ log = logging.getLogger("felix.region.replicas")
 
 RETRY_S: Final = 10.0
 """A copy that could not be opened is tried again after this: a disk may have room by then."""
+
+
+class SystemStream(NamedTuple):
+    """A stream of the region's own, of one shard: its record, and the kinds of its logs (region.log.companions)."""
+
+    record: Stream
+    logs: tuple[int, ...]
 
 
 class Folders(Protocol):
@@ -77,12 +85,14 @@ class Replicas:
         *,
         open_logs: OpenLogs,
         runtime: Runtime,
+        system: Mapping[StreamName, SystemStream] = MappingProxyType({}),
     ) -> None:
-        """`streams`: the catalog, as it is known now."""
+        """`streams`: the catalog, as it is known now. `system`: streams that no catalog has."""
         self._member = member
         self._region = region
         self._folders = folders
         self._streams = streams
+        self._system = system
         self.host = ReplicaHost(
             member.broker,
             member.mirror,
@@ -114,7 +124,7 @@ class Replicas:
             registered_at=max(registry.registered_revision, self._member.mirror.view.revision),
         )
         registry.on_lease(self.host.leased)
-        for name in list(self._streams):
+        for name in [*self._system, *self._streams]:
             self.look_at(str(name))
         await self._open_wanted()
 
@@ -214,18 +224,20 @@ class Replicas:
     async def _open_wanted(self) -> None:
         names, self._wanted = self._wanted, set()
         for name in sorted(names):
-            record = self._streams.get(StreamName.parse(name))
-            if record is None or not is_replicated(record.config):
+            parsed = StreamName.parse(name)
+            own = self._system.get(parsed)
+            record = self._streams.get(parsed) if own is None else own.record
+            if record is None or (own is None and not is_replicated(record.config)):
                 continue
             try:
-                await self._open_copies(record)
+                await self._open_copies(record, kinds_of(record.config) if own is None else own.logs)
             except (FelixError, OSError) as error:
                 log.error("a copy of %s cannot be opened: %s", name, error)
                 # One that is damaged stays so.
                 if not isinstance(error, CorruptionError):
                     self._wanted.add(name)
 
-    async def _open_copies(self, stream: Stream) -> None:
+    async def _open_copies(self, stream: Stream, kinds: Sequence[int]) -> None:
         for number in range(stream.config.shards):
             shard = ShardId(stream.incarnation, number)
             async with self._changing:
@@ -238,26 +250,26 @@ class Replicas:
                 ):
                     continue
                 self._names[stream.incarnation] = stream.name
-                await self.host.add(await self._plan(stream, shard))
+                await self.host.add(await self._plan(stream, shard, kinds))
 
     def _kept(self, shard: ShardId, number: int) -> Path:
         return self._folders.copies / f"{shard.incarnation}-{shard.number}-{number}"
 
-    async def _plan(self, stream: Stream, shard: ShardId) -> ShardPlan:
+    async def _plan(self, stream: Stream, shard: ShardId, kinds: Sequence[int]) -> ShardPlan:
         incarnation = bytes.fromhex(stream.incarnation)
         name = StreamName.parse(stream.name)
-        logs = []
-        for kind in kinds_of(stream.config):
+        plans = []
+        for kind in kinds:
             number = log_number(kind, shard.number)
             identity = ShardIdentity(self._region, stream.name, incarnation, number)
             try:
                 folder = await self._folders.make_folder(name, incarnation, number)
             except OSError as error:
                 raise storage_error(error, Path(stream.name)) from error
-            logs.append(LogPlan(kind, folder, identity, kept=self._kept(shard, kind)))
+            plans.append(LogPlan(kind, folder, identity, kept=self._kept(shard, kind)))
         return ShardPlan(
             shard,
-            tuple(logs),
+            tuple(plans),
             shard_durability(stream.config),
             answers_early=stream.config.acks == "leader",
         )

@@ -50,6 +50,7 @@ from keys.signing import VerifyKey
 from keys.store import KEY_FILE, KeyStore
 from region.arrival_index import ArrivalIndex
 from region.at_once import at_once
+from region.audit_log import LOGS, AuditLog
 from region.audit_port import ArrivalLog, AuditPort
 from region.broker import Broker
 from region.broker_certificate import BrokerCertificate
@@ -57,9 +58,10 @@ from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
 from region.cluster.key_rotation import KeyRotation
-from region.cluster.member import Catalogued, ClusterMember
+from region.cluster.member import AUDIT_STREAM, Catalogued, ClusterMember
 from region.cluster.node_file import NAME as NODE_FILE
 from region.cluster.node_file import NodeFile
+from region.cluster.records import ShardId
 from region.cluster.registration import Start
 from region.cluster.registry import Address as MemberAddress
 from region.cluster.stream_keys import StreamKeys
@@ -76,6 +78,7 @@ from region.key_service import KeyringRotation, KeyService, Rotation
 from region.landings import Landings
 from region.log.directory import LogDirectory
 from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit
+from region.log.shard import ShardHooks
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
@@ -87,8 +90,9 @@ from region.metadata.registration import Holder, Registration, is_holder
 from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
-from region.remote_audit import AuditServer, HomeLeaves, RemoteAudit
+from region.remote_audit import AuditServer, HomeLeaves, MovingLeaves, RemoteAudit
 from region.renewal import IdentityRenewal
+from region.replicas import Replicas, SystemStream
 from region.replication.links import LocalBroker
 from region.requests import Requests, ViewTraffic
 from region.sealing import KeyringSeal
@@ -111,6 +115,8 @@ AUDIT: Final = "audit"
 """The folder of the region's audit log, in the data folder of the broker that writes it."""
 NO_AUDIT: Final = "no-audit"
 """That of a broker of several which has not got it: a log that nothing is ever written to, and that nobody takes for the region's."""
+AUDIT_COPIES: Final = 3
+"""Brokers that have copies of the audit log, where the region has so many: any one may be lost."""
 SWITCH_S: Final = 0.0005
 """How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
 that seals and writes a noisy tenant's batches; measured with `python -m benchmarks fairness`."""
@@ -225,11 +231,15 @@ async def open_broker(
     cosigned = WitnessMemory(
         store, config.region, DiskWitnessStore(data / "witness", machine.evidence), runtime
     )
-    has_audit_log = clustered is None or clustered.has_audit_log
+    audited = None if clustered is None else clustered.member.audit.stream
+    has_audit_log = clustered is None or audited is not None or clustered.has_audit_log
 
     def may_not_sign() -> str:
         if clustered is not None and not clustered.has_audit_log:
-            return f"The region's audit log is written by broker {clustered.member.audit_home}"
+            home = clustered.audit_home
+            if not home:
+                return "No broker leads the region's audit log"
+            return f"The region's audit log is written by broker {home}"
         return _why(registered)
 
     witness, trail = await asyncio.to_thread(
@@ -242,6 +252,7 @@ async def open_broker(
         name=AUDIT if has_audit_log else NO_AUDIT,
         files=machine.evidence,
         runtime=runtime,
+        copied=audited is not None,
     )
     stack.push_async_callback(asyncio.to_thread, trail.close)
     witnesses = config.audit.witnesses if has_audit_log else ()
@@ -273,6 +284,7 @@ async def open_broker(
             limits=transport_limits,
             open_logs=open_logs,
             runtime=runtime,
+            system={} if audited is None else {AUDIT_STREAM: SystemStream(audited, LOGS)},
         )
         clustered.replicas = peers.replicas
         clustered.requests = peers.requests
@@ -313,7 +325,30 @@ async def open_broker(
     neighbours: Neighbours = Alone()
     if clustered is not None and peers is not None:
         member = clustered.member
-        if has_audit_log:
+        if audited is not None:
+            here, region_of, peers_of = (
+                HomeLeaves(
+                    config.broker, lambda: member.brokers, partial(_may_hold_arrivals, clustered, mirror)
+                ),
+                clustered,
+                peers.requests,
+            )
+            server = AuditServer(
+                config.region,
+                peers.requests,
+                trail,
+                ArrivalIndex(trail),
+                logged,
+                here,
+                lambda: region_of.has_audit_log,
+            )
+            audit = remote = RemoteAudit(config.region, peers.requests, lambda: region_of.audit_home)
+            arrivals = remote.arrivals
+            neighbours = MovingLeaves(here, remote.leaves, lambda: region_of.has_audit_log)
+            stack.push_async_callback(server.close)
+            stack.push_async_callback(remote.close)
+            member.on_assigned(lambda name: peers_of.news.tell() if name == str(AUDIT_STREAM) else None)
+        elif has_audit_log:
             neighbours = home_leaves = HomeLeaves(
                 config.broker, lambda: member.brokers, partial(_may_hold_arrivals, clustered, mirror)
             )
@@ -322,7 +357,7 @@ async def open_broker(
             )
             stack.push_async_callback(server.close)
         else:
-            audit = remote = RemoteAudit(config.region, peers.requests, lambda: member.audit_home)
+            audit = remote = RemoteAudit(config.region, peers.requests, lambda: member.audit.broker)
             arrivals, neighbours = remote.arrivals, remote.leaves
             stack.push_async_callback(remote.close)
     governance = Governance(
@@ -388,6 +423,13 @@ async def open_broker(
         # What landed and has no leaf yet keeps its stream from being served until the broker with the audit log is reached.
         peers.requests.on_linked(follower.look)
         await peers.replicas.open()
+        if audited is not None:
+            assert shared is not None
+            clustered.audit = _copy_audit_log(
+                audited, peers.replicas, directory, governance, shared, clustered.member, open_logs, runtime
+            )
+            clustered.audit.start()
+            stack.push_async_callback(clustered.audit.close)
     await streams.remove_marked(mirror.deleted_streams)
     stack.push_async_callback(streams.close)
     stack.push_async_callback(queues.close)
@@ -478,6 +520,47 @@ async def _share_keys(
     await rotation.start()
     stack.push_async_callback(rotation.close)
     return shared, rotation
+
+
+def _copy_audit_log(
+    record: Stream,
+    replicas: Replicas,
+    directory: LogDirectory,
+    governance: Governance,
+    shared: StreamKeys,
+    member: ClusterMember,
+    open_logs: OpenLogs,
+    runtime: Runtime,
+) -> AuditLog:
+    """The part that this broker has in the audit log that several brokers copy."""
+    incarnation, logged, keys = bytes.fromhex(record.incarnation), governance.logged, governance.keys
+
+    async def taken() -> None:
+        if await asyncio.to_thread(logged.refresh):
+            governance.decide_again()
+        keys.know(await asyncio.to_thread(logged.recent_keys))
+
+    return AuditLog(
+        record,
+        replicas.host,
+        directory,
+        governance.trail,
+        lambda kind: replicas.host.lead(ShardId(record.incarnation, 0), kind),
+        lambda number: KeyringSeal(shared.keyring, AUDIT_STREAM, incarnation, number),
+        lambda seal: ShardHooks(
+            seal.seal,
+            seal.open_batch,
+            seal.commitment,
+            refusal=member.refusal,
+            runtime=runtime,
+            open_logs=open_logs,
+        ),
+        has_key=lambda: shared.ensure(AUDIT_STREAM, incarnation),
+        taken=taken,
+        # What the store has without a leaf gets it now.
+        became_home=governance.decide_again,
+        runtime=runtime,
+    )
 
 
 def _ensure_key(shared: StreamKeys) -> Callable[[StreamName, Stream], Awaitable[None]]:
@@ -573,7 +656,7 @@ async def _join(
         NodeFile(files, folder.root / config.data, runtime.random),
         MemberAddress(address, address),
         lease_ms=cluster.lease,
-        audit_home=cluster.brokers[0].id,
+        audit_copies=min(AUDIT_COPIES, len(cluster.brokers)),
         runtime=runtime,
     )
     stack.push_async_callback(member.close)

@@ -17,7 +17,9 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from felix.errors import CorruptionError, FelixError, UnavailableError
+from felix.names import StreamName
 from felix.runtime.port import Runtime
+from felix.settings import Durability
 from felix.tasks import end_tasks
 from region.cluster.assignments import Assignments
 from region.cluster.controller import AskEnds, StreamWish
@@ -29,13 +31,16 @@ from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
 from region.metadata.lease import Lease
 from region.metadata.port import MetadataStore
-from region.metadata.records import Stream, min_in_sync
+from region.metadata.records import INCARNATION_BYTES, Stream, StreamConfig, min_in_sync
 from region.metadata.transaction import Absent, Change, Put, Snapshot
 
 log = logging.getLogger("felix.region.cluster")
 
 WANT_PAUSES: Final = 10
 """After a look at all streams the next one waits so many times as long as it took: a tenth of the event loop at most."""
+
+AUDIT_STREAM: Final = StreamName("felix", "system", "audit")
+"""Has the leaves of the audit log. It stands in no catalog, so nobody reads or writes it but the brokers themselves."""
 
 
 class Catalogued(NamedTuple):
@@ -47,10 +52,26 @@ class Catalogued(NamedTuple):
     groups: Mapping[str, tuple[str, ...]]
 
 
-class AuditHome(msgspec.Struct, frozen=True):
-    """The broker whose disk has the region's audit log. It stays that one: another would begin a second history."""
+class AuditHome(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Where the region's audit log is, since the region began: `broker`, the one whose disk has it, in regions of before brokers copied it;
+    else the incarnation of the stream that has its leaves, and its copies."""
 
     broker: str
+    incarnation: str = ""
+    replicas: int = 0
+    created_ms: int = 0
+
+    @property
+    def stream(self) -> Stream | None:
+        """The stream that has the leaves; None where one broker's disk has them."""
+        if not self.incarnation:
+            return None
+        return Stream(
+            name=str(AUDIT_STREAM),
+            incarnation=self.incarnation,
+            created_ms=self.created_ms,
+            config=StreamConfig(durability=Durability("fsync"), replicas=self.replicas),
+        )
 
 
 class ClusterMember:
@@ -64,11 +85,13 @@ class ClusterMember:
         self._registry: Registry
         self._controller: ControllerService
         self.assignments: Assignments
-        self.audit_home = ""
-        """the broker that writes the audit log"""
+        self.audit = AuditHome("")
+        """where the audit log is"""
         self._listeners: list[Callable[[str], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog: Callable[[], Catalogued] | None = None
+        self._system: list[Stream] = []
+        """streams that are placed, and stand in no catalog"""
         self._wanting: asyncio.TimerHandle | None = None
         self._want_not_before = 0.0
         self._wishes: dict[str, tuple[Stream, tuple[str, ...], StreamWish]] = {}
@@ -84,10 +107,10 @@ class ClusterMember:
         address: Address,
         *,
         lease_ms: int,
-        audit_home: str,
+        audit_copies: int,
         runtime: Runtime,
     ) -> Self:
-        """Register. `audit_home`: who is to have the audit log, where nobody has it yet. Raises as `Registry.open`, and
+        """Register. `audit_copies`: how many brokers are to have the audit log, where nobody has it yet. Raises as `Registry.open`, and
         CorruptionError where the record of the audit log cannot be read."""
         member = cls(store, region, start, runtime)
         mirror = member._mirror
@@ -102,22 +125,26 @@ class ClusterMember:
         try:
             await mirror.start()
             await registry.open()
-            member.audit_home = await member._claim_audit(f"{mirror.view.keys.prefix}audit_home", audit_home)
+            member.audit = await member._claim_audit(f"{mirror.view.keys.prefix}audit_home", audit_copies)
         except BaseException:
             await member.close(in_order=False)
             raise
+        if (stream := member.audit.stream) is not None:
+            member._system.append(stream)
         return member
 
-    async def _claim_audit(self, key: str, broker: str) -> str:
+    async def _claim_audit(self, key: str, copies: int) -> AuditHome:
         while True:
             entry = await self._store.get(key)
             if entry is not None:
                 break
-            await self._store.transact([Absent(key)], [Put(key, msgspec.json.encode(AuditHome(broker)))])
+            incarnation = self._runtime.random.randbytes(INCARNATION_BYTES).hex()
+            home = AuditHome("", incarnation, copies, self._runtime.clock.now_ms())
+            await self._store.transact([Absent(key)], [Put(key, msgspec.json.encode(home))])
         try:
-            return msgspec.json.decode(entry.value, type=AuditHome).broker
+            return msgspec.json.decode(entry.value, type=AuditHome)
         except msgspec.MsgspecError as error:
-            raise CorruptionError(f"{key} does not say which broker has the audit log: {error}.") from error
+            raise CorruptionError(f"{key} does not say where the audit log is: {error}.") from error
 
     # What it says
 
@@ -193,7 +220,7 @@ class ClusterMember:
         assert self._catalog is not None
         streams, deleted, groups = self._catalog()
         before, self._wishes = self._wishes, {}
-        for stream in streams:
+        for stream in self._system + list(streams):
             of, held = groups.get(stream.name, ()), before.get(stream.incarnation)
             is_same = held is not None and held[0] is stream and held[1] == of
             self._wishes[stream.incarnation] = held if held and is_same else (stream, of, _wish(stream, of))

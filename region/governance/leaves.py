@@ -188,6 +188,7 @@ class DocumentLeaves:
         )
         await self._logged.append(document.encode_file(), leaf)
         self._neighbours.written(digest)
+        self._asked(digest)
         self._actors.pop(digest, None)
 
     async def _follow(self, document: Document, digest: bytes) -> None:
@@ -197,6 +198,10 @@ class DocumentLeaves:
             self._asked(digest)
             await self._let_pass(document)
         while not stands:
+            if self._neighbours.writes_here:
+                # This broker has gone on with the log meanwhile.
+                await self.log(document)
+                return
             stands = await self._neighbours.has_leaf(digest, passed=True)
         self._logged.learn(digest)
         self._asked(digest)

@@ -125,6 +125,8 @@ class Governance:
         self.put = self._intake.put
         """takes a signed document that somebody brings"""
         self.follow = self._judgement.follow
+        self.decide_again = self._judgement.reload
+        """after the log has got leaves of other brokers"""
         self.denials = Denials(broker, self.audit, own.region, lambda: self.book, lambda: self.bundles)
         self.denied = self.denials.denied
         """hands a DENY leaf for a refusal to the audit log, and gives the refusal back"""

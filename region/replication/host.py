@@ -35,11 +35,13 @@ from region.cluster.transactions import Refusal, change, leave_sets
 from region.log.companions import RECORDS
 from region.log.errors import NotLocalError
 from region.log.open_logs import OpenLogs
+from region.log.point import LogPoint
 from region.metadata.lease import Lease as StoreLease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copies import HostedCopies
 from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk
+from region.replication.history import BEGINNING
 from region.replication.leader import TICK_MS, Phase
 from region.replication.log_worker import (
     LogBegun,
@@ -47,7 +49,7 @@ from region.replication.log_worker import (
     Replace,
 )  # fmt: skip
 from region.replication.log_worker import Told as WorkerTold
-from region.replication.messages import Follow, Message, Placed, Probe
+from region.replication.messages import Follow, Frame, Message, Placed, Probe
 from region.replication.origin import decode_beginning, encode_beginning
 from region.replication.ready import (
     Begun,
@@ -395,6 +397,26 @@ class ReplicaHost:
     def _failed(self, hosted: Hosted, failed: DiskFailed, error: FelixError) -> None:
         hosted.workers[failed.log].halt(error.sentence)
         self._begin_task(self._disk_failed(hosted, failed))
+
+    async def read_committed(
+        self, shard: ShardId, number: int, begin: LogPoint, size: int
+    ) -> tuple[Frame, ...]:
+        """Frames of a log of a copy here, led or not, from `begin` on, as far as they are known to be committed: of about `size` bytes, one
+        at least; none where there is no more, or no copy. Raises what reading raises."""
+        hosted = self._hosted.get(shard)
+        if hosted is None:
+            return ()
+        log, disk = hosted.core.replica.logs[number], hosted.workers[number].disk
+        end = log.commit
+        begin = max(begin, log.start)
+        if begin >= end:
+            return ()
+        return await self._loop.run_in_executor(self._read_pool, disk.read, begin, size, end)
+
+    def committed(self, shard: ShardId, number: int) -> LogPoint:
+        """How far a log of a copy here is known to be committed."""
+        hosted = self._hosted.get(shard)
+        return BEGINNING if hosted is None else hosted.core.replica.logs[number].commit
 
     def want_min(self, shard: ShardId, minimum: int) -> None:
         """The catalog asks for this `min` (R9)."""

@@ -17,7 +17,9 @@ from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability
 from region import stream_follower
+from region.cluster.member import AuditHome, ClusterMember
 from region.config import MetadataConfig
+from region.metadata.transaction import Absent, Put
 from region.node import Node
 from region.sealing import KeyringSeal
 
@@ -199,10 +201,30 @@ async def test_requests_that_write_into_the_audit_log_reach_its_one_writer_from_
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:
     async with serving(tmp_path, etcd, 2) as region, region.client("b2") as client:
+        assert await client.describe_mesh()
+        trails = {name: node.services.governance.trail for name, node in region.nodes.items()}
+        (home,) = [name for name in region.nodes if region.clustered(name).has_audit_log]
+        (other,) = [name for name in region.nodes if name != home]
+        assert trails[home].failure is None and trails[other].failure is not None
+        assert f"written by broker {home}" in str(trails[other].failure)
+        data = region.folder.root / region.config.data
+        assert sorted(path.parent.name for path in data.glob("*/audit")) == ["b1", "b2"]
+
+
+async def test_a_region_of_before_brokers_copied_the_log_keeps_it_on_the_disk_of_the_broker_that_has_it(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def before(self: ClusterMember, key: str, copies: int) -> AuditHome:
+        await self._store.transact([Absent(key)], [Put(key, b'{"broker":"b1"}')])
+        return await claim(self, key, copies)
+
+    claim = ClusterMember._claim_audit
+    monkeypatch.setattr(ClusterMember, "_claim_audit", before)
+    async with serving(tmp_path, etcd, 2) as region, region.client("b2") as client:
         assert [region.clustered(name).has_audit_log for name in region.nodes] == [True, False]
         assert await client.describe_mesh()
         trails = {name: node.services.governance.trail for name, node in region.nodes.items()}
-        assert trails["b1"].failure is None and trails["b2"].failure is not None
+        assert trails["b1"].failure is None and not trails["b1"].copied
         assert "written by broker b1" in str(trails["b2"].failure)
         data = region.folder.root / region.config.data
         assert [path.parent.name for path in data.glob("*/audit")] == ["b1"]

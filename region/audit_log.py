@@ -1,0 +1,417 @@
+"""The region's audit log where several brokers have copies of it: who goes on with it, and how the copies come to be (decision 0112).
+
+The leaves are a stream of the region's own, `felix/system/audit`, that stands in no catalog: one record a leaf, its offset the leaf's index, one
+batch an append. Beside them are two logs of the same shard: documents that are too long for their leaf, and checkpoints. The three are led by
+one broker, the log's *home*. Each broker that has copies keeps the log's files (`audit.trail`) by what is committed.
+
+Invariants:
+- a leaf counts, and is in a tree, once it is committed: durable on every copy in sync, of which there are at least `min_in_sync`;
+- a checkpoint is signed by the home alone, over committed leaves, and is committed itself before anybody is shown it; who is home next has taken
+  it, compared its root, and signed all that is committed, before it answers for the log: so no size is below, and no root other than, one
+  that was shown;
+- a document is committed before its leaf is appended, and a leaf before the checkpoint that covers it;
+- on a broker that is not home the files end at a checkpoint of the home's.
+
+Order: `start` once the copies are opened; `close` before they are closed. Event loop; `Leading` is called from the trail's threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from hashlib import sha256
+from typing import Final, Protocol
+
+import msgspec
+
+from audit.checkpoint import note_size
+from audit.document_disk import keep_document
+from audit.document_leaf import document_path
+from audit.errors import RolledBackError
+from audit.trail import Trail
+from felix.batch import Batch, NewRecord, decode_payloads, encode_batch
+from felix.errors import CorruptionError, FelixError, UnavailableError
+from felix.names import StreamName
+from felix.runtime.port import Runtime
+from felix.settings import FSYNC
+from felix.tasks import end_tasks
+from region.cluster.member import AUDIT_STREAM
+from region.cluster.records import ShardId
+from region.log.companions import RECORDS, log_number
+from region.log.copies import Copies
+from region.log.frame import Frame as LogFrame
+from region.log.point import LogPoint
+from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
+from region.metadata.records import Stream
+from region.replication.messages import Frame
+
+log = logging.getLogger("felix.region.audit_log")
+
+LEAVES: Final = RECORDS
+DOCUMENTS: Final = 16
+CHECKPOINTS: Final = 17
+LOGS: Final = (LEAVES, DOCUMENTS, CHECKPOINTS)
+"""Their kinds among the shard's logs, above those of views' journals (region.log.companions)."""
+RING_BYTES: Final = 1 << 20
+"""Of each of them in memory: they are read when a broker has to catch up."""
+READ_BYTES: Final = 4 << 20
+"""Read at a time from a copy."""
+FOLLOW_S: Final = 0.25
+"""How often a broker that is not home looks for what is committed."""
+RETRY_S: Final = 1.0
+"""A log that could not be taken on is tried again after this."""
+COMMIT_S: Final = 60.0
+"""How long the trail waits for a checkpoint or a document to be committed."""
+CLOSE_S: Final = 5.0
+"""How long a broker that stops waits for its last checkpoint."""
+PART_BYTES: Final = 512 << 10
+"""Of a document, in one record: a batch has 1 MiB at most (felix.batch.BATCH_BYTES_MAX)."""
+DOCUMENT_PARTS_MAX: Final = 64
+"""More than the longest document has."""
+CHECKPOINTS_BYTES: Final = 64 << 20
+"""Checkpoints are let go of beyond this: the newest alone is needed."""
+
+
+class _Checkpoint(msgspec.Struct, frozen=True, array_like=True):
+    note: bytes
+    cosigned: bool
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True):
+    """Of a document: its SHA-256, which part, of how many."""
+
+    digest: bytes
+    number: int
+    parts: int
+    data: bytes
+
+
+# Made here: msgspec learns a type at its first use, not safely on two threads.
+_checkpoint: Final = msgspec.msgpack.Decoder(_Checkpoint)
+_part: Final = msgspec.msgpack.Decoder(_Part)
+
+
+class Seal(Protocol):
+    """`region.sealing.KeyringSeal`."""
+
+    def seal(self, batch: Batch) -> Batch: ...
+    def open_batch(self, batch: Batch) -> Batch: ...
+    def commitment(self) -> bytes: ...
+
+
+class Host(Protocol):
+    """What is asked of whoever has the copies (region.replication.host)."""
+
+    def serves(self, shard: ShardId) -> bool: ...
+
+    def committed(self, shard: ShardId, number: int) -> LogPoint: ...
+
+    async def read_committed(
+        self, shard: ShardId, number: int, begin: LogPoint, size: int
+    ) -> tuple[Frame, ...]: ...
+
+    def on_change(self, listener: Callable[[ShardId], None]) -> None: ...
+
+
+class Directory(Protocol):
+    """What is asked of `region.log.directory.LogDirectory`."""
+
+    async def lead_shard(
+        self,
+        name: StreamName,
+        incarnation: bytes,
+        shard: int,
+        settings: ShardSettings,
+        hooks: ShardHooks,
+        copies: Copies,
+    ) -> ShardLog: ...
+
+    async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None: ...
+
+
+class Leading:
+    """`audit.trail.Copies`: what the home commits."""
+
+    def __init__(self, logs: dict[int, ShardLog], runtime: Runtime) -> None:
+        self._logs = logs
+        self._runtime = runtime
+        self._loop = asyncio.get_running_loop()
+
+    def append(self, first: int, leaves: Sequence[bytes], done: Callable[[FelixError | None], None]) -> None:
+        """One batch, where the log ends at `first`."""
+
+        def answered(result: Appended | FelixError) -> None:
+            done(result if isinstance(result, FelixError) else None)
+
+        def begin() -> None:
+            try:
+                batch = encode_batch([NewRecord(payload=leaf) for leaf in leaves])
+                self._logs[LEAVES].append_nowait(batch, answered, expected_offset=first)
+            except FelixError as error:
+                done(error)
+
+        try:
+            self._loop.call_soon_threadsafe(begin)
+        except RuntimeError:
+            done(UnavailableError("The broker has stopped."))
+
+    def keep_note(self, note: bytes) -> None:
+        self._keep(CHECKPOINTS, [msgspec.msgpack.encode(_Checkpoint(note, False))])
+
+    def keep_cosigned(self, note: bytes) -> None:
+        self._keep(CHECKPOINTS, [msgspec.msgpack.encode(_Checkpoint(note, True))])
+
+    def keep_document(self, document: bytes) -> None:
+        digest, parts = sha256(document).digest(), range(0, len(document), PART_BYTES)
+        self._keep(
+            DOCUMENTS,
+            [
+                msgspec.msgpack.encode(_Part(digest, at, len(parts), document[start : start + PART_BYTES]))
+                for at, start in enumerate(parts)
+            ],
+        )
+
+    def _keep(self, kind: int, payloads: Sequence[bytes]) -> None:
+        async def append() -> None:
+            for payload in payloads:
+                await self._logs[kind].append(encode_batch([NewRecord(payload=payload)]))
+
+        try:
+            self._runtime.ask(append(), self._loop, COMMIT_S)
+        except TimeoutError as error:
+            raise UnavailableError(f"It was not committed on the copies within {COMMIT_S:.0f} s.") from error
+
+    async def trim(self) -> None:
+        """Let go of checkpoints that nobody needs any more."""
+        checkpoints = self._logs[CHECKPOINTS]
+        if checkpoints.disk_bytes > CHECKPOINTS_BYTES:
+            await checkpoints.trim(max(0, checkpoints.high_watermark - 1))
+
+
+class AuditLog:
+    """One per broker of a region whose brokers copy the log."""
+
+    def __init__(
+        self,
+        record: Stream,
+        host: Host,
+        directory: Directory,
+        trail: Trail,
+        copies: Callable[[int], Copies],
+        make_seal: Callable[[int], Seal],
+        hooks: Callable[[Seal], ShardHooks],
+        *,
+        has_key: Callable[[], Awaitable[None]],
+        taken: Callable[[], Awaitable[None]],
+        became_home: Callable[[], None],
+        runtime: Runtime,
+    ) -> None:
+        """`copies`: what one of the logs is led by, by its kind. `make_seal` and `hooks`: of one of the logs, by its number. `has_key`: awaited before
+        anything is opened: the stream's key is there. `taken`: awaited where the files have more of other brokers' leaves, before this
+        one is home. `became_home`: called once it is."""
+        self.is_home = False
+        """whether this broker answers for the log"""
+        self.trouble = ""
+        """why it is not home, or not up to date, though it could be"""
+        self._incarnation = bytes.fromhex(record.incarnation)
+        self._shard = ShardId(record.incarnation, 0)
+        self._host = host
+        self._directory = directory
+        self._trail = trail
+        self._copies = copies
+        self._seals = {kind: make_seal(log_number(kind, 0)) for kind in LOGS}
+        self._hooks = hooks
+        self._has_key = has_key
+        self._is_keyed = False
+        self._taken = taken
+        self._became_home = became_home
+        self._runtime = runtime
+        self._read_to = {kind: LogPoint(0) for kind in (DOCUMENTS, CHECKPOINTS)}
+        self._parts: dict[bytes, dict[int, bytes]] = {}
+        self._newest: bytes | None = None
+        """the newest checkpoint that was read and not shown here"""
+        self._cosigned: bytes | None = None
+        self._news = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+        host.on_change(lambda shard: self._news.set() if shard == self._shard else None)
+
+    def start(self) -> None:
+        """Follow, and lead where this broker is elected."""
+        self._work = asyncio.get_running_loop().create_task(self._run(), name="audit log")
+
+    async def close(self) -> None:
+        """Lead no more; what is committed has its checkpoint, where the copies still take one."""
+        if self.is_home:
+            with suppress(FelixError):
+                await asyncio.to_thread(self._trail.publish, CLOSE_S)
+        if self._work is not None:
+            await end_tasks(self._work)
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                if not self._is_keyed:
+                    await self._has_key()
+                    self._is_keyed = True
+                if self._host.serves(self._shard):
+                    await self._lead()
+                else:
+                    await self._take_shown()
+                self.trouble = ""
+                await self._pause(FOLLOW_S)
+            except Exception as error:
+                # Also a mistake of ours: another broker can go on, and this one is told of.
+                if str(error) != self.trouble:
+                    self.trouble = str(error)
+                    log.exception("the audit log is not up to date here") if not isinstance(
+                        error, FelixError
+                    ) else log.error("the audit log is not up to date here: %s", error)
+                await self._pause(RETRY_S)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+        self._news.clear()
+
+    # -- home ------------------------------------------------------------------------------------------
+
+    async def _lead(self) -> None:
+        """Be home until another broker is elected."""
+        logs: dict[int, ShardLog] = {}
+        try:
+            for kind in LOGS:
+                # All of a log is committed before it is led.
+                logs[kind] = await self._directory.lead_shard(
+                    AUDIT_STREAM,
+                    self._incarnation,
+                    log_number(kind, 0),
+                    ShardSettings(FSYNC, ring_bytes_max=RING_BYTES),
+                    self._hooks(self._seals[kind]),
+                    self._copies(kind),
+                )
+            await self._catch_up()
+            leading = Leading(logs, self._runtime)
+            self._trail.lead(leading)
+            await asyncio.to_thread(self._trail.publish)
+            await self._taken()
+            self._trail.admit()
+            self.is_home = True
+            self.trouble = ""
+            log.info("this broker goes on with the audit log, from leaf %d", self._trail.status().durable)
+            self._became_home()
+            while self._host.serves(self._shard):
+                await leading.trim()
+                await self._pause(RETRY_S)
+        finally:
+            self.is_home = False
+            self._trail.follow()
+            await asyncio.shield(asyncio.ensure_future(self._close(logs)))
+
+    async def _close(self, logs: dict[int, ShardLog]) -> None:
+        for kind in logs:
+            await self._directory.close_shard(AUDIT_STREAM, self._incarnation, log_number(kind, 0))
+
+    async def _catch_up(self) -> None:
+        """Take all that is committed. Raises RolledBackError where that is less than what was signed."""
+        await self._take_shown()
+        end = self._host.committed(self._shard, LEAVES).offset
+        if self._newest is not None:
+            raise RolledBackError(
+                f"The audit log has {end} leaves, and {note_size(self._newest)} were signed: it was rolled back.",
+                hint="Bring back the brokers that have the others, and run `felix audit verify` on each one's copy.",
+            )
+        await self._take_leaves(end)
+
+    # -- what is committed -----------------------------------------------------------------------------
+
+    async def _take_shown(self) -> None:
+        """Take what the newest checkpoint covers, as far as it is known to be committed."""
+        await self._read_checkpoints()
+        await self._read_documents()
+        if self._newest is not None:
+            size = note_size(self._newest)
+            if self._host.committed(self._shard, LEAVES).offset >= size:
+                await self._take_leaves(size)
+                await asyncio.to_thread(self._trail.show, self._newest)
+                self._newest = None
+                await self._taken()
+        if self._newest is None and self._cosigned is not None:
+            cosigned, self._cosigned = self._cosigned, None
+            if note_size(cosigned) <= note_size(self._trail.checkpoint()):
+                try:
+                    await asyncio.to_thread(self._trail.add_cosigned, cosigned)
+                except FelixError as error:
+                    # Of a witness that this broker does not know yet: the next one may be.
+                    log.warning("a cosigned checkpoint is not taken over: %s", error)
+
+    async def _take_leaves(self, end: int) -> None:
+        trail = self._trail
+        while (at := trail.status().durable) < end:
+            taken = 0
+            for first, leaves in await self._batches(LEAVES, LogPoint(at)):
+                if first + len(leaves) > end:
+                    break
+                trail.take(first, leaves)
+                taken += len(leaves)
+            if not taken:
+                raise CorruptionError(
+                    f"This broker's copy of the audit log has no append that ends at leaf {end}, and the log was signed there.",
+                    hint="Run `felix audit verify` on the copies of the other brokers.",
+                )
+            await asyncio.to_thread(trail.settled)
+
+    async def _read_checkpoints(self) -> None:
+        async for payload in self._payloads(CHECKPOINTS):
+            found = _checkpoint.decode(payload)
+            if found.cosigned:
+                self._cosigned = found.note
+            elif note_size(found.note) > note_size(self._newest or self._trail.checkpoint()):
+                self._newest = found.note
+        if self._newest is not None and note_size(self._newest) < self._trail.status().durable:
+            # Signed here, of leaves that stand here; whether it was committed was not known then.
+            self._newest = None
+
+    async def _read_documents(self) -> None:
+        files = self._trail.files
+        async for payload in self._payloads(DOCUMENTS):
+            part = _part.decode(payload)
+            if part.parts > DOCUMENT_PARTS_MAX:
+                raise CorruptionError(f"A document of the audit log has {part.parts} parts.")
+            held = self._parts.setdefault(part.digest, {})
+            held[part.number] = part.data
+            if len(held) == part.parts:
+                document = b"".join(held[number] for number in range(part.parts))
+                if not files.storage.exists(files.path / document_path(part.digest)):
+                    await asyncio.to_thread(keep_document, files, document)
+            if len(held) == part.parts or len(self._parts) > DOCUMENT_PARTS_MAX:
+                # Of one that was never finished, too: its leaf was not written.
+                self._parts.pop(part.digest if len(held) == part.parts else next(iter(self._parts)))
+
+    async def _payloads(self, kind: int) -> AsyncIterator[bytes]:
+        """What a log has behind what was read of it before."""
+        while True:
+            frames = await self._host.read_committed(self._shard, kind, self._read_to[kind], READ_BYTES)
+            if not frames:
+                return
+            for _, payloads in await asyncio.to_thread(self._open, kind, frames):
+                for payload in payloads:
+                    yield payload
+            self._read_to[kind] = frames[-1].end
+
+    async def _batches(self, kind: int, begin: LogPoint) -> list[tuple[int, list[bytes]]]:
+        frames = await self._host.read_committed(self._shard, kind, begin, READ_BYTES)
+        return await asyncio.to_thread(self._open, kind, frames)
+
+    def _open(self, kind: int, frames: Sequence[Frame]) -> list[tuple[int, list[bytes]]]:
+        """In a thread: the records of each batch, with the first one's offset."""
+        found = []
+        for frame in frames:
+            body = frame.body
+            assert isinstance(body, LogFrame)
+            if body.batch is not None:
+                plain = self._seals[kind].open_batch(body.batch)
+                found.append((body.base_offset, [bytes(payload) for payload in decode_payloads(plain)]))
+        return found
