@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
-from audit.checkpoint import note_size
+from audit import trail as trail_module
+from audit.checkpoint import Checkpoint, note_size
+from audit.document_leaf import document_path
 from audit.leaf import Header, Kind, Leaf, Side
+from audit.merkle import Tree, leaf_hash
+from audit.tile import read_entries
+from audit.tile_disk import Folder
+from audit.trail import Trail
+from audit.trust import Trust
+from audit.verify import verify_log
+from felix.errors import FelixError, UnavailableError
+from region.audit_log import Leading
+from region.cluster.member import AUDIT_STREAM
+from region.log.directory import folder_name
+from region.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -57,3 +75,159 @@ async def test_each_broker_has_the_log_and_another_goes_on_with_it(tmp_path: Pat
         assert await trails[other].append([key_leaf(5)]) == 5
         await region.start(home)
         await until(lambda: note_size(region.nodes[home].services.governance.trail.checkpoint()) == 6, 30)
+
+
+def log_of(region: ClusteredRegion, name: str) -> Folder:
+    return Folder(region.folder.root / region.config.of_broker(name).data / "audit")
+
+
+def verified(region: ClusteredRegion, name: str) -> list[bytes]:
+    """The leaves of a broker's copy, which verifies by its files alone."""
+    log = log_of(region, name)
+    report = verify_log(log, Trust.of([own_bundle(region.folder, region.config)]), cosignatures_min=0)
+    assert report.ok, report.findings
+    return [bytes(leaf) for _, leaf in read_entries(log, 0, report.size, report.size)]
+
+
+def trail_of(region: ClusteredRegion, name: str) -> Trail:
+    return region.nodes[name].services.governance.trail
+
+
+async def shows(region: ClusteredRegion, name: str, size: int) -> None:
+    await until(lambda: note_size(trail_of(region, name).checkpoint()) == size, 60)
+
+
+async def test_a_copy_whose_folders_are_gone_or_behind_gets_the_rest_from_the_others(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 3) as region:
+        home = await home_of(region)
+        trail = trail_of(region, home)
+        behind, gone = (name for name in region.nodes if name != home)
+        for number in range(5):
+            await trail.append([key_leaf(number)])
+        for name in (behind, gone):
+            await asyncio.to_thread(trail.publish)
+            await shows(region, name, 5)
+        older = tmp_path / "older"
+        await region.stop(behind)
+        shutil.copytree(log_of(region, behind).path, older)
+        await region.start(behind)
+        for number in range(5, 305):
+            await trail.append([key_leaf(number)])
+        await asyncio.to_thread(trail.publish)
+        await shows(region, behind, 305)
+        # As where the power went between the commit and the tiles, and where a disk was replaced.
+        await region.stop(behind)
+        shutil.rmtree(log_of(region, behind).path)
+        shutil.copytree(older, log_of(region, behind).path)
+        await region.start(behind)
+        await shows(region, behind, 305)
+        await region.stop(gone)
+        shutil.rmtree(log_of(region, gone).path)
+        audited = region.clustered(home).member.audit.stream
+        assert audited is not None
+        data = region.folder.root / region.config.of_broker(gone).data / "streams"
+        shutil.rmtree(data / folder_name(AUDIT_STREAM, bytes.fromhex(audited.incarnation)))
+        await region.start(gone)
+        await shows(region, gone, 305)
+        leaves = verified(region, home)
+        assert len(leaves) == 305 and verified(region, behind) == verified(region, gone) == leaves
+
+
+async def test_a_long_document_is_beside_every_copy_before_its_leaf(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 3) as region:
+        trail = trail_of(region, home := await home_of(region))
+        document = b"long" * 200_000
+        await asyncio.to_thread(trail.keep_document, document)
+        await trail.append([key_leaf(0)])
+        for name in region.nodes:
+            await shows(region, name, 1)
+            path = log_of(region, name).path / document_path(sha256(document).digest())
+            await until(path.exists)
+            assert path.read_bytes() == document
+        other = next(name for name in region.nodes if name != home)
+        with pytest.raises(UnavailableError, match="written by broker"):
+            await asyncio.to_thread(trail_of(region, other).keep_document, document)
+
+
+def answer_before_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule left out: a leaf counts as soon as it was handed over."""
+    append = Leading.append
+
+    def at_once(
+        self: Leading, first: int, leaves: Sequence[bytes], done: Callable[[FelixError | None], None]
+    ) -> None:
+        append(self, first, leaves, lambda error: None)
+        done(None)
+
+    monkeypatch.setattr(Leading, "append", at_once)
+
+
+@pytest.mark.parametrize("is_left_out", [False, True])
+async def test_what_one_broker_alone_has_is_not_signed_so_that_another_may_go_on_without_it(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, is_left_out: bool
+) -> None:
+    signed: list[Checkpoint] = []
+
+    def record(checkpoint: Checkpoint, *more: Any) -> Any:
+        signed.append(checkpoint)
+        return sign(checkpoint, *more)
+
+    sign = trail_module.sign_checkpoint
+    monkeypatch.setattr(trail_module, "sign_checkpoint", record)
+    if is_left_out:
+        answer_before_it_is_committed(monkeypatch)
+    async with serving(tmp_path, etcd, 3) as region:
+        home = await home_of(region)
+        others = [name for name in region.nodes if name != home]
+        trail = trail_of(region, home)
+        await trail.append([key_leaf(0)])
+        for name in region.nodes:
+            await shows(region, name, 1)
+        # The others hear nothing any more, and acknowledge nothing.
+        for name in others:
+            replicas = region.clustered(name).replicas
+            assert replicas is not None
+            monkeypatch.setattr(replicas.host, "heard", lambda peer, said: None)
+        lost = asyncio.ensure_future(trail.append([key_leaf(1)]))
+        ended = trail.status
+        await until(lambda: ended().size == 2)
+        if is_left_out:
+            await until(lambda: signed[-1].size == 2)
+        await region.stop(home)
+        with contextlib.suppress(UnavailableError):
+            await lost
+        for name in others:
+            replicas = region.clustered(name).replicas
+            assert replicas is not None
+            monkeypatch.setattr(replicas.host, "heard", type(replicas.host).heard.__get__(replicas.host))
+        other = await home_of(region)
+        await until(lambda: trail_of(region, other).failure is None)
+        await retried(lambda: trail_of(region, other).append([key_leaf(2)]))
+        await region.start(home)
+        await asyncio.to_thread(trail_of(region, other).publish)
+        size = trail_of(region, other).status().durable
+        for name in region.nodes:
+            await shows(region, name, size)
+        leaves = verified(region, home)
+        assert leaves == verified(region, other)
+        forked = [each for each in signed if each.root != root_of(leaves[: each.size])]
+        assert bool(forked) == is_left_out
+
+
+async def retried(attempt: Callable[[], Awaitable[int]]) -> int:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(UnavailableError):
+                return await attempt()
+            await asyncio.sleep(0.05)
+
+
+def root_of(leaves: Sequence[bytes]) -> bytes:
+    tree = Tree()
+    for leaf in leaves:
+        tree.add(leaf_hash(leaf))
+    return tree.root()
