@@ -1,7 +1,7 @@
 """The region's audit log where several brokers have copies of it: who goes on with it, and how the copies come to be (decision 0112).
 
 The leaves are a stream of the region's own, `felix/system/audit`, that stands in no catalog: one record a leaf, its offset the leaf's index, one
-batch an append. Beside them are two logs of the same shard: documents that are too long for their leaf, and checkpoints. The three are led by
+batch an append; one that is too long for a batch stands in the log of documents first, and who is home next finishes it. Beside them are two logs of the same shard: documents that are too long for their leaf, and checkpoints. The three are led by
 one broker, the log's *home*. Each broker that has copies keeps the log's files (`audit.trail`) by what is committed.
 
 Invariants:
@@ -19,10 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from hashlib import sha256
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -32,7 +33,7 @@ from audit.document_leaf import document_path
 from audit.errors import RolledBackError
 from audit.trail import Trail
 from felix.batch import Batch, NewRecord, decode_payloads, encode_batch
-from felix.errors import CorruptionError, FelixError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.settings import FSYNC
@@ -66,10 +67,16 @@ COMMIT_S: Final = 60.0
 """How long the trail waits for a checkpoint or a document to be committed."""
 CLOSE_S: Final = 5.0
 """How long a broker that stops waits for its last checkpoint."""
+BATCH_BYTES: Final = 900_000
+"""Of leaves, in one batch (felix.batch.BATCH_BYTES_MAX)."""
+AGAIN_S: Final = 0.25
+"""How soon the rest of a long append is tried again that the copies did not take."""
 PART_BYTES: Final = 512 << 10
 """Of a document, in one record: a batch has 1 MiB at most (felix.batch.BATCH_BYTES_MAX)."""
-DOCUMENT_PARTS_MAX: Final = 64
-"""More than the longest document has."""
+PARTS_MAX: Final = 64
+"""More than the longest append has (audit.trail.COPIED_APPEND_BYTES_MAX), and a document."""
+_OVER: Final = frozenset((Code.NOT_LEADER, Code.SHARD_STOPPED, Code.SHUTTING_DOWN))
+"""Nothing more is taken by this broker."""
 CHECKPOINTS_BYTES: Final = 64 << 20
 """Checkpoints are let go of beyond this: the newest alone is needed."""
 
@@ -80,17 +87,20 @@ class _Checkpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    """Of a document: its SHA-256, which part, of how many."""
+    """Of a document, or of the leaves of a long append: the SHA-256 of all of it, which part, of how many. `first`: of an append, the index of its
+    first leaf; else -1."""
 
     digest: bytes
     number: int
     parts: int
     data: bytes
+    first: int = -1
 
 
 # Made here: msgspec learns a type at its first use, not safely on two threads.
 _checkpoint: Final = msgspec.msgpack.Decoder(_Checkpoint)
 _part: Final = msgspec.msgpack.Decoder(_Part)
+_leaves: Final = msgspec.msgpack.Decoder(list[bytes])
 
 
 class Seal(Protocol):
@@ -131,6 +141,15 @@ class Directory(Protocol):
     async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None: ...
 
 
+class _Append(NamedTuple):
+    first: int
+    leaves: Sequence[bytes]
+    done: Callable[[FelixError | None], None]
+
+    def answered(self, result: Appended | FelixError) -> None:
+        self.done(result if isinstance(result, FelixError) else None)
+
+
 class Leading:
     """`audit.trail.Copies`: what the home commits."""
 
@@ -138,24 +157,54 @@ class Leading:
         self._logs = logs
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
+        self._queue: deque[_Append] = deque()
+        self._long: asyncio.Task[None] | None = None
 
     def append(self, first: int, leaves: Sequence[bytes], done: Callable[[FelixError | None], None]) -> None:
-        """One batch, where the log ends at `first`."""
-
-        def answered(result: Appended | FelixError) -> None:
-            done(result if isinstance(result, FelixError) else None)
-
-        def begin() -> None:
-            try:
-                batch = encode_batch([NewRecord(payload=leaf) for leaf in leaves])
-                self._logs[LEAVES].append_nowait(batch, answered, expected_offset=first)
-            except FelixError as error:
-                done(error)
-
+        """As `audit.trail.Copies`."""
         try:
-            self._loop.call_soon_threadsafe(begin)
+            self._loop.call_soon_threadsafe(self._put, _Append(first, leaves, done))
         except RuntimeError:
             done(UnavailableError("The broker has stopped."))
+
+    def _put(self, append: _Append) -> None:
+        self._queue.append(append)
+        self._begin()
+
+    def _begin(self) -> None:
+        """One after the other, as far as they are not long."""
+        while self._queue and self._long is None:
+            append = self._queue.popleft()
+            batches = _batches(append.leaves)
+            if len(batches) > 1:
+                self._long = self._loop.create_task(self._append_long(append, batches), name="long append")
+                self._long.add_done_callback(self._ended)
+                return
+            try:
+                self._logs[LEAVES].append_nowait(batches[0], append.answered, expected_offset=append.first)
+            except FelixError as error:
+                append.done(error)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._long = None
+        self._begin()
+
+    async def _append_long(self, append: _Append, batches: Sequence[Batch]) -> None:
+        try:
+            await self._write(DOCUMENTS, _parts(msgspec.msgpack.encode(list(append.leaves)), append.first))
+            await finish(self._logs[LEAVES], append.first, batches)
+        except FelixError as error:
+            append.done(error)
+        except BaseException:
+            append.done(UnavailableError("It is led here no more."))
+            raise
+        else:
+            append.done(None)
+
+    async def close(self) -> None:
+        """Append nothing more."""
+        if self._long is not None:
+            await end_tasks(self._long)
 
     def keep_note(self, note: bytes) -> None:
         self._keep(CHECKPOINTS, [msgspec.msgpack.encode(_Checkpoint(note, False))])
@@ -164,30 +213,59 @@ class Leading:
         self._keep(CHECKPOINTS, [msgspec.msgpack.encode(_Checkpoint(note, True))])
 
     def keep_document(self, document: bytes) -> None:
-        digest, parts = sha256(document).digest(), range(0, len(document), PART_BYTES)
-        self._keep(
-            DOCUMENTS,
-            [
-                msgspec.msgpack.encode(_Part(digest, at, len(parts), document[start : start + PART_BYTES]))
-                for at, start in enumerate(parts)
-            ],
-        )
+        self._keep(DOCUMENTS, _parts(document, -1))
 
     def _keep(self, kind: int, payloads: Sequence[bytes]) -> None:
-        async def append() -> None:
-            for payload in payloads:
-                await self._logs[kind].append(encode_batch([NewRecord(payload=payload)]))
-
         try:
-            self._runtime.ask(append(), self._loop, COMMIT_S)
+            self._runtime.ask(self._write(kind, payloads), self._loop, COMMIT_S)
         except TimeoutError as error:
             raise UnavailableError(f"It was not committed on the copies within {COMMIT_S:.0f} s.") from error
+
+    async def _write(self, kind: int, payloads: Sequence[bytes]) -> None:
+        for payload in payloads:
+            await self._logs[kind].append(encode_batch([NewRecord(payload=payload)]))
 
     async def trim(self) -> None:
         """Let go of checkpoints that nobody needs any more."""
         checkpoints = self._logs[CHECKPOINTS]
         if checkpoints.disk_bytes > CHECKPOINTS_BYTES:
             await checkpoints.trim(max(0, checkpoints.high_watermark - 1))
+
+
+def _batches(leaves: Sequence[bytes]) -> list[Batch]:
+    """The same each time: who finishes an append begins where a batch ends."""
+    cut: list[list[NewRecord]] = [[]]
+    size = 0
+    for leaf in leaves:
+        if cut[-1] and size + len(leaf) > BATCH_BYTES:
+            cut.append([])
+            size = 0
+        cut[-1].append(NewRecord(payload=leaf))
+        size += len(leaf)
+    return [encode_batch(records) for records in cut]
+
+
+def _parts(data: bytes, first: int) -> list[bytes]:
+    digest, starts = sha256(data).digest(), range(0, len(data), PART_BYTES)
+    return [
+        msgspec.msgpack.encode(_Part(digest, number, len(starts), data[start : start + PART_BYTES], first))
+        for number, start in enumerate(starts)
+    ]
+
+
+async def finish(log: ShardLog, first: int, batches: Sequence[Batch]) -> None:
+    """Append those batches of an append from leaf `first` on that the log does not have. Raises the refusal, where nothing of it stands or
+    this broker takes no more: what has begun is tried again until then."""
+    at = first
+    for batch in batches:
+        while log.log_end_offset <= at:
+            try:
+                await log.append(batch, expected_offset=at)
+            except UnavailableError as error:
+                if at == first or error.code in _OVER:
+                    raise
+                await asyncio.sleep(AGAIN_S)
+        at += batch.header.records
 
 
 class AuditLog:
@@ -230,6 +308,8 @@ class AuditLog:
         self._runtime = runtime
         self._read_to = {kind: LogPoint(0) for kind in (DOCUMENTS, CHECKPOINTS)}
         self._parts: dict[bytes, dict[int, bytes]] = {}
+        self._long: tuple[int, list[bytes]] | None = None
+        """the newest append that was too long for a batch: its first leaf's index, and its leaves"""
         self._newest: bytes | None = None
         """the newest checkpoint that was read and not shown here"""
         self._cosigned: bytes | None = None
@@ -281,6 +361,7 @@ class AuditLog:
     async def _lead(self) -> None:
         """Be home until another broker is elected."""
         logs: dict[int, ShardLog] = {}
+        leading = Leading(logs, self._runtime)
         try:
             for kind in LOGS:
                 # All of a log is committed before it is led.
@@ -292,8 +373,7 @@ class AuditLog:
                     self._hooks(self._seals[kind]),
                     self._copies(kind),
                 )
-            await self._catch_up()
-            leading = Leading(logs, self._runtime)
+            await self._catch_up(logs[LEAVES])
             self._trail.lead(leading)
             await asyncio.to_thread(self._trail.publish)
             await self._taken()
@@ -308,13 +388,14 @@ class AuditLog:
         finally:
             self.is_home = False
             self._trail.follow()
-            await asyncio.shield(asyncio.ensure_future(self._close(logs)))
+            await asyncio.shield(asyncio.ensure_future(self._close(leading, logs)))
 
-    async def _close(self, logs: dict[int, ShardLog]) -> None:
+    async def _close(self, leading: Leading, logs: dict[int, ShardLog]) -> None:
+        await leading.close()
         for kind in logs:
             await self._directory.close_shard(AUDIT_STREAM, self._incarnation, log_number(kind, 0))
 
-    async def _catch_up(self) -> None:
+    async def _catch_up(self, leaves: ShardLog) -> None:
         """Take all that is committed. Raises RolledBackError where that is less than what was signed."""
         await self._take_shown()
         end = self._host.committed(self._shard, LEAVES).offset
@@ -323,7 +404,18 @@ class AuditLog:
                 f"The audit log has {end} leaves, and {note_size(self._newest)} were signed: it was rolled back.",
                 hint="Bring back the brokers that have the others, and run `felix audit verify` on each one's copy.",
             )
+        if self._long is not None and await self._has_begun(*self._long):
+            first, whole = self._long
+            await finish(leaves, first, _batches(whole))
+            end = leaves.committed_offset
+        self._long = None
         await self._take_leaves(end)
+
+    async def _has_begun(self, first: int, leaves: list[bytes]) -> bool:
+        """Whether the first batch of a long append stands where it was to stand."""
+        count = _batches(leaves)[0].header.records
+        found = await self._read(LEAVES, LogPoint(first))
+        return bool(found) and found[0] == (first, leaves[:count])
 
     # -- what is committed -----------------------------------------------------------------------------
 
@@ -351,7 +443,7 @@ class AuditLog:
         trail = self._trail
         while (at := trail.status().durable) < end:
             taken = 0
-            for first, leaves in await self._batches(LEAVES, LogPoint(at)):
+            for first, leaves in await self._read(LEAVES, LogPoint(at)):
                 if first + len(leaves) > end:
                     break
                 trail.take(first, leaves)
@@ -378,15 +470,17 @@ class AuditLog:
         files = self._trail.files
         async for payload in self._payloads(DOCUMENTS):
             part = _part.decode(payload)
-            if part.parts > DOCUMENT_PARTS_MAX:
-                raise CorruptionError(f"A document of the audit log has {part.parts} parts.")
+            if part.parts > PARTS_MAX:
+                raise CorruptionError(f"What stands beside the audit log's leaves has {part.parts} parts.")
             held = self._parts.setdefault(part.digest, {})
             held[part.number] = part.data
             if len(held) == part.parts:
                 document = b"".join(held[number] for number in range(part.parts))
-                if not files.storage.exists(files.path / document_path(part.digest)):
+                if part.first >= 0:
+                    self._long = part.first, _leaves.decode(document)
+                elif not files.storage.exists(files.path / document_path(part.digest)):
                     await asyncio.to_thread(keep_document, files, document)
-            if len(held) == part.parts or len(self._parts) > DOCUMENT_PARTS_MAX:
+            if len(held) == part.parts or len(self._parts) > PARTS_MAX:
                 # Of one that was never finished, too: its leaf was not written.
                 self._parts.pop(part.digest if len(held) == part.parts else next(iter(self._parts)))
 
@@ -401,7 +495,7 @@ class AuditLog:
                     yield payload
             self._read_to[kind] = frames[-1].end
 
-    async def _batches(self, kind: int, begin: LogPoint) -> list[tuple[int, list[bytes]]]:
+    async def _read(self, kind: int, begin: LogPoint) -> list[tuple[int, list[bytes]]]:
         frames = await self._host.read_committed(self._shard, kind, begin, READ_BYTES)
         return await asyncio.to_thread(self._open, kind, frames)
 

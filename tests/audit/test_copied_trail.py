@@ -11,13 +11,14 @@ import msgspec
 import pytest
 from audit_log import Link, log_signer, trust
 
+from audit import trail as trail_module
 from audit.checkpoint import note_size, open_checkpoint
 from audit.errors import AuditUnavailableError
 from audit.leaf import Leaf, encode_for_log
 from audit.merkle import Tree, leaf_hash
 from audit.tile import read_entries
 from audit.tile_disk import Folder
-from audit.trail import COPIED_APPEND_BYTES_MAX, Trail, TrailSettings
+from audit.trail import Trail, TrailSettings
 from audit.verify import verify_log
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 
@@ -234,16 +235,16 @@ def test_a_log_is_written_by_one_broker_or_copied_by_several_and_never_both(tmp_
         Trail.open(tmp_path / "several", log_signer())
 
 
-async def test_an_append_that_is_no_batch_of_the_copies_is_refused_before_anything_is_written(
-    tmp_path: Path,
+async def test_an_append_that_is_longer_than_the_copies_take_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    one = encode_for_log(leaf(0))
+    monkeypatch.setattr(trail_module, "COPIED_APPEND_BYTES_MAX", 2 * len(one.data))
     copies = Committed()
     trail = open_copy(tmp_path)
     lead(trail, copies)
-    one = encode_for_log(leaf(0))
-    count = COPIED_APPEND_BYTES_MAX // len(one.data) + 1
     with pytest.raises(RequestError) as told:
-        await trail.append([one] * count)
+        await trail.append([one] * 3)
     assert told.value.code is Code.BATCH_TOO_LARGE and not copies.leaves
-    assert await trail.append([one]) == 0
+    assert await trail.append([one] * 2) == 0
     await asyncio.to_thread(trail.close)

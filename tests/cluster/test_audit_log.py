@@ -18,17 +18,20 @@ from region_peer import until
 from audit import trail as trail_module
 from audit.checkpoint import Checkpoint, note_size
 from audit.document_leaf import document_path
-from audit.leaf import Header, Kind, Leaf, Side
+from audit.leaf import Header, Kind, Leaf, Side, encode_for_log
 from audit.merkle import Tree, leaf_hash
 from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import Trust
 from audit.verify import verify_log
+from felix.batch import Batch
 from felix.errors import FelixError, UnavailableError
+from region import audit_log
 from region.audit_log import Leading
 from region.cluster.member import AUDIT_STREAM
 from region.log.directory import folder_name
+from region.log.shard import ShardLog
 from region.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -151,6 +154,42 @@ async def test_a_long_document_is_beside_every_copy_before_its_leaf(
         other = next(name for name in region.nodes if name != home)
         with pytest.raises(UnavailableError, match="written by broker"):
             await asyncio.to_thread(trail_of(region, other).keep_document, document)
+
+
+async def test_an_append_of_many_batches_is_finished_by_who_goes_on_or_was_not_begun(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_log, "BATCH_BYTES", 600)
+    write, begun = audit_log.finish, asyncio.Event()
+
+    async def stop_after_the_first(log: ShardLog, first: int, batches: Sequence[Batch]) -> None:
+        await write(log, first, batches[:1])
+        begun.set()
+        await asyncio.Event().wait()
+
+    async with serving(tmp_path, etcd, 3) as region:
+        home = await home_of(region)
+        trail = trail_of(region, home)
+        assert await trail.append([key_leaf(number) for number in range(10)]) == 0
+        monkeypatch.setattr(audit_log, "finish", stop_after_the_first)
+        lost = asyncio.ensure_future(trail.append([key_leaf(number) for number in range(10, 20)]))
+        after = asyncio.ensure_future(trail.append([key_leaf(20)]))
+        await begun.wait()
+        assert note_size(await asyncio.to_thread(trail.publish)) == 10, "a part is in no tree"
+        monkeypatch.setattr(audit_log, "finish", write)
+        await region.stop(home)
+        for each in (lost, after):
+            with pytest.raises(UnavailableError, match="not known whether"):
+                await each
+        other = await home_of(region)
+        assert trail_of(region, other).status().durable == 20
+        assert await trail_of(region, other).append([key_leaf(20)]) == 20
+        await region.start(home)
+        await asyncio.to_thread(trail_of(region, other).publish)
+        for name in region.nodes:
+            await shows(region, name, 21)
+        leaves = verified(region, home)
+        assert leaves == [encode_for_log(key_leaf(number)).data for number in range(21)]
 
 
 def answer_before_it_is_committed(monkeypatch: pytest.MonkeyPatch) -> None:
