@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 import typer
 
+from audit.checkpoint import note_size
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.merkle import HASH_BYTES
 from audit.note import parse_note
@@ -132,16 +133,28 @@ def local_logs(region: str = "") -> list[Path]:
     found = []
     for name in [region] if region else known_regions():
         folder, config = folder_of(name)
-        own = (folder.root / data / "audit" for data in config.data_folders)
-        found += [path for path in own if path.is_dir()]
+        own = own_log(folder, config)
+        found += [own] if own.is_dir() else []
         found += sorted(path for path in folder.bridges.glob("*/egress") if path.is_dir())
     return found
 
 
 def own_log(folder: RegionFolder, config: RegionConfig) -> Path:
-    """The region's own log; of several brokers, where the one that writes it has it, if that is this machine."""
-    paths = [folder.root / data / "audit" for data in config.data_folders]
-    return next((path for path in paths if path.is_dir()), paths[0])
+    """The region's own log; of several brokers, the copy on this machine that goes furthest."""
+    return furthest_copy([folder.root / data / "audit" for data in config.data_folders])
+
+
+def furthest_copy(paths: Sequence[Path]) -> Path:
+    """Of the same log; the first one where none is there."""
+
+    def size(path: Path) -> int:
+        try:
+            return note_size((path / CHECKPOINT_PATH).read_bytes())
+        except (OSError, ValueError, IndexError):
+            return 0
+
+    # Of equal ones, the first.
+    return max((path for path in paths if path.is_dir()), key=size, default=paths[0])
 
 
 def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:

@@ -38,14 +38,13 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.settings import FSYNC
 from felix.tasks import end_tasks
-from region.cluster.member import AUDIT_STREAM
 from region.cluster.records import ShardId
 from region.log.companions import RECORDS, log_number
 from region.log.copies import Copies
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
-from region.metadata.records import Stream
+from region.metadata.records import AUDIT_STREAM, Stream
 from region.replication.messages import Frame
 
 log = logging.getLogger("felix.region.audit_log")

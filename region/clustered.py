@@ -90,9 +90,9 @@ class Clustered:
 
     @property
     def has_audit_log(self) -> bool:
-        """Whether this broker writes the region's audit log."""
+        """Whether this broker writes the region's audit log. Without its lease it does not: another one may have gone on with it."""
         if self.member.audit.stream is not None:
-            return self.audit is not None and self.audit.is_home
+            return self.audit is not None and self.audit.is_home and self.member.refusal() is None
         return self.audit_home == self.member.broker
 
     @property

@@ -58,7 +58,7 @@ from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
 from region.cluster.key_rotation import KeyRotation
-from region.cluster.member import AUDIT_STREAM, Catalogued, ClusterMember
+from region.cluster.member import Catalogued, ClusterMember
 from region.cluster.node_file import NAME as NODE_FILE
 from region.cluster.node_file import NodeFile
 from region.cluster.records import ShardId
@@ -85,7 +85,7 @@ from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
 from region.metadata.genesis import claim_or_verify, region_prefix, sign_genesis
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
-from region.metadata.records import Stream
+from region.metadata.records import AUDIT_STREAM, Stream
 from region.metadata.registration import Holder, Registration, is_holder
 from region.peers import Peers
 from region.queue.service import QueueService

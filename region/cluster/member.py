@@ -17,7 +17,6 @@ from typing import Final, NamedTuple, Self
 import msgspec
 
 from felix.errors import CorruptionError, FelixError, UnavailableError
-from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.settings import Durability
 from felix.tasks import end_tasks
@@ -31,16 +30,13 @@ from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
 from region.metadata.lease import Lease
 from region.metadata.port import MetadataStore
-from region.metadata.records import INCARNATION_BYTES, Stream, StreamConfig, min_in_sync
+from region.metadata.records import AUDIT_STREAM, INCARNATION_BYTES, Stream, StreamConfig, min_in_sync
 from region.metadata.transaction import Absent, Change, Put, Snapshot
 
 log = logging.getLogger("felix.region.cluster")
 
 WANT_PAUSES: Final = 10
 """After a look at all streams the next one waits so many times as long as it took: a tenth of the event loop at most."""
-
-AUDIT_STREAM: Final = StreamName("felix", "system", "audit")
-"""Has the leaves of the audit log. It stands in no catalog, so nobody reads or writes it but the brokers themselves."""
 
 
 class Catalogued(NamedTuple):

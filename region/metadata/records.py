@@ -46,6 +46,9 @@ DURABILITY_KINDS: Final = ("fsync", "interval", "ephemeral")
 DocumentKind = Literal["grants", "revocations", "denies"]
 Side = Literal["export", "import", "approval", "state"]
 
+AUDIT_STREAM: Final = StreamName("felix", "system", "audit")
+"""Has the leaves of the audit log, where brokers copy it. It stands in no catalog, so nobody reads or writes it but the brokers themselves."""
+
 _DOCUMENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _Record = TypeVar("_Record", bound=msgspec.Struct)
 
@@ -151,6 +154,8 @@ def _invalid(name: StreamName | str, sentence: str, hint: str = "") -> RequestEr
 def check_stream_config(name: StreamName, config: StreamConfig) -> None:
     """Raises RequestError(CONFIG_INVALID) that says which setting, what it was and what is allowed."""
     durability, retention = config.durability, config.retention
+    if name == AUDIT_STREAM:
+        raise _invalid(name, "the name is the audit log's, which brokers keep themselves", "Choose another name.")
     if not 1 <= config.shards <= SHARDS_MAX:
         raise _invalid(name, f"{config.shards} shards; 1 to {SHARDS_MAX} are allowed")
     if durability.kind not in DURABILITY_KINDS:

@@ -29,9 +29,9 @@ from felix.batch import Batch
 from felix.errors import FelixError, UnavailableError
 from region import audit_log
 from region.audit_log import Leading
-from region.cluster.member import AUDIT_STREAM
 from region.log.directory import folder_name
 from region.log.shard import ShardLog
+from region.metadata.records import AUDIT_STREAM
 from region.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
