@@ -155,7 +155,9 @@ def check_stream_config(name: StreamName, config: StreamConfig) -> None:
     """Raises RequestError(CONFIG_INVALID) that says which setting, what it was and what is allowed."""
     durability, retention = config.durability, config.retention
     if name == AUDIT_STREAM:
-        raise _invalid(name, "the name is the audit log's, which brokers keep themselves", "Choose another name.")
+        raise _invalid(
+            name, "the name is the audit log's, which brokers keep themselves", "Choose another name."
+        )
     if not 1 <= config.shards <= SHARDS_MAX:
         raise _invalid(name, f"{config.shards} shards; 1 to {SHARDS_MAX} are allowed")
     if durability.kind not in DURABILITY_KINDS:
