@@ -473,10 +473,10 @@ class MovingLeaves:
     def writes_here(self) -> bool:
         return self._is_home()
 
-    async def all_passed(self, digest: bytes) -> None:
+    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
         """As whoever writes leaves does."""
         if self._is_home():
-            await self._here.all_passed(digest)
+            await self._here.all_passed(digest, leads_to)
 
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
         """As the broker that is home says."""
