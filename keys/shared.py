@@ -117,7 +117,7 @@ class SharedKeyring:
         self.roots: Roots | None = None
         """as the store says; set by who follows it"""
         self.known_roots: Roots | None = None
-        """these, and those that the store named before; set with `roots`"""
+        """those of these that are or were held here, and those that the store named before; set with `roots`"""
         self._random = runtime.random.randbytes
         self._lock = threading.Lock()
         self._records: dict[bytes, StreamKey] = {}
@@ -174,7 +174,7 @@ class SharedKeyring:
         known, roots = self.find(bytes.fromhex(record.incarnation)), self.known_roots
         if known is None or roots is None or (known.key, known.stream) != (record.key, record.stream):
             return False
-        if roots.age(record.root) >= roots.age(known.root):
+        if not roots.is_older(record.root, known.root):
             return False
         try:
             self._secret(known)
@@ -193,6 +193,11 @@ class SharedKeyring:
         known = self.find(bytes.fromhex(record.incarnation))
         if record == known:
             return
+        if known is not None and self.known_roots is not None and self.known_roots.find(record.root) is None:
+            raise CorruptionError(
+                f"The key of {record.stream} in the metadata store is wrapped under root key {record.root}, which is none of the region's.",
+                hint="Put the metadata store back as it was. The broker goes on with the key that it has.",
+            )
         secret = record.secret(self.region, self.provider)
         if known is None:
             return

@@ -12,14 +12,17 @@ Values; what is handed a provider blocks on it. Used by `keys.shared`, and by wh
 
 from __future__ import annotations
 
+from collections.abc import Container
+from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
 
 from felix.context import bind
-from felix.errors import CorruptionError, FelixError
+from felix.errors import CorruptionError, FelixError, TamperError
 from felix.names import StreamName
 from keys.envelope import INCARNATION_BYTES, SECRET_BYTES, DataKey
+from keys.errors import KeyUnknownError
 from keys.hierarchy import KeyState
 from keys.key_id import KEY_ID_BYTES, KeyKind, check_key_id
 from keys.link import derive
@@ -182,16 +185,19 @@ class Roots(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """As it stands in the store."""
         return msgspec.json.encode(self)
 
-    def remember(self, known: Roots | None) -> Roots:
-        """These, and as retired what was known and is named no more; of those the newest, ROOTS_MAX roots in all."""
-        named = {root.key for root in self.roots}
+    def remember(self, known: Roots | None, held: Container[str]) -> Roots:
+        """Those of these that are `held` or were known, and as retired what was known and is named no more; of those the newest, ROOTS_MAX
+        roots in all. So nobody who holds no root has one forgotten."""
+        before = {} if known is None else {root.key: root for root in known.roots}
+        kept = [root for root in self.roots if root.key in before or root.key in held]
+        named = {root.key for root in kept}
         gone = [
             msgspec.structs.replace(root, state=KeyState.DECRYPT_ONLY)
-            for root in (() if known is None else known.roots)
+            for root in before.values()
             if root.key not in named
         ]
         gone.sort(key=lambda root: root.at_ms, reverse=True)
-        return Roots((*self.roots, *gone[: ROOTS_MAX - len(self.roots)]))
+        return Roots((*kept, *gone[: ROOTS_MAX - len(kept)]))
 
     def went_back(self, known: Roots) -> bool:
         """Whether one of these stands as it cannot stand after what is known: in an earlier state, or in the same one of another time."""
@@ -202,13 +208,25 @@ class Roots(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             if (then := before.get(root.key)) is not None
         )
 
-    def age(self, root: str) -> tuple[int, int]:
-        """Roots, by hex id, in the order in which they wrap stream keys: a retired one stands before one that was retired later, and all
-        retired ones before the others."""
-        retired = next(
-            (each for each in self.roots if each.key == root and each.state is KeyState.DECRYPT_ONLY), None
-        )
-        return (1, 0) if retired is None else (0, retired.at_ms)
+    def held(self, region: str, provider: KeyProvider) -> tuple[str, ...]:
+        """The hex ids of those that the provider has. Blocks on it. Raises KeyProviderError."""
+        found = []
+        for root in self.roots:
+            with suppress(KeyUnknownError, TamperError):
+                root.check(region, provider)
+                found.append(root.key)
+        return tuple(found)
+
+    def find(self, root: str) -> Root | None:
+        """The one of this hex id."""
+        return next((each for each in self.roots if each.key == root), None)
+
+    def is_older(self, root: str, other: str) -> bool:
+        """Whether `root` was retired before `other` was, if that was at all; by hex id. Of roots that are not named nothing is said."""
+        one, two = self.find(root), self.find(other)
+        if one is None or two is None or one.state is not KeyState.DECRYPT_ONLY:
+            return False
+        return two.state is not KeyState.DECRYPT_ONLY or one.at_ms < two.at_ms
 
 
 def prove_root(region: str, provider: KeyProvider, key_id: bytes, state: KeyState, at_ms: int) -> Root:

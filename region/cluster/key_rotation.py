@@ -24,12 +24,11 @@ from typing import Annotated, Final, TypeVar
 import msgspec
 
 from felix.backoff import Backoff
-from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.news import News
 from felix.runtime.port import Runtime
 from felix.tasks import end_tasks
-from keys.errors import KeyUnknownError
 from keys.hierarchy import KeyEvent, KeyState, next_state
 from keys.keyring import RootRotation
 from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_stream_key, prove_root
@@ -377,25 +376,16 @@ class KeyRotation:
             stream = StreamName.parse(rotated.stream) if rotated.stream and is_next else None
             self._keyring.rotate_data(stream)
             self._seen = rotated
-        roots = self._shared.roots.roots
-        held = await asyncio.to_thread(self._held, roots)
+        roots = self._shared.roots
+        held = await asyncio.to_thread(roots.held, self._keyring.region, self._keyring.provider)
         said = Followed("" if self._seen is None else self._seen.id, held, self._keyring.roots_in_use())
         if said != self._said or self._followed.get(self._broker) != said:
             await self._store.transact(
                 [], [Put(self._keys.key_broker(self._broker), msgspec.json.encode(said))]
             )
             self._said = said
-        pending = {root.key for root in roots if root.state is KeyState.PENDING}
+        pending = {root.key for root in roots.in_state(KeyState.PENDING)}
         return not pending <= set(held)
-
-    def _held(self, roots: tuple[Root, ...]) -> tuple[str, ...]:
-        """Those that this broker's provider has. Blocks on it."""
-        found = []
-        for root in roots:
-            with suppress(KeyUnknownError, TamperError):
-                root.check(self._keyring.region, self._keyring.provider)
-                found.append(root.key)
-        return tuple(found)
 
 
 def _decode(entry: Entry, kind: type[R]) -> R:

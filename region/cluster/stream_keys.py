@@ -313,7 +313,8 @@ class StreamKeys:
             await self._swap_roots(entry.mod_revision, known.encode())
             return
         await asyncio.to_thread(self._check_root, found)
-        remembered = found.remember(known)
+        held_roots = await asyncio.to_thread(found.held, region, self._keyring.provider)
+        remembered = found.remember(known, held_roots)
         if held != (copied := remembered.encode()):
             await self._copy({_ROOTS: copied}, set())
         self._keyring.roots, self._keyring.known_roots = found, remembered

@@ -29,6 +29,8 @@ from felix.errors import Code, CorruptionError, FelixError, RequestError, Unavai
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
 from felix.tasks import end_tasks
+from region.cluster.election import has_yielded
+from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
 from region.cluster.transactions import Refusal, change, leave_sets
@@ -133,6 +135,8 @@ class Hosted:
     lease_until_ms: int = 0
     broken: str = ""
     """why nothing is done any more: our own mistake"""
+    is_yielding: bool = False
+    """while the store is told that a broken copy does not lead"""
 
     @property
     def leads(self) -> bool:
@@ -396,7 +400,7 @@ class ReplicaHost:
 
     def _failed(self, hosted: Hosted, failed: DiskFailed, error: FelixError) -> None:
         hosted.workers[failed.log].halt(error.sentence)
-        self._begin_task(self._disk_failed(hosted, failed))
+        self._begin_task(hosted, self._disk_failed(hosted, failed))
 
     async def read_committed(
         self, shard: ShardId, number: int, begin: LogPoint, size: int
@@ -445,7 +449,7 @@ class ReplicaHost:
         if not hosted.core.hears(peer):
             return
         if isinstance(message, OriginAsked):
-            self._begin_task(self._tell_origin(hosted, peer, message))
+            self._begin_task(hosted, self._tell_origin(hosted, peer, message))
         elif isinstance(message, OriginTold):
             self._take_origin(hosted, peer, message)
         elif not hosted.is_settling and self._is_meant(hosted, message):
@@ -479,13 +483,7 @@ class ReplicaHost:
             ready = hosted.core.step(event, self._now())
             self._carry_out(hosted, ready)
         except Exception as error:
-            # What it was about to do is half done: it must not go on. The others take over when it does not acknowledge.
-            log.exception("shard %s fails at %s", hosted.shard, type(event).__name__)
-            hosted.broken = f"{type(error).__name__}: {error}"
-            self._alarm(hosted, f"it has stopped by a mistake of its own ({hosted.broken})")
-            for worker in hosted.workers.values():
-                worker.halt(hosted.broken)
-            self._depose(hosted, not_leader(hosted.shard))
+            self._break(hosted, type(event).__name__, error)
         else:
             if ready.deposed:
                 self._depose(hosted, not_leader(hosted.shard))
@@ -494,10 +492,52 @@ class ReplicaHost:
                     hosted.led[number].moved()
             if hosted.answers_early and isinstance(event, Synced) and event.log in hosted.led:
                 hosted.led[event.log].moved()
+        self._tell(hosted)
+
+    def _tell(self, hosted: Hosted) -> None:
         if hosted.serves != hosted.was_led:
             hosted.was_led = hosted.serves
             for listener in self._listeners:
                 listener(hosted.shard)
+
+    def _break(self, hosted: Hosted, at: str, error: Exception) -> None:
+        """A mistake of ours: what was about to be done is half done, and the copy must not go on. Where it leads, the others are let lead."""
+        log.error("shard %s fails at %s", hosted.shard, at, exc_info=error)
+        if hosted.broken:
+            return
+        hosted.broken = f"{type(error).__name__}: {error}"
+        self._alarm(hosted, f"it has stopped by a mistake of its own ({hosted.broken})")
+        for worker in hosted.workers.values():
+            worker.halt(hosted.broken)
+        self._depose(hosted, not_leader(hosted.shard))
+        self._tell(hosted)
+        self._yield_broken(hosted)
+
+    def _yield_broken(self, hosted: Hosted) -> None:
+        if not hosted.is_yielding and not self._is_closed:
+            hosted.is_yielding = True
+            self._begin_task(hosted, self._yield_until_heard(hosted))
+
+    async def _yield_until_heard(self, hosted: Hosted) -> None:
+        """Say in the store that this copy cannot serve, while its record says that it leads: its core cannot any more."""
+        shard = hosted.shard
+        try:
+            while (record := self._mirror.view.shards.get(shard)) is not None and (
+                record.leader == self._broker and not has_yielded(record)
+            ):
+                view = self._mirror.view
+                revision = view.revision_of(view.keys.shard(shard))
+                made = change(view, shard, self._broker, record, revision, with_yield(record, "failed"))
+                if not isinstance(made, Refusal):
+                    try:
+                        await self._mirror.commit(made)
+                    except FelixError as error:
+                        log.warning(
+                            "shard %s: that it cannot be served is not written down yet: %s", shard, error
+                        )
+                await asyncio.sleep(RETRY_MS / 1_000)
+        finally:
+            hosted.is_yielding = False
 
     def _carry_out(self, hosted: Hosted, ready: Ready) -> None:
         workers = hosted.workers
@@ -518,13 +558,13 @@ class ReplicaHost:
         for copy in ready.copy:
             self._ask_origin(hosted, copy)
         for read in ready.read:
-            self._begin_task(self._read(hosted, read, hosted.core.replica.logs[read.log].cuts))
+            self._begin_task(hosted, self._read(hosted, read, hosted.core.replica.logs[read.log].cuts))
         for keep in ready.keep:
             workers[keep.log].put(keep)
         for trim in ready.trim:
             workers[trim.log].put(trim)
         if ready.swap is not None:
-            self._begin_task(self._swap(hosted, ready.swap))
+            self._begin_task(hosted, self._swap(hosted, ready.swap))
         for alarm in ready.alarms:
             self._alarm(hosted, alarm)
 
@@ -546,9 +586,12 @@ class ReplicaHost:
         self.alarms[hosted.shard] = sentence
         log.error("shard %s: %s", hosted.shard, sentence)
 
-    def _begin_task(self, work: Awaitable[None]) -> None:
+    def _begin_task(self, hosted: Hosted, work: Awaitable[None]) -> None:
         async def run() -> None:
-            await work
+            try:
+                await work
+            except Exception as error:
+                self._break(hosted, "work beside its steps", error)
 
         task = self._loop.create_task(run(), name="replication")
         self._tasks.add(task)
@@ -578,7 +621,7 @@ class ReplicaHost:
             if hosted.to_begin.pop(told.log, 0) and not hosted.to_begin:
                 self._step(hosted, Begun(told.epoch))
         elif isinstance(told, DiskFailed):
-            self._begin_task(self._disk_failed(hosted, told))
+            self._begin_task(hosted, self._disk_failed(hosted, told))
         else:
             self._step(hosted, told)
 
@@ -699,7 +742,10 @@ class ReplicaHost:
         view = self._mirror.view
         for shard in shards:
             hosted, record = self._hosted.get(shard), view.shards.get(shard)
-            if hosted is not None and record is not None:
+            if hosted is not None and hosted.broken:
+                # Elected as one of its sets: nobody else knows that it is broken.
+                self._yield_broken(hosted)
+            elif hosted is not None and record is not None:
                 key = view.keys.shard(shard)
                 self._step(hosted, RecordRead(record, view.revision_of(key), view.revision))
 

@@ -209,6 +209,42 @@ def test_a_follower_whose_disk_is_full_leaves_and_comes_back_by_itself() -> None
     play(scene, 5)
 
 
+@pytest.mark.parametrize("where", ["leader", "follower", "read"])
+def test_a_mistake_in_one_copy_stops_that_copy_alone(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    def mistaken(*_: object) -> None:
+        raise ValueError("unforeseen")
+
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 50)
+        leader = region.leader(shard)
+        assert leader is not None
+        other = next(broker for broker in region.running.values() if broker is not leader)
+        broken = other if where == "follower" else leader
+        hosted = broken.host._hosted[shard]
+        if where == "read":
+            # What a follower that comes back asks for.
+            hosted.workers[0].disk.read = mistaken  # type: ignore[assignment,method-assign]
+            region.kill(other.name)
+            await region.until(lambda: (record := region.record(shard)) and other.name not in record.isr)
+            await region.start(other.name)
+        else:
+            hosted.core.step = mistaken  # type: ignore[assignment,method-assign]
+        await region.until(lambda: bool(hosted.broken))
+        assert "it has stopped by a mistake of its own (ValueError: unforeseen)" in broken.host.alarms[shard]
+        before = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > before + 50)
+        record = region.record(shard)
+        assert record is not None and broken.name not in record.isr
+        assert record.epoch == (1 if where == "follower" else 2) and record.leader != broken.name
+        region.kill(broken.name)
+        await region.start(broken.name)
+        await settle(region)
+
+    play(scene, 3)
+
+
 def test_an_append_to_who_does_not_lead_is_not_written() -> None:
     async def scene(region: SimulatedRegion) -> None:
         shard = region.shards[0]
