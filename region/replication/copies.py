@@ -99,12 +99,16 @@ class HostedCopies:
     # -- what the host tells ---------------------------------------------------------------------------
 
     def moved(self) -> None:
-        """The commit point, or what is durable here, may be another one."""
+        """The commit point, what is durable here, or whether that may be answered, may be another one."""
         if self._deposed is not None:
             return
-        answers_more = self._may_answer is not None and self._log.durable > self._durable
+        answers_more = (
+            self._may_answer is not None and self._log.durable > self._durable and self._may_answer()
+        )
+        if answers_more:
+            self._durable = self._log.durable
         if self._log.commit > self._commit or answers_more:
-            self._commit, self._durable = self._log.commit, self._log.durable
+            self._commit = self._log.commit
             if self._leader is not None:
                 self._leader.commit_moved()
 

@@ -490,8 +490,9 @@ class ReplicaHost:
             for number in ready.committed:
                 if number in hosted.led:
                     hosted.led[number].moved()
-            if hosted.answers_early and isinstance(event, Synced) and event.log in hosted.led:
-                hosted.led[event.log].moved()
+            if hosted.answers_early and isinstance(event, Synced | Lease):
+                for copies in hosted.led.values():
+                    copies.moved()
         self._tell(hosted)
 
     def _tell(self, hosted: Hosted) -> None:
