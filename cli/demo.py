@@ -29,7 +29,7 @@ from audit.tile_disk import Folder
 from audit.verify import Report as Verification
 from cli import bridge as bridge_command
 from cli.agent import start as start_agent_of
-from cli.audit import trusted, verify_one
+from cli.audit import own_log, trusted, verify_one
 from cli.exits import EXIT_UNRECONCILED
 from cli.flights import FLIGHTS, departures, flights_file, rosters
 from cli.grants import add_right, known_bundles, put_document
@@ -439,17 +439,9 @@ def _logs(home: Path) -> dict[str, Path]:
     source, destination = RegionFolder.of(SOURCE, home), RegionFolder.of(DESTINATION, home)
     return {
         "egress": source.bridge(BRIDGE) / "egress",
-        "ingress": _audit_log(destination),
-        "source": _audit_log(source),
+        "ingress": own_log(destination, load_config(destination.config)),
+        "source": own_log(source, load_config(source.config)),
     }
-
-
-def _audit_log(folder: RegionFolder) -> Path:
-    """The region's; of several brokers the first one has it."""
-    config = load_config(folder.config)
-    if config.cluster is not None:
-        config = config.of_broker(config.cluster.brokers[0].id)
-    return folder.root / config.data / "audit"
 
 
 def _verify(home: Path, figures: Figures) -> dict[str, Verification]:

@@ -54,6 +54,8 @@ DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for leaves that it took."""
+SILENT_S: Final = 60.0
+"""A broker that is reached says within seconds that it let pass what a document stops; as long as a policy's leaf waits (governance.leaves)."""
 LOOK_S: Final = 5.0
 """How often is looked whether a broker that is waited for is back."""
 
@@ -414,12 +416,14 @@ class HomeLeaves:
         own: str,
         brokers: Callable[[], Mapping[str, str]],
         streams_of: Callable[[str], Iterable[StreamName]],
+        is_up: Callable[[str], bool],
     ) -> None:
         """`brokers`: every broker of the region, with the address of each that is alive. `streams_of`: those of which a broker's disk may have
-        records without a leaf."""
+        records without a leaf. `is_up`: whether a link to one stands."""
         self._own = own
         self._brokers = brokers
         self._streams_of = streams_of
+        self._is_up = is_up
         self._passed: dict[bytes, set[str]] = {}
         self._news = News()
 
@@ -434,8 +438,10 @@ class HomeLeaves:
 
     async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
         """Wait for every other broker that is alive, or has a stream in which that may have arrived: once it is back it writes the leaves that a
-        crash left, and behind a revocation these would be held against the log for ever."""
-        told = False
+        crash left, and behind a revocation these would be held against the log for ever. One that is reached and says nothing for SILENT_S never
+        saw the document: another one had taken its place in the store."""
+        told, now = False, asyncio.get_running_loop().time
+        silent_from = now() + SILENT_S
         while missing := self._missing(digest, leads_to):
             gone = sorted(broker for broker in missing if not self._brokers().get(broker))
             if gone and not told:
@@ -444,6 +450,12 @@ class HomeLeaves:
                     ", ".join(gone),
                 )  # fmt: skip
                 told = True
+            if now() >= silent_from and not gone and all(map(self._is_up, missing)):
+                log.warning(
+                    "a document's leaf no longer waits for broker %s, which says nothing of it",
+                    ", ".join(missing),
+                )
+                return
             with suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await self._news.following.wait()

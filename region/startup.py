@@ -328,7 +328,10 @@ async def open_broker(
         if audited is not None:
             here, region_of, peers_of = (
                 HomeLeaves(
-                    config.broker, lambda: member.brokers, partial(_may_hold_arrivals, clustered, mirror)
+                    config.broker,
+                    lambda: member.brokers,
+                    partial(_may_hold_arrivals, clustered, mirror),
+                    peers.requests.is_up,
                 ),
                 clustered,
                 peers.requests,
@@ -350,7 +353,10 @@ async def open_broker(
             member.on_assigned(lambda name: peers_of.news.tell() if name == str(AUDIT_STREAM) else None)
         elif has_audit_log:
             neighbours = home_leaves = HomeLeaves(
-                config.broker, lambda: member.brokers, partial(_may_hold_arrivals, clustered, mirror)
+                config.broker,
+                lambda: member.brokers,
+                partial(_may_hold_arrivals, clustered, mirror),
+                peers.requests.is_up,
             )
             audit = server = AuditServer(
                 config.region, peers.requests, trail, ArrivalIndex(trail), logged, home_leaves

@@ -90,7 +90,9 @@ class Region:
         self.trail = Trail.open(folder / "audit", log_signer(INGRESS_ORIGIN))
         self.logged = DocumentLog.open(self.trail, folder / "logged")
         self.brokers = {"b1": "here", "b2": "there"}
-        self.leaves = HomeLeaves("b1", lambda: self.brokers, lambda broker: iter((ARRIVES,)))
+        self.leaves = HomeLeaves(
+            "b1", lambda: self.brokers, lambda broker: iter((ARRIVES,)), lambda broker: self.wire.up
+        )
         self.server = AuditServer(
             "eu-west", self.wire.ends["b1"], self.trail, ArrivalIndex(self.trail), self.logged, self.leaves
         )
@@ -265,3 +267,16 @@ async def test_what_the_log_says_of_a_shard_is_told_as_it_is_read_there(region: 
     before = await there.crossed_before(bridge, name, lives)
     assert before.page(0, 20) == (await here.crossed_before(bridge, name, lives)).page(0, 20)
     assert before.next == 15
+
+
+async def test_a_leaf_does_not_wait_for_ever_for_a_broker_that_never_saw_the_document(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("region.remote_audit.SILENT_S", 0.0)
+    monkeypatch.setattr("region.remote_audit.LOOK_S", 0.01)
+    region.wire.cut()
+    waiting = asyncio.ensure_future(region.leaves.all_passed(b"d" * 32, lambda name: True))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "it may have leaves on their way"
+    region.wire.join()
+    await waiting
