@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from cli.notify import Notifier
+from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
 from cli.output import iso, lines, note, out, print_json, styled, table
 from cli.process import PidFile, read_state, start_detached, stop
 from cli.setting import (
@@ -45,6 +46,12 @@ if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
 app = typer.Typer(no_args_is_help=True)
 app.command("offer")(offer)
 app.command("trust")(trust)
+app.command("drain")(drain)
+app.command("undrain")(undrain)
+app.command("rebalance")(rebalance)
+app.command("retire")(retire)
+app.command("scale")(scale)
+app.command("recover-shard")(recover_shard)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
 LOCAL: Final = "127.0.0.1"
@@ -216,6 +223,20 @@ def up(
     broker: Annotated[
         str, typer.Option(help="Run this one of several brokers (cluster.brokers in region.yaml).")
     ] = "",
+    replicas: Annotated[
+        int,
+        typer.Option(
+            help="With --brokers: copies of a new stream that does not say how many. On one machine they outlive a broker's process, not the machine. Written into region.yaml.",
+            min=0,
+        ),
+    ] = 0,
+    replace_folder: Annotated[
+        bool,
+        typer.Option(
+            "--replace-folder",
+            help="With --broker, once: its data folder is a new, empty one, and what was in the one before is given up.",
+        ),
+    ] = False,
 ) -> None:
     """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
     from cli.clash import told
@@ -227,14 +248,22 @@ def up(
     if config.cluster is not None and not broker and _has_own_etcd(folder):
         # All of them run here, or none has its metadata.
         brokers = brokers or len(config.cluster.brokers)
+    if replace_folder and not broker:
+        raise RequestError("--replace-folder is of one of several brokers.", hint="Say which with --broker.")
+    if replicas and not brokers:
+        raise RequestError(
+            "--replicas is of a region that this command gives several brokers.",
+            hint="Give --brokers as well, or write replicas: into cluster: of region.yaml.",
+        )
     if brokers:
         from cli.several import make_cluster
 
-        config = make_cluster(folder, config, brokers, free_address)
+        config = make_cluster(folder, config, brokers, free_address, replicas)
     elif broker or config.cluster is not None:
         config = config.of_broker(broker or config.broker)
     if detach:
         words = ["--brokers", str(brokers)] if brokers else ["--broker", broker] if broker else []
+        words += ["--replace-folder"] if replace_folder else []
         state = start_detached(
             ["--log-level", "info", "region", "up", name, *words],
             _pid_file(folder, broker),
@@ -254,7 +283,7 @@ def up(
 
                 run(serve_all(folder, config, pid))
             else:
-                run(_serve(folder, config, pid))
+                run(_serve(folder, config, pid, replace_folder=replace_folder))
     finally:
         pid.close()
 
@@ -270,7 +299,9 @@ def _pid_file(folder: RegionFolder, broker: str) -> Path:
     return folder.run / f"{broker}.pid" if broker else folder.broker_pid
 
 
-async def _serve(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> None:
+async def _serve(
+    folder: RegionFolder, config: RegionConfig, pid: PidFile, *, replace_folder: bool = False
+) -> None:
     from felix.telemetry import configure_tracing
     from region.bootstrap import write_profile
     from region.node import Node
@@ -280,7 +311,7 @@ async def _serve(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> No
     )
     stop = stop_signals()
     async with Notifier.from_environment() as notifier:
-        node = await Node.start(folder, config)
+        node = await Node.start(folder, config, replace_folder=replace_folder)
         try:
             address = node.address
             is_alone = config.cluster is None
@@ -418,17 +449,19 @@ def status(
     if name and found and found[0]["brokers"]:
         table(
             "Brokers",
-            ["broker", "address", "streams#", "part"],
+            ["broker", "address", "streams#", "copies#", "part"],
             [
                 [
                     each["broker"],
                     each["address"] or "not alive",
                     each["leads"],
+                    each["copies"],
                     lines(
                         part
                         for part, has in (
                             ("controller", each["is_controller"]),
                             ("audit log", each["has_audit_log"]),
+                            ("drained", each["is_drained"]),
                         )
                         if has
                     ),
@@ -436,6 +469,9 @@ def status(
                 for each in found[0]["brokers"]
             ],
         )
+        if moving := found[0]["moving"]:
+            out.print(f"{moving:,} shards are moving")
+        out.print(f"a new stream has {copies_text(found[0]['replicas'])}, unless it says how many")
 
 
 def _status(region: str) -> dict[str, Any]:
@@ -453,6 +489,8 @@ def _status(region: str) -> dict[str, Any]:
         "problem": "",
         "expiring": [],
         "brokers": [],
+        "replicas": 0,
+        "moving": 0,
     }
     try:
         _, config = folder_of(region)
@@ -472,9 +510,13 @@ def _status(region: str) -> dict[str, Any]:
                     "leads": each.leads,
                     "is_controller": each.is_controller,
                     "has_audit_log": each.has_audit_log,
+                    "copies": each.copies,
+                    "alone": each.alone,
+                    "is_drained": each.is_drained,
                 }
                 for each in broker.brokers
             ]
+            row["replicas"], row["moving"] = broker.replicas, broker.moving
             row["problem"] = " ".join(broker.alarms[:ALARMS_SHOWN])
             row["expiring"] = expiring(folder, config, now_ms(), broker.expiring)
     except FelixError as error:

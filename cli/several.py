@@ -1,7 +1,8 @@
 """Several brokers of one region as processes of this machine, under one parent: `felix region up NAME --brokers N`.
 
 The parent starts them, and an etcd of their own where the region's configuration named none; it starts again what ends by itself, and
-stops all of it in order. What it decided once (ports, the etcd's address) stands in region.yaml and stays.
+stops all of it in order. What it decided once (ports, the etcd's address) stands in region.yaml and stays. It follows that file: a broker
+that `cluster.brokers` names from now on is started, one that it names no more is stopped (`felix region scale`).
 
 Invariants: no broker outlives its parent, and no process is left when a start fails.
 """
@@ -27,12 +28,12 @@ from cli.process import START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, re
 from cli.setting import stop_signals
 from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.runtime.real import REAL, now_ms
 from policy.documents import decode_document
 from region.bootstrap import write_profile
-from region.config import ClusterBroker, RegionConfig
+from region.config import ClusterBroker, RegionConfig, load_config
 from region.folder import RegionFolder
 
 log = logging.getLogger("felix.cli.several")
@@ -46,6 +47,8 @@ LOG_BYTES_MAX: Final = 4 << 20
 LAST_BYTES_MAX: Final = 64 << 10
 """Of a log, where a child's last words are looked for."""
 LOOK_S: Final = 0.05
+FOLLOW_S: Final = 1.0
+"""How often the parent looks whether region.yaml is another one."""
 ETCD_PORT: Final = 2379
 ETCD_FOLDER: Final = "etcd"
 """Of the region's folder: the etcd that belongs to this region alone."""
@@ -58,17 +61,23 @@ FreeAddress = Callable[[int, list[Address], socket.SocketKind], Address]
 
 
 def make_cluster(
-    folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress
+    folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress, replicas: int = 0
 ) -> RegionConfig:
-    """The region's configuration with `count` brokers on this machine; written into region.yaml where it names none yet.
+    """The region's configuration with `count` brokers on this machine; written into region.yaml where it names none yet. `replicas`: copies
+    of a new stream that does not say how many, 0: unsaid.
 
     Raises RequestError where it names another number of them, or where one broker has served the region.
     """
     if config.cluster is not None:
+        if replicas not in (0, config.cluster.replicas):
+            raise RequestError(
+                f"{folder.config} says replicas: {config.cluster.replicas} of new streams, and --replicas {replicas}.",
+                hint="Change it there, in cluster:, and start the brokers again. Streams that exist keep what they have.",
+            )
         if len(config.cluster.brokers) != count:
             raise RequestError(
                 f"{folder.config} names {len(config.cluster.brokers)} brokers, and --brokers {count}.",
-                hint="Streams stay where they are: add brokers in cluster.brokers, and say as many.",
+                hint=f"felix region scale {count} changes it.",
             )
         return config
     if count < 2:
@@ -88,11 +97,9 @@ def make_cluster(
         section = f"metadata:\n  kind: etcd\n  endpoints: [{json.dumps(str(endpoint))}]\n"
         # As `felix region init` writes it; another one is its writer's to change.
         text = re.sub(r"^metadata:\n +kind: embedded\n", "", text, count=1, flags=re.M) + section
-    text += "cluster:\n  brokers:\n" + "".join(
-        f"    - {{id: {each.id}, listen: {json.dumps(str(each.listen))}, "
-        f"health: {json.dumps(str(each.health)) if each.health else 'null'}}}\n"
-        for each in _places(config, count, free_address)
-    )
+    copies = f"  replicas: {replicas}\n" if replicas else ""
+    places = "".join(_line(each) for each in _places(config, count, free_address))
+    text += f"cluster:\n{copies}  brokers:\n{places}"
     try:
         made = decode_document(text, RegionConfig, str(folder.config))
     except RequestError as error:
@@ -105,6 +112,49 @@ def make_cluster(
         (folder.root / ETCD_FOLDER).mkdir(mode=0o700, exist_ok=True)
     replace_file(folder.config, text.encode(), PUBLIC)
     return made
+
+
+def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress) -> RegionConfig:
+    """The region's configuration with `count` brokers on this machine: more behind those that it names, or without the last of them. Written
+    into region.yaml. Raises RequestError where its brokers are not written there as this module writes them."""
+    assert config.cluster is not None
+    brokers = config.cluster.brokers
+    text = folder.config.read_text(encoding="utf-8")
+    lines = re.findall(r"^    - \{id: [^\n]*\}\n", text, flags=re.M)
+    if len(lines) != len(brokers):
+        raise RequestError(
+            f"The brokers in {folder.config} are not written as `felix region up --brokers` writes them.",
+            code=Code.CONFIG_INVALID,
+            hint="Change cluster.brokers there by hand (docs/clusters.md).",
+        )
+    if count < len(brokers):
+        for line in lines[count:]:
+            text = text.replace(line, "", 1)
+    else:
+        listens = [each.listen for each in brokers]
+        healths = [each.health for each in brokers if each.health is not None]
+        ids = {str(each.id) for each in brokers}
+        added: list[str] = []
+        number = 0
+        while len(added) < count - len(brokers):
+            number += 1
+            if f"b{number}" in ids:
+                continue
+            listen = free_address(brokers[0].listen.port, listens, socket.SOCK_DGRAM)
+            health = free_address(healths[0].port, healths, socket.SOCK_STREAM) if healths else None
+            listens.append(listen)
+            if health is not None:
+                healths.append(health)
+            added.append(_line(ClusterBroker(id=f"b{number}", listen=listen, health=health)))
+        text = text.replace(lines[-1], lines[-1] + "".join(added), 1)
+    made = decode_document(text, RegionConfig, str(folder.config))
+    replace_file(folder.config, text.encode(), PUBLIC)
+    return made
+
+
+def _line(each: ClusterBroker) -> str:
+    health = json.dumps(str(each.health)) if each.health else "null"
+    return f"    - {{id: {each.id}, listen: {json.dumps(str(each.listen))}, health: {health}}}\n"
 
 
 def _places(config: RegionConfig, count: int, free_address: FreeAddress) -> list[ClusterBroker]:
@@ -157,15 +207,66 @@ async def serve_all(folder: RegionFolder, config: RegionConfig, pid: PidFile) ->
             f"{config.region} serves with {len(brokers)} brokers at {', '.join(map(str, addresses))}; "
             f"end it with Ctrl-C or: felix region down {config.region}"
         )
-        watching = [asyncio.ensure_future(broker.keep()) for broker in brokers]
+        family = _Family(folder, brokers)
+        following = asyncio.ensure_future(family.follow())
         try:
             await stop.wait()
         finally:
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
-            # Together: each waits for its disk and its clients.
-            await asyncio.gather(*(broker.child.end() for broker in brokers))
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            await family.end()
+
+
+class _Family:
+    """The brokers that region.yaml names, each kept running."""
+
+    def __init__(self, folder: RegionFolder, brokers: Sequence[_Broker]) -> None:
+        self._folder = folder
+        self._brokers = {broker.id: broker for broker in brokers}
+        self._keeping = {broker.id: asyncio.ensure_future(broker.keep()) for broker in brokers}
+
+    async def follow(self) -> None:
+        """Start what region.yaml names from now on, stop what it names no more. Until it is cancelled."""
+        known = await asyncio.to_thread(self._folder.config.stat)
+        while True:
+            await asyncio.sleep(FOLLOW_S)
+            try:
+                found = await asyncio.to_thread(self._folder.config.stat)
+                if (found.st_mtime_ns, found.st_ino) == (known.st_mtime_ns, known.st_ino):
+                    continue
+                known = found
+                config = await asyncio.to_thread(load_config, self._folder.config)
+                await self._become(config)
+            except (OSError, FelixError) as error:
+                log.error("%s is not followed: %s", self._folder.config, error)
+
+    async def _become(self, config: RegionConfig) -> None:
+        if config.cluster is None:
+            return
+        named = {str(each.id): each for each in config.cluster.brokers}
+        for name in self._brokers.keys() - named.keys():
+            await self._stop(name)
+        for name in named.keys() - self._brokers.keys():
+            log.warning("Broker %s is in region.yaml from now on and is started.", name)
+            broker = self._brokers[name] = _Broker(self._folder, name)
+            await broker.start()
+            self._keeping[name] = asyncio.ensure_future(broker.keep())
+        addresses = [each.client_address for each in config.cluster.brokers]
+        await asyncio.to_thread(write_profile, self._folder, config.region, config.mesh, *addresses)
+
+    async def _stop(self, name: str) -> None:
+        log.warning("Broker %s is not in region.yaml any more and is stopped.", name)
+        keeping = self._keeping.pop(name)
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await self._brokers.pop(name).child.end()
+
+    async def end(self) -> None:
+        """Stop all of them, together: each waits for its disk and its clients."""
+        for task in self._keeping.values():
+            task.cancel()
+        await asyncio.gather(*self._keeping.values(), return_exceptions=True)
+        await asyncio.gather(*(broker.child.end() for broker in self._brokers.values()))
 
 
 class _Child:
@@ -223,6 +324,11 @@ class _Broker:
         self._folder = folder
         self._broker = broker
         self.child: _Child
+
+    @property
+    def id(self) -> str:
+        """As region.yaml names it."""
+        return self._broker
 
     async def start(self) -> None:
         region = self._folder.root.name

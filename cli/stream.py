@@ -68,8 +68,11 @@ def create(
         int, typer.Option(help="With --deduplicate: remember at most so many ids per shard.")
     ] = Deduplication().ids_max,
     replicas: Annotated[
-        int, typer.Option(help="Copies of each shard, on as many of the region's brokers; fixed.")
-    ] = 1,
+        int,
+        typer.Option(
+            help="Copies of each shard, on as many of the region's brokers. Default: as the region has it (felix region status)."
+        ),
+    ] = 0,
     min_in_sync: Annotated[
         int,
         typer.Option(
@@ -215,6 +218,18 @@ def alter(
     deduplicate_ids: Annotated[
         int, typer.Option(help="With --deduplicate: remember at most so many ids per shard.")
     ] = Deduplication().ids_max,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            help="So many copies of each shard, from 2 on; they are made or dropped while it serves."
+        ),
+    ] = None,
+    min_in_sync: Annotated[
+        int | None,
+        typer.Option(
+            help="On how many copies a record is at least before it is acknowledged; 0: a majority."
+        ),
+    ] = None,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
@@ -237,8 +252,10 @@ def alter(
         "deduplication": deduplication,
         "offload": parse_offload("" if offload == "none" else offload, local),
         "remove": remove,
+        "replicas": replicas,
+        "min_in_sync": min_in_sync,
     }
-    if not any(changes.values()):
+    if not any(changes.values()) and min_in_sync is None:
         raise RequestError(
             "Nothing is to be changed.", hint="Name a setting; felix stream alter --help lists them."
         )

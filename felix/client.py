@@ -47,6 +47,7 @@ from felix.messages import (
     DescribeStream,
     DescribeSubscription,
     DescribeTraffic,
+    DrainBroker,
     ExplainCrossing,
     KeyState,
     LinkState,
@@ -63,9 +64,13 @@ from felix.messages import (
     PutRights,
     QuotaState,
     ReaderTraffic,
+    RebalanceShards,
+    RecoverShard,
     RegionState,
     Request,
+    RetireBroker,
     RotateKeys,
+    ShardMoves,
     StreamState,
     StreamTraffic,
     SubscriptionPage,
@@ -404,10 +409,13 @@ class RegionClient:
         queue: QueueChange | None = None,
         cache: CacheChange | None = None,
         remove: Sequence[str] = (),
+        replicas: int | None = None,
+        min_in_sync: int | None = None,
         incarnation: bytes = b"",
     ) -> StreamState:
         """Change settings of a stream while it serves; what is None stays. `remove` names what is taken away: compaction,
-        deduplication, offload. `queue` and `cache`: as `Queue.alter` and `Cache.alter`, which have plainer arguments. Raises
+        deduplication, offload. `queue` and `cache`: as `Queue.alter` and `Cache.alter`, which have plainer arguments. `replicas` and
+        `min_in_sync` (0: a majority) of a stream of several copies: those are made, or dropped, after this returns. Raises
         RequestError: NOT_FOUND_OR_FORBIDDEN, CONFIG_INVALID, UNSUPPORTED for a stream that is no queue or cache, CONFLICT for
         another incarnation.
         """
@@ -421,6 +429,8 @@ class RegionClient:
             list(remove),
             queue,
             cache,
+            replicas,
+            min_in_sync,
         )
         return await self.connection.request(wanted)
 
@@ -601,6 +611,29 @@ class RegionClient:
         async for page in pages(self.connection, ListKeys(stream, limit=PAGE_MAX), "keys"):
             found += page.keys
         return found
+
+    async def drain_broker(self, broker: str, *, drain: bool = True) -> None:
+        """Have the copies on one of several brokers moved to others, or no longer. Returns once that is decided; `describe` says how many it
+        still has. Raises RequestError(NOT_FOUND, UNSUPPORTED)."""
+        await self.connection.request(DrainBroker(broker, drain))
+
+    async def retire_broker(self, broker: str) -> None:
+        """Say that one of several brokers is gone for good. Raises RequestError(NOT_FOUND, CONFLICT) where it is alive or a shard names it."""
+        await self.connection.request(RetireBroker(broker))
+
+    async def recover_shard(
+        self, stream: str, shard: int, broker: str, *, lost: Sequence[str] = (), powered_off: bool = False
+    ) -> str:
+        """Have `broker` lead a shard that nobody may lead by rule; what its copy lacks is lost. Returns the broker's note. Raises
+        RequestError(CONFLICT, NOT_FOUND) where a copy that may have more is alive, or is not named in `lost`."""
+        return (
+            await self.connection.request(RecoverShard(stream, shard, broker, list(lost), powered_off))
+        ).note
+
+    async def rebalance(self, *, dry_run: bool = False) -> ShardMoves:
+        """Move copies until each of several brokers has its share; with `dry_run`, only say what would move first. Returns once that is
+        decided. Raises RequestError(UNSUPPORTED)."""
+        return await self.connection.request(RebalanceShards(dry_run))
 
     async def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""

@@ -176,7 +176,8 @@ class CreateStream(Request["StreamState"], frozen=True, tag="create_stream"):
 
 class AlterStream(Request["StreamState"], frozen=True, tag="alter_stream"):
     """Changes settings of a stream while it serves. What is None stays; `remove` names capabilities to take away:
-    compaction, deduplication, offload; `queue` and `cache` are of a stream that is one, and name what of them is to be another.
+    compaction, deduplication, offload; `queue` and `cache` are of a stream that is one, and name what of them is to be another;
+    `replicas` and `min_in_sync` are of a stream of several copies, which are made or dropped after the answer.
     `incarnation`, where given, must be the stream's. Answered with its state."""
 
     stream: Name
@@ -188,6 +189,8 @@ class AlterStream(Request["StreamState"], frozen=True, tag="alter_stream"):
     remove: list[Name] = []
     queue: QueueChange | None = None
     cache: CacheChange | None = None
+    replicas: int | None = None
+    min_in_sync: int | None = None
 
 
 class DeleteStream(Request["Done"], frozen=True, tag="delete_stream"):
@@ -423,6 +426,52 @@ class KeyPage(Message, frozen=True, tag="key_page"):
     next: Text = ""
 
 
+class DrainBroker(Request["Done"], frozen=True, tag="drain_broker"):
+    """Has the copies of one of several brokers moved to others, and places nothing more there; with `drain` false, no longer."""
+
+    broker: Name
+    drain: bool = True
+
+
+class RetireBroker(Request["Done"], frozen=True, tag="retire_broker"):
+    """One of several brokers is gone for good: nothing waits for it any more. No shard may name it, and it may not be alive."""
+
+    broker: Name
+
+
+class RecoverShard(Request["Done"], frozen=True, tag="recover_shard"):
+    """Has `broker` lead a shard that nobody may lead by rule, although its copy may lack what was committed. `lost`: the brokers whose copies
+    are given up, all that may have more than it. `powered_off`: they surely run no more, so that none can still commit."""
+
+    stream: Name
+    shard: int
+    broker: Name
+    lost: list[Name] = []
+    powered_off: bool = False
+
+
+class RebalanceShards(Request["ShardMoves"], frozen=True, tag="rebalance_shards"):
+    """Moves copies until each broker has its share. `dry_run`: only says what would move first. The controller answers it."""
+
+    dry_run: bool = False
+
+
+class ShardMove(Message, frozen=True, tag="shard_move"):
+    """The brokers that have copies of a shard, the leader first, and those that are to have them."""
+
+    stream: Name
+    shard: int
+    now: list[Name]
+    then: list[Name]
+
+
+class ShardMoves(Message, frozen=True, tag="shard_moves"):
+    """`total`: how many shards move; of them, `moves` are listed."""
+
+    moves: list[ShardMove]
+    total: int
+
+
 class RotateKeys(Request["Done"], frozen=True, tag="rotate_keys"):
     """`level` is data or root; `stream`, where given, narrows a data rotation."""
 
@@ -459,20 +508,26 @@ class ExpiryState(Message, frozen=True, tag="expiry"):
 
 class BrokerState(Message, frozen=True, tag="broker"):
     """One of a region's several brokers. `address`: where clients reach it, empty while it is not alive. `leads`: streams that it leads,
-    whether it is alive or not. `is_controller`: it places and elects. `has_audit_log`: it writes the region's audit log."""
+    whether it is alive or not. `is_controller`: it places and elects. `has_audit_log`: it writes the region's audit log. `copies`: shards of
+    streams with several copies that it has one of, or is to get; `alone`: streams of one copy that it has. `is_drained`: it gets nothing,
+    and its copies move away."""
 
     broker: Name
     address: Name = ""
     leads: int = 0
     is_controller: bool = False
     has_audit_log: bool = False
+    copies: int = 0
+    alone: int = 0
+    is_drained: bool = False
 
 
 class RegionState(Message, frozen=True, tag="region"):
     """Gauges of one broker, by name; each limit follows the gauge that it limits (docs/operations.md). `expiring`: the
     certificates that end first, of those that are near their end. `bridges`: the region's own that have a session with this
     broker. `brokers`: all of them, as the one that answers knows, where there are several. `alarms`: what needs a person, where it is the
-    controller.
+    controller. `replicas`: copies of a new stream that does not say how many, where there are several brokers. `moving`: shards
+    whose copies are on their way to other brokers.
     """
 
     region: Name
@@ -486,6 +541,8 @@ class RegionState(Message, frozen=True, tag="region"):
     bridges: list[Name] = []
     brokers: list[BrokerState] = []
     alarms: list[Text] = []
+    replicas: int = 0
+    moving: int = 0
 
 
 class DescribeTraffic(Repeatable["TrafficPage"], frozen=True, tag="describe_traffic"):

@@ -58,6 +58,7 @@ from felix.messages import (
     ReaderTraffic,
     RegionState,
     Request,
+    ShardMoves,
     StreamState,
     StreamTraffic,
     SubscriptionState,
@@ -270,10 +271,13 @@ class SyncRegion(BlockingRegion):
         queue: QueueChange | None = None,
         cache: CacheChange | None = None,
         remove: Sequence[str] = (),
+        replicas: int | None = None,
+        min_in_sync: int | None = None,
         incarnation: bytes = b"",
     ) -> StreamState:
         """Change settings of a stream while it serves; what is None stays. `remove` names what is taken away: compaction,
-        deduplication, offload. `queue` and `cache`: as `Queue.alter` and `Cache.alter`, which have plainer arguments. Raises
+        deduplication, offload. `queue` and `cache`: as `Queue.alter` and `Cache.alter`, which have plainer arguments. `replicas` and
+        `min_in_sync` (0: a majority) of a stream of several copies: those are made, or dropped, after this returns. Raises
         RequestError: NOT_FOUND_OR_FORBIDDEN, CONFIG_INVALID, UNSUPPORTED for a stream that is no queue or cache, CONFLICT for
         another incarnation.
         """
@@ -287,6 +291,8 @@ class SyncRegion(BlockingRegion):
                 queue=queue,
                 cache=cache,
                 remove=remove,
+                replicas=replicas,
+                min_in_sync=min_in_sync,
                 incarnation=incarnation,
             )
         )
@@ -407,6 +413,29 @@ class SyncRegion(BlockingRegion):
     def list_keys(self, stream: str = "") -> Rows[KeyState]:
         """Keys by id, level and state; never their bytes."""
         return Rows(self._background.call(self._inner.list_keys(stream)))
+
+    def drain_broker(self, broker: str, *, drain: bool = True) -> None:
+        """Have the copies on one of several brokers moved to others, or no longer. Returns once that is decided; `describe` says how many it
+        still has. Raises RequestError(NOT_FOUND, UNSUPPORTED)."""
+        self._background.call(self._inner.drain_broker(broker, drain=drain))
+
+    def retire_broker(self, broker: str) -> None:
+        """Say that one of several brokers is gone for good. Raises RequestError(NOT_FOUND, CONFLICT) where it is alive or a shard names it."""
+        self._background.call(self._inner.retire_broker(broker))
+
+    def recover_shard(
+        self, stream: str, shard: int, broker: str, *, lost: Sequence[str] = (), powered_off: bool = False
+    ) -> str:
+        """Have `broker` lead a shard that nobody may lead by rule; what its copy lacks is lost. Returns the broker's note. Raises
+        RequestError(CONFLICT, NOT_FOUND) where a copy that may have more is alive, or is not named in `lost`."""
+        return self._background.call(
+            self._inner.recover_shard(stream, shard, broker, lost=lost, powered_off=powered_off)
+        )
+
+    def rebalance(self, *, dry_run: bool = False) -> ShardMoves:
+        """Move copies until each of several brokers has its share; with `dry_run`, only say what would move first. Returns once that is
+        decided. Raises RequestError(UNSUPPORTED)."""
+        return self._background.call(self._inner.rebalance(dry_run=dry_run))
 
     def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""

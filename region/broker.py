@@ -15,6 +15,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Final
 
+import msgspec
+
 from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.expiry import ExpiryWatch, Life
 from felix.messages import ReaderTraffic
@@ -31,7 +33,7 @@ from region.budget import Budgets
 from region.clustered import Clustered
 from region.config import RegionConfig
 from region.metadata.catalog import Catalog
-from region.metadata.records import StreamConfig, check_stream_config, is_replicated
+from region.metadata.records import StreamConfig, check_stream_config, is_replicated, one_copy_since
 from region.metrics import BrokerMetrics
 from region.offload import check_offload
 from region.places import places_of, refusal
@@ -67,6 +69,7 @@ def auto_config(settings: NamespaceSettings, views: Views) -> StreamConfig:
         durability=Durability(settings.durability, settings.interval_ms),
         retention=Retention(settings.retention_ms, settings.retention_bytes),
         views=views,
+        replicas=0,
     )
 
 
@@ -434,11 +437,12 @@ class Broker:
             self._making.pop(name, None)
 
     async def create_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
-        """Write a new stream into the catalog and open it. Raises RequestError(ALREADY_EXISTS, CONFIG_INVALID),
-        UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
+        """Write a new stream into the catalog and open it; `config.replicas` 0: as many copies as the region has it. Raises
+        RequestError(ALREADY_EXISTS, CONFIG_INVALID), UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
         # Asked before anything is written: the catalog must not name a stream that cannot be opened.
+        config = self.with_copies(config)
         check_stream_config(name, config)
-        self._check_copies(name, config)
+        self.check_copies(name, config.replicas)
         await self.check_offload(config.views.offload)
         self.streams.check_room(name, config)
         self.quotas.check_stream(name.tenant, self.streams.count(name.tenant))
@@ -454,14 +458,31 @@ class Broker:
         finally:
             self.quotas.creating(name.tenant, -1)
 
-    def _check_copies(self, name: StreamName, config: StreamConfig) -> None:
+    @property
+    def default_replicas(self) -> int:
+        """Copies of a new stream that does not say how many, where it may have several."""
+        cluster = self.config.cluster
+        if cluster is None or self.clustered is None:
+            return 1
+        return cluster.replicas or self.clustered.default_replicas()
+
+    def with_copies(self, config: StreamConfig) -> StreamConfig:
+        """With as many copies as the region has it, where it does not say how many."""
+        if config.replicas:
+            return config
+        count = 1 if one_copy_since(config) else self.default_replicas
+        return msgspec.structs.replace(config, replicas=count)
+
+    def check_copies(self, name: StreamName, replicas: int) -> None:
         """Raises RequestError(CONFIG_INVALID) where the region has fewer brokers than the stream is to have copies."""
         cluster = self.config.cluster
-        count = 1 if cluster is None else len(cluster.brokers)
-        if config.replicas > count:
+        # Some may have joined since this one read its configuration, others may never have been started.
+        joined = 0 if self.clustered is None else len(self.clustered.member.brokers)
+        count = 1 if cluster is None else max(len(cluster.brokers), joined)
+        if replicas > count:
             brokers = "one broker" if count == 1 else f"{count} brokers"
             raise RequestError(
-                f"Stream {name}: {config.replicas} copies, and {self.region} has {brokers}: each copy is on a broker of its own.",
+                f"Stream {name}: {replicas} copies, and {self.region} has {brokers}: each copy is on a broker of its own.",
                 code=Code.CONFIG_INVALID,
                 hint="Leave --replicas away."
                 if count == 1

@@ -6,8 +6,9 @@ Used by the broker and its sessions; a region of one broker has none of it. Inva
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -28,14 +29,22 @@ from felix.messages import (
     RenewIdentity,
     ReportLinks,
     RotateKeys,
+    ShardMove,
+    ShardMoves,
     WitnessedSize,
 )
 from region.audit_log import AuditLog
+from region.cluster import registration, transactions
 from region.cluster.member import ClusterMember
+from region.cluster.records import ShardId
+from region.cluster.transactions import Reason, Refusal
 from region.log.copies import Copies
 from region.metadata.records import Stream, is_replicated
 from region.peer_requests import PeerRequest, PeerRequests
 from region.replicas import Replicas
+from region.replication.leader import DETACHED_MS
+
+log = logging.getLogger("felix.region.cluster")
 
 RETRY_MS: Final = 100
 """A client that asked the wrong broker, or one that is about to lead, retries after this."""
@@ -43,6 +52,20 @@ MISSING_SHOWN: Final = 3
 """Shards without all of their copies that the region's status names."""
 BRIDGES_S: Final = 1.0
 """How long a broker is waited for that is asked which bridges it knows."""
+DEFAULT_REPLICAS: Final = 3
+"""With three copies, one may be away for maintenance while another fails."""
+COPIES_HAVE_ALL_VIEWS: Final = False
+"""Whether a stream with several copies may be altered to whatever one with one copy may: compaction and offload are still missing. Until
+they are there, a stream gets several only where its maker or region.yaml says so: it would lose what it has with one."""
+_RECOVER_HINTS: Final = {
+    Reason.NOT_NAMED: "Name each with --lost, if its data is lost for good; else bring it back.",
+    Reason.TOO_EARLY: "Wait so long, or say --powered-off if those machines surely run no more.",
+    Reason.STILL_LEADS: "Nothing has to be recovered.",
+    Reason.STILL_ALIVE: "It is elected by itself once its logs are open; wait for it.",
+    Reason.NOT_REGISTERED: "Name a broker that is up and has a copy: felix stream describe shows them.",
+}
+MOVES_SHOWN: Final = 100
+"""Of what a rebalancing would move: more than a person reads, and within one answer."""
 PLACED_S: Final = 10.0
 """How long whoever creates a stream waits until a broker leads it."""
 
@@ -148,6 +171,12 @@ class Clustered:
             epoch=leader.epoch,
         )
 
+    def default_replicas(self) -> int:
+        """Copies of a new stream where neither it nor region.yaml says how many: DEFAULT_REPLICAS, but no two on one host, which would
+        outlive no more than one. Of a region of one machine, 1."""
+        hosts = {node.host for node in self.member.mirror.view.nodes.values()}
+        return min(DEFAULT_REPLICAS, len(hosts)) if COPIES_HAVE_ALL_VIEWS else 1
+
     def leader_of(self, record: Stream, shard: int) -> str:
         """The broker that leads a shard; empty while none does."""
         leader = self.member.assignments.leader(record.incarnation, shard)
@@ -207,9 +236,28 @@ class Clustered:
     def states(self, records: Iterable[Stream]) -> list[BrokerState]:
         """Every broker that was ever registered, with how many of these streams it has."""
         member, home = self.member, self.audit_home
-        leads = Counter(member.assignments.placed(record.incarnation) for record in records)
+        view, leads, copies, alone = member.mirror.view, Counter[str](), Counter[str](), Counter[str]()
+        single = set()
+        for record in records:
+            placed = member.assignments.placed(record.incarnation)
+            leads[placed] += 1
+            if not is_replicated(record.config):
+                single.add(record.incarnation)
+                alone[placed] += 1
+        for shard, held in view.shards.items():
+            if shard.incarnation not in single:
+                copies.update({*held.replicas, *held.target})
         return [
-            BrokerState(broker, address, leads[broker], broker == member.controller, broker == home)
+            BrokerState(
+                broker,
+                address,
+                leads[broker],
+                broker == member.controller,
+                broker == home,
+                copies[broker],
+                alone[broker],
+                broker in view.nodes and view.nodes[broker].drain,
+            )
             for broker, address in member.brokers.items()
         ]
 
@@ -237,6 +285,124 @@ class Clustered:
         return sorted(
             {*own, *(name for each in told if isinstance(each, BridgesListed) for name in each.names)}
         )
+
+    @property
+    def moving(self) -> int:
+        """Shards whose copies are on their way to other brokers."""
+        return sum(record.target != () for record in self.member.mirror.view.shards.values())
+
+    async def drain(self, broker: str, *, on: bool) -> None:
+        """Have a broker's copies moved away, or no longer. Raises RequestError(NOT_FOUND) for one that was never registered, and what the
+        store raises."""
+        mirror = self.member.mirror
+        while True:
+            made = registration.drain(mirror.view, broker, on=on)
+            if isinstance(made, Refusal):
+                raise RequestError(
+                    made.sentence,
+                    code=Code.NOT_FOUND,
+                    hint=f"Its brokers are {', '.join(sorted(mirror.view.nodes))}.",
+                )
+            result = await mirror.commit(made)
+            if result is not None and result.succeeded:
+                return
+
+    async def retire(self, broker: str) -> None:
+        """A broker is gone for good. Raises RequestError(NOT_FOUND, CONFLICT), and what the store raises."""
+        member = self.member
+        if broker == member.audit.broker:
+            raise RequestError(
+                f"Broker {broker} alone has the region's audit log.",
+                code=Code.CONFLICT,
+                hint="It cannot go: put its folder back and start it.",
+            )
+        while True:
+            made = registration.retire(member.mirror.view, broker)
+            if isinstance(made, Refusal):
+                raise RequestError(
+                    made.sentence,
+                    code=Code.NOT_FOUND if made.reason is Reason.NOT_REGISTERED else Code.CONFLICT,
+                    hint=f"Move what it has with `felix region drain {broker}`, or give up copies that are lost for good, then stop it.",
+                )
+            result = await member.mirror.commit(made)
+            if result is not None and result.succeeded:
+                log.warning("broker %s is retired", broker)
+                return
+
+    async def recover(
+        self,
+        record: Stream,
+        number: int,
+        winner: str,
+        lost: Sequence[str],
+        *,
+        powered_off: bool,
+        by: str,
+    ) -> str:
+        """Have `winner` lead a shard although it may lack what was committed; a note of what was done. Raises RequestError(NOT_FOUND, CONFLICT),
+        and what the store raises. `by`: the operator, for the log."""
+        member, shard = self.member, ShardId(record.incarnation, number)
+        mirror = member.mirror
+        while True:
+            view = mirror.view
+            if shard not in view.shards:
+                raise RequestError(f"{record.name} has no shard {number}.", code=Code.NOT_FOUND)
+            before = view.shards[shard]
+            made = transactions.recover(
+                view,
+                shard,
+                winner,
+                lost,
+                member.election_id(),
+                silent_ms={name: member.controls.silent_ms(name) for name in lost},
+                detached_ms=DETACHED_MS if is_replicated(record.config) else 0,
+                powered_off=powered_off,
+            )
+            if isinstance(made, Refusal):
+                raise RequestError(
+                    made.sentence, code=Code.CONFLICT, hint=_RECOVER_HINTS.get(made.reason, "")
+                )
+            result = await mirror.commit(made)
+            if result is not None and result.succeeded:
+                break
+        given_up = ", ".join(sorted(before.members().keys() - {winner})) or "none"
+        log.error(
+            "%s has shard %d of %s led by broker %s in epoch %d, whatever was committed before: given up are the copies at %s",
+            by,
+            number,
+            record.name,
+            winner,
+            before.epoch + 1,
+            given_up,
+        )
+        return (
+            f"Broker {winner} leads shard {number} of {record.name} in epoch {before.epoch + 1}. What its copy lacks is lost; where a copy that "
+            "was given up comes back, it counts and cuts what it had beyond that."
+        )
+
+    async def rebalance(self, *, dry_run: bool) -> ShardMoves:
+        """Move copies until each broker has its share. Raises NotLeaderError where another broker is the controller."""
+        member = self.member
+        if not member.controls.term and not dry_run:
+            address = member.assignments.address(member.controller) if member.controller else ""
+            raise NotLeaderError(
+                f"Broker {member.controller or 'none'} is the region's controller, which moves copies.",
+                hint="Ask there; the SDK does."
+                if address
+                else "Try again: one takes the office within a lease.",
+                retry_after_ms=RETRY_MS,
+                leader=member.controller,
+                address=address,
+            )
+        planned, shards = await member.controls.planned(), member.mirror.view.shards
+        moves = [
+            ShardMove(record.stream, shard.number, list(record.replicas), list(then))
+            for shard, record in sorted(shards.items())
+            if (then := planned.get(shard, ())) and then != (record.target or record.replicas)
+        ]
+        if not dry_run:
+            member.controls.rebalance()
+        return ShardMoves(moves[:MOVES_SHOWN], len(moves))
 
     async def placed(self, record: Stream) -> None:
         """Wait until somebody leads the stream, for PLACED_S at most: it exists whether or not."""

@@ -24,6 +24,7 @@ from policy.quantity import Duration, Rate, Size
 from region.cluster.records import BROKERS_MAX
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
 from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN
+from region.metadata.records import REPLICAS_MAX
 
 DEFAULT_PORT: Final = 7443
 DAY_MS: Final = 86_400_000
@@ -109,16 +110,22 @@ class ClusterBroker(Part, frozen=True):
 class ClusterConfig(Part, frozen=True):
     """The brokers of a region that has several. The first of them has the audit log on its disk.
 
-    `lease`: how long a broker may be silent before it stops answering and another may take its place.
+    `lease`: how long a broker may be silent before it stops answering and another may take its place. `replicas`: copies of a new stream
+    that does not say how many; 0: as `Clustered.default_replicas` has it.
     """
 
     brokers: Annotated[tuple[ClusterBroker, ...], msgspec.Meta(min_length=1, max_length=BROKERS_MAX)]
     lease: Duration = Duration(CLUSTER_LEASE_MS)
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=REPLICAS_MAX)] = 0
 
     def __post_init__(self) -> None:
         if not LEASE_TTL_MS_MIN <= self.lease <= LEASE_TTL_MS_MAX:
             raise RequestError(
                 f"lease is {self.lease}; {Duration(LEASE_TTL_MS_MIN)} to {Duration(LEASE_TTL_MS_MAX)} are allowed."
+            )
+        if self.replicas > len(self.brokers):
+            raise RequestError(
+                f"replicas is {self.replicas}, and there are {len(self.brokers)} brokers: each copy is on a broker of its own."
             )
         for what, values in (
             ("id", [str(each.id) for each in self.brokers]),

@@ -25,6 +25,7 @@ from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.gauges import BrokerGauges
 from region.metrics import BrokerCollector
+from region.replicas import Replicas
 from region.replication.links import PEER_ALPN
 from region.session import ClientSession
 from region.startup import THIS_MACHINE, Machine, Parts, open_broker
@@ -90,11 +91,13 @@ class Node:
         config: RegionConfig,
         runtime: Runtime = REAL,
         machine: Machine = THIS_MACHINE,
+        *,
+        replace_folder: bool = False,
     ) -> Node:
-        """Open everything and listen. What was opened before a failure is closed again."""
+        """Open everything and listen. What was opened before a failure is closed again. `replace_folder`: as `open_broker` has it."""
         stack = AsyncExitStack()
         try:
-            parts = await open_broker(folder, config, runtime, machine, stack)
+            parts = await open_broker(folder, config, runtime, machine, stack, replace_folder=replace_folder)
             engine = machine.engine or engine_named(config.engine or None)
             listener = await engine.listen(
                 config.listen.host,
@@ -111,6 +114,7 @@ class Node:
                 await parts.clustered.member.announce()
             if parts.peers is not None:
                 parts.peers.replicas.start()
+                stack.push_async_callback(node._hand_on, parts.peers.replicas)
         except BaseException:
             await stack.aclose()
             raise
@@ -201,6 +205,11 @@ class Node:
             self._spawn(every(period_s, turn, failure, log))
 
     # -- stop ------------------------------------------------------------------------------------------
+
+    async def _hand_on(self, replicas: Replicas) -> None:
+        """Before anything is closed: who publishes goes on at the next leader before this broker says goodbye."""
+        self.broker.leaving = True
+        await replicas.give_up()
 
     async def _leave(self) -> None:
         self.broker.leaving = True

@@ -1,7 +1,7 @@
 """The copies that this broker has of streams with more than one: which they are, and the host and links that keep them (region.replication).
 
-It follows the records of shards and the catalog: a shard that names this broker among its replicas is opened as a copy; one of a deleted
-stream is let go of before its folder goes.
+It follows the records of shards and the catalog: a shard that names this broker among its replicas, or as one that it moves to, is opened as a
+copy; one that names it no more is closed and deleted; one of a deleted stream is let go of before its folder goes.
 
 Order: `open` once the broker is registered and before streams are opened; `start` once it is alive; `close` once they are closed.
 """
@@ -22,6 +22,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
 from felix.tasks import end_tasks
+from region.cluster.election import has_yielded
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardDurability, ShardId
 from region.log.companions import RECORDS, JournalKind, kind_of, log_number, shard_of
@@ -29,7 +30,7 @@ from region.log.copies import Copies
 from region.log.errors import storage_error
 from region.log.open_logs import OpenLogs
 from region.log.segment import ShardIdentity
-from region.metadata.records import REMOVED_REMEMBERED_MAX, Stream, StreamConfig, is_replicated
+from region.metadata.records import REMOVED_REMEMBERED_MAX, Stream, StreamConfig, is_replicated, min_in_sync
 from region.replication.disk import LogPlan
 from region.replication.host import Links, ReplicaHost, ShardPlan
 
@@ -37,6 +38,9 @@ log = logging.getLogger("felix.region.replicas")
 
 RETRY_S: Final = 10.0
 """A copy that could not be opened is tried again after this: a disk may have room by then."""
+GIVE_UP_S: Final = 3.0
+"""An election takes two transactions; a store that answers no sooner does not hold up a stop, and leases end by themselves."""
+GIVE_UP_LOOK_S: Final = 0.02
 
 
 class SystemStream(NamedTuple):
@@ -57,6 +61,8 @@ class Folders(Protocol):
     def copies(self) -> Path: ...
 
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
+
+    async def delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None: ...
 
 
 def kinds_of(config: StreamConfig) -> tuple[int, ...]:
@@ -138,6 +144,33 @@ class Replicas:
         """Lead and follow."""
         self.host.start()
         self._work = asyncio.get_running_loop().create_task(self._follow(), name="replicas")
+
+    async def give_up(self) -> None:
+        """Before the broker stops: yield what it leads to other copies in sync, then leave the in-sync sets of what others lead, so that
+        nobody waits for it. GIVE_UP_S at most; what nobody else could lead stays."""
+        try:
+            async with asyncio.timeout(GIVE_UP_S):
+                self.host.give_up("drain")
+                while self.host.yielding or not self._are_led_elsewhere() or not self.host.is_placed:  # noqa: ASYNC110 - of a swap's answer no event comes here
+                    await asyncio.sleep(GIVE_UP_LOOK_S)
+                self.host.leave()
+                while self._is_waited_for():  # noqa: ASYNC110
+                    await asyncio.sleep(GIVE_UP_LOOK_S)
+        except TimeoutError:
+            log.warning("other brokers have not taken over from this one within %.0f s", GIVE_UP_S)
+
+    def _are_led_elsewhere(self) -> bool:
+        view, broker = self._member.mirror.view, self._member.broker
+        return not any(has_yielded(record) for record in view.shards.values() if record.leader == broker)
+
+    def _is_waited_for(self) -> bool:
+        """Whether another broker leads a shard, and has this one in sync."""
+        view, broker = self._member.mirror.view, self._member.broker
+        return any(
+            broker in record.isr and record.leader in view.alive
+            for record in view.shards.values()
+            if record.leader != broker and len(record.isr) > 1
+        )
 
     async def close(self) -> None:
         """Close all copies, what they hold synced."""
@@ -242,18 +275,33 @@ class Replicas:
             shard = ShardId(stream.incarnation, number)
             async with self._changing:
                 record = self._member.mirror.view.shards.get(shard)
-                if (
-                    record is None
-                    or self._member.broker not in (*record.replicas, *record.target)
-                    or stream.incarnation in self._forgotten
-                    or self.host.replica(shard) is not None
-                ):
+                if record is None or stream.incarnation in self._forgotten:
+                    continue
+                if self._member.broker not in (*record.replicas, *record.target):
+                    await self._drop(stream, shard)
+                    continue
+                if self.host.replica(shard) is not None:
+                    self.host.want_min(shard, min_in_sync(stream.config))
                     continue
                 self._names[stream.incarnation] = stream.name
                 await self.host.add(await self._plan(stream, shard, kinds))
 
     def _kept(self, shard: ShardId, number: int) -> Path:
         return self._folders.copies / f"{shard.incarnation}-{shard.number}-{number}"
+
+    async def _drop(self, stream: Stream, shard: ShardId) -> None:
+        """The shard has moved away: the record names this broker neither as a replica nor, so, as a member of a set."""
+        if self.host.replica(shard) is None:
+            return
+        if self.host.is_used(shard):
+            # The stream's logs are still being closed here.
+            self._wanted.add(stream.name)
+            return
+        plans = self.host.plans(shard)
+        await self.host.remove(shard)
+        # What tells of a copy whose folder is gone goes behind it.
+        await self._folders.delete_copy([plan.folder for plan in plans], [plan.kept_file for plan in plans])
+        log.info("the copy of shard %d of %s has moved away and is deleted", shard.number, stream.name)
 
     async def _plan(self, stream: Stream, shard: ShardId, kinds: Sequence[int]) -> ShardPlan:
         incarnation = bytes.fromhex(stream.incarnation)

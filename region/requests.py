@@ -36,6 +36,7 @@ from felix.messages import (
     DescribeTraffic,
     DocumentPage,
     Done,
+    DrainBroker,
     ExpiryState,
     ExplainCrossing,
     GetCheckpoint,
@@ -63,12 +64,16 @@ from felix.messages import (
     QuotaPage,
     QuotaState,
     ReaderTraffic,
+    RebalanceShards,
+    RecoverShard,
     RegionState,
     ReportLinks,
     Request,
+    RetireBroker,
     RightsPage,
     RotateKeys,
     SeekSubscription,
+    ShardMoves,
     StreamPage,
     StreamState,
     StreamStated,
@@ -86,6 +91,7 @@ from policy.access import Verb, parse_rights
 from region import overview
 from region.audience import AUDIENCES, request_name
 from region.broker import Broker, auto_config
+from region.clustered import Clustered
 from region.export import ExportService
 from region.governance.service import SYNCED_KINDS, Governance
 from region.listing import Listing, fitting
@@ -151,7 +157,7 @@ class Requests:
             retention=request.retention,
             ring_bytes=request.ring_bytes or records.RING_BYTES_DEFAULT,
             views=request.views,
-            replicas=request.replicas or 1,
+            replicas=request.replicas,
             min_in_sync=request.min_in_sync,
             acks=request.acks,
         )
@@ -181,6 +187,8 @@ class Requests:
             changes[part] = None
 
         await self._broker.check_offload(request.offload)
+        if request.replicas is not None:
+            self._broker.check_copies(name, request.replicas)
 
         def change(config: records.StreamConfig) -> records.StreamConfig:
             retention = config.retention if request.retention is None else request.retention
@@ -205,6 +213,8 @@ class Requests:
                 views=views,
                 former_cache=records.FormerCache(former),
                 dead_letter_by=named_by,
+                replicas=config.replicas if request.replicas is None else request.replicas,
+                min_in_sync=config.min_in_sync if request.min_in_sync is None else request.min_in_sync,
             )
 
         try:
@@ -333,7 +343,8 @@ class Requests:
         tenant, _, rest = request.namespace.partition("/")
         self._broker.refuse_reserved(tenant)
         request.settings.check()
-        records.check_stream_config(StreamName(tenant, rest, "x"), auto_config(request.settings, NO_VIEWS))
+        config = self._broker.with_copies(auto_config(request.settings, NO_VIEWS))
+        records.check_stream_config(StreamName(tenant, rest, "x"), config)
         revision = await self._catalog.put_namespace(request.namespace, request.settings)
         await self._mirror.wait_for(revision)
         return Done()
@@ -478,6 +489,44 @@ class Requests:
         )
         return KeyPage(*listing.page(listing.entries))
 
+    async def drain_broker(self, identity: SpiffeId, request: DrainBroker) -> Done:
+        self._broker.require_operator(identity, "drain brokers")
+        await self._several().drain(request.broker, on=request.drain)
+        return Done()
+
+    async def retire_broker(self, identity: SpiffeId, request: RetireBroker) -> Done:
+        self._broker.require_operator(identity, "retire brokers")
+        await self._several().retire(request.broker)
+        return Done()
+
+    async def recover_shard(self, identity: SpiffeId, request: RecoverShard) -> Done:
+        self._broker.require_operator(identity, "recover shards")
+        several = self._several()
+        hosted = await self._broker.find_stream(StreamName.parse(request.stream), Verb.ADMIN)
+        note = await several.recover(
+            hosted.record,
+            request.shard,
+            request.broker,
+            request.lost,
+            powered_off=request.powered_off,
+            by=str(identity),
+        )
+        return Done(note)
+
+    async def rebalance_shards(self, identity: SpiffeId, request: RebalanceShards) -> ShardMoves:
+        self._broker.require_operator(identity, "move copies")
+        return await self._several().rebalance(dry_run=request.dry_run)
+
+    def _several(self) -> Clustered:
+        """Raises RequestError(UNSUPPORTED) where the region has one broker."""
+        if self._broker.clustered is None:
+            raise RequestError(
+                f"{self._broker.region} has one broker, so there is nothing to move.",
+                code=Code.UNSUPPORTED,
+                hint="Several brokers are docs/metadata.md#several-brokers.",
+            )
+        return self._broker.clustered
+
     async def rotate_keys(self, identity: SpiffeId, request: RotateKeys) -> Done:
         self._broker.require_operator(identity, "rotate keys")
         return Done(await self._governance.keys.rotate(identity, request.level, request.stream))
@@ -499,6 +548,8 @@ class Requests:
             broker.bridges() if several is None else await several.bridges(broker.bridges()),
             [] if several is None else several.states(stream.record for stream in broker.streams),
             [] if several is None else several.alarms(stream.record for stream in broker.streams),
+            0 if several is None else broker.default_replicas,
+            0 if several is None else several.moving,
         )  # fmt: skip
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:

@@ -170,9 +170,16 @@ class Parts:
 
 
 async def open_broker(
-    folder: RegionFolder, config: RegionConfig, runtime: Runtime, machine: Machine, stack: AsyncExitStack
+    folder: RegionFolder,
+    config: RegionConfig,
+    runtime: Runtime,
+    machine: Machine,
+    stack: AsyncExitStack,
+    *,
+    replace_folder: bool = False,
 ) -> Parts:
-    """Everything but the listener. What is opened is put on `stack` at once."""
+    """Everything but the listener. What is opened is put on `stack` at once. `replace_folder`: of one of several brokers, the data folder is
+    a new one, and what was in its former one is given up."""
     data = folder.root / config.data
     now_ms = runtime.clock.now_ms
     machine.files.make_folder(data)
@@ -207,7 +214,16 @@ async def open_broker(
     keyring: RegionKeys
     rotation: Rotation
     if config.cluster is not None:
-        clustered = await _join(store, folder, config, directory.lock_identity, machine.files, runtime, stack)
+        clustered = await _join(
+            store,
+            folder,
+            config,
+            directory.lock_identity,
+            machine.files,
+            runtime,
+            stack,
+            replace=replace_folder,
+        )
         shared, rotation = await _share_keys(store, folder, config, machine, clustered.member, runtime, stack)
         keyring = shared.keyring
         # A machine that was stopped and goes on may have done so twice, from one image.
@@ -642,6 +658,8 @@ async def _join(
     files: Files,
     runtime: Runtime,
     stack: AsyncExitStack,
+    *,
+    replace: bool,
 ) -> Clustered:
     """Become a member of the region's cluster. Raises as `ClusterMember.open`, and RequestError where the region was served by one broker
     alone: what that one has, this one has not."""
@@ -664,6 +682,7 @@ async def _join(
         lease_ms=cluster.lease,
         audit_copies=min(AUDIT_COPIES, len(cluster.brokers)),
         runtime=runtime,
+        replace=replace,
     )
     stack.push_async_callback(member.close)
     return Clustered(member)

@@ -59,6 +59,8 @@ class StreamWish:
     durability: ShardDurability = "fsync"
     spread: bool = False
     groups: tuple[str, ...] = ()
+    stays: bool = False
+    """its copies cannot be moved"""
 
 
 # What happens
@@ -232,6 +234,15 @@ class ControllerCore:
     def term(self) -> int:
         """The term in which this broker is the controller, as far as it knows; 0 where it is not."""
         return self._term
+
+    def planning(self) -> Planning:
+        """A plan of where everything should be, by what is known now; nothing is done by it."""
+        wishes = [
+            _placed_wish(wish) for wish in self._wishes.values() if wish.incarnation not in self._deleted
+        ]
+        return Planning(
+            self._sites_now(), wishes, {shard: _place(record) for shard, record in self.view.shards.items()}
+        )
 
     @property
     def wants_step(self) -> bool:
@@ -715,13 +726,15 @@ class ControllerCore:
         parts, is_left = [], bool(under_way)
         for shard in sorted(view.shards if self._rebalances else self._leaving):
             record, target = view.shards[shard], places.get(shard, ())
-            if not target or record.target or record.replicas == target:
+            if not target or _place(record) == target or (record.target and shard not in self._leaving):
                 continue
             is_left = True
             new = [broker for broker in target if broker not in record.replicas]
             old = [broker for broker in record.replicas if broker not in target]
-            if any(gets.count(broker) >= MOVES_PER_BROKER for broker in new) or any(
-                gives.count(broker) >= MOVES_PER_BROKER for broker in old
+            # One that is under way, and goes elsewhere now, is counted already.
+            if not record.target and (
+                any(gets.count(broker) >= MOVES_PER_BROKER for broker in new)
+                or any(gives.count(broker) >= MOVES_PER_BROKER for broker in old)
             ):
                 continue
             if shard in self._busy or shard in taken:
@@ -745,11 +758,7 @@ class ControllerCore:
         """Where everything is to be, by what is known; None while that is being worked out, for as many steps as it takes."""
         if self._planning is None:
             self._sites = self._sites_now()
-            wishes = [
-                _placed_wish(wish) for wish in self._wishes.values() if wish.incarnation not in self._deleted
-            ]
-            current = {shard: record.target or record.replicas for shard, record in self.view.shards.items()}
-            self._planning = Planning(self._sites, wishes, current)
+            self._planning = self.planning()
         if self._planned is None:
             self._planned = self._planning.advance(PLAN_LOOKS)
             self._wants_step = self._planned is None
@@ -781,10 +790,16 @@ class ControllerCore:
         }
 
     def _is_leaving(self, shard: ShardId, record: ShardRecord) -> bool:
-        """Whether a shard has too few copies, or one on a broker that is drained."""
+        """Whether a shard is, or is on its way, to too few brokers, to too many, or to one that is drained."""
         nodes, wish = self.view.nodes, self._wishes.get(shard.incarnation)
-        return (wish is not None and len(record.replicas) < min(wish.replicas, len(self.view.alive))) or any(
-            broker in nodes and nodes[broker].drain for broker in record.replicas
+        if wish is None or wish.stays:
+            return False
+        place = _place(record)
+        usable = sum(broker in nodes and not nodes[broker].drain for broker in self.view.alive)
+        return (
+            len(place) > wish.replicas
+            or len(place) < min(wish.replicas, usable)
+            or any(broker in nodes and nodes[broker].drain for broker in place)
         )
 
     def _note_place(self, shard: ShardId, record: ShardRecord | None) -> None:
@@ -807,7 +822,7 @@ class ControllerCore:
         else:
             self._unplaced.discard(shard)
         if self._planning is not None:
-            place = () if record is None else record.target or record.replicas
+            place = () if record is None else _place(record)
             planned = None if self._planned is None else self._planned.get(shard, ())
             if place not in (self._planning.current.get(shard, ()), planned):
                 self._drop_plan()
@@ -851,7 +866,12 @@ def _unit(wish: StreamWish) -> str:
 
 
 def _placed_wish(wish: StreamWish) -> Wish:
-    return Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups)
+    return Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups, wish.stays)
+
+
+def _place(record: ShardRecord) -> tuple[str, ...]:
+    """Where a shard is, or where its move leads."""
+    return record.target or record.replicas
 
 
 def _named(record: ShardRecord) -> tuple[str, ...]:

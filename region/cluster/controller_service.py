@@ -15,6 +15,7 @@ from felix.errors import FelixError
 from felix.runtime.port import Random, Runtime
 from felix.tasks import end_tasks
 from region.cluster.controller import (
+    PLAN_LOOKS,
     TICK_MS,
     Action,
     Alarm,
@@ -93,6 +94,15 @@ class ControllerService:
     def rebalance(self) -> None:
         """Move shards until each broker has its share."""
         self._step(Rebalance())
+
+    async def planned(self) -> dict[ShardId, tuple[str, ...]]:
+        """Where a rebalancing would have each shard, the leader first; whether this broker is the controller or not."""
+        planning = self._core.planning()
+        while True:
+            places = planning.advance(PLAN_LOOKS)
+            if places is not None:
+                return places
+            await asyncio.sleep(0)
 
     def end_told(self, shard: ShardId, broker: str, end: LogEnd) -> None:
         """How far a broker's copy of a shard goes, as was asked."""

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple, Self
 
 import msgspec
 
-from felix.errors import CorruptionError, FelixError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.settings import Durability
 from felix.tasks import end_tasks
@@ -25,12 +25,19 @@ from region.cluster.controller import AskEnds, StreamWish
 from region.cluster.controller_service import ControllerService
 from region.cluster.mirror import ClusterMirror
 from region.cluster.node_file import NodeFile
-from region.cluster.records import Health
+from region.cluster.records import ELECTION_CHARS, Health
 from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
 from region.metadata.lease import Lease
 from region.metadata.port import MetadataStore
-from region.metadata.records import AUDIT_STREAM, INCARNATION_BYTES, Stream, StreamConfig, min_in_sync
+from region.metadata.records import (
+    AUDIT_STREAM,
+    INCARNATION_BYTES,
+    Stream,
+    StreamConfig,
+    is_replicated,
+    min_in_sync,
+)
 from region.metadata.transaction import Absent, Change, Put, Snapshot
 
 log = logging.getLogger("felix.region.cluster")
@@ -105,8 +112,10 @@ class ClusterMember:
         lease_ms: int,
         audit_copies: int,
         runtime: Runtime,
+        replace: bool = False,
     ) -> Self:
-        """Register. `audit_copies`: how many brokers are to have the audit log, where nobody has it yet. Raises as `Registry.open`, and
+        """Register. `audit_copies`: how many brokers are to have the audit log, where nobody has it yet. `replace`: as `Registry.open`; refused with
+        RequestError(CONFLICT) for a broker whose disk alone has the audit log. Raises as `Registry.open`, and
         CorruptionError where the record of the audit log cannot be read."""
         member = cls(store, region, start, runtime)
         mirror = member._mirror
@@ -120,7 +129,9 @@ class ClusterMember:
         mirror.on_change(member._changed)
         try:
             await mirror.start()
-            await registry.open()
+            if replace:
+                await member._refuse_second_history(f"{mirror.view.keys.prefix}audit_home")
+            await registry.open(replace=replace)
             member.audit = await member._claim_audit(f"{mirror.view.keys.prefix}audit_home", audit_copies)
         except BaseException:
             await member.close(in_order=False)
@@ -128,6 +139,15 @@ class ClusterMember:
         if (stream := member.audit.stream) is not None:
             member._system.append(stream)
         return member
+
+    async def _refuse_second_history(self, key: str) -> None:
+        entry = await self._store.get(key)
+        if entry is not None and msgspec.json.decode(entry.value, type=AuditHome).broker == self.broker:
+            raise RequestError(
+                f"Broker {self.broker} has the region's audit log in its data folder: with an empty one it would begin a second history.",
+                code=Code.CONFLICT,
+                hint="Put its folder back, or at least a backup of the folder audit in it.",
+            )
 
     async def _claim_audit(self, key: str, copies: int) -> AuditHome:
         while True:
@@ -154,6 +174,11 @@ class ClusterMember:
         """The broker that is the controller; empty while none is."""
         record = self._mirror.view.controller
         return "" if record is None else record.broker
+
+    @property
+    def controls(self) -> ControllerService:
+        """This broker's part in being the controller."""
+        return self._controller
 
     @property
     def alarms(self) -> dict[str, str]:
@@ -224,6 +249,10 @@ class ClusterMember:
         ended = loop.time()
         self._want_not_before = ended + WANT_PAUSES * (ended - began)
 
+    def election_id(self) -> str:
+        """A fresh one, for an election by an operator."""
+        return self._runtime.random.randbytes(ELECTION_CHARS // 2).hex()
+
     async def announce(self) -> None:
         """Be alive: the broker listens, and may be elected from now on. Raises what the store raises."""
         await self._registry.announce(Health(open=True))
@@ -276,4 +305,5 @@ def _wish(stream: Stream, groups: tuple[str, ...]) -> StreamWish:
         min_in_sync(stream.config),
         "fsync" if kind == "fsync" else "interval",
         groups=groups,
+        stays=not is_replicated(stream.config),
     )

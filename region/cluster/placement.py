@@ -45,13 +45,15 @@ class Site:
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What is wanted for a stream: the numbers of its shards, and of copies of each. `groups`: of streams that are to have one place,
-    where they are not `spread` and want as many copies; the first is joined before the second, and so on."""
+    where they are not `spread` and want as many copies; the first is joined before the second, and so on. `stays`: once it is placed, none
+    of its copies moves, come what may."""
 
     incarnation: str
     shards: int
     replicas: int
     spread: bool = False
     groups: tuple[str, ...] = ()
+    stays: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +67,7 @@ class _Unit:
     replicas: list[str]
     is_new: bool
     groups: tuple[str, ...]
+    stays: bool = False
 
     @property
     def cost(self) -> int:
@@ -98,7 +101,10 @@ class Planning:
         if not usable:
             self._places = {shard: () for unit in units for shard in unit.shards}
             return
-        made = _Plan(usable, units)
+        made = _Plan(usable, [unit for unit in units if unit.is_new or not unit.stays])
+        for unit in units:
+            if unit.stays and not unit.is_new:
+                made.have(unit)
         yield from made.make()
         self._places = {shard: tuple(unit.replicas) for unit in units for shard in unit.shards}
 
@@ -157,6 +163,7 @@ def _units(wish: Wish, current: Places) -> Iterator[_Unit]:
             replicas,
             is_new=not replicas,
             groups=() if wish.spread else wish.groups,
+            stays=wish.stays,
         )
 
 
@@ -195,6 +202,14 @@ class _Plan:
         self.zones = len({*self.zone.values()})
         self.units = units
         self.load: Counter[str] = Counter(dict.fromkeys(sites, 0))
+        self.leads: Counter[str] = Counter()
+
+    def have(self, unit: _Unit) -> None:
+        """Count what stays where it is."""
+        for broker in unit.replicas:
+            if broker in self.sites:
+                self.load[broker] += unit.weight
+        self.leads[unit.replicas[0]] += unit.weight
 
     def make(self) -> Iterator[int]:
         for unit in self.units:
@@ -334,7 +349,9 @@ class _Plan:
             if unit.replicas:
                 leads[unit.replicas[0]][unit] = None
         yield len(self.units)
-        load = {broker: sum(unit.weight for unit in units) for broker, units in leads.items()}
+        load = {
+            broker: sum(unit.weight for unit in units) + self.leads[broker] for broker, units in leads.items()
+        }
         for _ in range(len(self.units) * len(self.sites)):
             path: list[tuple[_Unit, str, str]] = []
             for broker in sorted(self.sites, key=lambda broker: (-load[broker], broker)):

@@ -208,6 +208,35 @@ def drain(view: ClusterView, broker: str, *, on: bool) -> Transaction | Refusal:
     )
 
 
+def retire(view: ClusterView, broker: str) -> Transaction | Refusal:
+    """An operator's word that a broker is gone for good: nothing waits for it, and its name may be given anew. No shard may name it, and it
+    may not be alive."""
+    keys = view.keys
+    if broker not in view.nodes:
+        return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered.")
+    if broker in view.alive:
+        return Refusal(Reason.STILL_ALIVE, f"Broker {broker} is alive on {view.alive[broker].host}.")
+    named = [
+        record.stream
+        for record in view.shards.values()
+        if broker in (record.leader, *record.replicas, *record.target, *record.isr, *record.elr)
+    ]
+    if named:
+        return Refusal(
+            Reason.STILL_LEADS,
+            f"Broker {broker} has copies of {len(named)} shards, one of them of {min(named)}.",
+        )
+    writes: list[Write] = [Delete(keys.node(broker))]
+    compares: list[Compare] = [
+        unchanged(view, keys.node(broker)),
+        unchanged(view, keys.broker(broker)),
+        unchanged(view, keys.pulse(broker)),
+    ]
+    if broker in view.pulses:
+        writes.append(Delete(keys.pulse(broker)))
+    return Transaction(tuple(compares), tuple(writes))
+
+
 def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool) -> Refusal | None:
     """Whether this folder may not go on from what the store knows of the broker."""
     name, node = start.broker, view.nodes.get(start.broker)
@@ -223,7 +252,8 @@ def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: 
     if node.folder != file.folder:
         return Refusal(
             Reason.OTHER_FOLDER,
-            f"Broker {name} had another data folder. Put it back: with it the broker goes on where it was.",
+            f"Broker {name} had another data folder. Put it back: with it the broker goes on where it was. If it is lost, `felix region up "
+            f"REGION --broker {name} --replace-folder` gives it up.",
         )
     highest = max(file.registration, file.intended)
     if node.registration > highest:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from functools import partial
@@ -316,6 +316,25 @@ class LogDirectory:
         await log.close()
         if log.failure is None and log.settings.durability.kind != "ephemeral" and not log.has_copies:
             self._clean.add(_clean_name(name, log.identity.incarnation, log.identity.shard))
+
+    async def delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None:
+        """Delete the logs of a shard that this broker has no copy of any more, then the files `kept`; nobody has them open. Objects in stores
+        stay: others have the shard."""
+        await asyncio.get_running_loop().run_in_executor(self.commit_pool, self._delete_copy, folders, kept)
+
+    def _delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None:
+        for folder in folders:
+            # Renamed first: a crash in the middle leaves no half of a log under its name.
+            deleted = folder.with_name(folder.name + _DELETED_SUFFIX)
+            if self.files.exists(deleted):
+                self.files.remove_folder(deleted)
+            if self.files.exists(folder):
+                self.files.rename(folder, deleted)
+                self.files.sync_folder(folder.parent)
+                self._remove_folder(deleted)
+        for file in kept:
+            if self.files.exists(file):
+                self.files.remove(file)
 
     async def delete_stream(self, name: StreamName, incarnation: bytes) -> None:
         """Delete every shard of this incarnation, data and all. Cannot be undone."""

@@ -226,6 +226,20 @@ def min_in_sync(config: StreamConfig) -> int:
     return config.min_in_sync or (1 if config.acks == "leader" else config.replicas // 2 + 1)
 
 
+def one_copy_since(config: StreamConfig) -> str:
+    """What a stream is that has one copy so far; empty where it may have several."""
+    views = config.views
+    for what, is_so in (
+        ("ephemeral", config.durability.kind == "ephemeral"),
+        ("compacted", views.compaction is not None),
+        ("offloaded", views.offload is not None),
+        ("a cache", views.cache is not None),
+    ):
+        if is_so:
+            return what
+    return ""
+
+
 def _check_copies(name: StreamName, config: StreamConfig) -> None:
     if not 1 <= config.replicas <= REPLICAS_MAX:
         raise _invalid(name, f"{config.replicas} copies; 1 to {REPLICAS_MAX} are allowed")
@@ -256,21 +270,13 @@ def _check_copies(name: StreamName, config: StreamConfig) -> None:
                 f"acks leader, and {config.min_in_sync} copies that an acknowledgement waits for: it waits for the leader alone",
                 "Leave --min-in-sync away, or choose acks quorum.",
             )
-    if config.replicas == 1:
-        return
-    views = config.views
-    for what, is_so in (
-        ("ephemeral", config.durability.kind == "ephemeral"),
-        ("compacted", views.compaction is not None),
-        ("offloaded", views.offload is not None),
-        ("a cache", views.cache is not None),
-    ):
-        if is_so:
-            raise _invalid(
-                name,
-                f"{config.replicas} copies of a stream that is {what}, which has one copy so far",
-                "Leave --replicas away.",
-            )
+    what = one_copy_since(config) if config.replicas > 1 else ""
+    if what:
+        raise _invalid(
+            name,
+            f"{config.replicas} copies of a stream that is {what}, which has one copy so far",
+            "Leave --replicas away, or say --replicas 1.",
+        )
 
 
 def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) -> None:
@@ -283,10 +289,16 @@ def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) 
             "their order",
             "Create another stream and copy into it.",
         )
-    if (new.replicas, new.min_in_sync, new.acks) != (old.replicas, old.min_in_sync, old.acks):
+    if is_replicated(new) != is_replicated(old):
         raise _invalid(
             name,
-            "how many copies it has, and how many an acknowledgement needs, is decided when it is created",
+            f"{old.replicas} and then {new.replicas} copies: whether a stream has one copy or several is decided when it is created",
+            "Create another stream and copy into it.",
+        )
+    if new.acks != old.acks:
+        raise _invalid(
+            name,
+            "what an acknowledgement waits for (acks) is decided when it is created",
             "Create another stream and copy into it.",
         )
     if (new.durability.kind == "ephemeral") != (old.durability.kind == "ephemeral"):

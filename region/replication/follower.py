@@ -35,6 +35,7 @@ from region.replication.ready import (
     CopyFailed,
     CopyFrom,
     DiskFailed,
+    Leaving,
     Linked,
     Lost,
     Ready,
@@ -339,17 +340,21 @@ class FollowerCore:
         """R11: nothing more before a restart, which cuts or writes again what a failed sync may have left."""
         ready.alarms.append(f"log {event.log} failed: {event.why}")
         if self.leader:
-            log = self.replica.logs[event.log]
-            message = Durable(
-                self.epoch,
-                self.replica.fence.election,
-                self.replica.registration,
-                self.ask,
-                log.number,
-                log.durable,
-                Status.FAILED,
-            )
-            ready.send.append(Send(self.leader, message))
+            self._say_failed(self.replica.logs[event.log], ready)
+
+    def _say_failed(self, log: Log, ready: Ready) -> None:
+        replica = self.replica
+        message = Durable(
+            self.epoch, replica.fence.election, replica.registration, self.ask, log.number, log.durable, Status.FAILED
+        )  # fmt: skip
+        ready.send.append(Send(self.leader, message))
+
+    def _leaving(self, event: Leaving, now: int, ready: Ready) -> None:
+        """As for a failed disk, it is out of the in-sync set at once, and not when its link has been down for a while; nothing is lost here."""
+        if self.leader and self.placed:
+            self._say_failed(next(iter(self.replica.logs.values())), ready)
+        self.leave()
+        self.replica.failed = "leaving"
 
     # -- time ------------------------------------------------------------------------------------------
 
@@ -373,6 +378,7 @@ class FollowerCore:
         Copied: _copied,
         CopyFailed: _copy_failed,
         DiskFailed: _disk_failed,
+        Leaving: _leaving,
         Linked: _linked,
         Tick: _tick,
     }

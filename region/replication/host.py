@@ -60,6 +60,7 @@ from region.replication.ready import (
     DiskFailed,
     FramesRead,
     Lease,
+    Leaving,
     Linked,
     Living,
     Lost,
@@ -85,6 +86,8 @@ log = logging.getLogger("felix.region.replication")
 FOLLOWER_WAITING_BYTES_MAX: Final = 32 << 20
 """Frames of one log that wait for a follower's disk. A leader has four times less on its way; more of them come of leaders that followed
 each other quickly."""
+CUT_SHOWN_MS: Final = 24 * 3_600_000
+"""That records were cut which publishers may have been told of needs a person, who looks once a day; then the log has it."""
 COPY_MS: Final = 10_000
 """A leader that has not said where its log begins for so long is asked again."""
 RETRY_MS: Final = 250
@@ -168,6 +171,7 @@ class ReplicaHost:
         """`sync_failed`: `Registry.sync_failed`."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
+        self._over: dict[ShardId, Callable[[], bool]] = {}
         self.cut_records = 0
         """records that a leader before had written here and that were cut, since its successor did not have them"""
         self._broker = broker
@@ -267,6 +271,7 @@ class ReplicaHost:
         """Have no copy of a shard any more; its files stay. Whoever leads it has been closed."""
         hosted = self._hosted.pop(shard, None)
         self.alarms.pop(shard, None)
+        self._over.pop(shard, None)
         if hosted is not None:
             hosted.broken = "it is not here any more"
             await self._end(hosted, hosted.broken, in_order=False)
@@ -423,13 +428,47 @@ class ReplicaHost:
         return BEGINNING if hosted is None else hosted.core.replica.logs[number].commit
 
     def want_min(self, shard: ShardId, minimum: int) -> None:
-        """The catalog asks for this `min` (R9)."""
-        self._step(self._hosted[shard], MinWanted(minimum))
+        """The catalog asks for this `min` (R9); of a shard that is not here nobody asks it here."""
+        if (hosted := self._hosted.get(shard)) is not None:
+            self._step(hosted, MinWanted(minimum))
+
+    def plans(self, shard: ShardId) -> list[LogPlan]:
+        """Where the logs of a copy are."""
+        return [worker.disk.plan for worker in self._hosted[shard].workers.values()]
+
+    def is_used(self, shard: ShardId) -> bool:
+        """Whether somebody leads logs of a shard here, or has not released them yet."""
+        hosted = self._hosted.get(shard)
+        return hosted is not None and (bool(hosted.led) or hosted.is_settling or hosted.core.leader.leads)
+
+    @property
+    def leads(self) -> int:
+        """Shards that are led here, and those that are being given up."""
+        return sum(self.is_used(shard) for shard in self._hosted)
+
+    @property
+    def yielding(self) -> bool:
+        """Whether a shard has been given up of which the record does not say so yet."""
+        return any(hosted.core.leader.phase is Phase.YIELDED for hosted in self._hosted.values())
 
     def give_up(self, why: YieldReason) -> None:
         """Yield what is led here, where somebody else is eligible: a drain, a clock that is off."""
         for hosted in self._hosted.values():
             self._step(hosted, YieldAsked(why))
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether every copy that follows somebody has been told where it stands: before that, its leader knows nothing of it."""
+        return all(
+            hosted.core.follower.placed or not hosted.core.follower.leader
+            for hosted in self._hosted.values()
+            if not hosted.core.leader.leads and not hosted.core.replica.stopped
+        ) and not any(hosted.is_settling for hosted in self._hosted.values())
+
+    def leave(self) -> None:
+        """Follow nobody any more, and tell those who lead not to wait for this broker. Before it stops."""
+        for hosted in self._hosted.values():
+            self._step(hosted, Leaving())
 
     def leased(self, lease: StoreLease | None) -> None:
         """For `Registry.on_lease`."""
@@ -567,7 +606,7 @@ class ReplicaHost:
         if ready.swap is not None:
             self._begin_task(hosted, self._swap(hosted, ready.swap))
         for alarm in ready.alarms:
-            self._alarm(hosted, alarm)
+            self._alarm(hosted, alarm, None if hosted.core.replica.stopped else partial(_is_whole, hosted))
 
     def _note_lost(self, hosted: Hosted, lost: Lost) -> None:
         if lost.log != RECORDS:
@@ -577,14 +616,21 @@ class ReplicaHost:
         self.cut_records += lost.end - lost.begin
         said = f"records {lost.begin} to {lost.end - 1} were cut, which the leader that followed did not have"
         if hosted.answers_early:
+            shown_until = self._now() + CUT_SHOWN_MS
             self._alarm(
-                hosted, f"{said}: with acks leader, publishers may have been told that they are there"
+                hosted,
+                f"{said}: with acks leader, publishers may have been told that they are there",
+                lambda: self._now() >= shown_until,
             )
         else:
             log.info("shard %s: %s", hosted.shard, said)
 
-    def _alarm(self, hosted: Hosted, sentence: str) -> None:
+    def _alarm(self, hosted: Hosted, sentence: str, is_over: Callable[[], bool] | None = None) -> None:
+        """`is_over`: whether the cause has gone; None: it goes with this process, or with the copy."""
         self.alarms[hosted.shard] = sentence
+        self._over.pop(hosted.shard, None)
+        if is_over is not None:
+            self._over[hosted.shard] = is_over
         log.error("shard %s: %s", hosted.shard, sentence)
 
     def _begin_task(self, hosted: Hosted, work: Awaitable[None]) -> None:
@@ -724,6 +770,12 @@ class ReplicaHost:
                 del hosted.copies[number]
                 self._step(hosted, CopyFailed(number))
 
+    def _look_at_alarm(self, shard: ShardId) -> None:
+        is_over = self._over.get(shard)
+        if is_over is not None and is_over():
+            del self._over[shard]
+            log.info("shard %s: no longer: %s", shard, self.alarms.pop(shard, ""))
+
     # -- the metadata store ----------------------------------------------------------------------------
 
     def _mirrored(self, known: Snapshot | Change) -> None:
@@ -785,6 +837,7 @@ class ReplicaHost:
             for hosted in list(self._hosted.values()):
                 self._tell_lease(hosted, now)
                 self._look_at_copies(hosted, now)
+                self._look_at_alarm(hosted.shard)
                 if not hosted.is_settling:
                     self._step(hosted, Tick())
 
@@ -793,6 +846,12 @@ class ReplicaHost:
         if until_ms > now and until_ms - hosted.lease_until_ms > TICK_MS:
             hosted.lease_until_ms = until_ms
             self._step(hosted, Lease(until_ms))
+
+
+def _is_whole(hosted: Hosted) -> bool:
+    """Whether a shard is led elsewhere, or every copy of it is in sync."""
+    standing = hosted.core.leader.standing
+    return standing is None or standing.record.isr.keys() >= set(standing.record.replicas)
 
 
 def not_leader(shard: ShardId) -> UnavailableError:

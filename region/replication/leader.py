@@ -688,7 +688,7 @@ class LeaderCore:
         ]
         if late:
             return with_shrunk(record, late)
-        if self._min_wanted and self._min_wanted != record.min:
+        if self._min_wanted not in (0, record.min) and self._min_wanted <= len(record.replicas):
             return with_min(record, self._min_wanted)
         for peer, follower in self.followers.items():
             if self._may_join(peer, follower, record, now):
@@ -824,7 +824,8 @@ class LeaderCore:
         if self.standing is None or self.phase is Phase.YIELDED:
             return
         others = without(self.standing.record.members(), [self.replica.broker])
-        if others or event.why in CANNOT_SERVE:
+        others_live = any(self._living.get(member) == number for member, number in others.items())
+        if others_live or event.why in CANNOT_SERVE:
             self._stop(event.why, now, ready)
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any, int, Ready], None]]] = {

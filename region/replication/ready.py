@@ -252,11 +252,15 @@ class YieldAsked(NamedTuple):
     why: YieldReason
 
 
+class Leaving(NamedTuple):
+    """The broker is about to stop: whoever leads is not to wait for its acknowledgements any more."""
+
+
 class Tick(NamedTuple):
     """Time has passed. Every TICK_MS, or less often where the process could not."""
 
 
 Event = (
     RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | Trimmed | DiskFailed | Received
-    | Linked | SwapAnswered | Lease | Living | MinWanted | YieldAsked | Tick
+    | Linked | SwapAnswered | Lease | Living | MinWanted | YieldAsked | Leaving | Tick
 )  # fmt: skip

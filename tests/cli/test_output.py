@@ -154,7 +154,7 @@ async def test_what_commands_print_is_what_the_schema_says(
                 await same_in_other_forms()
     assert set(SCHEMA["$defs"]) - seen == {
         "list", "agent", "expiring", "data", "Error", "ReportSummary", "Restoration", "CheckedProof",
-        "Benchmark", "Finding", "WitnessedLog", "Segment", "ShardVerdict",
+        "Benchmark", "Finding", "WitnessedLog", "Segment", "ShardVerdict", "Broker", "ShardMoves",
     }, "other tests know these, or nothing is made here that would show them"  # fmt: skip
 
 

@@ -435,6 +435,62 @@ def test_a_drained_broker_loses_its_shards_two_at_a_time() -> None:
     assert all(record.leader and len(record.isr) == 2 for record in records)
 
 
+def test_what_stays_is_not_moved_off_a_drained_broker_and_holds_up_nothing() -> None:
+    region = Region("abcd", controllers="d")
+    alone = [
+        StreamWish(f"{number:032x}", f"acme/ops/s{number}", 4, 1, 1, stays=True) for number in range(1, 4)
+    ]
+    region.wants(changed_wish(shards=8, replicas=2), *alone)
+    region.until(lambda: len(region.view().shards) == 20)
+    before = {
+        shard: record.replicas
+        for shard, record in region.view().shards.items()
+        if shard.incarnation != STREAM
+    }
+    assert region.do(registration.drain(region.view(), "a", on=True))
+    for _ in range(40):
+        region.pass_ms(50)
+        arrive(region)
+    after = region.view().shards
+    assert all(after[shard].replicas == place and not after[shard].target for shard, place in before.items())
+    assert not any("a" in record.replicas for shard, record in after.items() if shard.incarnation == STREAM)
+    for host in region.hosts.values():
+        host.step(Rebalance())
+    for _ in range(40):
+        region.pass_ms(50)
+        arrive(region)
+    assert all(region.view().shards[shard].replicas == place for shard, place in before.items())
+
+
+def test_a_move_that_is_under_way_goes_elsewhere_when_its_broker_is_drained_and_back_when_that_ends() -> None:
+    region = Region("abcd", controllers="d")
+    region.wants(changed_wish(shards=1, replicas=3))
+    region.until(lambda: len(region.view().shards) == 1)
+    first = next(iter(region.view().shards.values())).replicas
+    spare = next(broker for broker in "abcd" if broker not in first)
+    assert region.do(registration.drain(region.view(), first[1], on=True))
+    region.until(lambda: spare in next(iter(region.view().shards.values())).target)
+    assert region.do(registration.drain(region.view(), spare, on=True))
+    region.until(lambda: set(next(iter(region.view().shards.values())).target) == {*first} - {first[1]})
+    assert region.do(registration.drain(region.view(), first[1], on=False))
+    region.until(lambda: set(next(iter(region.view().shards.values())).target) == {*first})
+    arrive(region)
+    region.until(lambda: not next(iter(region.view().shards.values())).target)
+    assert set(next(iter(region.view().shards.values())).replicas) == {*first}
+
+
+def test_fewer_copies_are_kept_where_fewer_are_wanted_and_more_where_more_are() -> None:
+    region = Region("abcd", controllers="d")
+    region.wants(changed_wish(shards=4, replicas=3))
+    region.until(lambda: len(region.view().shards) == 4)
+    for count in (2, 4):
+        region.wants(changed_wish(shards=4, replicas=count))
+        for _ in range(40):
+            region.pass_ms(50)
+            arrive(region)
+        assert {len(record.replicas) for record in region.view().shards.values()} == {count}
+
+
 def changed_wish(*, shards: int, replicas: int) -> StreamWish:
     return StreamWish(STREAM, "acme/payments/orders", shards=shards, replicas=replicas, min=1, spread=True)
 

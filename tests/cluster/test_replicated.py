@@ -7,6 +7,7 @@ import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from cluster.clustered_region import ClusteredRegion
 from etcd_process import EtcdProcess
@@ -168,6 +169,28 @@ async def test_what_copies_cannot_be_is_refused(
         with pytest.raises(RequestError, match=sentence) as refused:
             await client.create_stream(STREAM, **asked)  # type: ignore[arg-type]
         assert refused.value.code is Code.CONFIG_INVALID
+
+
+async def test_a_region_that_says_so_gives_new_streams_several_copies_where_they_may_have_them(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        assert (await client.create_stream("acme/ops/one")).replicas == 1
+        assert (await client.describe()).replicas == 1
+    cluster = region.config.cluster
+    assert cluster is not None
+    region.config = msgspec.structs.replace(
+        region.config, cluster=msgspec.structs.replace(cluster, replicas=3)
+    )
+    await region.stop("b1")
+    await region.start("b1")
+    async with region.client("b1") as client:
+        assert (await client.describe()).replicas == 3
+        assert (await client.create_stream(STREAM)).replicas == 3
+        assert (await client.create_stream("acme/ops/two", replicas=2)).replicas == 2
+        kept = await client.create_stream("acme/ops/kept", views=Views(compaction=Compaction()))
+        assert kept.replicas == 1
+        assert (await client.describe_stream("acme/ops/one")).replicas == 1
 
 
 async def test_a_region_of_one_broker_keeps_one_copy(tmp_path: Path) -> None:

@@ -9,11 +9,12 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from cluster.processes import process_of, several
+from cluster.processes import process_of, running, several
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary
 from region_home import make_region
@@ -21,7 +22,8 @@ from region_peer import client, until
 
 from cli import several as cli_several
 from cli.process import FAILURE
-from cli.several import ETCD_FOLDER, _Broker, _Child, make_cluster
+from cli.several import ETCD_FOLDER, _Broker, _Child, make_cluster, scaled
+from felix import RegionClient
 from felix.address import Address
 from felix.backoff import BackoffPolicy
 from felix.errors import RequestError
@@ -50,6 +52,17 @@ def test_brokers_and_an_etcd_of_their_own_are_written_down_once(tmp_path: Path) 
     assert made.metadata.kind == "etcd" and (folder.root / ETCD_FOLDER).is_dir()
     with pytest.raises(RequestError, match="names 3 brokers, and --brokers 2"):
         make_cluster(folder, made, 2, free_address)
+    with pytest.raises(RequestError, match="says replicas: 0 of new streams, and --replicas 3"):
+        make_cluster(folder, made, COUNT, free_address, 3)
+
+
+def test_the_copies_of_new_streams_are_written_down_and_are_no_more_than_brokers(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    with pytest.raises(RequestError, match="replicas is 3, and there are 2 brokers"):
+        make_cluster(folder, load_config(folder.config), 2, free_address, 3)
+    made = make_cluster(folder, load_config(folder.config), COUNT, free_address, 3)
+    assert made == load_config(folder.config) == make_cluster(folder, made, COUNT, free_address, 3)
+    assert made.cluster is not None and made.cluster.replicas == 3
 
 
 def test_an_etcd_that_is_named_is_used(tmp_path: Path) -> None:
@@ -176,3 +189,53 @@ async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_
 
 def leaders(state: RegionState) -> dict[str, int]:
     return {each.broker: each.leads for each in state.brokers}
+
+
+def test_brokers_are_added_behind_the_others_and_taken_from_the_end(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    two = make_cluster(folder, load_config(folder.config), 2, free_address)
+    four = scaled(folder, two, 4, free_address)
+    assert four == load_config(folder.config) and four.cluster is not None and two.cluster is not None
+    assert [each.id for each in four.cluster.brokers] == ["b1", "b2", "b3", "b4"]
+    assert four.cluster.brokers[:2] == two.cluster.brokers
+    assert len({each.listen for each in four.cluster.brokers}) == 4
+    assert scaled(folder, four, 2, free_address) == two == load_config(folder.config)
+    folder.config.write_text(folder.config.read_text().replace("- {id: b2", "-  {id: b2"))
+    with pytest.raises(RequestError, match="are not written as"):
+        scaled(folder, load_config(folder.config), 3, free_address)
+
+
+@pytest.mark.etcd
+async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and_retired(
+    tmp_path: Path,
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path, 2)
+    async with running(folder):
+        async with client(folder) as operator:
+            await operator.create_stream("acme/ops/orders", replicas=2)
+            await operator.stream("acme/ops/orders").publish(b"x")
+        said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
+        assert "us-east has 3 brokers" in said.out
+        async with client(folder) as operator:
+            assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2", "b3"]
+            await operator.alter_stream("acme/ops/orders", replicas=3)
+            await until_async(lambda: copies_of(operator, "b3"), 1)
+            await operator.alter_stream("acme/ops/orders", replicas=2)
+            await operator.stream("acme/ops/orders").publish(b"y")
+        said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
+        assert "b3 are drained, stopped and retired" in said.out
+        async with client(folder) as operator:
+            assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
+            assert await operator.stream("acme/ops/orders").publish(b"z") == 2
+
+
+async def copies_of(operator: RegionClient, broker: str) -> int:
+    return next(each.copies for each in (await operator.describe()).brokers if each.broker == broker)
+
+
+async def until_async(asks: Callable[[], Awaitable[int]], wanted: int) -> None:
+    async with asyncio.timeout(60):
+        while await asks() != wanted:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)

@@ -15,8 +15,10 @@ from region.cluster.records import ShardId
 from region.log.errors import FULL_RETRY_MS
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
+from region.replication import host as host_module
 from region.replication.copies import HostedCopies
 from region.replication.disk import ReplicaDisk
+from region.replication.leader import LINK_DOWN_MS
 from region.replication.messages import Commit, Durable, Follow, LogPlace, Probe
 from region.replication.wire import Said
 
@@ -73,8 +75,10 @@ def test_nothing_that_was_acknowledged_is_lost_whatever_goes_wrong(seed: int) ->
 
 @pytest.mark.parametrize("answers_early", [True, False], ids=["acks leader", "acks quorum"])
 def test_a_leader_that_is_cut_off_acknowledges_alone_with_acks_leader_and_what_is_lost_is_told(
-    answers_early: bool,
+    answers_early: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(host_module, "CUT_SHOWN_MS", 20_000)
+
     async def scene(region: SimulatedRegion) -> None:
         shard = region.shards[0]
         leader = region.leader(shard)
@@ -100,8 +104,35 @@ def test_a_leader_that_is_cut_off_acknowledges_alone_with_acks_leader_and_what_i
         back = region.running[leader.name].host
         assert (back.cut_records, successor.host.cut_records) == (1, 0)
         assert ("records 0 to 0 were cut" in back.alarms.get(shard, "")) is answers_early
+        await region.until(lambda: not back.alarms)
 
     play(scene, 5, answers_early=answers_early)
+
+
+def test_nobody_waits_for_a_follower_that_says_it_leaves() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 20)
+        gone = next(name for name in NAMES if name != leader.name)
+        before = region.loop.time()
+        region.running[gone].host.leave()
+
+        def left() -> bool:
+            record = region.record(shard)
+            return record is not None and gone not in record.isr
+
+        await region.until(left)
+        assert region.loop.time() - before < LINK_DOWN_MS / 1_000, "before its link is down"
+        acknowledged = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > acknowledged + 20)
+        await region.running.pop(gone).close()
+        await region.start(gone)
+        await settle(region)
+
+    play(scene, 3)
 
 
 def test_a_disk_that_has_not_what_was_acknowledged_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,6 +193,7 @@ def test_r6_nobody_leads_who_was_not_elected_under_this_registration(isr: str) -
 
 def test_r6_an_epoch_is_led_once() -> None:
     shard = serving()
+    shard.tell(Living({"a": 1, "b": 1, "c": 1}))
     swap = shard.tell(YieldAsked("drain")).swap
     answer(shard, swap)
     assert shard.leader.phase is Phase.IDLE
@@ -414,3 +415,21 @@ def test_a_leader_with_nobody_else_stays_when_it_is_to_be_drained() -> None:
     shard.lead(record(isr="a1", minimum=1, replicas=("a",)))
     assert not shard.tell(YieldAsked("drain")).deposed
     assert shard.leader.may_append()
+
+
+def test_nor_does_it_yield_to_members_that_are_not_alive_or_were_started_again() -> None:
+    shard = serving()
+    for living in ({"a": 1}, {"a": 1, "b": 2, "c": 2}):
+        shard.tell(Living(living))
+        assert not shard.tell(YieldAsked("drain")).deposed
+        assert shard.leader.phase is Phase.SERVING
+    shard.tell(Living({"a": 1, "b": 2, "c": 1}))
+    assert shard.tell(YieldAsked("drain")).deposed
+
+
+def test_more_members_for_a_commit_are_asked_for_once_there_are_so_many_copies() -> None:
+    shard = serving()
+    assert shard.tell(MinWanted(4)).swap is None
+    wide = record(isr="a1 b1 c1", replicas=("a", "b", "c", "d"))
+    swap = shard.read(wide).swap or shard.tick().swap
+    assert swap is not None and swap.record.min == 4

@@ -1,0 +1,297 @@
+"""`felix region drain`, `undrain`, `rebalance`, `retire`, `recover-shard` and `scale`: where the copies of a region of several brokers are."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Annotated, Final
+
+import typer
+
+import felix
+from cli.output import counted, lines, note, out, print_json, table
+from cli.process import read_state
+from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region, connect, folder_of, run
+from felix.errors import Code, RequestError, UnavailableError
+from felix.messages import BrokerState, RegionState, ShardMoves
+from policy.quantity import Duration
+
+LOOK_S: Final = 0.5
+"""How often the region is asked how far it is."""
+
+
+def copies_text(count: int) -> str:
+    """As in: 3 copies."""
+    return f"{count:,} {'copy' if count == 1 else 'copies'}"
+
+
+Broker = Annotated[str, typer.Argument(help="A broker's id, as felix region status shows it.")]
+Wait = Annotated[
+    str, typer.Option(help="How long to wait until nothing moves any more, as in 10m; 0s: do not wait.")
+]
+
+
+def drain(
+    broker: Broker,
+    wait: Wait = "10m",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Move all copies off a broker, and place nothing more there.
+
+    Streams of one copy stay on it; those that it leads are named by their number, and the command ends with 4.
+    """
+    state = run(_drain(region, identity, broker, int(Duration.parse(wait))))
+    if json:
+        print_json(state)
+    else:
+        left = f"{copies_text(state.copies)} left on it" if state.copies else "no copies"
+        out.print(f"{broker} is drained: {left}")
+    if state.alone:
+        raise UnavailableError(
+            f"{counted(state.alone, 'stream')} of one copy stay on {broker}, and are not served while it is down.",
+            hint="They cannot be moved yet: create streams that have to outlive a broker with --replicas 2 or more.",
+        )
+
+
+async def _drain(region: str, identity: str, broker: str, wait_ms: int) -> BrokerState:
+    async with connect(region, identity) as client:
+        await client.drain_broker(broker)
+        if not wait_ms:
+            return _of(await client.describe(), broker)
+        told = -1
+        try:
+            async with asyncio.timeout(wait_ms / 1_000):
+                while True:
+                    state = await client.describe()
+                    found = _of(state, broker)
+                    if not found.copies:
+                        return found
+                    if found.copies != told:
+                        told = found.copies
+                        note(f"{copies_text(told)} on {broker}")
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"{broker} is being drained, and has still {copies_text(told)} after {Duration(wait_ms)}.",
+                code=Code.TIMEOUT,
+                hint="It goes on by itself. A copy stays where too few other brokers are up for the stream's min-in-sync; "
+                "felix region status shows what is wrong, felix region undrain ends it.",
+            ) from None
+
+
+def undrain(broker: Broker, region: RegionOption = "", identity: IdentityOption = "") -> None:
+    """Let a broker have copies again. It gets those that are missing, and new streams; `rebalance` gives it its share."""
+    run(_undrain(region, identity, broker))
+    out.print(f"{broker} may have copies again")
+
+
+async def _undrain(region: str, identity: str, broker: str) -> None:
+    async with connect(region, identity) as client:
+        await client.drain_broker(broker, drain=False)
+
+
+def rebalance(
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be moved, at most one broker's share.")
+    ] = False,
+    wait: Wait = "10m",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+    json: JsonOption = False,
+) -> None:
+    """Move copies until each broker has its share. Streams of one copy stay."""
+    moves = run(_rebalance(region, identity, dry_run, int(Duration.parse(wait))))
+    if json:
+        print_json(moves)
+        return
+    if not moves.total:
+        out.print("Each broker has its share: nothing moves")
+        return
+    if not dry_run:
+        out.print(f"{counted(moves.total, 'shard')} moved")
+        return
+    table(
+        f"{counted(moves.total, 'shard')} would move",
+        ["stream", "shard#", "copies now", "then"],
+        [[each.stream, each.shard, lines(each.now), lines(each.then)] for each in moves.moves],
+    )
+
+
+async def _rebalance(region: str, identity: str, dry_run: bool, wait_ms: int) -> ShardMoves:
+    async with connect(region, identity) as client:
+        moves = await client.rebalance(dry_run=dry_run)
+        if dry_run or not moves.total or not wait_ms:
+            return moves
+        told = -1
+        try:
+            async with asyncio.timeout(wait_ms / 1_000):
+                while True:
+                    left = await _left(client)
+                    if not left:
+                        return moves
+                    if left != told:
+                        told = left
+                        note(f"{counted(left, 'shard')} to be moved")
+                    await asyncio.sleep(LOOK_S)
+        except TimeoutError:
+            raise UnavailableError(
+                f"After {Duration(wait_ms)} {counted(told, 'shard')} are still to be moved.",
+                code=Code.TIMEOUT,
+                hint="It goes on by itself; felix region rebalance --dry-run shows what is left.",
+            ) from None
+
+
+async def _left(client: felix.RegionClient) -> int:
+    moving = (await client.describe()).moving
+    return max(moving, (await client.rebalance(dry_run=True)).total)
+
+
+def _of(state: RegionState, broker: str) -> BrokerState:
+    """Raises RequestError(NOT_FOUND)."""
+    for each in state.brokers:
+        if each.broker == broker:
+            return each
+    raise RequestError(f"{state.region} has no broker {broker}.", code=Code.NOT_FOUND)
+
+
+def retire(broker: Broker, region: RegionOption = "", identity: IdentityOption = "") -> None:
+    """Say that a broker is gone for good, once it is drained and stopped: nothing waits for it any more."""
+    run(_retire(region, identity, broker))
+    out.print(f"{broker} is retired; take it out of cluster.brokers in region.yaml")
+
+
+async def _retire(region: str, identity: str, broker: str) -> None:
+    async with connect(region, identity) as client:
+        await client.retire_broker(broker)
+
+
+def recover_shard(
+    stream: Annotated[str, typer.Argument(help="tenant/namespace/name, as in acme/ops/departures.")],
+    shard: Annotated[int, typer.Argument(help="The shard's number, from 0 on.")],
+    broker: Annotated[str, typer.Option("--from", help="The broker whose copy is the shard from now on.")],
+    accept_loss: Annotated[
+        bool,
+        typer.Option(
+            "--accept-loss", help="Needed: what that copy lacks is lost, though it was acknowledged."
+        ),
+    ] = False,
+    lost: Annotated[
+        list[str] | None,
+        typer.Option(help="A broker whose copy is given up; say it for each that may have more records."),
+    ] = None,
+    powered_off: Annotated[
+        bool,
+        typer.Option(
+            "--powered-off",
+            help="Those brokers surely run no more; else it takes 15 minutes until none can commit.",
+        ),
+    ] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Have a shard led that nobody can lead by rule, from a copy that may lack what was acknowledged. The last resort."""
+    if not accept_loss:
+        raise RequestError(
+            f"Whatever {broker} lacks of shard {shard} of {stream} would be lost, though it was acknowledged.",
+            hint="If the brokers that have it will not come back, say --accept-loss.",
+        )
+    out.print(run(_recover(region, identity, stream, shard, broker, lost or [], powered_off)))
+
+
+async def _recover(
+    region: str, identity: str, stream: str, shard: int, broker: str, lost: list[str], powered_off: bool
+) -> str:
+    async with connect(region, identity) as client:
+        return await client.recover_shard(stream, shard, broker, lost=lost, powered_off=powered_off)
+
+
+def scale(
+    count: Annotated[
+        int, typer.Argument(help="How many brokers the region is to have on this machine.", min=1)
+    ],
+    wait: Wait = "10m",
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Give a region of several brokers of this machine more of them, or fewer: those that go are drained first.
+
+    region.yaml says it from then on; `felix region up`, where it runs, starts and stops them.
+    """
+    from cli.region import free_address
+    from cli.several import ETCD_FOLDER, scaled
+
+    name = choose_region(region)
+    folder, config = folder_of(name)
+    if config.cluster is None:
+        raise RequestError(
+            f"{name} has one broker.", hint=f"Several begin with: felix region up {name} --brokers {count}"
+        )
+    if not (folder.root / ETCD_FOLDER).is_dir():
+        raise RequestError(
+            f"The brokers of {name} may be on several machines, which this command does not reach.",
+            hint="Change cluster.brokers in each region.yaml; drain and retire those that go (docs/clusters.md).",
+        )
+    before = [str(each.id) for each in config.cluster.brokers]
+    going = before[count:]
+    if not going:
+        after = scaled(folder, config, count, free_address)
+        assert after.cluster is not None
+        new = [str(each.id) for each in after.cluster.brokers if str(each.id) not in before]
+        if new and read_state(folder.broker_pid) is not None:
+            run(_come(region, identity, new, int(Duration.parse(wait))))
+        out.print(
+            f"{name} has {counted(count, 'broker')}; `felix region rebalance` gives new ones their share"
+        )
+        return
+    run(_leave(region, identity, going, int(Duration.parse(wait))))
+    scaled(folder, config, count, free_address)
+    run(_gone(region, identity, going, int(Duration.parse(wait))))
+    out.print(f"{name} has {counted(count, 'broker')}: {', '.join(going)} are drained, stopped and retired")
+
+
+async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> None:
+    async with connect(region, identity) as client:
+        await _until(client, wait_ms, lambda state: all(_is_alive(state, name) for name in names), "start")
+
+
+async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> None:
+    """Drain them. Raises RequestError before anything is moved where what one has cannot be."""
+    async with connect(region, identity) as client:
+        state = await client.describe()
+        for name in names:
+            found = _of(state, name)
+            if found.alone:
+                what = f"{counted(found.alone, 'stream')} of one copy"
+                raise RequestError(
+                    f"{name} has {what}, which cannot be moved yet, so it stays.", code=Code.CONFLICT
+                )
+    for name in names:
+        await _drain(region, identity, name, wait_ms)
+
+
+async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> None:
+    async with connect(region, identity) as client:
+        await _until(client, wait_ms, lambda state: not any(_is_alive(state, name) for name in names), "stop")
+        for name in names:
+            await client.retire_broker(name)
+
+
+def _is_alive(state: RegionState, name: str) -> bool:
+    return any(each.broker == name and each.address for each in state.brokers)
+
+
+async def _until(
+    client: felix.RegionClient, wait_ms: int, holds: Callable[[RegionState], bool], what: str
+) -> None:
+    try:
+        async with asyncio.timeout(wait_ms / 1_000):
+            while not holds(await client.describe()):  # noqa: ASYNC110 - of what others do, no event comes here
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise UnavailableError(
+            f"Not every broker did {what} within {Duration(wait_ms)}.",
+            code=Code.TIMEOUT,
+            hint="Does `felix region up` run? It follows region.yaml; felix region status shows its brokers.",
+        ) from None

@@ -1,0 +1,231 @@
+"""A region of several brokers is operated: copies are moved off a broker and back, made and dropped; a broker that stops hands on what it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from cluster.clustered_region import ClusteredRegion, serving
+from etcd_process import EtcdProcess
+
+import felix
+from felix.errors import Code, RequestError
+from felix.messages import BrokerState, RegionState
+from region.cluster.election import has_yielded
+from region.cluster.records import ShardId, ShardRecord
+from region.log.directory import shard_folder
+from region.node import Node
+
+pytestmark = pytest.mark.etcd
+STREAM = "acme/ops/orders"
+NAMES = ("b1", "b2", "b3", "b4")
+
+
+@pytest.fixture
+async def region(tmp_path: Path) -> AsyncIterator[ClusteredRegion]:
+    (tmp_path / "etcd").mkdir()
+    etcd = EtcdProcess(tmp_path / "etcd")
+    etcd.start()
+    try:
+        async with serving(tmp_path / "home", etcd, len(NAMES)) as region:
+            yield region
+    finally:
+        etcd.stop()
+
+
+def record_of(region: ClusteredRegion, name: str = "b1") -> ShardRecord:
+    stream = region.nodes[name].broker.streams.get(felix.StreamName.parse(STREAM))
+    assert stream is not None
+    return region.clustered(name).member.mirror.view.shards[ShardId(stream.record.incarnation, 0)]
+
+
+async def until(region: ClusteredRegion, holds: Callable[[ShardRecord], bool], name: str = "b1") -> None:
+    """Wait until a broker knows a record of the stream of which this holds."""
+    async with asyncio.timeout(90):
+        await region.clustered(name).member.until(lambda: holds(record_of(region, name)))
+
+
+def settled(*brokers: str) -> Callable[[ShardRecord], bool]:
+    return lambda record: (
+        set(record.replicas) == set(record.isr) == set(brokers)
+        and not record.target
+        and record.leader in brokers
+        and not has_yielded(record)
+    )
+
+
+def of(state: RegionState, name: str) -> BrokerState:
+    return next(each for each in state.brokers if each.broker == name)
+
+
+def folder_of(region: ClusteredRegion, name: str) -> Path:
+    stream = region.nodes[name].broker.streams.get(felix.StreamName.parse(STREAM))
+    assert stream is not None
+    data = region.folder.root / region.config.of_broker(name).data / "streams"
+    return shard_folder(data, stream.name, bytes.fromhex(stream.record.incarnation), 0)
+
+
+def copies(region: ClusteredRegion, broker: str) -> int:
+    """Shards that a broker has a copy of, or is to get, one that is its only one not counted."""
+    records = region.clustered("b1").member.mirror.view.shards.values()
+    return sum(
+        broker in (*record.replicas, *record.target) and len({*record.replicas, *record.target}) > 1
+        for record in records
+    )
+
+
+async def stored(client: felix.RegionClient, count: int) -> list[bytes]:
+    found: list[bytes] = []
+    async with client.stream(STREAM).subscribe(start="earliest") as records:
+        async for record in records:
+            found.append(bytes(record.payload))
+            if len(found) == count:
+                break
+    return found
+
+
+async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_again(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        await client.create_stream("acme/ops/alone")
+        published: list[bytes] = []
+        goes_on = asyncio.Event()
+        goes_on.set()
+
+        async def publish() -> None:
+            async with client.stream(STREAM).publisher() as publisher:
+                while goes_on.is_set():
+                    published.append(b"%d" % len(published))
+                    assert await publisher.publish(published[-1]) == len(published) - 1
+
+        publishing = asyncio.ensure_future(publish())
+        drained = record_of(region).leader
+        home = folder_of(region, drained)
+        others = [name for name in NAMES if name != drained]
+        await client.drain_broker(drained)
+        await until(region, settled(*others))
+        # The audit log's copy moves, too.
+        async with asyncio.timeout(90):
+            await region.clustered("b1").member.until(lambda: not copies(region, drained))
+        state = await client.describe()
+        assert of(state, drained).is_drained and of(state, drained).copies == 0 and state.moving == 0
+        async with asyncio.timeout(60):
+            while home.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        before = len(published)
+        async with asyncio.timeout(60):
+            while len(published) < before + 20:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        goes_on.clear()
+        await publishing
+        assert await stored(client, len(published)) == published
+        # What has one copy stays where it is.
+        assert sum(each.alone for each in state.brokers) == 1
+        await client.create_stream("acme/ops/later", replicas=3)
+        assert of(await client.describe(), drained).copies == 0, "nothing more is placed there"
+        await client.drain_broker(drained, drain=False)
+        assert not of(await client.describe(), drained).is_drained
+        moves = await client.rebalance(dry_run=True)
+        assert moves.total >= 1 and any(drained in move.then for move in moves.moves)
+        await client.rebalance()
+        async with asyncio.timeout(90):
+            await region.clustered("b1").member.until(lambda: copies(region, drained) > 0)
+        with pytest.raises(RequestError, match="never registered") as refused:
+            await client.drain_broker("b9")
+        assert refused.value.code is Code.NOT_FOUND
+
+
+async def test_copies_are_made_and_dropped_while_the_stream_serves(region: ClusteredRegion) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=2)
+        for number in range(10):
+            await client.stream(STREAM).publish(b"%d" % number)
+        altered = await client.alter_stream(STREAM, replicas=4)
+        assert (altered.replicas, altered.min_in_sync) == (4, 3)
+        await until(region, lambda record: settled(*NAMES)(record) and record.min == 3)
+        await client.alter_stream(STREAM, replicas=2, min_in_sync=1)
+        await until(
+            region, lambda record: len(record.replicas) == 2 and not record.target and record.min == 1
+        )
+        for number in range(10, 20):
+            assert await client.stream(STREAM).publish(b"%d" % number) == number
+        assert await stored(client, 20) == [b"%d" % number for number in range(20)]
+        for asked, sentence in (
+            ({"replicas": 1}, "one copy or several is decided when"),
+            ({"replicas": 5}, "5 copies, and us-east has 4 brokers"),
+            ({"min_in_sync": 3}, "waits for 3 of 2 copies"),
+        ):
+            with pytest.raises(RequestError, match=sentence):
+                await client.alter_stream(STREAM, **asked)  # type: ignore[arg-type]
+
+
+async def test_a_broker_that_stops_in_order_hands_on_what_it_leads_before_it_says_goodbye(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        await client.stream(STREAM).publish(b"x")
+        stopped = record_of(region).leader
+        watcher = next(name for name in NAMES if name != stopped)
+        seen: list[tuple[str, bool]] = []
+
+        def look(known: object) -> None:
+            record = record_of(region, watcher)
+            seen.append((record.leader, stopped in region.clustered(watcher).member.mirror.view.alive))
+
+        region.clustered(watcher).member.mirror.on_change(look)
+        await region.stop(stopped)
+        led = [alive for leader, alive in seen if leader not in ("", stopped)]
+        assert led and led[0], f"{seen} another one led while the one that stops was still there"
+    async with region.client(watcher) as client:
+        assert await client.stream(STREAM).publish(b"y") == 1
+
+
+async def test_a_broker_whose_folder_is_lost_gets_a_new_one_and_what_only_it_had_is_recovered_by_name(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=4)
+        await client.stream(STREAM).publish(b"x")
+        # One copy each, on every broker.
+        alone = [f"acme/ops/alone{number}" for number in range(8)]
+        for name in alone:
+            await client.create_stream(name)
+            await client.stream(name).publish(b"x")
+        lost = next(name for name in ("b4", "b3", "b2") if name != record_of(region).leader)
+        (gone, *_) = [name for name in alone if region.leader("b1", name) == lost]
+        config = region.config.of_broker(lost)
+        await region.stop(lost)
+        shutil.rmtree(region.folder.root / config.data)
+        with pytest.raises(RequestError, match="had another data folder"):
+            await Node.start(region.folder, config)
+        region.nodes[lost] = await Node.start(region.folder, config, replace_folder=True)
+        await until(region, settled(*NAMES))
+        with pytest.raises(RequestError, match="leads the shard"):
+            await client.recover_shard(STREAM, 0, lost)
+        with pytest.raises(RequestError, match="is no living replica"):
+            await client.recover_shard(gone, 0, "b1", lost=[lost])
+        assert "in epoch" in await client.recover_shard(gone, 0, lost)
+        assert await client.stream(gone).publish(b"y") == 0
+
+
+async def test_a_broker_that_is_gone_for_good_is_retired_once_no_shard_names_it(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        await client.stream(STREAM).publish(b"x")
+        gone = next(name for name in record_of(region).replicas if name != "b1")
+        with pytest.raises(RequestError, match="is alive"):
+            await client.retire_broker(gone)
+        await client.drain_broker(gone)
+        async with asyncio.timeout(90):
+            await region.clustered("b1").member.until(lambda: not copies(region, gone))
+        await region.stop(gone)
+        await client.retire_broker(gone)
+        assert gone not in {each.broker for each in (await client.describe()).brokers}
