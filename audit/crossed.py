@@ -18,6 +18,7 @@ from typing import Final, NamedTuple
 
 from audit.leaf import Kind, Leaf, Side, decode_leaf, iter_entries, read_header
 from audit.position import ShardName
+from felix.errors import ProtocolError
 from policy.truncation import TRUNCATIONS_MAX, Live
 
 CROSSED_BEFORE: Final = "crossed-before"
@@ -32,8 +33,25 @@ CROSSED_AHEAD: Final = 1 << 18
 the largest batches."""
 CROSSED_BEHIND_MAX: Final = 3 << 19
 """And of how many behind: 24 of the largest batches. Both together are 224 KiB, and a control frame takes 256."""
+PAGE_CHUNKS: Final = 1 << 13
+"""Chunks of which some offsets are in the set, of one page: 4 MiB."""
+PAGE_RUN_CHUNKS: Final = 1 << 17
+"""Chunks of one page of which all are: whoever takes a page in holds an entry for each."""
 _FULL: Final = (1 << CHUNK) - 1
 _CHUNK_BYTES: Final = CHUNK // 8
+
+
+class Page(NamedTuple):
+    """A part of an `OffsetSet`, as one broker tells it to another: whole chunks, in order."""
+
+    runs: list[tuple[int, int]]
+    """chunks of which every offset is in the set: the first one's number, and how many"""
+    numbers: list[int]
+    """of the chunks of which some offsets are"""
+    bits: bytes
+    """a bit for each offset of those, the lowest bit of the first byte first"""
+    end: int
+    """the number of the first chunk that the page says nothing of; 0: it is the last page"""
 
 
 class OffsetSet:
@@ -64,6 +82,44 @@ class OffsetSet:
     def page(self, first: int, count: int) -> bytes:
         """A bit for each of `count` offsets from `first` on, the lowest bit of the first byte first."""
         return self.common(first, (1 << count) - 1).to_bytes(-(-count // 8), "little").rstrip(b"\0")
+
+    def pages(self, chunk: int) -> Iterator[Page]:
+        """The set from this chunk on, in pages that are bounded by what is in them, wherever it lies; at least one. The set must not change
+        meanwhile."""
+        runs, numbers, bits, full = list[tuple[int, int]](), list[int](), list[bytes](), 0
+        for number in sorted(each for each in self._chunks if each >= chunk):
+            if len(numbers) == PAGE_CHUNKS or full == PAGE_RUN_CHUNKS:
+                yield Page(runs, numbers, b"".join(bits), number)
+                runs, numbers, bits, full = [], [], [], 0
+            held = self._chunks[number]
+            if held != _FULL:
+                numbers.append(number)
+                bits.append(held.to_bytes(_CHUNK_BYTES, "little"))
+                continue
+            full += 1
+            if runs and sum(runs[-1]) == number:
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((number, 1))
+        yield Page(runs, numbers, b"".join(bits), 0)
+
+    def take(self, page: Page) -> None:
+        """Put a page in. Raises ProtocolError where it says more than a page may."""
+        full = sum(count for _, count in page.runs)
+        if (
+            full > PAGE_RUN_CHUNKS
+            or any(first < 0 or count < 1 for first, count in page.runs)
+            or len(page.numbers) > PAGE_CHUNKS
+            or min(page.numbers, default=0) < 0
+            or len(page.bits) != len(page.numbers) * _CHUNK_BYTES
+        ):
+            raise ProtocolError("A page of offsets that crossed is longer than pages are, or not as it says.")
+        for first, count in page.runs:
+            self._chunks.update(dict.fromkeys(range(first, first + count), _FULL))
+            self.next = max(self.next, (first + count) * CHUNK)
+        for at, number in enumerate(page.numbers):
+            part = page.bits[at * _CHUNK_BYTES : (at + 1) * _CHUNK_BYTES]
+            self.add(number * CHUNK, int.from_bytes(part, "little"))
 
     def __contains__(self, offset: int) -> bool:
         return bool(self._chunks.get(offset // CHUNK, 0) >> offset % CHUNK & 1)

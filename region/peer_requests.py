@@ -139,7 +139,11 @@ class PeerRequests:
     async def _answer(self, peer: str, asked: Asked) -> None:
         try:
             body = b"\1" + msgspec.msgpack.encode(await self._carry_out(peer, asked.body))
-            assert len(body) <= ASK_BYTES_MAX
+            if len(body) > ASK_BYTES_MAX:
+                raise UnavailableError(
+                    f"The answer to broker {peer} would have {len(body)} bytes; {ASK_BYTES_MAX} fit.",
+                    code=Code.LIMIT_MEMORY,
+                )
             # An answer that is not sent is one that was lost.
             self.links.request(peer, Answered(asked.number, body))
         except FelixError as error:

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from audit.crossed import OffsetSet
+from audit.crossed import OffsetSet, Page
 from audit.errors import AuditUnavailableError
 from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
 from audit.position import ShardName
 from audit.trail import Done, Trail, TrailStatus
+from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.news import News
@@ -38,7 +38,7 @@ from policy.truncation import Live
 from region.arrival_index import ArrivalIndex, Place, is_arrival
 from region.audit_port import FoundAck
 from region.document_log import DocumentLog
-from region.peer_requests import AnswerT, PeerRequest, PeerRequests
+from region.peer_requests import ASK_S, AnswerT, PeerRequest, PeerRequests
 
 log = logging.getLogger("felix.region.audit")
 
@@ -52,6 +52,10 @@ FOLLOW_S: Final = 10.0
 """How long the broker with the log waits with its answer for a leaf that does not stand yet."""
 DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
+READ_S: Final = 600.0
+"""How long an answer may take that is read from the whole log; a link that goes down ends the wait."""
+TELLING_MAX: Final = 4
+"""Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for leaves that it took."""
 SILENT_S: Final = 60.0
@@ -97,17 +101,16 @@ class ArrivedBelow(PeerRequest, frozen=True, tag="arrived_below"):
 
 
 class CrossedBefore(PeerRequest, frozen=True, tag="crossed_before"):
-    """What arrived of a shard before the newest of `lives` began."""
+    """What arrived of a shard before the newest of `lives` began, from a chunk of offsets on: a page of it."""
 
     bridge: str
     name: ShardName
     lives: list[Live]
+    chunk: int
 
 
 class OffsetsTold(msgspec.Struct, frozen=True, array_like=True):
-    """A bit for each offset from 0 on, compressed by zlib."""
-
-    packed: bytes
+    page: Page
 
 
 class ChargedBytes(PeerRequest, frozen=True, tag="charged_bytes"):
@@ -313,21 +316,27 @@ class RemoteArrivals:
 
     async def crossed_before(self, bridge: SpiffeId, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
         """As `ArrivalLog`."""
-        told = await self._ask(CrossedBefore(str(bridge), name, list(lives)), OffsetsTold)
-        found = OffsetSet()
-        found.add(0, int.from_bytes(await asyncio.to_thread(zlib.decompress, told.packed), "little"))
-        return found
+        found, chunk = OffsetSet(), 0
+        while True:
+            asked = CrossedBefore(str(bridge), name, list(lives), chunk)
+            page = (await self._ask(asked, OffsetsTold, timeout_s=READ_S)).page
+            await asyncio.to_thread(found.take, page)
+            if page.end <= chunk:
+                return found
+            chunk = page.end
 
     async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
         """As `ArrivalLog`."""
-        return (await self._ask(ArrivedBelow(str(bridge), name, incarnation), NumberTold)).number
+        asked = ArrivedBelow(str(bridge), name, incarnation)
+        return (await self._ask(asked, NumberTold, timeout_s=READ_S)).number
 
     async def charged_bytes(self, grant: str) -> int:
         """As `ArrivalLog`."""
         return (await self._ask(ChargedBytes(grant), NumberTold)).number
 
-    async def _ask(self, request: PeerRequest, answer: type[AnswerT]) -> AnswerT:
-        return await self._audit.requests.ask(self._audit.home_now(), request, answer)
+    async def _ask(self, request: PeerRequest, answer: type[AnswerT], *, timeout_s: float = ASK_S) -> AnswerT:
+        home = self._audit.home_now()
+        return await self._audit.requests.ask(home, request, answer, timeout_s=timeout_s)
 
     async def close(self) -> None:
         """As `ArrivalLog`."""
@@ -519,6 +528,8 @@ class AuditServer:
         self._trail, self._arrivals, self._logged, self._leaves = trail, arrivals, logged, leaves
         self._appending: dict[str, asyncio.Lock] = {}
         self._own: set[asyncio.Task[None]] = set()
+        self._telling: BoundedMap[tuple[object, ...], Iterator[Page]] = BoundedMap(TELLING_MAX)
+        """by what the next question will be: the pages that are left"""
         for request, handler in (
             (AppendLeaves, self._append),
             (FindAck, self._find_ack),
@@ -651,8 +662,16 @@ class AuditServer:
         )
 
     async def _crossed_before(self, peer: str, asked: CrossedBefore) -> OffsetsTold:
-        found = await self._arrivals.crossed_before(SpiffeId.parse(asked.bridge), asked.name, asked.lives)
-        return OffsetsTold(await asyncio.to_thread(lambda: zlib.compress(found.page(0, found.next))))
+        what = peer, asked.bridge, asked.name, tuple(asked.lives)
+        pages = self._telling.pop((*what, asked.chunk)) if asked.chunk else None
+        if pages is None:
+            bridge = SpiffeId.parse(asked.bridge)
+            found = await self._arrivals.crossed_before(bridge, asked.name, asked.lives)
+            pages = found.pages(asked.chunk)
+        page = await asyncio.to_thread(next, pages)
+        if page.end:
+            self._telling.put((*what, page.end), pages)
+        return OffsetsTold(page)
 
     async def _charged_bytes(self, peer: str, asked: ChargedBytes) -> NumberTold:
         return NumberTold(await self._arrivals.charged_bytes(asked.grant))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from audit_log import Link
 from hypothesis import given
 from hypothesis import strategies as st
 
-from audit.crossed import CHUNK, Crossed, OffsetSet
+from audit import crossed as crossed_module
+from audit.crossed import CHUNK, PAGE_CHUNKS, PAGE_RUN_CHUNKS, Crossed, OffsetSet, Page
 from audit.leaf import ENTRY_BYTES, Leaf, decode_leaf, encode_leaf
 from audit.position import ShardName
 from felix.batch import OFFSET_MAX
+from felix.errors import ProtocolError
 
 OLD, CUT, AGAIN = b"old" + bytes(13), b"cut" + bytes(13), b"again" + bytes(11)
 
@@ -30,6 +33,46 @@ def test_a_set_of_offsets_is_a_set(added: list[tuple[int, int]], bound: int) -> 
     below.update(held, bound)
     page = int.from_bytes(below.page(0, held.next or 1), "little")
     assert page == sum(1 << offset for offset in model if offset < bound)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1, CHUNK - 1, CHUNK, 3 * CHUNK])), min_size=1),
+    st.integers(0, 12),
+)
+def test_pages_of_a_set_are_the_set_and_each_is_bounded(added: list[tuple[int, int]], chunk: int) -> None:
+    held = OffsetSet()
+    for number, count in added:
+        held.add(number * CHUNK, (1 << count) - 1)
+    told, end = OffsetSet(), chunk
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(crossed_module, "PAGE_CHUNKS", 2)
+        patch.setattr(crossed_module, "PAGE_RUN_CHUNKS", 3)
+        pages = list(held.pages(chunk))
+        for page in pages:
+            assert all(number >= end for number in (*page.numbers, *(first for first, _ in page.runs)))
+            told.take(page)
+            end = page.end
+    assert [page.end > 0 for page in pages] == [True] * (len(pages) - 1) + [False]
+    start, most = chunk * CHUNK, 13 * CHUNK
+    assert told.page(start, most) == held.page(start, most)
+    assert told.next == (held.next if held.next > start else 0)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        Page([(0, PAGE_RUN_CHUNKS + 1)], [], b"", 0),
+        Page([(0, 1 << 62), (0, -(1 << 62))], [], b"", 0),
+        Page([(-1, 1)], [], b"", 0),
+        Page([], [0], b"", 0),
+        Page([], [], bytes(CHUNK // 8), 0),
+        Page([], [-1], bytes(CHUNK // 8), 0),
+        Page([], [0] * (PAGE_CHUNKS + 1), bytes((PAGE_CHUNKS + 1) * CHUNK // 8), 0),
+    ],
+)
+def test_a_page_that_says_more_than_pages_do_is_refused(page: Page) -> None:
+    with pytest.raises(ProtocolError):
+        OffsetSet().take(page)
 
 
 def under(incarnation: bytes, leaves: list[Leaf]) -> list[Leaf]:

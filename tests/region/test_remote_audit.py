@@ -13,21 +13,26 @@ import pytest
 from audit_log import INGRESS_ORIGIN, Link, log_signer
 from bridge_mesh import until
 
+from audit import crossed as crossed_module
 from audit.checkpoint import note_size
+from audit.crossed import PAGE_CHUNKS
 from audit.errors import AuditUnavailableError
 from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
 from audit.position import ShardName
 from audit.tile import read_entries
 from audit.trail import Trail
-from felix.errors import Code, FelixError, RequestError
+from felix.batch import OFFSET_MAX
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from policy.truncation import Accepted, Live, Truncation
-from region import remote_audit
+from region import peer_requests, remote_audit
 from region.arrival_index import ArrivalIndex
+from region.audit_port import FoundAck
 from region.document_log import DocumentLog
 from region.peer_requests import PeerRequest, PeerRequests
 from region.remote_audit import (
     WAITING_BYTES_MAX,
+    AckFound,
     AppendLeaves,
     AuditServer,
     HomeLeaves,
@@ -280,3 +285,52 @@ async def test_a_leaf_does_not_wait_for_ever_for_a_broker_that_never_saw_the_doc
     assert not waiting.done(), "it may have leaves on their way"
     region.wire.join()
     await waiting
+
+
+@pytest.mark.parametrize("chunks", [PAGE_CHUNKS, 1], ids=["one page", "many pages"])
+async def test_what_crossed_before_a_resend_is_told_wherever_a_source_says_that_its_records_lie(
+    region: Region, chunks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets are the source's word: a bit for each from 0 on would take all memory of both brokers."""
+    monkeypatch.setattr(crossed_module, "PAGE_CHUNKS", chunks)
+    link, firsts = Link(), (5, 1 << 20, 1 << 40, OFFSET_MAX - 10)
+    for first in firsts:
+        link.offset = first
+        leaves = [encode_for_log(leaf) for leaf in link.delivery(link.intent(3))]
+        region.remote.append_nowait(leaves, lambda index, error: None)
+    await until(lambda: len(region.arrived()) == len(firsts), "all ranges")
+    header = leaves[0].header
+    name, bridge = ShardName.of(header), SpiffeId.parse(header.bridge)
+    cut = Truncation(stream=header.stream, shard=0, incarnation=header.incarnation.hex(), epoch=0, offset=0)
+    lives = [Live(header.incarnation, None), Live(b"n" * 16, Accepted(cut, "us-east", 5, is_resend=True))]
+    asked: list[Asked] = []
+
+    def count(message: Asked | Answered) -> bool:
+        if isinstance(message, Asked):
+            asked.append(message)
+        return False
+
+    region.wire.lose = count
+    before = await region.remote.arrivals.crossed_before(bridge, name, lives)
+    for first in firsts:
+        assert [offset for offset in range(first - 1, first + 4) if offset in before] == [
+            *range(first, first + 3)
+        ]
+    assert before.next == firsts[-1] + 3
+    assert len(asked) == (1 if chunks > 1 else len(firsts))
+
+
+async def test_an_answer_that_is_too_long_is_refused_with_a_sentence(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_requests, "ASK_BYTES_MAX", 100)
+
+    class Long(PeerRequest, frozen=True, tag="long"):
+        pass
+
+    async def answer(peer: str, asked: Long) -> AckFound:
+        return AckFound(FoundAck(1, bytes(200)))
+
+    region.wire.ends["b1"].serve(Long, answer)
+    with pytest.raises(UnavailableError, match="100 fit"):
+        await region.wire.ends["b2"].ask("b1", Long(), AckFound)
