@@ -22,6 +22,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from typing import Final, NamedTuple, Protocol
 
@@ -177,28 +178,25 @@ class Leading:
             batches = _batches(append.leaves)
             if len(batches) > 1:
                 self._long = self._loop.create_task(self._append_long(append, batches), name="long append")
-                self._long.add_done_callback(self._ended)
+                self._long.add_done_callback(partial(self._ended, append))
                 return
             try:
                 self._logs[LEAVES].append_nowait(batches[0], append.answered, expected_offset=append.first)
             except FelixError as error:
                 append.done(error)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        self._long = None
-        self._begin()
-
     async def _append_long(self, append: _Append, batches: Sequence[Batch]) -> None:
-        try:
-            await self._write(DOCUMENTS, _parts(msgspec.msgpack.encode(list(append.leaves)), append.first))
-            await finish(self._logs[LEAVES], append.first, batches)
-        except FelixError as error:
-            append.done(error)
-        except BaseException:
-            append.done(UnavailableError("It is led here no more."))
-            raise
-        else:
-            append.done(None)
+        await self._write(DOCUMENTS, _parts(msgspec.msgpack.encode(list(append.leaves)), append.first))
+        await finish(self._logs[LEAVES], append.first, batches)
+
+    def _ended(self, append: _Append, task: asyncio.Task[None]) -> None:
+        self._long = None
+        error = UnavailableError("It is led here no more.") if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, FelixError):
+            log.error("a long append failed", exc_info=error)
+            error = UnavailableError(f"It could not be written: {error}.")
+        append.done(error)
+        self._begin()
 
     async def close(self) -> None:
         """Append nothing more."""
@@ -344,9 +342,8 @@ class AuditLog:
                 # Also a mistake of ours: another broker can go on, and this one is told of.
                 if str(error) != self.trouble:
                     self.trouble = str(error)
-                    log.exception("the audit log is not up to date here") if not isinstance(
-                        error, FelixError
-                    ) else log.error("the audit log is not up to date here: %s", error)
+                    known = isinstance(error, FelixError)
+                    log.error("the audit log is not up to date here: %s", error, exc_info=not known)
                 await self._pause(RETRY_S)
 
     async def _pause(self, seconds: float) -> None:
