@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from itertools import count
 from pathlib import Path
@@ -140,20 +141,22 @@ async def home_of(operator: felix.RegionClient) -> str:
         await asyncio.sleep(0.05)
 
 
-async def kill(folder: RegionFolder, name: str) -> None:
+async def kill(folder: RegionFolder, name: str) -> Callable[[], Awaitable[None]]:
+    """What comes back waits until its parent has started it again."""
     pid = process_of(folder, name)
     os.kill(pid, signal.SIGKILL)
-    await until(lambda: process_of(folder, name) not in (0, pid), 60)
+    return lambda: until(lambda: process_of(folder, name) not in (0, pid), 60)
 
 
-async def pause(folder: RegionFolder, name: str) -> None:
-    """It stands still for longer than its lease, and then goes on as if it were home."""
+async def pause(folder: RegionFolder, name: str) -> Callable[[], Awaitable[None]]:
+    """It stands still, for longer than its lease: until what comes back lets it go on as if it were home."""
     pid = process_of(folder, name)
     os.kill(pid, signal.SIGSTOP)
-    try:
-        await asyncio.sleep(LEASE_S + 1)
-    finally:
+
+    async def go_on() -> None:
         os.kill(pid, signal.SIGCONT)
+
+    return go_on
 
 
 async def more(told: Told, *work: asyncio.Future[None]) -> None:
@@ -236,9 +239,13 @@ async def test_the_log_outlives_every_home_in_one_history(
             for fault in (kill, pause) * ROUNDS:
                 home = await home_of(operator)
                 began = time.monotonic()
-                await fault(folder, home)
+                repair = await fault(folder, home)
+                try:
+                    await more(told, *work)
+                    pauses.append(time.monotonic() - began)
+                finally:
+                    await repair()
                 await more(told, *work)
-                pauses.append(time.monotonic() - began)
         finally:
             for each in work:
                 each.cancel()

@@ -185,7 +185,6 @@ async def test_an_append_of_many_batches_is_finished_by_who_goes_on_or_was_not_b
         assert trail_of(region, other).status().durable == 20
         assert await trail_of(region, other).append([key_leaf(20)]) == 20
         await region.start(home)
-        await asyncio.to_thread(trail_of(region, other).publish)
         for name in region.nodes:
             await shows(region, name, 21)
         leaves = verified(region, home)
@@ -246,9 +245,8 @@ async def test_what_one_broker_alone_has_is_not_signed_so_that_another_may_go_on
         other = await home_of(region)
         await until(lambda: trail_of(region, other).failure is None)
         await retried(lambda: trail_of(region, other).append([key_leaf(2)]))
-        await region.start(home)
-        await asyncio.to_thread(trail_of(region, other).publish)
         size = trail_of(region, other).status().durable
+        await region.start(home)
         for name in region.nodes:
             await shows(region, name, size)
         leaves = verified(region, home)
