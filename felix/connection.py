@@ -94,6 +94,9 @@ ATTEMPT_TIMEOUT_S: Final = 5.0
 SILENT_S: Final = 1.0
 """Whoever waits for an answer and has heard nothing for so long asks whether the broker is there. One that was killed and started again on its port
 refuses nothing: only silence tells."""
+READER_SILENT_S: Final = 2.0
+"""The same for whoever only reads, where the region has several brokers: another one may lead its stream by now, and has more for it. A region of one
+broker has nobody else to ask; there the transport's keep-alive tells, after some 12 s."""
 REQUEST_TIMEOUT_S: Final = 30.0
 """A request with its answer, reconnects included."""
 GOODBYE_DRAIN_S: Final = 5.0
@@ -229,8 +232,9 @@ class Link:
         random: Random,
         over: Callable[[Link, FelixError], None],
         moved: Callable[[NotLeaderError], None] = lambda error: None,
+        is_of_several: bool = False,
     ) -> None:
-        """`over` is called with the error that ended the session, once everybody who waits on this link was told; `moved` with
+        """`is_of_several`: the region has several brokers. `over` is called with the error that ended the session, once everybody who waits on this link was told; `moved` with
         each word of the broker that another one leads a stream."""
         self._loop = asyncio.get_running_loop()
         self._told_over = over
@@ -244,6 +248,8 @@ class Link:
         self._control = -1
         self._pending: dict[int, Pending] = {}
         self._silence: asyncio.TimerHandle | None = None
+        self._is_of_several = is_of_several
+        self._reading: asyncio.TimerHandle | None = None
         self._watchers: dict[int, Callable[[FelixError], None]] = {}
         self._last_correlation = 0
         self._asks: asyncio.Semaphore | None = None
@@ -393,6 +399,8 @@ class Link:
                 case Established(welcome):
                     self._welcome(welcome)
                     self.established.set_result(event)
+                    if self._is_of_several:
+                        self._reading = self._loop.call_later(READER_SILENT_S, self._look_for_readers)
                 case LeaveAsked(goodbye):
                     self.leave(goodbye)
         self._flush()
@@ -450,8 +458,9 @@ class Link:
         self._sinks.clear()
         self._senders.clear()
         self._watchers.clear()
-        if self._silence is not None:
-            self._silence.cancel()
+        for timer in (self._silence, self._reading):
+            if timer is not None:
+                timer.cancel()
         for waiting in pending.values():
             if isinstance(waiting, _Ask):
                 waiting.refused(error)
@@ -481,6 +490,16 @@ class Link:
             # Where it is not acknowledged either, the transport ends the connection.
             self.send_control(encode_frame(FrameType.PING, b""))
         self._silence = self._loop.call_later(SILENT_S, self._look_for_silence)
+
+    def _look_for_readers(self) -> None:
+        """As `_look_for_silence`, for who waits for records alone."""
+        if self.over.done():
+            return
+        if (
+            self._sinks or self._exchanges
+        ) and self._loop.time() - self.connection.heard_at >= READER_SILENT_S:
+            self.send_control(encode_frame(FrameType.PING, b""))
+        self._reading = self._loop.call_later(READER_SILENT_S, self._look_for_readers)
 
     def _new_correlation(self) -> int:
         number = self._last_correlation
@@ -1077,6 +1096,7 @@ class RegionConnection:
             random=self.runtime.random,
             over=self._link_over,
             moved=lambda error: self._routes.learned(error, str(address)),
+            is_of_several=not self._is_first or len(self.profile.addresses) > 1,
         )
         tls = ClientTls(credentials.root_pem, self.profile.tls_name)
         try:

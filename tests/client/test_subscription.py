@@ -24,6 +24,7 @@ from felix import (
     StreamName,
     UnavailableError,
 )
+from felix import connection as link
 from felix.frames import FRAME_HEADER_BYTES, FrameType, GapBody, encode_frame
 from felix.messages import Request, Subscribe, Unsubscribe
 from felix.subscription import CREDIT_BYTES_MIN
@@ -491,3 +492,25 @@ def test_whatever_happens_each_record_is_read_once_and_in_order(data: st.DataObj
         assert found == numbers(start, total)
 
     asyncio.run(run())
+
+
+async def test_who_only_reads_asks_of_several_brokers_whether_its_own_is_there(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link, "READER_SILENT_S", 0.01)
+    heard = 0
+    async with region.stream(ORDERS).subscribe():
+        found = region.connection.link
+        assert found is not None
+        control = broker.session._control
+
+        def counting(data: bytes) -> None:
+            nonlocal heard
+            heard += bytes(encode_frame(FrameType.PING, b"")) in data
+            control(data)
+
+        monkeypatch.setattr(broker.session, "_control", counting)
+        assert found._reading is None, "a region of one broker has nobody else to ask"
+        found._look_for_readers()
+        await until(lambda: heard >= 2)
+    broker.check()
