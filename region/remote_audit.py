@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
@@ -56,12 +56,16 @@ READ_S: Final = 600.0
 """How long an answer may take that is read from the whole log; a link that goes down ends the wait."""
 TELLING_MAX: Final = 4
 """Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
+PASSED_REMEMBERED_MAX: Final = 20_000
+"""Documents that wait for their leaf, of which is known which brokers have let pass what they stop."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for leaves that it took."""
 SILENT_S: Final = 60.0
 """A broker that is reached says within seconds that it let pass what a document stops; as long as a policy's leaf waits (governance.leaves)."""
 LOOK_S: Final = 5.0
 """How often is looked whether a broker that is waited for is back."""
+
+_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
 
 class AppendLeaves(PeerRequest, frozen=True, tag="append_leaves"):
@@ -127,7 +131,7 @@ class AwaitLeaves(PeerRequest, frozen=True, tag="await_leaves"):
     """Which of these documents have their leaf. `passed`: what each of them stops, and was taken before at the asker, has its leaves; then the
     answer waits for FOLLOW_S."""
 
-    digests: list[bytes]
+    digests: Annotated[list[_Digest], msgspec.Meta(max_length=DIGESTS_MAX)]
     passed: bool
 
 
@@ -433,17 +437,18 @@ class HomeLeaves:
         self._brokers = brokers
         self._streams_of = streams_of
         self._is_up = is_up
-        self._passed: dict[bytes, set[str]] = {}
+        self._passed: BoundedMap[bytes, set[str]] = BoundedMap(PASSED_REMEMBERED_MAX)
         self._news = News()
 
     def passed(self, digest: bytes, broker: str) -> None:
         """At another broker nothing is on its way any more that this document stops."""
-        self._passed.setdefault(digest, set()).add(broker)
+        # What is forgotten for another is said again: whoever asked asks until the leaf stands.
+        self._passed.put(digest, (self._passed.use(digest) or set()) | {broker})
         self._news.tell()
 
     def written(self, digest: bytes) -> None:
         """It has its leaf."""
-        self._passed.pop(digest, None)
+        self._passed.pop(digest)
 
     async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
         """Wait for every other broker that is alive, or has a stream in which that may have arrived: once it is back it writes the leaves that a
@@ -470,7 +475,7 @@ class HomeLeaves:
                     await self._news.following.wait()
 
     def _missing(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> list[str]:
-        passed = self._passed.get(digest, set())
+        passed = self._passed.use(digest) or set()
         return [
             broker
             for broker, address in self._brokers().items()

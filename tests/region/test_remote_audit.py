@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -31,12 +32,16 @@ from region.audit_port import FoundAck
 from region.document_log import DocumentLog
 from region.peer_requests import PeerRequest, PeerRequests
 from region.remote_audit import (
+    DIGESTS_MAX,
+    PASSED_REMEMBERED_MAX,
     WAITING_BYTES_MAX,
     AckFound,
     AppendLeaves,
     AuditServer,
+    AwaitLeaves,
     HomeLeaves,
     LeavesAppended,
+    LeavesStand,
     RemoteAudit,
 )
 from region.replication.wire import Answered, Asked
@@ -334,3 +339,17 @@ async def test_an_answer_that_is_too_long_is_refused_with_a_sentence(
     region.wire.ends["b1"].serve(Long, answer)
     with pytest.raises(UnavailableError, match="100 fit"):
         await region.wire.ends["b2"].ask("b1", Long(), AckFound)
+
+
+async def test_a_broker_that_asks_for_many_documents_is_refused_and_what_is_remembered_for_it_is_bounded(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_audit, "FOLLOW_S", 0.01)
+    asker = region.wire.ends["b2"]
+    for digests in ([bytes(32)] * (DIGESTS_MAX + 1), [b"short"]):
+        with pytest.raises(FelixError, match="asks what broker b1 does not know"):
+            await asker.ask("b1", AwaitLeaves(digests, passed=True), LeavesStand)
+    for turn in range(25):
+        digests = [sha256(b"%d %d" % (turn, number)).digest() for number in range(DIGESTS_MAX)]
+        assert not (await asker.ask("b1", AwaitLeaves(digests, passed=True), LeavesStand)).digests
+    assert len(region.leaves._passed) == PASSED_REMEMBERED_MAX < 25 * DIGESTS_MAX
