@@ -248,7 +248,8 @@ def scale(
     run(_leave(region, identity, going, int(Duration.parse(wait))))
     scaled(folder, config, count, free_address)
     run(_gone(region, identity, going, int(Duration.parse(wait))))
-    out.print(f"{name} has {counted(count, 'broker')}: {', '.join(going)} are drained, stopped and retired")
+    are = "is" if len(going) == 1 else "are"
+    out.print(f"{name} has {counted(count, 'broker')}: {', '.join(going)} {are} drained, stopped and retired")
 
 
 async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> None:

@@ -225,7 +225,7 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             await operator.alter_stream("acme/ops/orders", replicas=2)
             await operator.stream("acme/ops/orders").publish(b"y")
         said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
-        assert "b3 are drained, stopped and retired" in said.out
+        assert "b3 is drained, stopped and retired" in said.out
         async with client(folder) as operator:
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
             assert await operator.stream("acme/ops/orders").publish(b"z") == 2
