@@ -72,6 +72,7 @@ async def test_behind_a_revocation_stands_nothing_of_before_whoever_leads(tmp_pa
                 is_over.set()
                 await publishing
         arrived = await mesh.arrived()
+        await until(lambda: mesh.headers(mesh.ingress_folder, Kind.REVOKE), "a checkpoint")
     headers = mesh.headers(mesh.ingress_folder, Kind.ACK, Kind.REVOKE)
     kinds = [header.kind for header in headers]
     assert kinds.count(Kind.REVOKE) == 1 and kinds[-1] is Kind.REVOKE
