@@ -70,6 +70,8 @@ EARLY_MAX: Final = 4
 """Requests that may arrive before their peer's hello: their senders have seen this end's."""
 HANDSHAKE_S: Final = 10.0
 """From the first byte to the hello."""
+CALL_S: Final = 3.0
+"""For the transport's part of it: a peer that was cut off is called anew soon after it can be reached."""
 RETRY: Final = BackoffPolicy(first_ms=50, ceiling_ms=2_000)
 """Between calls of a peer that does not answer."""
 PEER_ALPN: Final = "felix-peer/1"
@@ -79,9 +81,8 @@ LINK_LIMITS: Final = TransportLimits(
     backlog_low_bytes=1 << 18,
     keepalive_ms=0,
     idle_timeout_ms=10_000,
-    handshake_timeout_ms=3_000,
 )
-"""A peer that was cut off is called anew soon after it can be reached. Frames wait here, where what is short can pass them, and not in the engine. Beats keep a link alive."""
+"""Frames wait here, where what is short can pass them, and not in the engine. Beats keep a link alive."""
 SOFTWARE: Final = "felix broker"
 _NO_REQUESTS: Final = Limits(batch_bytes_max=0, subscriptions_max=0, streams_max=0, requests_max=0)
 
@@ -216,7 +217,9 @@ class PeerLinks:
             try:
                 address = Address.parse(self._addresses[broker])
                 tls = ClientTls(self._authorities_pem, self.me.server_name(broker))
-                await self._engine.connect(address.host, address.port, tls, link, LINK_LIMITS, PEER_ALPN)
+                await self._engine.connect(
+                    address.host, address.port, tls, link, LINK_LIMITS, PEER_ALPN, timeout=CALL_S
+                )
                 was_up = await link.over
                 if was_up:
                     backoff.reset()
