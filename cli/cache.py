@@ -51,13 +51,33 @@ def create(
     eviction: Annotated[
         str, typer.Option(help="When it is full: lru (the least recently used goes) or refuse.")
     ] = "lru",
+    replicas: Annotated[
+        int, typer.Option(help="Copies of each shard, on as many of the region's brokers; fixed.")
+    ] = 1,
+    min_in_sync: Annotated[
+        int,
+        typer.Option(
+            help="With --replicas: how many copies a value is on at least before it is acknowledged. Default: a majority."
+        ),
+    ] = 0,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
     """Create a cache."""
     settings = CacheSettings(int(Size.parse(size)), int(Duration.parse(ttl)) if ttl else 0, eviction)
-    state = run(_create(region, identity, name, settings, shards, parse_durability(durability)))
+    state = run(
+        _create(
+            region,
+            identity,
+            name,
+            settings,
+            shards,
+            parse_durability(durability),
+            replicas,
+            min_in_sync,
+        )
+    )
     if json:
         print_json(state)
     else:
@@ -112,10 +132,24 @@ async def _alter(region: str, identity: str, name: str, changes: dict[str, Any])
 
 
 async def _create(
-    region: str, identity: str, name: str, settings: CacheSettings, shards: int, durability: felix.Durability
+    region: str,
+    identity: str,
+    name: str,
+    settings: CacheSettings,
+    shards: int,
+    durability: felix.Durability,
+    replicas: int,
+    min_in_sync: int,
 ) -> StreamState:
     async with connect(region, identity) as client:
-        cache = await client.create_cache(name, settings, shards=shards, durability=durability)
+        cache = await client.create_cache(
+            name,
+            settings,
+            shards=shards,
+            durability=durability,
+            replicas=replicas,
+            min_in_sync=min_in_sync,
+        )
         return await client.describe_stream(cache.name)
 
 

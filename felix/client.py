@@ -498,10 +498,18 @@ class RegionClient:
         *,
         shards: int = 1,
         durability: Durability | None = None,
+        replicas: int = 0,
+        min_in_sync: int = 0,
     ) -> Cache:
-        """Create a cache: a compacted stream with the latest value of each key in memory. Errors as `create_stream`."""
+        """Create a cache: a compacted stream with the latest value of each key in memory. Its copies are as `create_stream` has them. Errors
+        as `create_stream`."""
         await self.create_stream(
-            name, shards=shards, durability=durability, views=Views(cache=settings or CacheSettings())
+            name,
+            shards=shards,
+            durability=durability,
+            views=Views(cache=settings or CacheSettings()),
+            replicas=replicas,
+            min_in_sync=min_in_sync,
         )
         return self.cache(name)
 

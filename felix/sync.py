@@ -333,12 +333,22 @@ class SyncRegion(BlockingRegion):
         *,
         shards: int = 1,
         durability: Durability | None = None,
+        replicas: int = 0,
+        min_in_sync: int = 0,
     ) -> SyncCache:
-        """Create a cache: a compacted stream with the latest value of each key in memory. Errors as `create_stream`."""
+        """Create a cache: a compacted stream with the latest value of each key in memory. Its copies are as `create_stream` has them. Errors
+        as `create_stream`."""
         return SyncCache(
             self._background,
             self._background.call(
-                self._inner.create_cache(name, settings, shards=shards, durability=durability)
+                self._inner.create_cache(
+                    name,
+                    settings,
+                    shards=shards,
+                    durability=durability,
+                    replicas=replicas,
+                    min_in_sync=min_in_sync,
+                )
             ),
         )
 

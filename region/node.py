@@ -179,6 +179,11 @@ class Node:
             self.subscriptions.hold_all()
             await streams.sweep(self._now_ms())
 
+        async def compact() -> None:
+            await streams.compact(self._now_ms())
+            if parts.peers is not None:
+                await parts.peers.replicas.compact()
+
         async def offload() -> None:
             await streams.offload(self._now_ms(), storage.offload_allow)
             if next(turns) % OFFLOAD_CHECKS_PER_DELETION == 0:
@@ -198,7 +203,7 @@ class Node:
                 "inactive subscriptions could not be looked at",
             ),
             (storage.sweep_every / 1000, retain, "retention could not be applied"),
-            (COMPACT_CHECK_S, lambda: streams.compact(self._now_ms()), "streams could not be compacted"),
+            (COMPACT_CHECK_S, compact, "streams could not be compacted"),
             (OFFLOAD_CHECK_S, offload, "segments could not be offloaded"),
             (RENEW_CHECK_S, renew, "the broker's certificate could not be renewed"),
         ):

@@ -11,9 +11,10 @@ from felix.runtime.port import Runtime
 from felix.transport.port import Engine, TransportLimits
 from region.cluster.member import ClusterMember
 from region.log.open_logs import OpenLogs
-from region.metadata.records import Stream
+from region.log.shard_settings import ShardSettings
+from region.metadata.records import Stream, StreamConfig
 from region.peer_requests import PeerRequests
-from region.replicas import Folders, Replicas, SystemStream
+from region.replicas import Folders, MakeSeal, Replicas, SystemStream
 from region.replication.links import LocalBroker, PeerLinks
 
 
@@ -31,11 +32,14 @@ class Peers:
         anchor: TrustAnchor,
         engine: Engine,
         limits: TransportLimits,
+        settings: Callable[[StreamConfig], ShardSettings],
+        make_seal: MakeSeal,
         open_logs: OpenLogs,
         runtime: Runtime,
         system: Mapping[StreamName, SystemStream],
     ) -> None:
-        """`system`: as `Replicas` has it. `anchor`: the region's authority. `limits`: of connections that this broker takes."""
+        """`system`, `settings`, `make_seal`: as `Replicas` has them. `anchor`: the region's authority. `limits`: of connections that this broker
+        takes."""
         bundle = TrustBundle([anchor])
         self.requests = PeerRequests(me.broker)
         self.links = PeerLinks(
@@ -59,6 +63,8 @@ class Peers:
             folders,
             self.links,
             streams,
+            settings=settings,
+            make_seal=make_seal,
             open_logs=open_logs,
             runtime=runtime,
             system=system,

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
+from felix.batch import Batch
 from felix.bounded import BoundedMap
 from felix.errors import CorruptionError, FelixError
 from felix.names import StreamName
@@ -25,11 +26,15 @@ from felix.tasks import end_tasks
 from region.cluster.election import has_yielded
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardDurability, ShardId
+from region.log.compactor import WorkEndedError
 from region.log.companions import RECORDS, JournalKind, kind_of, log_number, shard_of
 from region.log.copies import Copies
 from region.log.errors import storage_error
+from region.log.maintenance import COMPACTION_AGAIN_MS
 from region.log.open_logs import OpenLogs
 from region.log.segment import ShardIdentity
+from region.log.segment_limits import SegmentLimits
+from region.log.shard_settings import ShardSettings
 from region.metadata.records import REMOVED_REMEMBERED_MAX, Stream, StreamConfig, is_replicated, min_in_sync
 from region.replication.disk import LogPlan
 from region.replication.host import Links, ReplicaHost, ShardPlan
@@ -50,11 +55,23 @@ class SystemStream(NamedTuple):
     logs: tuple[int, ...]
 
 
+class Seal(Protocol):
+    """Seals and opens a log's batches at rest, in threads (region.sealing)."""
+
+    def seal(self, batch: Batch) -> Batch: ...
+    def open_batch(self, batch: Batch) -> Batch: ...
+    def commitment(self) -> bytes: ...
+
+
+MakeSeal = Callable[[StreamName, bytes, int], Seal]
+
+
 class Folders(Protocol):
     """What is needed of `region.log.directory.LogDirectory`."""
 
     commit_pool: Executor
     read_pool: Executor
+    maintenance_pool: Executor
     files: Files
 
     @property
@@ -89,11 +106,14 @@ class Replicas:
         links: Links,
         streams: Mapping[StreamName, Stream],
         *,
+        settings: Callable[[StreamConfig], ShardSettings],
+        make_seal: MakeSeal,
         open_logs: OpenLogs,
         runtime: Runtime,
         system: Mapping[StreamName, SystemStream] = MappingProxyType({}),
     ) -> None:
-        """`streams`: the catalog, as it is known now. `system`: streams that no catalog has."""
+        """`streams`: the catalog, as it is known now. `system`: streams that no catalog has. `settings`: what a stream's mean for its shards' records. `make_seal`: what opens and seals
+        a log's batches, for its stream, incarnation and number."""
         self._member = member
         self._region = region
         self._folders = folders
@@ -109,7 +129,13 @@ class Replicas:
             runtime=runtime,
             sync_failed=member.registry.sync_failed,
             open_logs=open_logs,
+            compaction_pool=folders.maintenance_pool,
         )
+        self._settings = settings
+        self._make_seal = make_seal
+        self._runtime = runtime
+        self._compact_after_ms: dict[ShardId, int] = {}
+        """copies of which a pass failed: not before this"""
         self._names: dict[str, str] = {}
         """of the streams that have copies here, by incarnation"""
         self._wanted: set[str] = set()
@@ -233,6 +259,38 @@ class Replicas:
             if name.startswith(f"{incarnation}-"):
                 files.remove(folder / name)
 
+    # -- compaction ------------------------------------------------------------------------------------
+
+    async def compact(self) -> None:
+        """Compact the copies of this broker that are due, led here or not, one after the other."""
+        for shard in self.host.shards:
+            name = self._names.get(shard.incarnation)
+            record = None if name is None else self._streams.get(StreamName.parse(name))
+            if record is None or record.incarnation != shard.incarnation:
+                continue
+            compaction = self._settings(record.config).compaction
+            now_ms = self._runtime.clock.now_ms()
+            if (
+                compaction is None
+                or now_ms < self._compact_after_ms.get(shard, 0)
+                or not self.host.compaction_due(shard, RECORDS, compaction)
+            ):
+                continue
+            seal = self._make_seal(
+                StreamName.parse(record.name), bytes.fromhex(shard.incarnation), shard.number
+            )
+            try:
+                report = await self.host.compact(shard, RECORDS, compaction, seal.seal, seal.open_batch)
+            except WorkEndedError:
+                continue
+            except (FelixError, OSError) as error:
+                self._compact_after_ms[shard] = now_ms + COMPACTION_AGAIN_MS
+                log.error("compaction of the copy of %s shard %d: %s", record.name, shard.number, error)
+            else:
+                self._compact_after_ms.pop(shard, None)
+                if report is not None:
+                    log.info("the copy of %s shard %d was compacted: %s", record.name, shard.number, report)
+
     # -- which copies there are ------------------------------------------------------------------------
 
     def look_at(self, name: str) -> None:
@@ -282,6 +340,7 @@ class Replicas:
                     continue
                 if self.host.replica(shard) is not None:
                     self.host.want_min(shard, min_in_sync(stream.config))
+                    self.host.limit_segments(shard, RECORDS, self._settings(stream.config).segments)
                     continue
                 self._names[stream.incarnation] = stream.name
                 await self.host.add(await self._plan(stream, shard, kinds))
@@ -314,7 +373,8 @@ class Replicas:
                 folder = await self._folders.make_folder(name, incarnation, number)
             except OSError as error:
                 raise storage_error(error, Path(stream.name)) from error
-            plans.append(LogPlan(kind, folder, identity, kept=self._kept(shard, kind)))
+            limits = self._settings(stream.config).segments if kind == RECORDS else SegmentLimits()
+            plans.append(LogPlan(kind, folder, identity, limits, kept=self._kept(shard, kind)))
         return ShardPlan(
             shard,
             tuple(plans),

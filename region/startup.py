@@ -98,7 +98,7 @@ from region.requests import Requests, ViewTraffic
 from region.sealing import KeyringSeal
 from region.session import Services
 from region.stream_follower import StreamFollower
-from region.streams import StreamTable
+from region.streams import HOT_BYTES, StreamTable, shard_settings
 from region.subscriptions.service import SubscriptionService
 from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
@@ -298,6 +298,8 @@ async def open_broker(
             anchor=own.anchor(),
             engine=machine.engine or engine_named(config.engine or None),
             limits=transport_limits,
+            settings=lambda config: shard_settings(config, HOT_BYTES),
+            make_seal=lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
             open_logs=open_logs,
             runtime=runtime,
             system={} if audited is None else {AUDIT_STREAM: SystemStream(audited, LOGS)},

@@ -766,7 +766,8 @@ class StreamTable:
         """Compact the shards that are due, one after the other."""
         for stream in list(self._work.compacted):
             for shard in stream.serving:
-                if stream.deleted or not shard.compaction_due(now_ms):
+                if stream.deleted or shard.has_copies or not shard.compaction_due(now_ms):
+                    # Of several copies each is compacted by itself, led or not (region.replicas).
                     continue
                 try:
                     report = await self._directory.compact(shard, now_ms)

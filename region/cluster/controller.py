@@ -690,10 +690,11 @@ class ControllerCore:
                 if not view.nodes[broker].drain
                 and all(record.isr.get(broker) == registrations.get(broker, -1) for record in records)
             ),
-            # Whoever it was said of already, so that it ends; then whoever leads the most.
+            # Whoever it was said of already, so that it ends; then whoever leads the most; then whoever leads what is there for longer.
             key=lambda broker: (
                 sum(record.target[:1] == (broker,) for record in records),
                 leads[broker],
+                max((record.epoch for record in records if record.leader == broker), default=0),
                 -replicas.index(broker),
             ),
             default="",

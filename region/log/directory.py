@@ -142,7 +142,7 @@ class LogDirectory:
         self.commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
         self._creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
         self.read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
-        self._maintenance_pool = runtime.pool(1, "log-maintenance")
+        self.maintenance_pool = runtime.pool(1, "log-maintenance")
         self._store = ShardStore(
             runtime.pool(OFFLOAD_THREADS_MAX, "log-offload"),
             FetchedCache(fetched_bytes_max, self.files),
@@ -304,7 +304,7 @@ class LogDirectory:
 
     async def compact(self, shard: ShardLog, now_ms: int) -> CompactionReport | None:
         """One pass of compaction over one of this folder's shards; raises as `ShardLog.compact` does."""
-        return await shard.compact(now_ms, self._maintenance_pool)
+        return await shard.compact(now_ms, self.maintenance_pool)
 
     async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None:
         """Close a shard; one that is not open is closed already."""
@@ -414,7 +414,7 @@ class LogDirectory:
         self._creation_pool.shutdown()
         self.commit_pool.shutdown()
         self.read_pool.shutdown()
-        self._maintenance_pool.shutdown()
+        self.maintenance_pool.shutdown()
         self._store.pool.shutdown(cancel_futures=True)
         try:
             save_clean_stop(self.files, self._data, self._lock.identity, self._clean)

@@ -149,7 +149,7 @@ class Maintenance:
                 seal=self._hooks.seal,
                 open_batch=self._hooks.open_batch,
                 writer=self._writer,
-                pace=_Pace(share, end, self._hooks.runtime.clock),
+                pace=CompactionPace(share, end, self._hooks.runtime.clock),
             )
             snapshot, epochs = shard.producers_snapshot(), shard.epochs.starts
             try:
@@ -256,7 +256,7 @@ class Maintenance:
         counters.compaction_ns += report.elapsed_ns
 
 
-class _Pace:
+class CompactionPace:
     """Between two batches: sleep as its share asks, or end the work because the shard closes."""
 
     def __init__(self, share: float, end: ThreadEvent, clock: Clock) -> None:

@@ -231,9 +231,7 @@ def one_copy_since(config: StreamConfig) -> str:
     views = config.views
     for what, is_so in (
         ("ephemeral", config.durability.kind == "ephemeral"),
-        ("compacted", views.compaction is not None),
         ("offloaded", views.offload is not None),
-        ("a cache", views.cache is not None),
     ):
         if is_so:
             return what

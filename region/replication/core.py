@@ -13,7 +13,17 @@ from typing import Final
 from region.replication.follower import FollowerCore
 from region.replication.leader import LeaderCore
 from region.replication.messages import FromFollower
-from region.replication.ready import DiskFailed, Keep, Ready, Received, RecordRead, Send, Synced, Tick
+from region.replication.ready import (
+    Compacted,
+    DiskFailed,
+    Keep,
+    Ready,
+    Received,
+    RecordRead,
+    Send,
+    Synced,
+    Tick,
+)
 from region.replication.replica import Replica
 
 KEEP_MS: Final = 1_000
@@ -56,6 +66,10 @@ class ReplicaCore:
             log = self.replica.logs[event.log]
             if not log.synced(event.point, event.cuts):
                 return ready
+        elif kind is Compacted:
+            assert isinstance(event, Compacted)
+            self.replica.logs[event.log].whole = event.point
+            return ready
         elif kind is RecordRead:
             assert isinstance(event, RecordRead)
             if not self._take_record(event):

@@ -18,8 +18,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Lock
 from typing import Final
 
 import msgspec
@@ -27,21 +28,26 @@ import msgspec
 from felix.errors import CorruptionError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.settings import Compaction
 from felix.storage.port import Files, write_all
-from felix.storage.small_file import load_checked, save_checked
+from felix.storage.small_file import TEMPORARY_SUFFIX, load_checked, save_checked
+from region.log.adoption import adopt_segments
+from region.log.compaction import CompactionReport, CompactionState, is_due
+from region.log.compactor import Compactor, PassSettings, Transform, WorkEndedError
 from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME, decode_mark
 from region.log.frame import Frame as LogFrame
+from region.log.maintenance import COMPACTION_SHARE, CompactionPace
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable, shorten_snapshot
 from region.log.recovery import EPOCHS_NAME
-from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, no_commitment
+from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, no_commitment, segment_name
 from region.log.segment_limits import SegmentLimits
 from region.log.segment_scan import count_batch
 from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Frame
-from region.replication.origin import Beginning
+from region.replication.origin import Beginning, Closed
 from region.replication.replica import Log
 from region.replication.wire import ORIGIN_PRODUCERS_BYTES_MAX, frames_from
 
@@ -104,6 +110,10 @@ class ReplicaDisk:
         self._files = files
         self._runtime = runtime
         self._open_logs = open_logs
+        self._compacting = Lock()
+        """Held by a pass of compaction."""
+        self._ending = Event()
+        """Ends one."""
 
     @classmethod
     def open(
@@ -163,7 +173,15 @@ class ReplicaDisk:
             durable=end,
             commit=commit,
             kept=self.kept,
+            whole=self.whole_from,
         )
+
+    @property
+    def whole_from(self) -> LogPoint:
+        """From where on the log has all of its frames: behind the last segment that compaction wrote. From every thread."""
+        segments = self.log.segments
+        compacted = [at for at, segment in enumerate(segments) if segment.header.span]
+        return segments[compacted[-1] + 1].base_point if compacted else BEGINNING
 
     # Writing
 
@@ -258,17 +276,80 @@ class ReplicaDisk:
 
     def told_beginning(self, producers: bytes = b"") -> Beginning:
         """Where a copy of this log begins, with as much of what is known of producers as fits a message. Raises as `DiskLog.origin` does."""
-        origin = self.log.origin(shorten_snapshot(producers, ORIGIN_PRODUCERS_BYTES_MAX))
-        return Beginning(origin, tuple(start for start in self.history.starts if start.start < origin.point))
+        # Clean is what was so before the segments are looked at; tombstones are gone that went until then.
+        clean_to = self.log.compaction.clean_to
+        is_whole = self.whole_from == BEGINNING
+        origin = self.log.origin(
+            shorten_snapshot(producers, ORIGIN_PRODUCERS_BYTES_MAX), is_last=not is_whole
+        )
+        starts = tuple(start for start in self.history.starts if start.start < origin.point)
+        if is_whole:
+            return Beginning(origin, starts)
+        closed = tuple(
+            Closed(one.base_offset, one.generation, one.segment_bytes)
+            for one in self.log.segments
+            if one.base_offset < origin.point.offset
+        )
+        compaction = CompactionState(clean_to, self.log.compaction.tombstones_from)
+        return Beginning(origin, starts, closed, compaction)
+
+    def read_piece(self, base_offset: int, generation: int, position: int, size: int) -> bytes:
+        """Bytes of a closed segment's file; none where the segment is not there any more. Raises OSError."""
+        for segment in self.log.segments[:-1]:
+            if (segment.base_offset, segment.generation) == (base_offset, generation):
+                break
+        else:
+            return b""
+        try:
+            descriptor = self._files.open(segment.path, os.O_RDONLY)
+        except FileNotFoundError:
+            return b""
+        try:
+            return self._files.pread(
+                descriptor, max(0, min(size, segment.segment_bytes - position)), position
+            )
+        finally:
+            self._files.close(descriptor)
+
+    @property
+    def _aside(self) -> Path:
+        """Where a copy is made."""
+        return self.plan.folder.with_name(self.plan.folder.name + COPY_SUFFIX)
+
+    def collect(self) -> None:
+        """Closed segments of the leader's are about to come (`take_piece`). Raises OSError."""
+        self._files.remove_folder(self._aside)
+        self._files.make_folder(self._aside)
+
+    def take_piece(self, closed: Closed, position: int, data: bytes) -> None:
+        """Bytes of one, behind those before. Raises OSError."""
+        descriptor = self._files.open(_piece_path(self._aside, closed), os.O_RDWR | os.O_CREAT)
+        try:
+            write_all(self._files, descriptor, (data,), position)
+        finally:
+            self._files.close(descriptor)
 
     def begin_anew(self, beginning: Beginning) -> ReplicaDisk:
-        """The log that takes this one's place, begun where the leader's begins; frames follow. This one is closed.
+        """The log that takes this one's place, begun where the leader's begins, with the closed segments that have come; frames follow. This
+        one is closed.
 
-        Raises CorruptionError (of the snapshot of producers), OSError, with the old log in its place.
+        Raises CorruptionError (of the snapshot of producers, or of a segment), OSError, with the old log in its place.
         """
-        folder = self.plan.folder
-        aside = folder.with_name(folder.name + COPY_SUFFIX)
-        self._files.remove_folder(aside)
+        folder, aside = self.plan.folder, self._aside
+        if beginning.closed:
+            adopt_segments(
+                aside,
+                self.plan.identity,
+                [_piece_path(aside, closed) for closed in beginning.closed],
+                beginning.origin,
+                files=self._files,
+                now_ms=self._runtime.clock.now_ms(),
+                compaction=beginning.compaction,
+                commitment=self.plan.commitment,
+                runtime=self._runtime,
+            )
+        else:
+            self._files.remove_folder(aside)
         log, _ = DiskLog.open(
             aside,
             self.plan.identity,
@@ -289,17 +370,69 @@ class ReplicaDisk:
             self.plan, files=self._files, runtime=self._runtime, open_logs=self._open_logs
         )
 
+    def limit_segments(self, limits: SegmentLimits) -> None:
+        """Close segments by these limits from now on."""
+        self.plan = replace(self.plan, limits=limits)
+        self.log.limits = limits
+
+    # Compaction
+
+    def compaction_due(self, below: int, lag_ms: int) -> bool:
+        """Whether `compact` would be worth its work. Does not block."""
+        log = self.log
+        return is_due(
+            log.dirty_spans(below),
+            log.compaction.clean_to,
+            now_ms=self._runtime.clock.now_ms(),
+            lag_ms=lag_ms,
+        )
+
+    def compact(
+        self, below: int, compaction: Compaction, producers: bytes, seal: Transform, open_batch: Transform
+    ) -> CompactionReport | None:
+        """One pass over the closed segments below offset `below`, which are committed, in a thread of its own: reads and writes go on.
+        `producers`: a snapshot of now. Whoever closes the log or replaces it ends the pass.
+
+        Raises as `Compactor.run` does; WorkEndedError where it was ended.
+        """
+        with self._compacting:
+            now_ms = self._runtime.clock.now_ms()
+            compactor = Compactor(
+                self.log,
+                self._files,
+                PassSettings(now_ms, compaction.lag_ms, compaction.tombstone_ms, below),
+                seal=seal,
+                open_batch=open_batch,
+                writer=self.log.writer,
+                pace=CompactionPace(COMPACTION_SHARE, self._ending, self._runtime.clock),
+            )
+            if self._ending.is_set():
+                raise WorkEndedError
+            return compactor.run(producers, self.log.epochs.starts)
+
+    def _end_compaction(self) -> None:
+        self._ending.set()
+        with self._compacting:
+            pass
+
     # The end
 
     def close(self) -> None:
         """Sync everything, and close the files. Raises StorageFailedError."""
+        self._end_compaction()
         with self.log.writer:
             self.log.close()
 
     def abandon(self) -> None:
         """Close the files, and promise nothing."""
+        self._end_compaction()
         with self.log.writer:
             self.log.abandon()
+
+
+def _piece_path(folder: Path, closed: Closed) -> Path:
+    """Where a segment is collected."""
+    return folder / f"{segment_name(closed.base_offset, closed.generation)}{TEMPORARY_SUFFIX}"
 
 
 def _finish_copy(files: Files, folder: Path) -> None:

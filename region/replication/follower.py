@@ -321,6 +321,7 @@ class FollowerCore:
         log.cuts += 1
         log.history, log.start, log.end, log.durable = event.history, event.start, event.end, event.end
         log.commit = max(log.commit, event.start)
+        log.whole = event.whole
         log.syncing_since = -1
         self._copies_failed = 0
         if not self.replica.copying and self.leader:

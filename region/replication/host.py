@@ -27,6 +27,7 @@ from typing import Final, Protocol
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
+from felix.settings import Compaction
 from felix.storage.port import Files
 from felix.tasks import end_tasks
 from region.cluster.election import has_yielded
@@ -34,10 +35,13 @@ from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
 from region.cluster.transactions import Refusal, change, leave_sets
+from region.log.compaction import CompactionReport
+from region.log.compactor import Transform
 from region.log.companions import RECORDS
-from region.log.errors import NotLocalError
+from region.log.errors import NotLocalError, StorageFailedError
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
+from region.log.segment_limits import SegmentLimits
 from region.metadata.lease import Lease as StoreLease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copies import HostedCopies
@@ -46,15 +50,18 @@ from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING
 from region.replication.leader import TICK_MS, Phase
 from region.replication.log_worker import (
+    Collect,
     LogBegun,
     LogWorker,
+    Piece,
     Replace,
 )  # fmt: skip
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
-from region.replication.origin import decode_beginning, encode_beginning
+from region.replication.origin import Beginning, Closed, decode_beginning, encode_beginning
 from region.replication.ready import (
     Begun,
+    Compacted,
     CopyFailed,
     CopyFrom,
     DiskFailed,
@@ -79,7 +86,16 @@ from region.replication.ready import (
     YieldAsked,
 )  # fmt: skip
 from region.replication.replica import Replica
-from region.replication.wire import ORIGIN_BYTES_MAX, OriginAsked, OriginTold, Said, Told
+from region.replication.wire import (
+    ORIGIN_BYTES_MAX,
+    PIECE_BYTES_MAX,
+    OriginAsked,
+    OriginTold,
+    PieceAsked,
+    PieceTold,
+    Said,
+    Told,
+)  # fmt: skip
 
 log = logging.getLogger("felix.region.replication")
 
@@ -116,6 +132,32 @@ class ShardPlan:
 
 
 @dataclass(slots=True)
+class Copying:
+    """A log that is to be begun as the leader's begins. `ask`: the question of the follower that led to it; `asked_ms`: when the leader was
+    asked last. `segment`, `position`: which of the closed segments of `beginning`, and where in its file, comes next."""
+
+    ask: int
+    asked_ms: int
+    beginning: Beginning | None = None
+    segment: int = 0
+    position: int = 0
+
+    @property
+    def next(self) -> Closed | None:
+        """The segment of which bytes are to come; None once all have."""
+        assert self.beginning is not None
+        closed = self.beginning.closed
+        return closed[self.segment] if self.segment < len(closed) else None
+
+    def came(self, size: int) -> None:
+        """So many bytes of it have."""
+        assert self.next is not None
+        self.position += size
+        if self.position == self.next.size:
+            self.segment, self.position = self.segment + 1, 0
+
+
+@dataclass(slots=True)
 class Hosted:
     """A replica of this broker."""
 
@@ -133,8 +175,8 @@ class Hosted:
     """events meanwhile"""
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
-    copies: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """per log that is to be copied: the question it is asked with, and when, in ms"""
+    copies: dict[int, Copying] = field(default_factory=dict)
+    """logs that are to be copied"""
     lease_until_ms: int = 0
     broken: str = ""
     """why nothing is done any more: our own mistake"""
@@ -167,8 +209,9 @@ class ReplicaHost:
         runtime: Runtime,
         sync_failed: Callable[[], Awaitable[None]] | None = None,
         open_logs: OpenLogs | None = None,
+        compaction_pool: Executor | None = None,
     ) -> None:
-        """`sync_failed`: `Registry.sync_failed`."""
+        """`sync_failed`: `Registry.sync_failed`. `compaction_pool`: of passes of compaction; None: of `read_pool`."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
@@ -180,6 +223,7 @@ class ReplicaHost:
         self._files = files
         self._commit_pool = commit_pool
         self._read_pool = read_pool
+        self._compaction_pool = compaction_pool or read_pool
         self._runtime = runtime
         self._sync_failed = sync_failed
         self._folder = ""
@@ -491,6 +535,10 @@ class ReplicaHost:
             self._begin_task(hosted, self._tell_origin(hosted, peer, message))
         elif isinstance(message, OriginTold):
             self._take_origin(hosted, peer, message)
+        elif isinstance(message, PieceAsked):
+            self._begin_task(hosted, self._tell_piece(hosted, peer, message))
+        elif isinstance(message, PieceTold):
+            self._take_piece(hosted, peer, message)
         elif not hosted.is_settling and self._is_meant(hosted, message):
             # What is said while a shard settles is lost; it is said again.
             self._step(hosted, Received(peer, message))
@@ -707,7 +755,7 @@ class ReplicaHost:
 
     def _ask_origin(self, hosted: Hosted, copy: CopyFrom) -> None:
         follower, fence = hosted.core.follower, hosted.core.replica.fence
-        hosted.copies[copy.log] = (follower.ask, self._now())
+        hosted.copies[copy.log] = Copying(follower.ask, self._now())
         self._links.send(
             copy.peer,
             hosted.shard,
@@ -742,16 +790,9 @@ class ReplicaHost:
         return disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
 
     def _take_origin(self, hosted: Hosted, peer: str, told: OriginTold) -> None:
-        asked = hosted.copies.get(told.log)
-        if (
-            asked is None
-            or hosted.is_settling
-            or (told.registration, told.ask) != (self._registration, asked[0])
-            or told.epoch != hosted.core.replica.fence.epoch
-            or told.election != hosted.core.replica.fence.election
-        ):
+        copying = self._copying(hosted, told)
+        if copying is None or copying.beginning is not None:
             return
-        del hosted.copies[told.log]
         replica = hosted.core.replica.logs[told.log]
         if told.payload:
             try:
@@ -760,13 +801,138 @@ class ReplicaHost:
                 log.error("broker %s says where a log begins so that it cannot be read: %s", peer, error)
             else:
                 if beginning.origin.point >= replica.commit:
-                    hosted.workers[told.log].put(Replace(beginning))
+                    copying.beginning = beginning
+                    if beginning.closed:
+                        hosted.workers[told.log].put(Collect())
+                    self._go_on_copying(hosted, peer, told.log)
                     return
+        del hosted.copies[told.log]
         self._step(hosted, CopyFailed(told.log))
 
+    def _copying(self, hosted: Hosted, told: OriginTold | PieceTold) -> Copying | None:
+        """The copy that a leader's answer is for; None where it is not wanted any more."""
+        copying, fence = hosted.copies.get(told.log), hosted.core.replica.fence
+        if (
+            copying is None
+            or hosted.is_settling
+            or (told.registration, told.ask) != (self._registration, copying.ask)
+            or (told.epoch, told.election) != (fence.epoch, fence.election)
+        ):
+            return None
+        return copying
+
+    def _go_on_copying(self, hosted: Hosted, peer: str, number: int) -> None:
+        """Ask for the next bytes, or begin the log anew once all have come."""
+        copying, fence = hosted.copies[number], hosted.core.replica.fence
+        assert copying.beginning is not None
+        closed = copying.next
+        if closed is None:
+            del hosted.copies[number]
+            hosted.workers[number].put(Replace(copying.beginning))
+            return
+        copying.asked_ms = self._now()
+        asked = PieceAsked(
+            fence.epoch,
+            fence.election,
+            self._registration,
+            copying.ask,
+            number,
+            closed.base_offset,
+            closed.generation,
+            copying.position,
+        )
+        self._links.send(peer, hosted.shard, asked)
+
+    async def _tell_piece(self, hosted: Hosted, peer: str, asked: PieceAsked) -> None:
+        """Bytes of a closed segment, once the link has room for them."""
+        await self._links.room(peer)
+        leader, worker = hosted.core.leader, hosted.workers.get(asked.log)
+        if (
+            worker is None
+            or not hosted.leads
+            or (asked.epoch, asked.election) != (leader.epoch, leader.election)
+        ):
+            return
+        data = b""
+        try:
+            data = await self._loop.run_in_executor(
+                self._read_pool,
+                worker.disk.read_piece,
+                asked.base_offset,
+                asked.generation,
+                asked.position,
+                PIECE_BYTES_MAX,
+            )
+        except OSError as error:
+            log.warning("a segment of log %s cannot be copied: %s", worker.disk.plan.folder, error)
+        self._links.send(peer, hosted.shard, PieceTold(*asked, data))
+
+    def _take_piece(self, hosted: Hosted, peer: str, told: PieceTold) -> None:
+        copying = self._copying(hosted, told)
+        if copying is None or copying.beginning is None:
+            return
+        closed = copying.next
+        if closed is None or (told.base_offset, told.generation, told.position) != (
+            closed.base_offset,
+            closed.generation,
+            copying.position,
+        ):
+            return
+        if not told.data or copying.position + len(told.data) > closed.size:
+            # It was let go of, or compacted, since it was named.
+            del hosted.copies[told.log]
+            self._step(hosted, CopyFailed(told.log))
+            return
+        hosted.workers[told.log].put(Piece(closed, told.position, told.data))
+        copying.came(len(told.data))
+        self._go_on_copying(hosted, peer, told.log)
+
+    # -- compaction ------------------------------------------------------------------------------------
+
+    def limit_segments(self, shard: ShardId, number: int, limits: SegmentLimits) -> None:
+        """Close the segments of a log by these limits from now on."""
+        if (hosted := self._hosted.get(shard)) is not None:
+            hosted.workers[number].disk.limit_segments(limits)
+
+    def compaction_due(self, shard: ShardId, number: int, compaction: Compaction) -> bool:
+        """Whether `compact` would be worth its work."""
+        hosted = self._hosted.get(shard)
+        if hosted is None or hosted.broken or hosted.is_settling or number in hosted.core.replica.copying:
+            return False
+        below = hosted.core.replica.logs[number].commit.offset
+        return hosted.workers[number].disk.compaction_due(below, compaction.lag_ms)
+
+    async def compact(
+        self, shard: ShardId, number: int, compaction: Compaction, seal: Transform, open_batch: Transform
+    ) -> CompactionReport | None:
+        """One pass over what is committed of this broker's copy of a log, whether it is led here or not: each copy is compacted by itself, and
+        holds the newest record of each key. Damage ends the copy. Raises as `ReplicaDisk.compact`."""
+        hosted = self._hosted[shard]
+        worker, below = hosted.workers[number], hosted.core.replica.logs[number].commit.offset
+        led = hosted.led.get(number)
+        snapshot = None if led is None else led.snapshot()
+        disk = worker.disk
+        if snapshot is None:
+            # In its turn: what is written counts producers.
+            snapshot = await self._loop.run_in_executor(
+                worker.executor, lambda: disk.producers.encode(disk.log.end_offset)
+            )
+        try:
+            return await self._loop.run_in_executor(
+                self._compaction_pool, disk.compact, below, compaction, snapshot, seal, open_batch
+            )
+        except (CorruptionError, StorageFailedError) as error:
+            worker.halt(error.sentence)
+            why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
+            await self._disk_failed(hosted, DiskFailed(number, why))
+            raise
+        finally:
+            if worker.disk is disk:
+                self._step(hosted, Compacted(number, disk.whole_from))
+
     def _look_at_copies(self, hosted: Hosted, now: int) -> None:
-        for number, (_, asked_ms) in list(hosted.copies.items()):
-            if now - asked_ms > COPY_MS:
+        for number, copying in list(hosted.copies.items()):
+            if now - copying.asked_ms > COPY_MS:
                 del hosted.copies[number]
                 self._step(hosted, CopyFailed(number))
 

@@ -579,7 +579,7 @@ class LeaderCore:
         if point is Parting.OLDER:
             return Placement(place.log, Action.OLDER, place.starts[0].start, log.start)
         assert isinstance(point, LogPoint)
-        if point < log.start or point < place.start:
+        if point < log.start or point < place.start or point < log.whole:
             return Placement(place.log, Action.COPY, log.start, log.start)
         return Placement(place.log, Action.APPEND, point, log.start)
 

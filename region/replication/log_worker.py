@@ -29,7 +29,7 @@ from region.log.errors import FULL_RETRY_MS
 from region.log.frame import Frame as LogFrame
 from region.log.group_commit import GROUP_BYTES_MAX
 from region.replication.disk import ReplicaDisk
-from region.replication.origin import Beginning
+from region.replication.origin import Beginning, Closed
 from region.replication.ready import (
     Begin,
     Copied,
@@ -75,7 +75,21 @@ class Replace:
     beginning: Beginning
 
 
-Job = Call | Truncate | Begin | Write | Sync | Keep | Trim | Replace
+@dataclass(frozen=True, slots=True)
+class Collect:
+    """What the log is to be begun anew with comes piece by piece: nothing of it is there yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes of a closed segment of it, behind those before."""
+
+    closed: Closed
+    position: int
+    data: bytes
+
+
+Job = Call | Truncate | Begin | Write | Sync | Keep | Trim | Replace | Collect | Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +270,7 @@ class LogWorker:
             entries.append(frame.body)
         self.disk.write(write.prev, entries, write.starts, now_ms=self._runtime.clock.now_ms())
 
-    def _do(self, job: Call | Truncate | Begin | Keep | Trim | Replace) -> None:
+    def _do(self, job: Call | Truncate | Begin | Keep | Trim | Replace | Collect | Piece) -> None:
         disk, now_ms = self.disk, self._runtime.clock.now_ms()
         match job:
             case Call():
@@ -272,6 +286,19 @@ class LogWorker:
                 disk.trim(job.point, now_ms=now_ms)
             case Replace():
                 self._replace(job.beginning)
+            case Collect():
+                disk.collect()
+            case Piece():
+                self._take_piece(job)
+
+    def _take_piece(self, piece: Piece) -> None:
+        try:
+            self.disk.take_piece(piece.closed, piece.position, piece.data)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            log.warning("log %s cannot be begun anew: %s", self.disk.plan.folder, error)
+            self._say(CopyFailed(self._number))
 
     def _replace(self, beginning: Beginning) -> None:
         try:
@@ -283,7 +310,7 @@ class LogWorker:
             self._say(CopyFailed(self._number))
             return
         begun = self.disk.beginning()
-        self._say(Copied(self._number, begun.start, begun.end, begun.history))
+        self._say(Copied(self._number, begun.start, begun.end, begun.history, begun.whole))
 
 
 class _Executor(Executor):
@@ -301,4 +328,6 @@ class _Executor(Executor):
 
 
 def _size(job: Job) -> int:
+    if isinstance(job, Piece):
+        return JOB_BYTES + len(job.data)
     return sum(frame.size for frame in job.frames) if isinstance(job, Write) else JOB_BYTES

@@ -175,6 +175,14 @@ class Copied(NamedTuple):
     start: LogPoint
     end: LogPoint
     history: History
+    whole: LogPoint
+
+
+class Compacted(NamedTuple):
+    """From `point` on the log has all of its frames; before, compaction left some out."""
+
+    log: int
+    point: LogPoint
 
 
 class CopyFailed(NamedTuple):
@@ -261,6 +269,6 @@ class Tick(NamedTuple):
 
 
 Event = (
-    RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | Trimmed | DiskFailed | Received
+    RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | Compacted | Trimmed | DiskFailed | Received
     | Linked | SwapAnswered | Lease | Living | MinWanted | YieldAsked | Leaving | Tick
 )  # fmt: skip

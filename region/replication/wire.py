@@ -20,6 +20,8 @@ then, by kind::
     DURABLE  log u32, point, status u8
     ORIGIN_ASKED  log u32
     ORIGIN   log u32, payload (region.replication.origin)
+    PIECE_ASKED  log u32, segment's base offset u64, generation u32, position u64
+    PIECE    the same, then bytes of the segment's file from there to the end
 
 A point is u64 offset and u32 note. HELLO and BEAT are about the link: MessagePack of the structs below. ASK and ANSWER are about the region
 as a whole: number u64, then what region.peer_requests says.
@@ -73,6 +75,8 @@ ORIGIN_PRODUCERS_BYTES_MAX: Final = 3 << 20
 assert SNAPSHOT_BYTES_LEAST < ORIGIN_PRODUCERS_BYTES_MAX < ORIGIN_BYTES_MAX
 ASK_BYTES_MAX: Final = 12 << 20
 """One request, or its answer: leaves of a group (region.remote_audit) and, since a group has one range at least, those of the largest envelope."""
+PIECE_BYTES_MAX: Final = 1 << 20
+"""Of a segment's file at once: frames of other logs go between two of them."""
 _HELLO_BYTES_MAX: Final = 4_096
 FRAME_OVERHEAD_BYTES: Final = 28
 """What an entry costs beside annotation and batch; less than it takes in a segment, so that what was read within a size fits it."""
@@ -91,6 +95,7 @@ _PLACEMENT: Final = struct.Struct(">IBQIQI")
 _APPEND: Final = struct.Struct(">IQIIQIQIH")
 _COMMIT: Final = struct.Struct(">IQI")
 _DURABLE: Final = struct.Struct(">IQIB")
+_PIECE: Final = struct.Struct(">IQIQ")
 _ENTRY: Final = struct.Struct(">BBHIIQQ")
 assert _ENTRY.size == FRAME_OVERHEAD_BYTES
 
@@ -116,6 +121,8 @@ class Kind(IntEnum):
     DURABLE = 0x15
     ORIGIN_ASKED = 0x16
     ORIGIN = 0x17
+    PIECE_ASKED = 0x18
+    PIECE = 0x19
     ASK = 0x20
     ANSWER = 0x21
 
@@ -132,6 +139,8 @@ _BYTES_MAX: Final[dict[int, int]] = {
     Kind.DURABLE: _HEAD.size + _PLACE.size + _DURABLE.size,
     Kind.ORIGIN_ASKED: _HEAD.size + _PLACE.size + 4,
     Kind.ORIGIN: _HEAD.size + _PLACE.size + 4 + ORIGIN_BYTES_MAX,
+    Kind.PIECE_ASKED: _HEAD.size + _PLACE.size + _PIECE.size,
+    Kind.PIECE: _HEAD.size + _PLACE.size + _PIECE.size + PIECE_BYTES_MAX,
     Kind.ASK: 8 + ASK_BYTES_MAX,
     Kind.ANSWER: 8 + ASK_BYTES_MAX,
 }
@@ -139,6 +148,7 @@ assert set(_BYTES_MAX) == set(Kind)
 _LANES: Final = dict.fromkeys(map(int, Kind), Lane.CONTROL) | {
     Kind.APPEND: Lane.BULK,
     Kind.ORIGIN: Lane.BULK,
+    Kind.PIECE: Lane.BULK,
     Kind.ASK: Lane.REQUESTS,
     Kind.ANSWER: Lane.REQUESTS,
 }
@@ -201,7 +211,34 @@ class Answered(NamedTuple):
     body: bytes
 
 
-Told = Message | OriginAsked | OriginTold
+class PieceAsked(NamedTuple):
+    """A follower's question for bytes of a closed segment, from a position in its file on."""
+
+    epoch: int
+    election: str
+    registration: int
+    ask: int
+    log: int
+    base_offset: int
+    generation: int
+    position: int
+
+
+class PieceTold(NamedTuple):
+    """The leader's answer, PIECE_BYTES_MAX at most; empty where the segment is not there any more."""
+
+    epoch: int
+    election: str
+    registration: int
+    ask: int
+    log: int
+    base_offset: int
+    generation: int
+    position: int
+    data: bytes
+
+
+Told = Message | OriginAsked | OriginTold | PieceAsked | PieceTold
 """All that is said about a shard."""
 
 
@@ -301,6 +338,11 @@ def encode(shard: ShardId, message: Told) -> bytes:
             action = _ACTION_NUMBERS[placement.action]
             pieces.append(_PLACEMENT.pack(placement.log, action, *placement.point, *placement.start))
         return _frame(Kind.PLACED, pieces)
+    if isinstance(message, PieceAsked | PieceTold):
+        piece = _PIECE.pack(message.log, message.base_offset, message.generation, message.position)
+        if isinstance(message, PieceAsked):
+            return _frame(Kind.PIECE_ASKED, (head, piece))
+        return _frame(Kind.PIECE, (head, piece, message.data))
     log = message.log.to_bytes(4, "big")
     if isinstance(message, OriginAsked):
         return _frame(Kind.ORIGIN_ASKED, (head, log))
@@ -486,6 +528,12 @@ def _decode_placed(
             )
             found.append(placement)
         return Placed(epoch, election, registration, ask, tuple(found))
+    if kind in (Kind.PIECE_ASKED, Kind.PIECE):
+        log, base_offset, generation, position = reader.take(_PIECE)
+        if kind is Kind.PIECE_ASKED:
+            return PieceAsked(epoch, election, registration, ask, log, base_offset, generation, position)
+        data = bytes(reader.bytes(len(reader.data) - reader.at))
+        return PieceTold(epoch, election, registration, ask, log, base_offset, generation, position, data)
     log = int.from_bytes(reader.bytes(4), "big")
     if kind is Kind.ORIGIN_ASKED:
         return OriginAsked(epoch, election, registration, ask, log)

@@ -13,15 +13,21 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
 import felix
+from felix import settings
 from felix.errors import Code, RequestError
-from region.log.companions import JournalKind
+from region import streams
+from region.log.companions import RECORDS, JournalKind
 from region.log.directory import folder_name, shard_folder
+from region.log.disk import DiskLog
+from region.log.segment_limits import SegmentLimits
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
 pytestmark = pytest.mark.etcd
 STREAM = "acme/ops/orders"
 QUEUE = "acme/ops/jobs"
+CACHE = "acme/ops/prices"
+NAMES = ("b1", "b2", "b3")
 LEASE_MS = 2_000
 
 
@@ -172,3 +178,64 @@ async def test_a_journal_that_is_gone_is_copied_anew_and_its_broker_may_lead(
             async with asyncio.timeout(60):
                 while (state := await jobs.describe()).ready != 4 or state.leased:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
+
+
+async def test_a_cache_is_compacted_on_every_copy_and_a_copy_that_is_gone_is_made_of_what_is_left(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=20_000))
+    monkeypatch.setattr(settings, "CACHE_LAG_MS", 0)
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region:
+        async with region.client("b1") as client:
+            await client.create_cache(CACHE, replicas=3)
+        leader = region.leader("b1", CACHE)
+        follower, client_at = (broker for broker in region.nodes if broker != leader)
+        model: dict[str, bytes] = {}
+        async with region.client(client_at) as client:
+            cache = client.cache(CACHE)
+
+            async def put(rounds: int) -> None:
+                for turn in range(rounds):
+                    wanted = {f"k{key}": b"%d of %d" % (turn, key) + b"." * 300 for key in range(20)}
+                    await cache.put_many(wanted)
+                    model.update(wanted)
+
+            await put(20)
+            stream = region.nodes[leader].broker.streams.get(felix.StreamName.parse(CACHE))
+            assert stream is not None
+            for name in NAMES:
+                await in_sync(region, client_at, CACHE)
+                await compacted(region, name)
+            await region.stop(follower)
+            data = region.folder.root / region.config.of_broker(follower).data / "streams"
+            shutil.rmtree(data / folder_name(stream.name, bytes.fromhex(stream.record.incarnation)))
+            await put(10)
+            await region.start(follower)
+            await in_sync(region, client_at, CACHE)
+            assert log_of(region, follower).compaction.clean_to > 0, "it came with the leader's segments"
+            assert await cache.increment("count") == 1
+            versions = {key.decode(): entry.version async for key, entry in cache.scan()}
+            await region.stop(leader)
+            await until(lambda: region.leader(client_at, CACHE) not in ("", leader))
+            assert await cache.increment("count") == 2
+            for key, value in model.items():
+                entry = await cache.get(key)
+                assert entry is not None and (entry.value, entry.version) == (value, versions[key])
+
+
+def log_of(region: ClusteredRegion, name: str) -> DiskLog:
+    """A broker's copy of the cache."""
+    peers = region.nodes[name]._parts.peers
+    assert peers is not None
+    ((_, hosted),) = peers.replicas.host._hosted.items()
+    return hosted.workers[RECORDS].disk.log
+
+
+async def compacted(region: ClusteredRegion, name: str) -> None:
+    """Wait until a broker has compacted its copy."""
+    peers = region.nodes[name]._parts.peers
+    assert peers is not None
+    async with asyncio.timeout(60):
+        while not any(one.header.span for one in log_of(region, name).segments):
+            await peers.replicas.compact()
+            await asyncio.sleep(0.05)

@@ -16,7 +16,7 @@ from region_peer import client as operator_of
 
 import felix
 from felix.errors import Code, RequestError
-from felix.settings import Compaction, Durability, QueueSettings, Views
+from felix.settings import Durability, Offload, QueueSettings, Views
 from region.log.directory import shard_folder
 from region.metadata.records import StreamConfig, decode, min_in_sync
 
@@ -158,7 +158,10 @@ async def test_a_stream_that_is_deleted_goes_from_every_copy(region: ClusteredRe
         ({"replicas": 3, "acks": "leader", "min_in_sync": 2}, "it waits for the leader alone"),
         ({"acks": "leader"}, "of a stream of one copy"),
         ({"replicas": 3, "durability": Durability("ephemeral")}, "ephemeral, which has one copy"),
-        ({"replicas": 2, "views": Views(compaction=Compaction())}, "compacted, which has one copy"),
+        (
+            {"replicas": 2, "views": Views(offload=Offload("file:///tmp/felix"))},
+            "offloaded, which has one copy",
+        ),
         ({"replicas": 3, "acks": "leader", "views": Views(queue=QueueSettings())}, "answers stand for good"),
     ],
 )

@@ -22,5 +22,12 @@ def entry(
     return Frame(batch(offset, epoch, records, payload), offset, epoch, slot, annotation)
 
 
+def keyed(offset: int, epoch: int, *keys: bytes) -> Frame:
+    """A batch with a record of each key."""
+    made = encode_batch([NewRecord(b"%d" % offset + b"." * 60, key) for key in keys])
+    header = made.header._replace(base_offset=offset, leader_epoch=epoch, append_time_ms=1_000)
+    return Frame(Batch(header, made.body), offset, epoch)
+
+
 def position(offset: int, epoch: int, annotation: bytes = b"", slot: int = 0) -> Frame:
     return Frame(None, offset, epoch, slot, annotation)

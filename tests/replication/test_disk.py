@@ -8,10 +8,11 @@ from random import Random
 
 import pytest
 from long_runs import count
-from replication.sealed import IDENTITY, entry, position
+from replication.sealed import IDENTITY, entry, keyed, position
 
 from felix.batch import Batch
 from felix.errors import CorruptionError
+from felix.settings import Compaction
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog
@@ -29,6 +30,7 @@ from region.replication.disk import (
 )  # fmt: skip
 from region.replication.history import EpochStart
 from region.replication.messages import Frame
+from region.replication.origin import Beginning, decode_beginning, encode_beginning
 
 FOLDER = Path("/shard")
 PLAN = LogPlan(0, FOLDER, IDENTITY, SegmentLimits(segment_bytes_max=900))
@@ -278,3 +280,86 @@ def test_what_a_failed_sync_may_have_left_in_the_cache_is_written_again_at_the_s
     untouched = Lying()
     rewrite_unsynced(untouched, tmp_path / "shard")
     assert not untouched.rewritten, "all of it was synced"
+
+
+def same(batch: Batch) -> Batch:
+    return batch
+
+
+def compact(log: ReplicaDisk) -> None:
+    producers = log.producers.encode(log.log.end_offset)
+    assert log.compact(log.log.end_offset, Compaction(), producers, same, same) is not None
+
+
+def brought(leader: ReplicaDisk, follower: ReplicaDisk, beginning: Beginning) -> None:
+    """The leader's closed segments, piece by piece."""
+    follower.collect()
+    for closed in beginning.closed:
+        position = 0
+        while position < closed.size:
+            data = leader.read_piece(closed.base_offset, closed.generation, position, 100)
+            follower.take_piece(closed, position, data)
+            position += len(data)
+
+
+def records(log: ReplicaDisk) -> list[bytes]:
+    found: list[bytes] = []
+    offset, end = log.log.start_offset, log.log.end_offset
+    while offset < end and (batches := log.log.read(offset, 500, end)):
+        found += [bytes(batch.data) for batch in batches]
+        offset = batches[-1].header.next_offset
+    return found
+
+
+@pytest.mark.parametrize("seed", range(count(20, 500)))
+def test_a_copy_of_a_compacted_log_begins_with_its_segments_and_goes_on_with_its_frames(seed: int) -> None:
+    random = Random(seed)
+    leader, follower = opened(MemoryDisk()), opened(MemoryDisk())
+    leader.begin(begun(2, 0))
+    follower.begin(begun(1, 0))
+    for _ in range(random.randrange(60, 100)):
+        keys = [b"k%d" % random.randrange(6) for _ in range(random.randrange(1, 4))]
+        write(leader, keyed(leader.log.end_offset, 2, *keys))
+    leader.sync()
+    compact(leader)
+    assert leader.whole_from > LogPoint(0), "frames of what was compacted have holes"
+    for _ in range(random.randrange(5)):
+        write(leader, keyed(leader.log.end_offset, 2, b"k1"))
+    beginning = decode_beginning(encode_beginning(leader.told_beginning()))
+    assert beginning.closed and beginning.origin.point >= leader.whole_from
+    brought(leader, follower, beginning)
+    follower = follower.begin_anew(beginning)
+    end = leader.log.end_point
+    while follower.log.end_point < end:
+        sent = leader.read(follower.log.end_point, 500, end)
+        follower.write(
+            follower.log.end_point,
+            [frame.body for frame in sent if isinstance(frame.body, LogFrame)],
+            now_ms=2_000,
+        )
+    assert records(follower) == records(leader)
+    assert follower.history.starts == leader.history.starts
+    assert follower.log.compaction.clean_to == leader.log.compaction.clean_to
+    assert follower.beginning().whole == leader.whole_from
+    # It is compacted by itself, and read again after a restart.
+    for _ in range(30):
+        write(follower, keyed(follower.log.end_offset, 2, b"k%d" % random.randrange(3)))
+    follower.sync()
+    compact(follower)
+    before = records(follower)
+    follower.close()
+    again = ReplicaDisk.open(PLAN, files=follower._files)
+    assert records(again) == before and again.whole_from > leader.whole_from
+
+
+def test_a_segment_that_is_gone_is_told_as_nothing() -> None:
+    leader = opened(MemoryDisk())
+    leader.begin(begun(1, 0))
+    for number in range(60):
+        write(leader, keyed(number, 1, b"k%d" % (number % 3)))
+    leader.sync()
+    compact(leader)
+    (first, *_) = leader.told_beginning().closed
+    assert leader.read_piece(first.base_offset, first.generation + 1, 0, 100) == b""
+    assert leader.read_piece(first.base_offset, first.generation, first.size, 100) == b""
+    assert len(leader.read_piece(first.base_offset, first.generation, first.size - 10, 100)) == 10

@@ -37,6 +37,8 @@ from region.replication.wire import (
     OriginAsked,
     OriginTold,
     PeerDecoder,
+    PieceAsked,
+    PieceTold,
     Said,
     Told,
     encode,
@@ -56,6 +58,7 @@ epochs = st.integers(1, (1 << 32) - 1)
 elections = st.binary(min_size=8, max_size=8).map(bytes.hex)
 asks = st.integers(0, (1 << 32) - 1)
 registrations = st.integers(0, (1 << 53) - 1)
+offsets = st.integers(0, (1 << 64) - 1)
 folders = st.binary(min_size=16, max_size=16).map(bytes.hex)
 
 
@@ -96,6 +99,8 @@ messages = st.one_of(
     st.builds(Placed, epochs, elections, registrations, asks, st.lists(placements, min_size=1, max_size=4).map(tuple)),
     st.builds(OriginAsked, epochs, elections, registrations, asks, logs),
     st.builds(OriginTold, epochs, elections, registrations, asks, logs, st.binary(max_size=200)),
+    st.builds(PieceAsked, epochs, elections, registrations, asks, logs, offsets, asks, offsets),
+    st.builds(PieceTold, epochs, elections, registrations, asks, logs, offsets, asks, offsets, st.binary(max_size=200)),
 )  # fmt: skip
 
 
