@@ -690,11 +690,10 @@ class ControllerCore:
                 if not view.nodes[broker].drain
                 and all(record.isr.get(broker) == registrations.get(broker, -1) for record in records)
             ),
-            # Whoever it was said of already, so that it ends; then whoever leads the most; then whoever leads what is there for longer.
+            # Whoever it was said of already, so that it ends; then whoever leads the most.
             key=lambda broker: (
                 sum(record.target[:1] == (broker,) for record in records),
                 leads[broker],
-                max((record.epoch for record in records if record.leader == broker), default=0),
                 -replicas.index(broker),
             ),
             default="",

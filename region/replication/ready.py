@@ -175,7 +175,7 @@ class Copied(NamedTuple):
     start: LogPoint
     end: LogPoint
     history: History
-    whole: LogPoint
+    whole: LogPoint = LogPoint(0)
 
 
 class Compacted(NamedTuple):

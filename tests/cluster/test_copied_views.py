@@ -227,7 +227,8 @@ def log_of(region: ClusteredRegion, name: str) -> DiskLog:
     """A broker's copy of the cache."""
     peers = region.nodes[name]._parts.peers
     assert peers is not None
-    ((_, hosted),) = peers.replicas.host._hosted.items()
+    host = peers.replicas.host
+    (hosted,) = (host._hosted[shard] for shard in host.shards if peers.replicas.name_of(shard) == CACHE)
     return hosted.workers[RECORDS].disk.log
 
 

@@ -1,6 +1,6 @@
-"""A queue with its dead letters and a durable subscription, each on three brokers that are processes: their leader is killed and stays
+"""A queue with its dead letters, a durable subscription and a cache, each on three brokers that are processes: their leader is killed and stays
 away, or stands still for longer than its lease, under load. What somebody was told stands: a job that is recorded as done is done once,
-what was acknowledged does not come again, and what was given up is among the dead letters once.
+what was acknowledged does not come again, what was given up is among the dead letters once, and the cache holds what it confirmed.
 
 FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how often each of these happens.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from cluster.members import Members, serving
-from cluster.view_load import consume, work
+from cluster.view_load import consume, put, work
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import client, until
 
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux", reason="signals of Linux"),
 ]
-QUEUE, DEAD, STREAM = "acme/ops/jobs", "acme/ops/jobs.dead", "acme/ops/orders"
+QUEUE, DEAD, STREAM, CACHE = "acme/ops/jobs", "acme/ops/jobs.dead", "acme/ops/orders", "acme/ops/prices"
 LEASE_S = 2
 ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
 JOBS = 120
@@ -58,6 +58,7 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
     acknowledged: set[bytes] = set()
     again: list[bytes] = []
     lost: list[str] = []
+    confirmed: dict[str, int] = {}
     rounds = 2 * ROUNDS
     jobs = [[b"%d/%d" % (turn, number) for number in range(JOBS)] for turn in range(rounds + 1)]
     broken = frozenset(job for turn in jobs for job in turn[::BROKEN_EACH])
@@ -68,6 +69,7 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
     ):
         await region.create_queue(QUEUE, replicas=3, shards=2, visibility=60, attempts=5, retry=0.01)
         await region.create_stream(STREAM, replicas=3, shards=2)
+        await region.create_cache(CACHE, replicas=3, shards=2)
         orders, queue = region.stream(STREAM), region.queue(QUEUE)
         await orders.create_subscription("crew", felix.SubscriptionSettings("earliest"))
         busy = [
@@ -76,6 +78,7 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
                 work(region, QUEUE, recorded, unsure, broken),
                 work(other, QUEUE, recorded, unsure, broken),
                 consume(other.stream(STREAM), acknowledged, again, lost),
+                put(other.cache(CACHE), confirmed),
             )
         ]
         try:
@@ -86,19 +89,20 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
                 await until(lambda done=done: len(recorded) > done)  # type: ignore[misc]
                 await until(lambda read=read: len(acknowledged) > read)  # type: ignore[misc]
                 # The one that dead letters are carried by.
-                await until(lambda: members.is_well(QUEUE, DEAD, STREAM))
+                await until(lambda: members.is_well(QUEUE, DEAD, STREAM, CACHE))
                 leader = members.leader(QUEUE)
                 await fault(members, leader)
                 await asyncio.gather(putting, publishing)
-                done, read = len(recorded), len(acknowledged)
+                done, read, held = len(recorded), len(acknowledged), sum(confirmed.values())
                 await asyncio.gather(
                     queue.put_many([b"more %d" % turn]), orders.publish_many([b"more %d" % turn])
                 )
                 await until(lambda done=done: len(recorded) > done)  # type: ignore[misc]
                 await until(lambda read=read: len(acknowledged) > read)  # type: ignore[misc]
+                await until(lambda held=held: sum(confirmed.values()) > held)  # type: ignore[misc]
                 if leader not in members.running:
                     await members.start(leader)
-                await until(lambda: members.is_well(QUEUE, DEAD, STREAM))
+                await until(lambda: members.is_well(QUEUE, DEAD, STREAM, CACHE))
             await asyncio.gather(queue.put_many(jobs[rounds]), orders.publish_many(jobs[rounds]))
             async with asyncio.timeout(120):
                 while (state := await queue.describe()).ready + state.leased + state.delayed:  # noqa: ASYNC110
@@ -107,6 +111,12 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
                     await asyncio.sleep(0.05)
             for task in busy:
                 assert not task.done(), task.exception()
+            busy[-1].cancel()
+            await asyncio.wait(busy[-1:])
+            for key, number in confirmed.items():
+                entry = await region.cache(CACHE).get(key)
+                # One put may have been under way.
+                assert entry is not None and int(entry.value) in (number, number + 20)
         finally:
             for task in busy:
                 task.cancel()

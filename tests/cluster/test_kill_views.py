@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from cluster.processes import kill, only_through, running, several
-from cluster.view_load import consume, work
+from cluster.view_load import consume, put, work
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary
 from long_runs import count
@@ -58,17 +58,6 @@ async def leader_of(region: felix.RegionClient, name: str) -> str:
     """As b1 lists it: it names who leads what it does not lead itself."""
     (state,) = (await region.connection.request(ListStreams(name, "", 1))).streams
     return state.state[0].leader or "b1"
-
-
-async def put(cache: felix.Cache, confirmed: dict[str, int]) -> None:
-    number = 0
-    while True:
-        number += 1
-        key = f"k{number % 20}"
-        await cache.put(key, b"%d" % number)
-        confirmed[key] = number
-        assert await cache.increment("count") == number
-        await asyncio.sleep(0.002)
 
 
 async def test_who_knows_another_broker_alone_goes_on_over_kills_of_the_leader(tmp_path: Path) -> None:

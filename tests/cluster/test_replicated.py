@@ -191,7 +191,7 @@ async def test_a_region_that_says_so_gives_new_streams_several_copies_where_they
         assert (await client.describe()).replicas == 3
         assert (await client.create_stream(STREAM)).replicas == 3
         assert (await client.create_stream("acme/ops/two", replicas=2)).replicas == 2
-        kept = await client.create_stream("acme/ops/kept", views=Views(compaction=Compaction()))
+        kept = await client.create_stream("acme/ops/kept", durability=Durability("ephemeral"))
         assert kept.replicas == 1
         assert (await client.describe_stream("acme/ops/one")).replicas == 1
 

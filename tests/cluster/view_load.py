@@ -1,7 +1,8 @@
-"""Clients that use a queue and a durable subscription for ever, and note what they were told."""
+"""Clients that use a queue, a durable subscription and a cache for ever, and note what they were told."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import felix
@@ -44,3 +45,15 @@ async def consume(
                 acknowledged.add(payload)
             else:
                 faults.append("lost")
+
+
+async def put(cache: felix.Cache, confirmed: dict[str, int]) -> None:
+    """Put numbers under twenty keys, one after the other, and count them in one more."""
+    number = 0
+    while True:
+        number += 1
+        key = f"k{number % 20}"
+        await cache.put(key, b"%d" % number)
+        confirmed[key] = number
+        assert await cache.increment("count") == number
+        await asyncio.sleep(0.002)
