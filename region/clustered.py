@@ -39,6 +39,7 @@ from region.cluster.member import ClusterMember
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.log.copies import Copies
+from region.log.epochs import elected_epoch
 from region.metadata.records import Stream, is_replicated
 from region.peer_requests import PeerRequest, PeerRequests
 from region.replicas import Replicas
@@ -347,13 +348,14 @@ class Clustered:
             view = mirror.view
             if shard not in view.shards:
                 raise RequestError(f"{record.name} has no shard {number}.", code=Code.NOT_FOUND)
-            before = view.shards[shard]
+            before, election = view.shards[shard], member.election_id()
+            epoch = elected_epoch(before.epoch, election)
             made = transactions.recover(
                 view,
                 shard,
                 winner,
                 lost,
-                member.election_id(),
+                election,
                 silent_ms={name: member.controls.silent_ms(name) for name in lost},
                 detached_ms=DETACHED_MS if is_replicated(record.config) else 0,
                 powered_off=powered_off,
@@ -372,11 +374,11 @@ class Clustered:
             number,
             record.name,
             winner,
-            before.epoch + 1,
+            epoch,
             given_up,
         )
         return (
-            f"Broker {winner} leads shard {number} of {record.name} in epoch {before.epoch + 1}. What its copy lacks is lost; where a copy that "
+            f"Broker {winner} leads shard {number} of {record.name} in epoch {epoch}. What its copy lacks is lost; where a copy that "
             "was given up comes back, it counts and cuts what it had beyond that."
         )
 

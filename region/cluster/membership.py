@@ -20,6 +20,7 @@ from region.cluster.records import (
     Yielded,
     YieldReason,
 )
+from region.log.epochs import elected_epoch
 
 
 def with_expanded(record: ShardRecord, member: str, registration: int) -> ShardRecord:
@@ -92,7 +93,7 @@ def elected(
             isr.setdefault(member, registration)
     others = without(record.members(), isr)
     next_epoch = msgspec.structs.replace(
-        record, epoch=record.epoch + 1, election=election, leader=winner, yielded=None
+        record, epoch=elected_epoch(record.epoch, election), election=election, leader=winner, yielded=None
     )
     elr = {
         member: registration
@@ -106,7 +107,7 @@ def elected_unclean(
     record: ShardRecord, winner: str, registration: int, election: str, *, epoch: int | None = None
 ) -> ShardRecord:
     """`winner` leads the next epoch (or `epoch`), although it may lack what was committed: its copy is what the shard is from now on."""
-    epoch = record.epoch + 1 if epoch is None else epoch
+    epoch = elected_epoch(record.epoch, election) if epoch is None else epoch
     return msgspec.structs.replace(
         record,
         epoch=epoch,

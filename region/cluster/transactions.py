@@ -31,8 +31,9 @@ from region.metadata.transaction import OPERATIONS_MAX, Absent, Compare, Delete,
 
 SHARDS_PER_TRANSACTION: Final = 60
 """With a compare for each shard and for each broker that it names, within a store's `OPERATIONS_MAX`."""
-RECONCILE_GAP: Final = 1_000
-"""Epochs skipped where a store went back: more than elections can have happened that no surviving broker heard of."""
+RECONCILE_GAP: Final = 1 << 26
+"""Numbers of epochs skipped where a store went back: those of more elections than can have happened that no surviving broker heard of, each of
+which takes half of `CHANCE_MAX` (region.log.epochs) on average."""
 
 
 class Reason(StrEnum):

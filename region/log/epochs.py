@@ -3,7 +3,7 @@
 A follower finds with it where its log and a new leader's part; a bridge finds with it that a log was cut back or restored
 since it read it (docs/bridges.md). That needs numbers that are never given twice, also not by a log that was put back to
 an earlier copy of itself: so every opening of a shard begins an epoch, and `next_epoch` takes the number from the clock, or from chance
-where the clock is behind.
+where the clock is behind. Of several brokers an election begins one, whose number is drawn by chance (`elected_epoch`).
 
 Pure; the caller makes it durable before the first batch of an epoch is appended. Invariants: epochs strictly increase,
 start offsets never decrease.
@@ -42,7 +42,18 @@ def next_epoch(current: int, now_ms: int, chance: Random) -> int:
     tick = (now_ms - EPOCH_ORIGIN_MS) // EPOCH_TICK_MS
     if tick > current:
         return tick
-    return current + 1 + chance.randrange(max(1, min(CHANCE_MAX, EPOCH_MAX - current >> _ROOM_SHIFT)))
+    return current + 1 + chance.randrange(_choices(current))
+
+
+def elected_epoch(current: int, election: str) -> int:
+    """The number of the epoch that an election begins, by the first half of its 64 random bits (in hex): a store and its copy, which was put back, both elect a
+    leader after `current`, and not into the same epoch."""
+    return current + 1 + (int(election, 16) >> 32) % _choices(current)
+
+
+def _choices(current: int) -> int:
+    """From how many numbers one is drawn."""
+    return max(1, min(CHANCE_MAX, EPOCH_MAX - current >> _ROOM_SHIFT))
 
 
 class EpochStart(NamedTuple):

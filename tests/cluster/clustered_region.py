@@ -39,6 +39,7 @@ class ClusteredRegion:
         folder: RegionFolder | None = None,
     ) -> None:
         """`folder`: of a region that was founded already; else us-east is, in `home`."""
+        self.etcd = etcd
         self.folder: RegionFolder = make_region(home, "us-east") if folder is None else folder
         brokers = tuple(
             ClusterBroker(id=f"b{number}", listen=Address("127.0.0.1", claim_port()))

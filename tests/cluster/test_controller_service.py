@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -80,7 +81,7 @@ def test_whoever_is_the_controller_may_die_and_what_it_led_is_led_again_once() -
         (successor,) = in_office(region)
         assert successor.controller.term > term
         epochs = [record.epoch for record in shards(witness)]
-        assert epochs.count(2) == len(led) and epochs.count(1) == SHARDS - len(led)
+        assert sum(epoch > 1 for epoch in epochs) == len(led) and epochs.count(1) == SHARDS - len(led)
 
     for seed in range(4):
         play(scene, seed)
@@ -112,9 +113,10 @@ def test_a_lost_answer_is_followed_by_reading_and_never_by_a_second_election(hap
         await region.until(lambda: name not in controller.mirror.view.alive or region.store.loses)
         region.store.loses = [happened] * 3
         await region.until(lambda: all(record.leader != name for record in shards(controller)))
-        assert not region.store.loses or max(record.epoch for record in shards(controller)) == 2
+        elected = {(record.epoch, record.election) for record in shards(controller)}
+        assert max(elected)[0] > 1
         await asyncio.sleep(1)
-        assert max(record.epoch for record in shards(controller)) == 2
+        assert {(record.epoch, record.election) for record in shards(controller)} == elected
 
     play(scene)
 
@@ -234,4 +236,5 @@ async def test_on_etcd_each_of_three_controllers_that_stop_is_followed_and_no_ep
             )
         assert {record.leader for record in watcher.records} == {"w"}
         assert all(len(found) == 1 for found in elections.values())
-        assert all(record.epoch <= 4 and record.isr["w"] == 1 for record in watcher.records)
+        assert all(record.isr["w"] == 1 for record in watcher.records)
+        assert max(Counter(shard for shard, _ in elections).values()) <= 4

@@ -15,6 +15,7 @@ from region.log.epochs import (
     EPOCHS_MAX,
     EpochHistory,
     EpochStart,
+    elected_epoch,
     next_epoch,
 )
 
@@ -86,3 +87,14 @@ def test_there_is_a_next_epoch_however_often_a_broker_starts_with_a_clock_that_i
     for _ in range(100_000):
         before, epoch = epoch, next_epoch(epoch, EPOCH_ORIGIN_MS, chance)
         assert before < epoch <= EPOCH_MAX
+
+
+def test_two_elections_after_one_epoch_begin_different_ones_that_rise() -> None:
+    random, current, same = Random(7), 1, 0
+    for _ in range(20_000):
+        ours, theirs = (elected_epoch(current, f"{random.getrandbits(64):016x}") for _ in range(2))
+        assert current < ours <= EPOCH_MAX and current < theirs
+        same += ours == theirs
+        current = ours
+    assert same == 0, "with this seed; each time it is one in hundreds of thousands"
+    assert elected_epoch(EPOCH_MAX - 1, "f" * 16) == EPOCH_MAX

@@ -51,7 +51,7 @@ def test_a_leader_that_dies_is_followed_by_one_that_has_all_it_acknowledged(seed
         before = region.acknowledged()
         await region.until(lambda: region.acknowledged() > before + 50)
         record = region.record(region.shards[0])
-        assert record is not None and record.epoch == 2 and record.leader != leader.name
+        assert record is not None and record.epoch > 1 and record.leader != leader.name
         await region.start(leader.name)
         await settle(region)
 
