@@ -24,7 +24,8 @@ from region.metadata.transaction import Entry, Snapshot
 KEYS = ClusterKeys("us-east")
 STREAM = "ab" * 16
 SHARD = ShardId(STREAM, 0)
-ELECTION = "00ff00ff00ff00ff"
+ELECTION = "0000000000ff00ff"
+"""Of which the next epoch is one above the last (region.log.epochs)."""
 DELETED = f"{KEYS.prefix}deleted/{STREAM}"
 
 
