@@ -305,6 +305,15 @@ class LeaderCore:
             self._follower(peer, now)
             ready.send.append(Send(peer, Probe(self.epoch, self.election)))
         self._advance(ready)
+        # Who is to lead in its place may have been named before this one began.
+        self._hand_over(now, ready)
+
+    def _hand_over(self, now: int, ready: Ready) -> None:
+        """Yield where a move leads to another leader, and all that it leads to is in sync."""
+        assert self.standing is not None
+        record = self.standing.record
+        if is_target_in_sync(record) and record.target[0] != self.replica.broker:
+            self._stop("move", now, ready)
 
     def _depose(self, ready: Ready) -> None:
         """The epoch is lost, or given up and known to be: nothing of it is answered any more."""
@@ -746,8 +755,7 @@ class LeaderCore:
                 follower.back_after_ms = now + min(EXPAND_BACKOFF_MS * follower.left, EXPAND_BACKOFF_MS_MAX)
             if follower.lost and not any(peer in each.members() for each in self.standing.all):
                 follower.lost = False
-        if is_target_in_sync(record) and record.target[0] != self.replica.broker:
-            self._stop("move", now, ready)
+        self._hand_over(now, ready)
         self._advance(ready)
 
     # -- time ------------------------------------------------------------------------------------------

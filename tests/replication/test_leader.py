@@ -410,6 +410,13 @@ def test_a_move_ends_with_the_leader_giving_way() -> None:
     assert ready.swap.record.yielded == Yielded(1, "move")
 
 
+def test_a_leader_that_is_elected_while_another_is_to_lead_hands_over_as_soon_as_it_may() -> None:
+    shard = Shard("a")
+    ready = shard.lead(record(isr="a1 b1 c1", target=("b", "a", "c")))
+    assert ready.deposed and ready.swap is not None
+    assert ready.swap.record.yielded == Yielded(1, "move")
+
+
 def test_a_leader_with_nobody_else_stays_when_it_is_to_be_drained() -> None:
     shard = Shard("a")
     shard.lead(record(isr="a1", minimum=1, replicas=("a",)))
