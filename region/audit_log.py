@@ -319,12 +319,16 @@ class AuditLog:
         self._work = asyncio.get_running_loop().create_task(self._run(), name="audit log")
 
     async def close(self) -> None:
-        """Lead no more; what is committed has its checkpoint, where the copies still take one."""
+        """Lead no more."""
+        await self.checkpoint()
+        if self._work is not None:
+            await end_tasks(self._work)
+
+    async def checkpoint(self) -> None:
+        """Before this broker stops: what is committed has its checkpoint, where the copies still take one."""
         if self.is_home:
             with suppress(FelixError):
                 await asyncio.to_thread(self._trail.publish, CLOSE_S)
-        if self._work is not None:
-            await end_tasks(self._work)
 
     async def _run(self) -> None:
         while True:

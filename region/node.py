@@ -214,6 +214,9 @@ class Node:
     async def _hand_on(self, replicas: Replicas) -> None:
         """Before anything is closed: who publishes goes on at the next leader before this broker says goodbye."""
         self.broker.leaving = True
+        clustered = self._parts.clustered
+        if clustered is not None and clustered.audit is not None:
+            await clustered.audit.checkpoint()
         await replicas.give_up()
 
     async def _leave(self) -> None:
