@@ -15,6 +15,7 @@ from audit.position import ShardName
 from audit.proof import Wanted, find_leaves
 from audit.range_index import INDEX_PATH
 from audit.trail import Trail
+from felix.errors import FelixError
 from felix.names import SpiffeId
 from keys.transfer import TransferScope
 from policy.truncation import Live
@@ -56,6 +57,10 @@ class ArrivalIndex:
     def __init__(self, trail: Trail) -> None:
         self._trail = trail
         self._crossed = CrossedReader(trail)
+
+    def refusal(self) -> FelixError | None:
+        """As `ArrivalLog`: one clock gives the times of all leaves."""
+        return None
 
     async def append_missing(self, since: int, groups: Sequence[list[EncodedLeaf]]) -> list[int]:
         """As `ArrivalLog`."""

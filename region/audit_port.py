@@ -15,6 +15,7 @@ from audit.errors import AuditUnavailableError
 from audit.leaf import EncodedLeaf, Leaf
 from audit.position import ShardName
 from audit.trail import Done, TrailStatus
+from felix.errors import FelixError
 from felix.names import SpiffeId
 from keys.transfer import TransferScope
 from policy.truncation import Live
@@ -46,6 +47,9 @@ class FoundAck(NamedTuple):
 
 class ArrivalLog(Protocol):
     """What the ingress log has of ranges that arrived. All of it may raise UnavailableError."""
+
+    def refusal(self) -> FelixError | None:
+        """Why nothing may arrive now, though the log takes leaves: what arrives would have a time that is wrong."""
 
     async def append_missing(self, since: int, groups: Sequence[list[EncodedLeaf]]) -> list[int]:
         """Append those groups, each of one range, that the log does not have from leaf `since` on; which ones these were. Durable on return."""

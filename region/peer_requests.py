@@ -77,6 +77,10 @@ class PeerRequests:
         """Whether a link stands to this broker; it always reaches itself."""
         return peer == self.own or self.links.is_up(peer)
 
+    def clock_ahead_ms(self, peer: str) -> int | None:
+        """How far this broker's clock is ahead of a peer's, in ms; None where that is not known (yet)."""
+        return 0 if peer == self.own else self.links.ahead_of(peer)
+
     async def ask(
         self, peer: str, request: PeerRequest, answer: type[AnswerT], *, timeout_s: float = ASK_S
     ) -> AnswerT:

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
+from audit.agreement import STANDING_GRACE_MS
 from audit.crossed import OffsetSet, Page
 from audit.errors import AuditUnavailableError
 from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
@@ -54,6 +55,10 @@ DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
 READ_S: Final = 600.0
 """How long an answer may take that is read from the whole log; a link that goes down ends the wait."""
+CLOCK_AHEAD_MS_MAX: Final = 5_000
+"""How far a broker's clock may be ahead of that of the broker with the log, and records still arrive: the leaves that a crossing is judged by have the other one's times.
+Half of what verification allows (audit.agreement.STANDING_GRACE_MS); the other half is for how long a broker goes on before it hears of a document's leaf."""
+assert 2 * CLOCK_AHEAD_MS_MAX <= STANDING_GRACE_MS
 TELLING_MAX: Final = 4
 """Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
 PASSED_REMEMBERED_MAX: Final = 20_000
@@ -304,6 +309,27 @@ class RemoteArrivals:
 
     def __init__(self, audit: RemoteAudit) -> None:
         self._audit = audit
+
+    def refusal(self) -> FelixError | None:
+        """As `ArrivalLog`: this broker's clock gives the times of what arrives here, and may not be far ahead of the log's. A clock that is behind harms
+        no honest log: a document that stops something counts from its leaf on, and the broker itself goes by its own clock."""
+        requests = self._audit.requests
+        home = self._audit.home_now()
+        ahead_ms = requests.clock_ahead_ms(home)
+        if ahead_ms is None:
+            return AuditUnavailableError(
+                f"Broker {requests.own} does not know yet what the clock of broker {home}, which has the audit log, says.",
+                hint="It does with that one's next beat.",
+                retry_after_ms=200,
+            )
+        if ahead_ms <= CLOCK_AHEAD_MS_MAX:
+            return None
+        return AuditUnavailableError(
+            f"The clock of broker {requests.own} is {ahead_ms / 1_000:.1f} s ahead of that of broker {home}, which has the audit log; "
+            f"{CLOCK_AHEAD_MS_MAX // 1_000} s may be, or what arrives could stand in the log as if it had come after a document that stops it.",
+            hint="Set the clocks of both machines right; nothing arrives here until then.",
+            retry_after_ms=1_000,
+        )
 
     async def append_missing(self, since: int, groups: Sequence[list[EncodedLeaf]]) -> list[int]:
         """As `ArrivalLog`. Raises UnavailableError where an answer was lost: asked again, it appends what is missing still."""

@@ -193,6 +193,9 @@ class Governance:
         """Whether a bridge may bring records of this stream in. Raises the refusal; the caller writes its leaf."""
         now_ms = self.broker.clock_ms()
         allowed = self._check(Attempt(stream, from_region, self._own.region, bridge), grant_id, now_ms)
+        refusal = self.arrivals.refusal()
+        if refusal is not None:
+            raise refusal
         return ImportTerms(allowed.destination_stream, allowed.terms_hash, allowed.terms, now_ms)
 
     def explain(self, stream: StreamName, source: str, destination: str) -> Explanation:

@@ -58,6 +58,8 @@ log = logging.getLogger("felix.region.replication")
 
 BEAT_MS: Final = 500
 """A link says so often that it is there, besides what it has to say."""
+CLOCK_BEATS: Final = 4
+"""A peer's clock is told by the quickest of so many of its beats: one that came late says that the peer's clock is behind."""
 SILENT_MS: Final = 2_000
 """Four beats: a peer that says nothing for so long is gone, or so slow that it would leave every in-sync set."""
 BULK_WAITING_BYTES_MAX: Final = 32 << 20
@@ -132,8 +134,8 @@ class PeerLinks:
         self.me = me
         self.dropped = 0
         """Frames that were not sent for want of room; for metrics."""
-        self.clocks: dict[str, int] = {}
-        """By peer: how far ahead its wall clock was with its last beat, in ms."""
+        self._clocks: dict[str, tuple[int, ...]] = {}
+        """By peer: its wall clock less this broker's `boot_ms`, with each of its last beats."""
         self._engine = engine
         self._identity = identity
         self._bundle = bundle
@@ -173,6 +175,12 @@ class PeerLinks:
     def is_up(self, peer: str) -> bool:
         """Whether a link to this broker stands."""
         return peer in self._up
+
+    def ahead_of(self, peer: str) -> int | None:
+        """How far this broker's wall clock is ahead of a peer's, in ms; too high by what the quickest of its last beats took. None before the first. A step of the
+        own clock shows at once, one of the peer's within CLOCK_BEATS beats. On any thread."""
+        clocks = self._clocks.get(peer)
+        return None if clocks is None else self.now_ms() - self.boot_ms() - max(clocks)
 
     @property
     def peers(self) -> list[str]:
@@ -279,7 +287,7 @@ class PeerLinks:
         self._strangers.discard(link)
         if self._up.get(link.peer) is link:
             del self._up[link.peer]
-            self.clocks.pop(link.peer, None)
+            self._clocks.pop(link.peer, None)
             self._linked(link.peer, False)
         self._news.tell()
 
@@ -287,7 +295,8 @@ class PeerLinks:
         if self._up.get(link.peer) is not link:
             return
         if isinstance(said, Beat):
-            self.clocks[link.peer] = said.clock_ms - self.now_ms()
+            before = self._clocks.get(link.peer, ())
+            self._clocks[link.peer] = (*before, said.clock_ms - self.boot_ms())[-CLOCK_BEATS:]
         elif isinstance(said, Said):
             self._heard(link.peer, said)
         else:

@@ -12,6 +12,7 @@ from cluster.clustered_mesh import two_clusters
 from audit.leaf import Kind
 from bridge.config import DestinationConfig
 from policy.grant import StandingAction
+from region.replication.links import PeerLinks
 
 pytestmark = pytest.mark.etcd
 
@@ -77,6 +78,30 @@ async def test_behind_a_revocation_stands_nothing_of_before_whoever_leads(tmp_pa
     kinds = [header.kind for header in headers]
     assert kinds.count(Kind.REVOKE) == 1 and kinds[-1] is Kind.REVOKE
     assert sum(header.records for header in headers if header.kind is Kind.ACK) == arrived >= RECORDS
+    assert mesh.verify_egress().ok and mesh.verify_ingress().ok
+
+
+async def test_nothing_arrives_at_a_leader_whose_clock_is_far_ahead_of_the_logs_until_it_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_clusters(tmp_path) as mesh:
+        for cluster in mesh.clusters.values():
+            await cluster.drain("b1")
+        await mesh.create()
+        await mesh.publish([flight(number) for number in range(RECORDS)])
+        await mesh.grant()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                PeerLinks, "ahead_of", lambda self, peer: 30_000 if self.me.region == "eu-west" else 0
+            )
+            async with mesh.agent() as agent:
+                await until(
+                    lambda: any("30.0 s ahead of that of broker b1" in link.reason for link in agent.links()),
+                    "the clock that is wrong",
+                )
+                assert [link.position for link in agent.links()] == [0]
+                patch.undo()
+                await mesh.crossed(RECORDS)
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
 
 

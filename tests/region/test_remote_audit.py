@@ -32,6 +32,7 @@ from region.audit_port import FoundAck
 from region.document_log import DocumentLog
 from region.peer_requests import PeerRequest, PeerRequests
 from region.remote_audit import (
+    CLOCK_AHEAD_MS_MAX,
     DIGESTS_MAX,
     PASSED_REMEMBERED_MAX,
     WAITING_BYTES_MAX,
@@ -55,6 +56,7 @@ class Wire:
     def __init__(self) -> None:
         self.ends = {name: PeerRequests(name) for name in ("b1", "b2")}
         self.up = True
+        self.ahead_ms: int | None = 0
         self.lose = lambda message: False
         for name, requests in self.ends.items():
             requests.links = _End(self, name)  # type: ignore[assignment]
@@ -85,6 +87,9 @@ class _End:
 
     def is_up(self, peer: str) -> bool:
         return self._wire.up
+
+    def ahead_of(self, peer: str) -> int | None:
+        return self._wire.ahead_ms
 
     def request(self, peer: str, message: Asked | Answered) -> bool:
         if self._wire.up:
@@ -353,3 +358,22 @@ async def test_a_broker_that_asks_for_many_documents_is_refused_and_what_is_reme
         digests = [sha256(b"%d %d" % (turn, number)).digest() for number in range(DIGESTS_MAX)]
         assert not (await asker.ask("b1", AwaitLeaves(digests, passed=True), LeavesStand)).digests
     assert len(region.leaves._passed) == PASSED_REMEMBERED_MAX < 25 * DIGESTS_MAX
+
+
+@pytest.mark.parametrize("ahead_ms", [-60_000, 0, CLOCK_AHEAD_MS_MAX])
+async def test_a_clock_that_is_near_or_behind_the_logs_stops_nothing(region: Region, ahead_ms: int) -> None:
+    region.wire.ahead_ms = ahead_ms
+    assert region.remote.arrivals.refusal() is None
+
+
+async def test_nothing_arrives_where_the_clock_is_ahead_of_the_logs_or_not_known_to_be_right(
+    region: Region,
+) -> None:
+    arrivals = region.remote.arrivals
+    region.wire.ahead_ms = CLOCK_AHEAD_MS_MAX + 1
+    refusal = arrivals.refusal()
+    assert isinstance(refusal, AuditUnavailableError)
+    assert "clock of broker b2" in refusal.sentence and "broker b1" in refusal.sentence
+    region.wire.ahead_ms = None
+    assert isinstance(arrivals.refusal(), AuditUnavailableError)
+    assert region.remote.failure is None, "what was taken before still gets its leaves"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import Any
 
+import msgspec
 import pytest
 from replication.replicated_region import (
     MESH,
@@ -53,6 +55,10 @@ class End:
         self.host = f"h-{name}"
         self._engine = MemoryEngine(region.network, self.host)
         self.listener: MemoryListener
+        runtime = simulated(region.loop, START_MS)
+        self.clock = runtime.clock
+        self.ahead_ms = 0
+        """how far its wall clock is ahead"""
         self.links = PeerLinks(
             self._engine,
             LocalBroker(name, REGION, MESH, 1, "f" * 32),
@@ -63,8 +69,14 @@ class End:
             lambda peer, up: self.linked.append((peer, up)),
             is_member=lambda broker, registration, folder: broker in self.members,
             mirror_revision=lambda: 7,
-            runtime=simulated(region.loop, START_MS),
+            runtime=msgspec.structs.replace(runtime, clock=self),
         )
+
+    def now_ms(self) -> int:
+        return self.clock.now_ms() + self.ahead_ms
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.clock, name)
 
     async def listen(self) -> None:
         own = identity(self.name)
@@ -105,6 +117,28 @@ def test_two_brokers_have_one_link_on_which_both_speak() -> None:
         await a.links.close()
         await region.until(lambda: not b.links.peers)
         assert b.linked == [("x", True), ("x", False)]
+        await b.links.close()
+
+    alone(scene)
+
+
+def test_a_broker_knows_how_far_its_clock_is_ahead_of_anothers() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        a.ahead_ms += 30_000
+        assert b.links.ahead_of("x") is None
+        await joined(region, a, b)
+        await region.until(lambda: a.links.ahead_of("y") is not None and b.links.ahead_of("x") is not None)
+        near = 1_000
+        assert 30_000 <= (a.links.ahead_of("y") or 0) < 30_000 + near
+        assert -30_000 <= (b.links.ahead_of("x") or 0) < -30_000 + near
+        # A step of the own clock shows at once; the other sees it with the next beats.
+        a.ahead_ms -= 30_000
+        assert abs(a.links.ahead_of("y") or 0) < near
+        await region.until(lambda: abs(b.links.ahead_of("x") or 0) < near)
+        await a.links.close()
+        await region.until(lambda: not b.links.peers)
+        assert b.links.ahead_of("x") is None
         await b.links.close()
 
     alone(scene)
