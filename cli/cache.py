@@ -52,8 +52,11 @@ def create(
         str, typer.Option(help="When it is full: lru (the least recently used goes) or refuse.")
     ] = "lru",
     replicas: Annotated[
-        int, typer.Option(help="Copies of each shard, on as many of the region's brokers; fixed.")
-    ] = 1,
+        int,
+        typer.Option(
+            help="Copies of each shard, on as many of the region's brokers. Default: as the region has it."
+        ),
+    ] = 0,
     min_in_sync: Annotated[
         int,
         typer.Option(

@@ -68,9 +68,9 @@ def create(
     replicas: Annotated[
         int,
         typer.Option(
-            help="Copies of each shard and of its leases, on as many of the region's brokers; fixed."
+            help="Copies of each shard and of its leases, on as many of the region's brokers. Default: as the region has it."
         ),
-    ] = 1,
+    ] = 0,
     min_in_sync: Annotated[
         int,
         typer.Option(
