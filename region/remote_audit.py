@@ -19,7 +19,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -39,9 +40,11 @@ from policy.truncation import Live
 from region.arrival_index import ArrivalIndex, Place, is_arrival
 from region.audit_port import FoundAck
 from region.document_log import DocumentLog
-from region.peer_requests import ASK_S, AnswerT, PeerRequest, PeerRequests
+from region.peer_requests import ASK_S, ASKED_MAX, AnswerT, PeerRequest, PeerRequests
 
 log = logging.getLogger("felix.region.audit")
+
+ToldT = TypeVar("ToldT")
 
 WAITING_BYTES_MAX: Final = 64 << 20
 """Leaves that wait for the broker with the log: as many as region.arrivals lets wait."""
@@ -59,6 +62,8 @@ CLOCK_AHEAD_MS_MAX: Final = 5_000
 """How far a broker's clock may be ahead of that of the broker with the log, and records still arrive: the leaves that a crossing is judged by have the other one's times.
 Half of what verification allows (audit.agreement.STANDING_GRACE_MS); the other half is for how long a broker goes on before it hears of a document's leaf."""
 assert 2 * CLOCK_AHEAD_MS_MAX <= STANDING_GRACE_MS
+READS_OF_BRIDGE_MAX: Final = ASKED_MAX // 8
+"""Questions of one bridge's links for which the log may be read; more wait here. The log is read for one of them at a time."""
 TELLING_MAX: Final = 4
 """Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
 PASSED_REMEMBERED_MAX: Final = 20_000
@@ -309,6 +314,9 @@ class RemoteArrivals:
 
     def __init__(self, audit: RemoteAudit) -> None:
         self._audit = audit
+        self._reading: dict[tuple[object, ...], asyncio.Task[Any]] = {}
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        """of bridges for which questions are under way"""
 
     def refusal(self) -> FelixError | None:
         """As `ArrivalLog`: this broker's clock gives the times of what arrives here, and may not be far ahead of the log's. A clock that is behind harms
@@ -346,6 +354,10 @@ class RemoteArrivals:
 
     async def crossed_before(self, bridge: SpiffeId, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
         """As `ArrivalLog`."""
+        what = str(bridge), name, tuple(lives)
+        return await self._shared(what, partial(self._pages, bridge, name, lives))
+
+    async def _pages(self, bridge: SpiffeId, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
         found, chunk = OffsetSet(), 0
         while True:
             asked = CrossedBefore(str(bridge), name, list(lives), chunk)
@@ -358,7 +370,23 @@ class RemoteArrivals:
     async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
         """As `ArrivalLog`."""
         asked = ArrivedBelow(str(bridge), name, incarnation)
-        return (await self._ask(asked, NumberTold, timeout_s=READ_S)).number
+        what = str(bridge), name, incarnation
+        return (await self._shared(what, partial(self._ask, asked, NumberTold, timeout_s=READ_S))).number
+
+    async def _shared(self, what: tuple[object, ...], ask: Callable[[], Awaitable[ToldT]]) -> ToldT:
+        """A question for which the log may be read, shared by all who ask the same, and READS_OF_BRIDGE_MAX of each bridge at a time: it stays under way at the broker
+        with the log when it is given up here, and a bridge that opens links again and again would leave no room there for leaves."""
+        task: asyncio.Task[ToldT] | None = self._reading.get(what)
+        if task is None:
+            task = self._reading[what] = asyncio.ensure_future(self._in_turn(str(what[0]), ask))
+            task.add_done_callback(
+                lambda done: (self._reading.pop(what, None), done.cancelled() or done.exception())
+            )
+        return await asyncio.shield(task)
+
+    async def _in_turn(self, bridge: str, ask: Callable[[], Awaitable[ToldT]]) -> ToldT:
+        async with self._turns.setdefault(bridge, asyncio.Semaphore(READS_OF_BRIDGE_MAX)):
+            return await ask()
 
     async def charged_bytes(self, grant: str) -> int:
         """As `ArrivalLog`."""
@@ -370,6 +398,7 @@ class RemoteArrivals:
 
     async def close(self) -> None:
         """As `ArrivalLog`."""
+        await end_tasks(*self._reading.values())
 
 
 def _parts(groups: Sequence[list[EncodedLeaf]]) -> Iterable[tuple[int, list[list[EncodedLeaf]]]]:

@@ -35,14 +35,17 @@ from region.remote_audit import (
     CLOCK_AHEAD_MS_MAX,
     DIGESTS_MAX,
     PASSED_REMEMBERED_MAX,
+    READS_OF_BRIDGE_MAX,
     WAITING_BYTES_MAX,
     AckFound,
     AppendLeaves,
+    ArrivedBelow,
     AuditServer,
     AwaitLeaves,
     HomeLeaves,
     LeavesAppended,
     LeavesStand,
+    NumberTold,
     RemoteAudit,
 )
 from region.replication.wire import Answered, Asked
@@ -377,3 +380,30 @@ async def test_nothing_arrives_where_the_clock_is_ahead_of_the_logs_or_not_known
     region.wire.ahead_ms = None
     assert isinstance(arrivals.refusal(), AuditUnavailableError)
     assert region.remote.failure is None, "what was taken before still gets its leaves"
+
+
+async def test_a_bridge_that_opens_links_and_goes_leaves_room_for_leaves(region: Region) -> None:
+    """Each opening may have the log read, and what was asked stays under way there. A source may name any incarnation."""
+    header = ranges(1)[0][0].header
+    name, bridge = ShardName.of(header), SpiffeId.parse(header.bridge)
+    asked, may_answer = list[bytes](), asyncio.Event()
+
+    async def slow(peer: str, request: ArrivedBelow) -> NumberTold:
+        asked.append(request.incarnation)
+        await may_answer.wait()
+        return NumberTold(7)
+
+    region.wire.ends["b1"].serve(ArrivedBelow, slow)
+    arrivals = region.remote.arrivals
+    incarnations = [bytes([number]) * 16 for number in range(READS_OF_BRIDGE_MAX + 1)]
+    for _ in range(10):
+        opened = [asyncio.ensure_future(arrivals.arrived_below(bridge, name, each)) for each in incarnations]
+        await asyncio.sleep(0)
+        for each in opened:
+            each.cancel()
+    last = asyncio.ensure_future(arrivals.arrived_below(bridge, name, incarnations[-1]))
+    assert await arrivals.charged_bytes(header.grant_id) == 0, "others are answered"
+    assert asked == incarnations[:-1]
+    may_answer.set()
+    assert await last == 7
+    assert asked == incarnations
