@@ -161,6 +161,7 @@ class Requests:
             min_in_sync=request.min_in_sync,
             acks=request.acks,
         )
+        config = self._broker.with_copies(config)
         if request.views.queue is not None:
             self._check_dead_letters(identity, name, request.views.queue.retries, copies=config.replicas)
             config = msgspec.structs.replace(config, dead_letter_by=str(identity))

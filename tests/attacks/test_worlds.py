@@ -88,11 +88,13 @@ def broker(region: str, world: World, rendered: Rendered) -> Governance:
     stub.broker = SimpleNamespace(
         clock_ms=lambda: world["now"], require=lambda *_: None, refuse_reserved=lambda *_: None
     )
-    stub.trail = SimpleNamespace(failure=None)
+    stub.trail = stub.audit = SimpleNamespace(failure=None)
     stub._own = SimpleNamespace(region=region)
     stub._mirror = SimpleNamespace(is_current=True)
     stub._cut_off_ms = None
-    stub._judgement = SimpleNamespace(book=rendered.book, policy=rendered.policies[region])
+    stub._judgement = SimpleNamespace(
+        book=rendered.book, policy=rendered.policies[region], leaves=SimpleNamespace(is_current=True)
+    )
     stub.denied = lambda error, **_: error
     return held
 
