@@ -89,6 +89,7 @@ def broker(region: str, world: World, rendered: Rendered) -> Governance:
         clock_ms=lambda: world["now"], require=lambda *_: None, refuse_reserved=lambda *_: None
     )
     stub.trail = stub.audit = SimpleNamespace(failure=None)
+    stub.arrivals = SimpleNamespace(refusal=lambda: None)
     stub._own = SimpleNamespace(region=region)
     stub._mirror = SimpleNamespace(is_current=True)
     stub._cut_off_ms = None
