@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -59,8 +59,31 @@ async def home_of(region: ClusteredRegion) -> str:
     def homes() -> list[str]:
         return [name for name in region.nodes if region.clustered(name).has_audit_log]
 
-    await until(lambda: len(homes()) == 1, 60)
+    try:
+        await until(lambda: len(homes()) == 1, 60)
+    except TimeoutError:
+        raise AssertionError("\n".join(["nobody is home", *states(region)])) from None
     return homes()[0]
+
+
+def states(region: ClusteredRegion) -> Iterator[str]:
+    """What each broker knows of the log, for whoever reads why a test failed."""
+    for name in region.nodes:
+        clustered = region.clustered(name)
+        audit, replicas = clustered.audit, clustered.replicas
+        if audit is None or replicas is None:
+            continue
+        work = [] if audit._work is None else [frame.f_lineno for frame in audit._work.get_stack()]
+        yield f"{name}: {audit.trouble or 'no trouble'}, works at {work}"
+        for shard, hosted in replicas.host._hosted.items():
+            logs = {number: (log.commit, log.end) for number, log in hosted.core.replica.logs.items()}
+            yield (
+                f"  {hosted.core.leader.phase}, settling {hosted.is_settling}, led {list(hosted.led)}, broken {hosted.broken!r}, {logs}, "
+                f"{clustered.member.mirror.view.shards.get(shard)}"
+            )
+    yield from (
+        f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() if "long" in task.get_name()
+    )
 
 
 async def test_each_broker_has_the_log_and_another_goes_on_with_it(tmp_path: Path, etcd: EtcdProcess) -> None:
