@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -373,10 +373,7 @@ class AuditLog:
                     self._hooks(self._seals[kind]),
                     self._copies(kind),
                 )
-            await self._catch_up(logs[LEAVES])
-            self._trail.lead(leading)
-            await asyncio.to_thread(self._trail.publish)
-            await self._taken()
+            await self._while_served(self._take_over(leading, logs[LEAVES]))
             self._trail.admit()
             self.is_home = True
             self.trouble = ""
@@ -389,6 +386,25 @@ class AuditLog:
             self.is_home = False
             self._trail.follow()
             await asyncio.shield(asyncio.ensure_future(self._close(leading, logs)))
+
+    async def _take_over(self, leading: Leading, leaves: ShardLog) -> None:
+        await self._catch_up(leaves)
+        self._trail.lead(leading)
+        await asyncio.to_thread(self._trail.publish)
+        await self._taken()
+
+    async def _while_served(self, work: Coroutine[None, None, None]) -> None:
+        """Raises UnavailableError once this broker is to lead no more: what it has appended and could not commit is answered when the logs are
+        closed, and until they are the broker cannot say that another one may lead."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait((task,), timeout=FOLLOW_S))[0]:
+                if not self._host.serves(self._shard):
+                    raise UnavailableError("Another broker is to go on with the audit log.")
+            task.result()
+        finally:
+            if not task.done():
+                await end_tasks(task)
 
     async def _close(self, leading: Leading, logs: dict[int, ShardLog]) -> None:
         await leading.close()
