@@ -44,6 +44,7 @@ from region.log.companions import RECORDS, log_number
 from region.log.copies import Copies
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
+from region.log.seal import LogSeal
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
 from region.metadata.records import AUDIT_STREAM, Stream
 from region.replication.messages import Frame
@@ -101,14 +102,6 @@ class _Part(msgspec.Struct, frozen=True, array_like=True):
 _checkpoint: Final = msgspec.msgpack.Decoder(_Checkpoint)
 _part: Final = msgspec.msgpack.Decoder(_Part)
 _leaves: Final = msgspec.msgpack.Decoder(list[bytes])
-
-
-class Seal(Protocol):
-    """`region.sealing.KeyringSeal`."""
-
-    def seal(self, batch: Batch) -> Batch: ...
-    def open_batch(self, batch: Batch) -> Batch: ...
-    def commitment(self) -> bytes: ...
 
 
 class Host(Protocol):
@@ -275,8 +268,8 @@ class AuditLog:
         directory: Directory,
         trail: Trail,
         copies: Callable[[int], Copies],
-        make_seal: Callable[[int], Seal],
-        hooks: Callable[[Seal], ShardHooks],
+        make_seal: Callable[[int], LogSeal],
+        hooks: Callable[[LogSeal], ShardHooks],
         *,
         has_key: Callable[[], Awaitable[None]],
         taken: Callable[[], Awaitable[None]],

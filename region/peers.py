@@ -11,10 +11,11 @@ from felix.runtime.port import Runtime
 from felix.transport.port import Engine, TransportLimits
 from region.cluster.member import ClusterMember
 from region.log.open_logs import OpenLogs
+from region.log.seal import MakeSeal
 from region.log.shard_settings import ShardSettings
 from region.metadata.records import Stream, StreamConfig
 from region.peer_requests import PeerRequests
-from region.replicas import Folders, MakeSeal, Replicas, SystemStream
+from region.replicas import Folders, Replicas, SystemStream
 from region.replication.links import LocalBroker, PeerLinks
 
 

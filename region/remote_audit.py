@@ -192,6 +192,26 @@ class _Home:
             await self.requests.news.following.wait()
         return self.home()
 
+    async def until_answered(
+        self,
+        ask: Callable[[str], Awaitable[ToldT]],
+        what_waits: str,
+        failed: Callable[[FelixError], None] = lambda error: None,
+    ) -> ToldT:
+        """Ask the broker that has the log, whoever that is by then, until it answers. A refusal, or an answer that was lost, is told to `failed`; it
+        is logged with `what_waits`, once while it stays the same."""
+        told = ""
+        while True:
+            home = await self.reached()
+            try:
+                return await ask(home)
+            except FelixError as error:
+                failed(error)
+                if error.sentence != told:
+                    told = error.sentence
+                    log.warning("%s for broker %s: %s", what_waits, home, error)
+                await asyncio.sleep(max(AGAIN_S, (error.retry_after_ms or 0) / 1_000))
+
 
 class RemoteAudit:
     """`AuditPort` of a broker that has not got the log; where brokers copy the log, of each, whoever is home. On the event loop, but for `failure` and `status`."""
@@ -258,27 +278,22 @@ class RemoteAudit:
 
     async def _append(self, groups: list[list[bytes]], since: int) -> LeavesAppended:
         """Ask until they stand."""
-        again, told = False, ""
-        while True:
-            home = await self._home.reached()
-            try:
-                answer = await self.ask_append(home, AppendLeaves(groups, since, again))
-            except FelixError as error:
-                # It may have been carried out, wholly or in part.
-                again = True
-                if error.code is not Code.DISCONNECTED:
-                    self._refused = AuditUnavailableError(
-                        f"The audit log takes no leaves: {error.sentence}",
-                        hint=error.hint,
-                        retry_after_ms=500,
-                    )
-                if error.sentence != told:
-                    told = error.sentence
-                    log.warning("leaves wait for the audit log: %s", error)
-                await asyncio.sleep(max(AGAIN_S, (error.retry_after_ms or 0) / 1_000))
-                continue
-            self._refused = None
-            return answer
+        again = False
+
+        def failed(error: FelixError) -> None:
+            nonlocal again
+            # It may have been carried out, wholly or in part.
+            again = True
+            if error.code is not Code.DISCONNECTED:
+                self._refused = AuditUnavailableError(
+                    f"The audit log takes no leaves: {error.sentence}", hint=error.hint, retry_after_ms=500
+                )
+
+        answer = await self._home.until_answered(
+            lambda home: self.ask_append(home, AppendLeaves(groups, since, again)), "leaves wait", failed
+        )
+        self._refused = None
+        return answer
 
     async def ask_append(self, home: str, request: AppendLeaves) -> LeavesAppended:
         """Ask once. Raises the refusal, UnavailableError where the outcome is unknown."""
@@ -447,21 +462,12 @@ class RemoteLeaves:
         await asyncio.sleep(0)
         if self._asked.get(passed) is asked:
             del self._asked[passed]
-        told = ""
-        while True:
-            home = await self._home.reached()
-            try:
-                stand = set(
-                    (
-                        await self._home.requests.ask(home, AwaitLeaves(list(asked), passed), LeavesStand)
-                    ).digests
-                )
-                break
-            except FelixError as error:
-                if error.sentence != told:
-                    told = error.sentence
-                    log.warning("broker %s does not say which documents have their leaf: %s", home, error)
-                await asyncio.sleep(max(AGAIN_S, (error.retry_after_ms or 0) / 1_000))
+        request = AwaitLeaves(list(asked), passed)
+        answer = await self._home.until_answered(
+            lambda home: self._home.requests.ask(home, request, LeavesStand),
+            "which documents have their leaf waits",
+        )
+        stand = set(answer.digests)
         for digest, waiting in asked.items():
             if not waiting.done():
                 waiting.set_result(digest in stand)
@@ -646,6 +652,7 @@ class AuditServer:
     async def close(self) -> None:
         """Append no more of what this broker took; the next start does."""
         await end_tasks(*self._own)
+        await self._arrivals.close()
 
     async def _append(self, peer: str, request: AppendLeaves) -> LeavesAppended:
         groups = [[self._checked(peer, data) for data in group] for group in request.groups]

@@ -16,7 +16,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
-from felix.batch import Batch
 from felix.bounded import BoundedMap
 from felix.errors import CorruptionError, FelixError
 from felix.names import StreamName
@@ -32,6 +31,7 @@ from region.log.copies import Copies
 from region.log.errors import storage_error
 from region.log.maintenance import COMPACTION_AGAIN_MS
 from region.log.open_logs import OpenLogs
+from region.log.seal import MakeSeal
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
 from region.log.shard_settings import ShardSettings
@@ -53,17 +53,6 @@ class SystemStream(NamedTuple):
 
     record: Stream
     logs: tuple[int, ...]
-
-
-class Seal(Protocol):
-    """Seals and opens a log's batches at rest, in threads (region.sealing)."""
-
-    def seal(self, batch: Batch) -> Batch: ...
-    def open_batch(self, batch: Batch) -> Batch: ...
-    def commitment(self) -> bytes: ...
-
-
-MakeSeal = Callable[[StreamName, bytes, int], Seal]
 
 
 class Folders(Protocol):

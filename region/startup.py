@@ -22,6 +22,7 @@ from typing import Final, Protocol
 from audit.note import Algorithm
 from audit.origin import region_origin
 from audit.submission import Submissions
+from audit.trail import Trail
 from audit.trust import RegionTrust
 from audit.witness import DiskWitnessStore
 from felix import __version__
@@ -87,6 +88,7 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
 from region.metadata.records import AUDIT_STREAM, Stream
 from region.metadata.registration import Holder, Registration, is_holder
+from region.peer_requests import PeerRequests
 from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
@@ -339,51 +341,13 @@ async def open_broker(
     forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
     remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
     audit: AuditPort = trail
-    arrivals: ArrivalLog = ArrivalIndex(trail)
+    index = ArrivalIndex(trail)
+    arrivals: ArrivalLog = index
     neighbours: Neighbours = Alone()
     if clustered is not None and peers is not None:
-        member = clustered.member
-        if audited is not None:
-            here, region_of, peers_of = (
-                HomeLeaves(
-                    config.broker,
-                    lambda: member.brokers,
-                    partial(_may_hold_arrivals, clustered, mirror),
-                    peers.requests.is_up,
-                ),
-                clustered,
-                peers.requests,
-            )
-            server = AuditServer(
-                config.region,
-                peers.requests,
-                trail,
-                ArrivalIndex(trail),
-                logged,
-                here,
-                lambda: region_of.has_audit_log,
-            )
-            audit = remote = RemoteAudit(config.region, peers.requests, lambda: region_of.audit_home)
-            arrivals = remote.arrivals
-            neighbours = MovingLeaves(here, remote.leaves, lambda: region_of.has_audit_log)
-            stack.push_async_callback(server.close)
-            stack.push_async_callback(remote.close)
-            member.on_assigned(lambda name: peers_of.news.tell() if name == str(AUDIT_STREAM) else None)
-        elif has_audit_log:
-            neighbours = home_leaves = HomeLeaves(
-                config.broker,
-                lambda: member.brokers,
-                partial(_may_hold_arrivals, clustered, mirror),
-                peers.requests.is_up,
-            )
-            audit = server = AuditServer(
-                config.region, peers.requests, trail, ArrivalIndex(trail), logged, home_leaves
-            )
-            stack.push_async_callback(server.close)
-        else:
-            audit = remote = RemoteAudit(config.region, peers.requests, lambda: member.audit.broker)
-            arrivals, neighbours = remote.arrivals, remote.leaves
-            stack.push_async_callback(remote.close)
+        audit, arrivals, neighbours = _among_others(
+            config.region, clustered, mirror, peers.requests, trail, logged, index, stack
+        )
     governance = Governance(
         broker, catalog, mirror,
         KeyService(keyring, rotation, trail, config.region, runtime.clock.now_ms), trail,
@@ -544,6 +508,38 @@ async def _share_keys(
     await rotation.start()
     stack.push_async_callback(rotation.close)
     return shared, rotation
+
+
+def _among_others(
+    region: str,
+    clustered: Clustered,
+    mirror: CatalogMirror,
+    requests: PeerRequests,
+    trail: Trail,
+    logged: DocumentLog,
+    index: ArrivalIndex,
+    stack: AsyncExitStack,
+) -> tuple[AuditPort, ArrivalLog, Neighbours]:
+    """How one of several brokers reaches the region's audit log, on its own disk or on another one's, and what it tells the others of it."""
+    member = clustered.member
+    is_copied = member.audit.stream is not None
+    if is_copied or clustered.has_audit_log:
+        here = HomeLeaves(
+            member.broker,
+            lambda: member.brokers,
+            partial(_may_hold_arrivals, clustered, mirror),
+            requests.is_up,
+        )
+        server = AuditServer(region, requests, trail, index, logged, here, lambda: clustered.has_audit_log)
+        stack.push_async_callback(server.close)
+        if not is_copied:
+            return server, index, here
+    remote = RemoteAudit(region, requests, lambda: clustered.audit_home)
+    stack.push_async_callback(remote.close)
+    if not is_copied:
+        return remote, remote.arrivals, remote.leaves
+    member.on_assigned(lambda name: requests.news.tell() if name == str(AUDIT_STREAM) else None)
+    return remote, remote.arrivals, MovingLeaves(here, remote.leaves, lambda: clustered.has_audit_log)
 
 
 def _copy_audit_log(

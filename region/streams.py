@@ -21,7 +21,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
-from felix.batch import Batch, BatchHeader
+from felix.batch import BatchHeader
 from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
@@ -38,6 +38,7 @@ from region.log.directory import LogDirectory
 from region.log.epochs import next_epoch
 from region.log.open_logs import OpenLogs
 from region.log.ring_pool import RingPool
+from region.log.seal import MakeSeal
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
@@ -81,18 +82,6 @@ SHARDS_AT_ONCE: Final = 16
 """Shards of a stream that are opened together: as many as there are threads that create shards."""
 CLOSED_AT_ONCE: Final = 8
 """Streams that are closed together at the end: the disk has something to do while another one's answers are looked at."""
-
-
-class ShardSeal(Protocol):
-    """Seals and opens one shard's batches at rest, in the log's threads (region.sealing)."""
-
-    def seal(self, batch: Batch) -> Batch: ...
-    def open_batch(self, batch: Batch) -> Batch: ...
-    def commitment(self) -> bytes: ...
-
-
-MakeSeal = Callable[[StreamName, bytes, int], ShardSeal]
-"""For stream, incarnation and shard."""
 
 
 def delivery_frame(header: BatchHeader) -> bytes:
