@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Final
 
 import typer
@@ -58,27 +58,28 @@ def drain(
 async def _drain(region: str, identity: str, broker: str, wait_ms: int) -> BrokerState:
     async with connect(region, identity) as client:
         await client.drain_broker(broker)
+        found: BrokerState
+
+        async def copies() -> int:
+            nonlocal found
+            found = _of(await client.describe(), broker)
+            return found.copies
+
         if not wait_ms:
-            return _of(await client.describe(), broker)
-        told = -1
-        try:
-            async with asyncio.timeout(wait_ms / 1_000):
-                while True:
-                    state = await client.describe()
-                    found = _of(state, broker)
-                    if not found.copies:
-                        return found
-                    if found.copies != told:
-                        told = found.copies
-                        note(f"{copies_text(told)} on {broker}")
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            raise UnavailableError(
-                f"{broker} is being drained, and has still {copies_text(told)} after {Duration(wait_ms)}.",
+            await copies()
+            return found
+        await _until_none_is_left(
+            wait_ms,
+            copies,
+            lambda left: f"{copies_text(left)} on {broker}",
+            lambda left: UnavailableError(
+                f"{broker} is being drained, and has still {copies_text(left)} after {Duration(wait_ms)}.",
                 code=Code.TIMEOUT,
                 hint="It goes on by itself. A copy stays where too few other brokers are up for the stream's min-in-sync; "
                 "felix region status shows what is wrong, felix region undrain ends it.",
-            ) from None
+            ),
+        )
+        return found
 
 
 def undrain(broker: Broker, region: RegionOption = "", identity: IdentityOption = "") -> None:
@@ -124,28 +125,42 @@ async def _rebalance(region: str, identity: str, dry_run: bool, wait_ms: int) ->
         moves = await client.rebalance(dry_run=dry_run)
         if dry_run or not moves.total or not wait_ms:
             return moves
-        told = -1
-        try:
-            async with asyncio.timeout(wait_ms / 1_000):
-                while True:
-                    left = await _left(client)
-                    if not left:
-                        return moves
-                    if left != told:
-                        told = left
-                        note(f"{counted(left, 'shard')} to be moved")
-                    await asyncio.sleep(LOOK_S)
-        except TimeoutError:
-            raise UnavailableError(
-                f"After {Duration(wait_ms)} {counted(told, 'shard')} are still to be moved.",
+
+        async def to_move() -> int:
+            moving = (await client.describe()).moving
+            return max(moving, (await client.rebalance(dry_run=True)).total)
+
+        await _until_none_is_left(
+            wait_ms,
+            to_move,
+            lambda left: f"{counted(left, 'shard')} to be moved",
+            lambda left: UnavailableError(
+                f"After {Duration(wait_ms)} {counted(left, 'shard')} are still to be moved.",
                 code=Code.TIMEOUT,
                 hint="It goes on by itself; felix region rebalance --dry-run shows what is left.",
-            ) from None
+            ),
+        )
+        return moves
 
 
-async def _left(client: felix.RegionClient) -> int:
-    moving = (await client.describe()).moving
-    return max(moving, (await client.rebalance(dry_run=True)).total)
+async def _until_none_is_left(
+    wait_ms: int,
+    look: Callable[[], Awaitable[int]],
+    said: Callable[[int], str],
+    late: Callable[[int], UnavailableError],
+) -> None:
+    """Look until it says none, and note each other number once. Raises what `late` makes of the last one after `wait_ms`."""
+    told, left = 0, await look()
+    try:
+        async with asyncio.timeout(wait_ms / 1_000):
+            while left:
+                if left != told:
+                    told = left
+                    note(said(left))
+                await asyncio.sleep(LOOK_S)
+                left = await look()
+    except TimeoutError:
+        raise late(left) from None
 
 
 def _of(state: RegionState, broker: str) -> BrokerState:
@@ -254,7 +269,9 @@ def scale(
 
 async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> None:
     async with connect(region, identity) as client:
-        await _until(client, wait_ms, lambda state: all(_is_alive(state, name) for name in names), "start")
+        await _until(
+            client, wait_ms, lambda state: sum(not _is_alive(state, name) for name in names), "start"
+        )
 
 
 async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> None:
@@ -274,7 +291,7 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
 
 async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> None:
     async with connect(region, identity) as client:
-        await _until(client, wait_ms, lambda state: not any(_is_alive(state, name) for name in names), "stop")
+        await _until(client, wait_ms, lambda state: sum(_is_alive(state, name) for name in names), "stop")
         for name in names:
             await client.retire_broker(name)
 
@@ -284,15 +301,20 @@ def _is_alive(state: RegionState, name: str) -> bool:
 
 
 async def _until(
-    client: felix.RegionClient, wait_ms: int, holds: Callable[[RegionState], bool], what: str
+    client: felix.RegionClient, wait_ms: int, lacking: Callable[[RegionState], int], what: str
 ) -> None:
-    try:
-        async with asyncio.timeout(wait_ms / 1_000):
-            while not holds(await client.describe()):  # noqa: ASYNC110 - of what others do, no event comes here
-                await asyncio.sleep(LOOK_S)
-    except TimeoutError:
-        raise UnavailableError(
+    """Wait until of no broker `what` is lacking."""
+
+    async def look() -> int:
+        return lacking(await client.describe())
+
+    await _until_none_is_left(
+        wait_ms,
+        look,
+        lambda left: f"{counted(left, 'broker')} to {what}",
+        lambda left: UnavailableError(
             f"Not every broker did {what} within {Duration(wait_ms)}.",
             code=Code.TIMEOUT,
             hint="Does `felix region up` run? It follows region.yaml; felix region status shows its brokers.",
-        ) from None
+        ),
+    )
