@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import itertools
 import json
 import logging
 import re
@@ -131,22 +132,8 @@ def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address:
         for line in lines[count:]:
             text = text.replace(line, "", 1)
     else:
-        listens = [each.listen for each in brokers]
-        healths = [each.health for each in brokers if each.health is not None]
-        ids = {str(each.id) for each in brokers}
-        added: list[str] = []
-        number = 0
-        while len(added) < count - len(brokers):
-            number += 1
-            if f"b{number}" in ids:
-                continue
-            listen = free_address(brokers[0].listen.port, listens, socket.SOCK_DGRAM)
-            health = free_address(healths[0].port, healths, socket.SOCK_STREAM) if healths else None
-            listens.append(listen)
-            if health is not None:
-                healths.append(health)
-            added.append(_line(ClusterBroker(id=f"b{number}", listen=listen, health=health)))
-        text = text.replace(lines[-1], lines[-1] + "".join(added), 1)
+        added = "".join(_line(each) for each in _with_more(brokers, count, free_address)[len(brokers) :])
+        text = text.replace(lines[-1], lines[-1] + added, 1)
     made = decode_document(text, RegionConfig, str(folder.config))
     replace_file(folder.config, text.encode(), PUBLIC)
     return made
@@ -158,24 +145,33 @@ def _line(each: ClusterBroker) -> str:
 
 
 def _places(config: RegionConfig, count: int, free_address: FreeAddress) -> list[ClusterBroker]:
-    listens: list[Address] = []
-    healths: list[Address] = []
-    for number in range(count):
-        first = number == 0 and config.listen.port
-        listens.append(
-            config.listen if first else free_address(config.listen.port or 7443, listens, socket.SOCK_DGRAM)
-        )
-        if config.health is not None:
-            first = number == 0 and config.health.port
-            healths.append(
-                config.health
-                if first
-                else free_address(config.health.port or 8080, healths, socket.SOCK_STREAM)
-            )
-    return [
-        ClusterBroker(id=f"b{number + 1}", listen=listen, health=healths[number] if healths else None)
-        for number, listen in enumerate(listens)
-    ]
+    listen, health = config.listen, config.health
+    if not listen.port:
+        listen = free_address(7443, [], socket.SOCK_DGRAM)
+    if health is not None and not health.port:
+        health = free_address(8080, [], socket.SOCK_STREAM)
+    return _with_more([ClusterBroker(id="b1", listen=listen, health=health)], count, free_address)
+
+
+def _with_more(
+    brokers: Sequence[ClusterBroker], count: int, free_address: FreeAddress
+) -> list[ClusterBroker]:
+    """These, and behind them as many on this machine as make them `count`."""
+    found = list(brokers)
+    ids = {str(each.id) for each in brokers}
+    listens = [each.listen for each in brokers]
+    healths = [each.health for each in brokers if each.health is not None]
+    for number in itertools.count(1):
+        if len(found) == count:
+            break
+        if f"b{number}" in ids:
+            continue
+        listens.append(free_address(listens[0].port, listens, socket.SOCK_DGRAM))
+        health = free_address(healths[0].port, healths, socket.SOCK_STREAM) if healths else None
+        if health is not None:
+            healths.append(health)
+        found.append(ClusterBroker(id=f"b{number}", listen=listens[-1], health=health))
+    return found
 
 
 def pid_file(folder: RegionFolder, broker: str) -> Path:
