@@ -19,7 +19,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -191,71 +191,88 @@ async def serve_all(folder: RegionFolder, config: RegionConfig, pid: PidFile) ->
     async with AsyncExitStack() as stack:
         if (folder.root / ETCD_FOLDER).is_dir():
             stack.push_async_callback((await _start_etcd(folder, config)).end)
-        brokers = [_Broker(folder, each.id) for each in config.cluster.brokers]
-        for broker in brokers:
-            await broker.start()
-            stack.push_async_callback(broker.child.end)
-        await asyncio.gather(*(broker.serves() for broker in brokers))
+        family = _Family(folder)
+        stack.push_async_callback(family.end)
+        await family.begin(str(each.id) for each in config.cluster.brokers)
         addresses = [each.client_address for each in config.cluster.brokers]
         await asyncio.to_thread(write_profile, folder, config.region, config.mesh, *addresses)
         pid.announce(address=str(addresses[0]), health="", started_ms=now_ms())
         note(
-            f"{config.region} serves with {len(brokers)} brokers at {', '.join(map(str, addresses))}; "
+            f"{config.region} serves with {len(addresses)} brokers at {', '.join(map(str, addresses))}; "
             f"end it with Ctrl-C or: felix region down {config.region}"
         )
-        family = _Family(folder, brokers)
         following = asyncio.ensure_future(family.follow())
         try:
             await stop.wait()
         finally:
             following.cancel()
             await asyncio.gather(following, return_exceptions=True)
-            await family.end()
 
 
 class _Family:
     """The brokers that region.yaml names, each kept running."""
 
-    def __init__(self, folder: RegionFolder, brokers: Sequence[_Broker]) -> None:
+    def __init__(self, folder: RegionFolder) -> None:
         self._folder = folder
-        self._brokers = {broker.id: broker for broker in brokers}
-        self._keeping = {broker.id: asyncio.ensure_future(broker.keep()) for broker in brokers}
+        self._brokers: dict[str, _Broker] = {}
+        """all that have a process; `end` ends them"""
+        self._keeping: dict[str, asyncio.Task[None]] = {}
+        self._seen = (0, 0)
+        """which region.yaml they are of"""
+
+    async def begin(self, names: Iterable[str]) -> None:
+        """Start these. Raises UnavailableError where one of them does not come up."""
+        self._seen = await self._look()
+        for name in names:
+            await self._start(name)
+        await asyncio.gather(*(broker.serves() for broker in self._brokers.values()))
+        for name in self._brokers:
+            self._keep(name)
 
     async def follow(self) -> None:
         """Start what region.yaml names from now on, stop what it names no more. Until it is cancelled."""
-        known = await asyncio.to_thread(self._folder.config.stat)
         while True:
             await asyncio.sleep(FOLLOW_S)
             try:
-                found = await asyncio.to_thread(self._folder.config.stat)
-                if (found.st_mtime_ns, found.st_ino) == (known.st_mtime_ns, known.st_ino):
-                    continue
-                known = found
-                config = await asyncio.to_thread(load_config, self._folder.config)
-                await self._become(config)
+                found = await self._look()
+                if found != self._seen:
+                    self._seen = found
+                    await self._become(await asyncio.to_thread(load_config, self._folder.config))
             except (OSError, FelixError) as error:
                 log.error("%s is not followed: %s", self._folder.config, error)
+
+    async def _look(self) -> tuple[int, int]:
+        found = await asyncio.to_thread(self._folder.config.stat)
+        return found.st_mtime_ns, found.st_ino
 
     async def _become(self, config: RegionConfig) -> None:
         if config.cluster is None:
             return
-        named = {str(each.id): each for each in config.cluster.brokers}
-        for name in self._brokers.keys() - named.keys():
+        named = {str(each.id) for each in config.cluster.brokers}
+        for name in self._brokers.keys() - named:
             await self._stop(name)
-        for name in named.keys() - self._brokers.keys():
+        for name in named - self._brokers.keys():
             log.warning("Broker %s is in region.yaml from now on and is started.", name)
-            broker = self._brokers[name] = _Broker(self._folder, name)
-            await broker.start()
-            self._keeping[name] = asyncio.ensure_future(broker.keep())
+            await self._start(name)
+            self._keep(name)
         addresses = [each.client_address for each in config.cluster.brokers]
         await asyncio.to_thread(write_profile, self._folder, config.region, config.mesh, *addresses)
+
+    async def _start(self, name: str) -> None:
+        broker = _Broker(self._folder, name)
+        await broker.start()
+        self._brokers[name] = broker
+
+    def _keep(self, name: str) -> None:
+        self._keeping[name] = asyncio.ensure_future(self._brokers[name].keep())
 
     async def _stop(self, name: str) -> None:
         log.warning("Broker %s is not in region.yaml any more and is stopped.", name)
         keeping = self._keeping.pop(name)
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        await self._brokers.pop(name).child.end()
+        await self._brokers[name].child.end()
+        del self._brokers[name]
 
     async def end(self) -> None:
         """Stop all of them, together: each waits for its disk and its clients."""
@@ -320,11 +337,6 @@ class _Broker:
         self._folder = folder
         self._broker = broker
         self.child: _Child
-
-    @property
-    def id(self) -> str:
-        """As region.yaml names it."""
-        return self._broker
 
     async def start(self) -> None:
         region = self._folder.root.name

@@ -22,7 +22,7 @@ from region_peer import client, until
 
 from cli import several as cli_several
 from cli.process import FAILURE
-from cli.several import ETCD_FOLDER, _Broker, _Child, make_cluster, scaled
+from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, make_cluster, scaled
 from felix import RegionClient
 from felix.address import Address
 from felix.backoff import BackoffPolicy
@@ -140,6 +140,50 @@ async def test_a_broker_that_cannot_start_is_tried_more_seldom_and_spoken_of_onc
     # What they said is bounded, too: the last part, and one before it.
     assert {each.name for each in broker.child.said.parent.iterdir()} == {"b1.log", "b1.log.1"}
     assert broker.child.said.stat().st_size < 80
+
+
+class _Idle(_Broker):
+    """Its process does nothing, and the third one's cannot be started for want of memory, say."""
+
+    fails = True
+
+    async def start(self) -> None:
+        if self._broker == "b3" and _Idle.fails:
+            raise OSError("Cannot allocate memory")
+        command = [sys.executable, "-S", "-c", "import signal; signal.pause()"]
+        self.child = await _Child.start(
+            command, self._broker, cli_several.log_file(self._folder, self._broker)
+        )
+
+    def _is_serving(self) -> bool:
+        return True
+
+
+async def test_a_broker_that_region_yaml_names_and_that_cannot_be_started_holds_up_none_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cli_several, "_Broker", _Idle)
+    monkeypatch.setattr(cli_several, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(_Idle, "fails", True)
+    folder = make_region(tmp_path, "us-east")
+    config = make_cluster(folder, load_config(folder.config), 2, free_address)
+    family = _Family(folder)
+    await family.begin(["b1", "b2"])
+    following = asyncio.ensure_future(family.follow())
+    try:
+        config = scaled(folder, config, 3, free_address)
+        await until(lambda: "Cannot allocate memory" in caplog.text)
+        config = scaled(folder, config, 1, free_address)
+        await until(lambda: set(family._brokers) == {"b1"})
+        monkeypatch.setattr(_Idle, "fails", False)
+        scaled(folder, config, 3, free_address)
+        await until(lambda: set(family._keeping) == {"b1", "b2", "b3"})
+        children = [broker.child for broker in family._brokers.values()]
+    finally:
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        await family.end()
+    assert [child.process.returncode for child in children] == [-signal.SIGTERM] * 3
 
 
 @pytest.mark.etcd
