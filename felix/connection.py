@@ -234,8 +234,8 @@ class Link:
         moved: Callable[[NotLeaderError], None] = lambda error: None,
         is_of_several: bool = False,
     ) -> None:
-        """`is_of_several`: the region has several brokers. `over` is called with the error that ended the session, once everybody who waits on this link was told; `moved` with
-        each word of the broker that another one leads a stream."""
+        """`over` is called with the error that ended the session, once everybody who waits on this link was told; `moved` with
+        each word of the broker that another one leads a stream. `is_of_several`: the region has several brokers."""
         self._loop = asyncio.get_running_loop()
         self._told_over = over
         self._moved = moved
@@ -766,8 +766,9 @@ class RegionConnection:
         leads_to: Routes[Attachment] | None = None,
         profile_only: bool = False,
     ) -> None:
-        """`profile_only`: a broker that names another one's address is followed only to an address of the profile. `wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile. `leads_to`: of the
-        client whose connection to one leader this is; None: it is the client's first."""
+        """`wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile. `leads_to`: of the
+        client whose connection to one leader this is; None: it is the client's first. `profile_only`: a broker that names another one's
+        address is followed only to an address of the profile."""
         self.profile = profile
         self._wait_for_broker = wait_for_broker
         self.request_timeout_s = request_timeout_s
@@ -787,14 +788,15 @@ class RegionConnection:
         self._dead: FelixError | None = None
         self._task: asyncio.Task[None] | None = None
         self._is_first = leads_to is None
+        known = [str(address) for address in profile.parsed_addresses()]
         self._routes = leads_to or Routes[Attachment](
             self,
             self._to_leader,
             self.policy,
             runtime,
             self._address,
-            (lambda address: address in self.profile.addresses) if profile_only else (lambda address: True),
-            known=[str(address) for address in profile.parsed_addresses()],
+            (lambda address: address in known) if profile_only else (lambda address: True),
+            known=known,
         )
 
     # -- life -----------------------------------------------------------------------------------------

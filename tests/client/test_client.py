@@ -11,6 +11,7 @@ from client.scripted_broker import BrokerSession, ScriptedBroker, ScriptedEngine
 
 import felix
 from felix import Code, ProtocolError, RequestError, UnavailableError
+from felix.connection import RegionConnection
 from felix.messages import DescribeStream, Done, Limits, Request, RotateKeys
 
 
@@ -254,3 +255,10 @@ def test_a_client_is_of_a_region_or_a_profile_not_both() -> None:
 async def test_a_ping_is_answered(region: felix.RegionClient, broker: ScriptedBroker) -> None:
     broker.session.ping()
     assert (await region.describe_stream(ORDERS)).stream == ORDERS
+
+
+async def test_a_leader_is_followed_to_an_address_that_the_profile_gives_without_its_port() -> None:
+    held = RegionConnection(profile("broker", "10.0.0.1:7444"), profile_only=True)
+    may_call = held._routes.may_call
+    assert may_call("broker:7443") and may_call("10.0.0.1:7444")
+    assert not may_call("broker:7444") and not may_call("other:7443")
