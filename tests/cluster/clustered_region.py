@@ -16,8 +16,6 @@ import felix
 from felix.address import Address
 from policy.quantity import Duration
 from region.bootstrap import write_profile
-from region.cluster import registration
-from region.cluster.transactions import Transaction
 from region.clustered import Clustered
 from region.config import ClusterBroker, ClusterConfig, MetadataConfig, RegionConfig, load_config
 from region.folder import RegionFolder
@@ -77,11 +75,7 @@ class ClusteredRegion:
 
     async def drain(self, name: str) -> None:
         """Place nothing more on a running broker."""
-        mirror = self.clustered(name).member._mirror
-        made = registration.drain(mirror.view, name, on=True)
-        assert isinstance(made, Transaction)
-        result = await mirror.commit(made)
-        assert result is not None and result.succeeded
+        await self.clustered(name).drain(name, on=True)
 
     def client(self, name: str) -> felix.RegionClient:
         """An operator's client whose profile names one broker alone."""
