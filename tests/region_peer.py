@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,15 +20,22 @@ from felix.transport.port import ClientTls, Connection, engine_named
 from keys.bundle import decode_bundle
 from region.folder import RegionFolder
 
+LOOK_S = 0.001
+ASK_S = 0.02
 WAIT_S = 120.0
 """Longest wait for something that must happen; only a failing test waits this long."""
 
 
 async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
-    """Wait for something that nobody announces."""
+    """Wait for something that nobody announces. `condition` may be async, and ask a broker: then it is asked more seldom."""
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - no event is set for it
-            await asyncio.sleep(0.001)
+        while True:
+            found, pause_s = condition(), LOOK_S
+            if isinstance(found, Awaitable):
+                found, pause_s = await found, ASK_S
+            if found:
+                return
+            await asyncio.sleep(pause_s)
 
 
 def encode_request(request: Request, correlation: int = 1) -> bytes:
@@ -213,3 +220,9 @@ async def take(subscription: felix.Subscription, count: int, timeout_s: float = 
         while len(found) < count:
             found.append(await anext(subscription))
     return found
+
+
+async def payloads(region: felix.RegionClient, stream: str, count: int) -> list[bytes]:
+    """Of the first records of a stream."""
+    async with region.stream(stream).subscribe(start="earliest") as records:
+        return [bytes(record.payload) for record in await take(records, count)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -72,6 +73,19 @@ class ClusteredRegion:
         """Who leads a stream, as a running broker knows."""
         hosted = self.nodes[name].broker.streams.get(felix.StreamName.parse(stream))
         return "" if hosted is None else self.clustered(name).leader_of(hosted.record, 0)
+
+    async def in_sync(self, name: str, stream: str) -> None:
+        """Wait until a running broker knows that the stream's copies on all brokers that run are in sync, and no others."""
+        hosted = self.nodes[name].broker.streams.get(felix.StreamName.parse(stream))
+        assert hosted is not None
+        clustered, running = self.clustered(name), sorted(self.nodes)
+        async with asyncio.timeout(60):
+            await clustered.member.until(
+                lambda: all(
+                    clustered.members(hosted.record, shard)[1] == running
+                    for shard in range(hosted.shard_count)
+                )
+            )
 
     async def drain(self, name: str) -> None:
         """Place nothing more on a running broker."""

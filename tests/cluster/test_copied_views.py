@@ -31,20 +31,6 @@ NAMES = ("b1", "b2", "b3")
 LEASE_MS = 2_000
 
 
-async def in_sync(region: ClusteredRegion, at: str, name: str) -> None:
-    """Wait until a broker knows that the copies on all brokers that run are in sync, and no others."""
-    stream = region.nodes[at].broker.streams.get(felix.StreamName.parse(name))
-    assert stream is not None
-    clustered = region.clustered(at)
-    async with asyncio.timeout(60):
-        await clustered.member.until(
-            lambda: all(
-                clustered.members(stream.record, shard)[1] == sorted(region.nodes)
-                for shard in range(stream.shard_count)
-            )
-        )
-
-
 def other_than(region: ClusteredRegion, name: str) -> str:
     """A broker that runs and does not lead this stream."""
     leader = region.leader(next(iter(region.nodes)), name)
@@ -124,7 +110,7 @@ async def test_dead_letters_have_as_many_copies_and_come_back_from_the_next_lead
         at = next(iter(region.nodes))
         await until(lambda: region.leader(at, QUEUE) not in ("", placed))
         await region.start(placed)
-        await in_sync(region, at, QUEUE)
+        await region.in_sync(at, QUEUE)
         async with region.client(other_than(region, QUEUE)) as client:
             jobs = client.queue(QUEUE)
             await jobs.put_many([b"0", b"1"])
@@ -133,12 +119,14 @@ async def test_dead_letters_have_as_many_copies_and_come_back_from_the_next_lead
             at = next(iter(region.nodes))
             await until(lambda: region.leader(at, f"{QUEUE}.dead"))
             await until(lambda: region.leader(at, QUEUE) == region.leader(at, f"{QUEUE}.dead"))
-            async with asyncio.timeout(60):
-                while (await jobs.describe()).dead < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+
+            async def both_are_dead() -> bool:
+                return (await jobs.describe()).dead >= 2
+
+            await until(both_are_dead)
             assert (await client.describe_stream(f"{QUEUE}.dead")).replicas == 3
-            await in_sync(region, at, QUEUE)
-            await in_sync(region, at, f"{QUEUE}.dead")
+            await region.in_sync(at, QUEUE)
+            await region.in_sync(at, f"{QUEUE}.dead")
             leader = region.leader(at, QUEUE)
             await region.stop(leader)
             at = next(iter(region.nodes))
@@ -171,13 +159,16 @@ async def test_a_journal_that_is_gone_is_copied_anew_and_its_broker_may_lead(
             for job in await jobs.lease(2):
                 await job.ack()
             await region.start(follower)
-            await in_sync(region, client_at, QUEUE)
+            await region.in_sync(client_at, QUEUE)
             await region.stop(leader)
             # Whoever leads now has all of it.
             await until(lambda: region.leader(client_at, QUEUE) not in ("", leader))
-            async with asyncio.timeout(60):
-                while (state := await jobs.describe()).ready != 4 or state.leased:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+
+            async def four_are_left() -> bool:
+                state = await jobs.describe()
+                return state.ready == 4 and not state.leased
+
+            await until(four_are_left)
 
 
 async def test_a_cache_is_compacted_on_every_copy_and_a_copy_that_is_gone_is_made_of_what_is_left(
@@ -204,14 +195,14 @@ async def test_a_cache_is_compacted_on_every_copy_and_a_copy_that_is_gone_is_mad
             stream = region.nodes[leader].broker.streams.get(felix.StreamName.parse(CACHE))
             assert stream is not None
             for name in NAMES:
-                await in_sync(region, client_at, CACHE)
+                await region.in_sync(client_at, CACHE)
                 await compacted(region, name)
             await region.stop(follower)
             data = region.folder.root / region.config.of_broker(follower).data / "streams"
             shutil.rmtree(data / folder_name(stream.name, bytes.fromhex(stream.record.incarnation)))
             await put(10)
             await region.start(follower)
-            await in_sync(region, client_at, CACHE)
+            await region.in_sync(client_at, CACHE)
             assert log_of(region, follower).compaction.clean_to > 0, "it came with the leader's segments"
             assert await cache.increment("count") == 1
             versions = {key.decode(): entry.version async for key, entry in cache.scan()}

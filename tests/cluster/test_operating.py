@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 from cluster.clustered_region import ClusteredRegion, serving
-from etcd_process import EtcdProcess
+from etcd_process import EtcdProcess, etcd_of_each_test
+from region_peer import payloads, until
 
 import felix
 from felix.errors import Code, RequestError
@@ -19,21 +20,17 @@ from region.cluster.records import ShardId, ShardRecord
 from region.log.directory import shard_folder
 from region.node import Node
 
+__all__ = ["etcd_of_each_test"]  # the fixture
+
 pytestmark = pytest.mark.etcd
 STREAM = "acme/ops/orders"
 NAMES = ("b1", "b2", "b3", "b4")
 
 
 @pytest.fixture
-async def region(tmp_path: Path) -> AsyncIterator[ClusteredRegion]:
-    (tmp_path / "etcd").mkdir()
-    etcd = EtcdProcess(tmp_path / "etcd")
-    etcd.start()
-    try:
-        async with serving(tmp_path / "home", etcd, len(NAMES)) as region:
-            yield region
-    finally:
-        etcd.stop()
+async def region(tmp_path: Path, etcd: EtcdProcess) -> AsyncIterator[ClusteredRegion]:
+    async with serving(tmp_path, etcd, len(NAMES)) as region:
+        yield region
 
 
 def record_of(region: ClusteredRegion, name: str = "b1") -> ShardRecord:
@@ -42,7 +39,7 @@ def record_of(region: ClusteredRegion, name: str = "b1") -> ShardRecord:
     return region.clustered(name).member.mirror.view.shards[ShardId(stream.record.incarnation, 0)]
 
 
-async def until(region: ClusteredRegion, holds: Callable[[ShardRecord], bool], name: str = "b1") -> None:
+async def until_it(region: ClusteredRegion, holds: Callable[[ShardRecord], bool], name: str = "b1") -> None:
     """Wait until a broker knows a record of the stream of which this holds."""
     async with asyncio.timeout(90):
         await region.clustered(name).member.until(lambda: holds(record_of(region, name)))
@@ -77,16 +74,6 @@ def copies(region: ClusteredRegion, broker: str) -> int:
     )
 
 
-async def stored(client: felix.RegionClient, count: int) -> list[bytes]:
-    found: list[bytes] = []
-    async with client.stream(STREAM).subscribe(start="earliest") as records:
-        async for record in records:
-            found.append(bytes(record.payload))
-            if len(found) == count:
-                break
-    return found
-
-
 async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_again(
     region: ClusteredRegion,
 ) -> None:
@@ -108,24 +95,24 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
         home = folder_of(region, drained)
         others = [name for name in NAMES if name != drained]
         await client.drain_broker(drained)
-        await until(region, settled(*others))
+        await until_it(region, settled(*others))
         # The audit log's copy moves, too.
         async with asyncio.timeout(90):
             await region.clustered("b1").member.until(lambda: not copies(region, drained))
-            # Another broker is asked, which may hear of it later.
-            while (state := await client.describe()).moving:  # noqa: ASYNC110 - no event tells of the answer
-                await asyncio.sleep(0.05)
+
+        async def nothing_moves() -> bool:
+            return not (await client.describe()).moving
+
+        # Another broker is asked, which may hear of it later.
+        await until(nothing_moves)
+        state = await client.describe()
         assert of(state, drained).is_drained and of(state, drained).copies == 0
-        async with asyncio.timeout(60):
-            while home.exists():  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: not home.exists())
         before = len(published)
-        async with asyncio.timeout(60):
-            while len(published) < before + 20:  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(lambda: len(published) >= before + 20)
         goes_on.clear()
         await publishing
-        assert await stored(client, len(published)) == published
+        assert await payloads(client, STREAM, len(published)) == published
         # What has one copy stays where it is.
         assert sum(each.alone for each in state.brokers) == 1
         await client.create_stream("acme/ops/later", replicas=3)
@@ -149,14 +136,14 @@ async def test_copies_are_made_and_dropped_while_the_stream_serves(region: Clust
             await client.stream(STREAM).publish(b"%d" % number)
         altered = await client.alter_stream(STREAM, replicas=4)
         assert (altered.replicas, altered.min_in_sync) == (4, 3)
-        await until(region, lambda record: settled(*NAMES)(record) and record.min == 3)
+        await until_it(region, lambda record: settled(*NAMES)(record) and record.min == 3)
         await client.alter_stream(STREAM, replicas=2, min_in_sync=1)
-        await until(
+        await until_it(
             region, lambda record: len(record.replicas) == 2 and not record.target and record.min == 1
         )
         for number in range(10, 20):
             assert await client.stream(STREAM).publish(b"%d" % number) == number
-        assert await stored(client, 20) == [b"%d" % number for number in range(20)]
+        assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]
         for asked, sentence in (
             ({"replicas": 1}, "one copy or several is decided when"),
             ({"replicas": 5}, "5 copies, and us-east has 4 brokers"),
@@ -207,7 +194,7 @@ async def test_a_broker_whose_folder_is_lost_gets_a_new_one_and_what_only_it_had
         with pytest.raises(RequestError, match="had another data folder"):
             await Node.start(region.folder, config)
         region.nodes[lost] = await Node.start(region.folder, config, replace_folder=True)
-        await until(region, settled(*NAMES))
+        await until_it(region, settled(*NAMES))
         with pytest.raises(RequestError, match="leads the shard"):
             await client.recover_shard(STREAM, 0, lost)
         with pytest.raises(RequestError, match="is no living replica"):

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from cluster.clustered_region import ClusteredRegion
-from etcd_process import EtcdProcess
+from cluster.clustered_region import ClusteredRegion, serving
+from etcd_process import EtcdProcess, etcd_of_each_test
 from region_home import make_region, running
 from region_peer import client as operator_of
+from region_peer import payloads, until
 
 import felix
 from felix.errors import Code, RequestError
@@ -20,42 +21,17 @@ from felix.settings import Durability, Offload, QueueSettings, Views
 from region.log.directory import shard_folder
 from region.metadata.records import StreamConfig, decode, min_in_sync
 
+__all__ = ["etcd_of_each_test"]  # the fixture
+
 pytestmark = pytest.mark.etcd
 STREAM = "acme/ops/orders"
 NAMES = ("b1", "b2", "b3")
 
 
 @pytest.fixture
-async def region(tmp_path: Path) -> AsyncIterator[ClusteredRegion]:
-    (tmp_path / "etcd").mkdir()
-    etcd = EtcdProcess(tmp_path / "etcd")
-    etcd.start()
-    region = ClusteredRegion(tmp_path / "home", etcd, 3)
-    try:
-        await region.start(*NAMES)
+async def region(tmp_path: Path, etcd: EtcdProcess) -> AsyncIterator[ClusteredRegion]:
+    async with serving(tmp_path, etcd, len(NAMES)) as region:
         yield region
-    finally:
-        await region.stop()
-        etcd.stop()
-
-
-async def in_sync(region: ClusteredRegion, name: str, wanted: tuple[str, ...] = NAMES) -> None:
-    """Wait until a broker knows these, and no others, to be in sync."""
-    stream = region.nodes[name].broker.streams.get(felix.StreamName.parse(STREAM))
-    assert stream is not None
-    clustered = region.clustered(name)
-    async with asyncio.timeout(60):
-        await clustered.member.until(lambda: clustered.members(stream.record, 0)[1] == sorted(wanted))
-
-
-async def stored(client: felix.RegionClient, count: int) -> list[bytes]:
-    found: list[bytes] = []
-    async with client.stream(STREAM).subscribe(start="earliest") as records:
-        async for record in records:
-            found.append(bytes(record.payload))
-            if len(found) == count:
-                break
-    return found
 
 
 async def test_a_leader_that_stops_is_followed_by_one_that_has_all(region: ClusteredRegion) -> None:
@@ -74,22 +50,24 @@ async def test_a_leader_that_stops_is_followed_by_one_that_has_all(region: Clust
             for number in range(20, 40):
                 published.append(b"%d" % number)
                 assert await publisher.publish(published[-1]) == number
-        assert await stored(client, 40) == published
-        await in_sync(region, "b3", tuple(name for name in NAMES if name != gone))
+        assert await payloads(client, STREAM, 40) == published
+        await region.in_sync("b3", STREAM)
         alarms = (await client.describe()).alarms
         assert any("Not every copy is in sync: acme/ops/orders shard 0" in each for each in alarms)
         await region.start(gone)
-        await in_sync(region, "b3")
+        await region.in_sync("b3", STREAM)
         now = region.leader("b3", STREAM)
-        await in_sync(region, now)
+        await region.in_sync(now, STREAM)
         assert region.nodes[now].gauges.values()["copies"] == 2  # and the audit log
         ((_, _, gauges),) = region.nodes[now].gauges.shards()
         assert (gauges["copies"], gauges["copies_in_sync"]) == (3, 3) and gauges["copy_lag_records"] >= 0
         state = (await client.describe_stream(STREAM)).state[0]
         assert sorted(state.replicas) == state.in_sync == sorted(NAMES)
-        async with asyncio.timeout(60):
-            while (await client.describe()).alarms:  # noqa: ASYNC110 - the audit log's copy comes by itself
-                await asyncio.sleep(0.05)
+
+        async def is_calm() -> bool:
+            return not (await client.describe()).alarms
+
+        await until(is_calm, 60)  # the audit log's copy comes by itself
 
 
 async def test_with_acks_leader_what_was_acknowledged_is_there_after_a_stop_in_order(
@@ -103,7 +81,7 @@ async def test_with_acks_leader_what_was_acknowledged_is_there_after_a_stop_in_o
         leader = region.leader("b3", STREAM)
         await region.stop(leader if leader != "b3" else "b2")
         assert await client.stream(STREAM).publish(b"10") == 10
-        assert await stored(client, 11) == [b"%d" % number for number in range(11)]
+        assert await payloads(client, STREAM, 11) == [b"%d" % number for number in range(11)]
 
 
 async def test_a_copy_that_is_gone_is_made_anew_from_its_leaders(region: ClusteredRegion) -> None:
@@ -123,12 +101,12 @@ async def test_a_copy_that_is_gone_is_made_anew_from_its_leaders(region: Cluster
         shutil.rmtree(folder)
         await client.stream(STREAM).publish(b"10")
         await region.start(follower)
-        await in_sync(region, "b3")
+        await region.in_sync("b3", STREAM)
         # It has all: the others may go.
         for name in NAMES:
             if name not in (follower, "b3"):
                 await region.stop(name)
-        assert await stored(client, 11) == [b"%d" % number for number in range(11)]
+        assert await payloads(client, STREAM, 11) == [b"%d" % number for number in range(11)]
         await client.stream(STREAM).publish(b"11")
 
 
@@ -136,21 +114,23 @@ async def test_a_stream_that_is_deleted_goes_from_every_copy(region: ClusteredRe
     async with region.client("b1") as client:
         await client.create_stream(STREAM, replicas=3)
         await client.stream(STREAM).publish(b"x")
-        await in_sync(region, "b1")
+        await region.in_sync("b1", STREAM)
         await client.delete_stream(STREAM)
         folders = [region.folder.root / region.config.of_broker(name).data / "streams" for name in NAMES]
-        async with asyncio.timeout(60):
-            while any("acme~ops~orders" in each.name for folder in folders for each in folder.iterdir()):  # noqa: ASYNC110
-                await asyncio.sleep(0.05)
+        await until(
+            lambda: (
+                not any("acme~ops~orders" in each.name for folder in folders for each in folder.iterdir())
+            ),
+            60,
+        )
     async with region.client("b2") as client:
         again = await client.create_stream(STREAM, replicas=3)
         assert again.replicas == 3
         assert await client.stream(STREAM).publish(b"y") == 0
 
 
-@pytest.mark.parametrize(
-    ("asked", "sentence"),
-    [
+async def test_what_copies_cannot_be_is_refused(region: ClusteredRegion) -> None:
+    cases: list[tuple[dict[str, Any], str]] = [
         ({"replicas": 4}, "4 copies, and us-east has 3 brokers"),
         ({"replicas": 8}, "8 copies; 1 to 7"),
         ({"replicas": 3, "min_in_sync": 4}, "waits for 4 of 3 copies"),
@@ -163,15 +143,12 @@ async def test_a_stream_that_is_deleted_goes_from_every_copy(region: ClusteredRe
             "offloaded, which has one copy",
         ),
         ({"replicas": 3, "acks": "leader", "views": Views(queue=QueueSettings())}, "answers stand for good"),
-    ],
-)
-async def test_what_copies_cannot_be_is_refused(
-    region: ClusteredRegion, asked: dict[str, object], sentence: str
-) -> None:
+    ]
     async with region.client("b1") as client:
-        with pytest.raises(RequestError, match=sentence) as refused:
-            await client.create_stream(STREAM, **asked)  # type: ignore[arg-type]
-        assert refused.value.code is Code.CONFIG_INVALID
+        for asked, sentence in cases:
+            with pytest.raises(RequestError, match=sentence) as refused:
+                await client.create_stream(STREAM, **asked)
+            assert refused.value.code is Code.CONFIG_INVALID
 
 
 async def test_a_region_that_says_so_gives_new_streams_several_copies_where_they_may_have_them(

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from cluster.processes import process_of, running, several
+from cluster.processes import kill, running, several
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary
 from region_home import make_region
@@ -23,7 +21,6 @@ from region_peer import client, until
 from cli import several as cli_several
 from cli.process import FAILURE
 from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, make_cluster, scaled
-from felix import RegionClient
 from felix.address import Address
 from felix.backoff import BackoffPolicy
 from felix.errors import RequestError
@@ -207,9 +204,7 @@ async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_
             before = leaders(state)
             assert sorted(before.values()) == [2, 2, 2]
             (killed,) = (each.broker for each in state.brokers if each.is_controller)
-            pid = process_of(folder, killed)
-            os.kill(pid, signal.SIGKILL)
-            await until(lambda: process_of(folder, killed) not in (0, pid))
+            await kill(folder, killed)
             for name in names:
                 async with operator.stream(name).publisher() as publisher:
                     assert await publisher.publish(b"after") == 1
@@ -266,7 +261,12 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
         async with client(folder) as operator:
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2", "b3"]
             await operator.alter_stream("acme/ops/orders", replicas=3)
-            await until_async(lambda: copies_of(operator, "b3"), 1)
+
+            async def has_a_copy() -> bool:
+                state = await operator.describe()
+                return [each.copies for each in state.brokers if each.broker == "b3"] == [1]
+
+            await until(has_a_copy)
             await operator.alter_stream("acme/ops/orders", replicas=2)
             await operator.stream("acme/ops/orders").publish(b"y")
         said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
@@ -274,13 +274,3 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
         async with client(folder) as operator:
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
             assert await operator.stream("acme/ops/orders").publish(b"z") == 2
-
-
-async def copies_of(operator: RegionClient, broker: str) -> int:
-    return next(each.copies for each in (await operator.describe()).brokers if each.broker == broker)
-
-
-async def until_async(asks: Callable[[], Awaitable[int]], wanted: int) -> None:
-    async with asyncio.timeout(60):
-        while await asks() != wanted:  # noqa: ASYNC110
-            await asyncio.sleep(0.1)
