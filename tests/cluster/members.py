@@ -11,13 +11,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+from cluster.processes import own_places, write_cluster
 from etcd_process import EtcdProcess
-from ports import claim_port
 from region_home import make_region
 from region_process import BrokerProcess
 
-from felix.address import Address
-from region.bootstrap import write_profile
 from region.cluster.records import ShardRecord
 from region.folder import RegionFolder
 
@@ -30,19 +28,15 @@ class Members:
     def __init__(self, home: Path, etcd: EtcdProcess, count: int, *, lease_s: int) -> None:
         self._etcd = etcd
         self.folder: RegionFolder = make_region(home / "clients", REGION)
-        ports = {f"b{number}": claim_port() for number in range(1, count + 1)}
-        text = self.folder.config.read_text().replace(
-            "kind: embedded", f'kind: etcd\n  endpoints: ["{etcd.endpoint.removeprefix("http://")}"]'
-        )
-        text += f"cluster:\n  lease: {lease_s}s\n  brokers:\n"
-        text += "".join(f'    - {{id: {name}, listen: "127.0.0.1:{port}"}}\n' for name, port in ports.items())
+        places = own_places(count)
+        write_cluster(self.folder, [etcd.endpoint.removeprefix("http://")], places, lease=f"{lease_s}s")
+        text = self.folder.config.read_text()
         self._folders: dict[str, RegionFolder] = {}
-        for name in ports:
+        for name in places:
             root = home / name / REGION
             shutil.copytree(self.folder.root, root)
             self._folders[name] = RegionFolder(root)
             self._folders[name].config.write_text(text.replace("broker: b1\n", f"broker: {name}\n", 1))
-        write_profile(self.folder, REGION, "acme", *(Address("127.0.0.1", port) for port in ports.values()))
         self.running: dict[str, BrokerProcess] = {}
 
     async def start(self, *names: str) -> None:
@@ -65,24 +59,38 @@ class Members:
         """SIGCONT."""
         os.kill(self.running[name].process.pid, signal.SIGCONT)
 
-    def records(self, stream: str) -> list[ShardRecord]:
-        """Of the stream's shards, as they stand in the store."""
-        told = self._etcd.ctl("get", "--prefix", f"/felix/1/{REGION}/shards/", "--print-value-only")
-        found = [msgspec.json.decode(line, type=ShardRecord) for line in told.splitlines() if line]
-        return [record for record in found if record.stream == stream]
+    async def records(self) -> dict[str, list[ShardRecord]]:
+        """Of all shards by stream, as they stand in the store."""
+        told = await asyncio.to_thread(
+            self._etcd.ctl, "get", "--prefix", f"/felix/1/{REGION}/shards/", "--print-value-only"
+        )
+        found: dict[str, list[ShardRecord]] = {}
+        for line in filter(None, told.splitlines()):
+            record = msgspec.json.decode(line, type=ShardRecord)
+            found.setdefault(record.stream, []).append(record)
+        return found
 
-    def leader(self, stream: str) -> str:
+    async def leader(self, stream: str) -> str:
         """The broker that leads all of a stream's shards; empty while none does."""
-        leaders = {record.leader for record in self.records(stream) if record.yielded is None}
-        return leaders.pop() if len(leaders) == 1 else ""
+        return _leader((await self.records()).get(stream, []))
 
-    def is_well(self, *streams: str) -> bool:
+    async def is_led_by_another(self, stream: str, than: str) -> bool:
+        """Whether one broker leads all of a stream's shards, and not this one."""
+        return await self.leader(stream) not in ("", than)
+
+    async def is_well(self, *streams: str) -> bool:
         """Whether each of these is led by one broker, and all that run are in sync."""
+        records, running = await self.records(), set(self.running)
         return all(
-            self.leader(stream) in self.running
-            and all(set(record.isr) == set(self.running) for record in self.records(stream))
+            _leader(records.get(stream, [])) in running
+            and all(set(record.isr) == running for record in records[stream])
             for stream in streams
         )
+
+
+def _leader(records: list[ShardRecord]) -> str:
+    leaders = {record.leader for record in records if record.yielded is None}
+    return leaders.pop() if len(leaders) == 1 else ""
 
 
 @asynccontextmanager

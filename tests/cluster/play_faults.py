@@ -29,6 +29,7 @@ from typing import Final
 from cluster.history import History
 from cluster.load import Load, stored_in
 from cluster.machines import Machine, begin_network, cut_power
+from cluster.processes import write_cluster
 from e2e.command_mesh import command, environment
 from etcd_process import etcd_binary
 from region_home import make_region
@@ -37,10 +38,8 @@ from region_peer import client
 import felix
 from cli.process import read_state
 from cli.several import log_file, pid_file
-from felix.address import Address
 from felix.errors import FelixError
 from felix.messages import ListStreams
-from region.bootstrap import write_profile
 from region.folder import RegionFolder
 
 STREAM: Final = "acme/ops/orders"
@@ -155,19 +154,8 @@ class Play:
             Machine(21 + number, home / "etcd" / str(number), disks / f"e{number}.img") for number in range(3)
         ]
         self.etcd = Etcd(members, home)
-        endpoints = ", ".join(f'"{each}"' for each in self.etcd.endpoints)
-        text = self.folder.config.read_text().replace(
-            "kind: embedded", f"kind: etcd\n  endpoints: [{endpoints}]"
-        )
-        text += f"cluster:\n  lease: {LEASE_S}s\n  brokers:\n"
-        text += "".join(
-            f'    - {{id: {name}, listen: "{machine.address}:{PORT}"}}\n'
-            for name, machine in self.brokers.items()
-        )
-        self.folder.config.write_text(text)
-        write_profile(
-            self.folder, "us-east", "acme", *(Address(each.address, PORT) for each in self.brokers.values())
-        )
+        places = {name: f"{machine.address}:{PORT}" for name, machine in self.brokers.items()}
+        write_cluster(self.folder, self.etcd.endpoints, places, lease=f"{LEASE_S}s")
         self.history = History()
         self.region: felix.RegionClient
         self.load: Load

@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -27,18 +27,27 @@ from region.folder import RegionFolder
 def several(home: Path, count: int, *, lease: str = "", founded: RegionFolder | None = None) -> RegionFolder:
     """A region whose brokers and etcd have ports of this test's own. `founded`: one that is there; else us-east is founded."""
     folder = make_region(home, "us-east") if founded is None else founded
-    text = folder.config.read_text().replace(
-        "kind: embedded", f'kind: etcd\n  endpoints: ["127.0.0.1:{claim_port()}"]'
-    )
-    ports = [claim_port() for _ in range(count)]
-    text += "cluster:\n" + (f"  lease: {lease}\n" if lease else "") + "  brokers:\n"
-    text += "".join(
-        f'    - {{id: b{number + 1}, listen: "127.0.0.1:{port}"}}\n' for number, port in enumerate(ports)
-    )
-    folder.config.write_text(text)
+    write_cluster(folder, [f"127.0.0.1:{claim_port()}"], own_places(count), lease=lease)
     (folder.root / ETCD_FOLDER).mkdir()
-    write_profile(folder, folder.root.name, "acme", *(Address("127.0.0.1", port) for port in ports))
     return folder
+
+
+def own_places(count: int) -> dict[str, str]:
+    """Brokers b1, b2 … on ports of this test's own."""
+    return {f"b{number}": f"127.0.0.1:{claim_port()}" for number in range(1, count + 1)}
+
+
+def write_cluster(
+    folder: RegionFolder, endpoints: Sequence[str], places: Mapping[str, str], *, lease: str = ""
+) -> None:
+    """Write the etcd's endpoints and where each broker listens into a region's configuration, and into its clients' profile."""
+    text = folder.config.read_text().replace(
+        "kind: embedded", f"kind: etcd\n  endpoints: {json.dumps(list(endpoints))}"
+    )
+    text += "cluster:\n" + (f"  lease: {lease}\n" if lease else "") + "  brokers:\n"
+    text += "".join(f'    - {{id: {name}, listen: "{place}"}}\n' for name, place in places.items())
+    folder.config.write_text(text)
+    write_profile(folder, folder.root.name, "acme", *map(Address.parse, places.values()))
 
 
 def process_of(folder: RegionFolder, broker: str) -> int:

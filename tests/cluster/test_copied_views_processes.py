@@ -17,7 +17,7 @@ import pytest
 from cluster.members import Members, serving
 from cluster.view_load import consume, put, work
 from etcd_process import EtcdProcess, etcd_of_each_test
-from region_peer import client, until
+from region_peer import client, payloads, until
 
 import felix
 
@@ -41,14 +41,14 @@ BROKEN_EACH = 12
 async def killed(members: Members, leader: str) -> None:
     """It is gone while others go on; then it comes back."""
     members.kill(leader)
-    await until(lambda: members.leader(QUEUE) not in ("", leader))
-    await until(lambda: members.leader(STREAM) in members.running)
+    await until(lambda: members.is_led_by_another(QUEUE, leader))
+    await until(lambda: members.is_led_by_another(STREAM, leader))
 
 
 async def frozen(members: Members, leader: str) -> None:
     """It stands still until another one leads, and then goes on as if it led."""
     members.freeze(leader)
-    await until(lambda: members.leader(QUEUE) not in ("", leader))
+    await until(lambda: members.is_led_by_another(QUEUE, leader))
     members.thaw(leader)
 
 
@@ -90,7 +90,7 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
                 await until(lambda read=read: len(acknowledged) > read)  # type: ignore[misc]
                 # The one that dead letters are carried by.
                 await until(lambda: members.is_well(QUEUE, DEAD, STREAM, CACHE))
-                leader = members.leader(QUEUE)
+                leader = await members.leader(QUEUE)
                 await fault(members, leader)
                 await asyncio.gather(putting, publishing)
                 done, read, held = len(recorded), len(acknowledged), sum(confirmed.values())
@@ -104,11 +104,17 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
                     await members.start(leader)
                 await until(lambda: members.is_well(QUEUE, DEAD, STREAM, CACHE))
             await asyncio.gather(queue.put_many(jobs[rounds]), orders.publish_many(jobs[rounds]))
-            async with asyncio.timeout(120):
-                while (state := await queue.describe()).ready + state.leased + state.delayed:  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
-                while any(each.lag_records for each in (await orders.describe_subscription("crew")).shards):  # noqa: ASYNC110
-                    await asyncio.sleep(0.05)
+
+            async def all_jobs_are_done() -> bool:
+                state = await queue.describe()
+                return not state.ready + state.leased + state.delayed
+
+            async def all_is_read() -> bool:
+                state = await orders.describe_subscription("crew")
+                return not any(each.lag_records for each in state.shards)
+
+            await until(all_jobs_are_done)
+            await until(all_is_read)
             for task in busy:
                 assert not task.done(), task.exception()
             busy[-1].cancel()
@@ -132,14 +138,12 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
 
 async def letters(region: felix.RegionClient, least: int) -> Counter[bytes]:
     """All that stands among the dead letters, once so many do."""
-    async with asyncio.timeout(60):
-        while (await region.describe_stream(DEAD)).state[0].high_watermark < least:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-    end = (await region.describe_stream(DEAD)).state[0].high_watermark
-    found: Counter[bytes] = Counter()
-    async with region.stream(DEAD).subscribe(start="earliest") as records:
-        async for record in records:
-            found[bytes(record.payload)] += 1
-            if record.offset == end - 1:
-                break
-    return found
+
+    async def end() -> int:
+        return (await region.describe_stream(DEAD)).state[0].high_watermark
+
+    async def are_there() -> bool:
+        return await end() >= least
+
+    await until(are_there)
+    return Counter(await payloads(region, DEAD, await end()))
