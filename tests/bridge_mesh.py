@@ -210,12 +210,20 @@ class Mesh:
         if context is not None:
             await context.__aexit__(None, None, None)
 
+    def addresses(self, region: str) -> tuple[str, ...]:
+        """Where a region's brokers are."""
+        return (f"127.0.0.1:{self.ports[region]}",)
+
+    def first_addresses(self, region: str) -> tuple[str, ...]:
+        """Of these, where operators and the agent of the region begin."""
+        return self.addresses(region)
+
     def profile(self, region: str) -> Profile:
         folder = self.folder(region)
         return Profile(
             region=region,
             mesh="acme",
-            addresses=(f"127.0.0.1:{self.ports[region]}",),
+            addresses=self.first_addresses(region),
             authority=self.bundle(region).root_pem.encode(),
             identity=load_identity(folder.identity("operator")),
             server_name=f"{region}.acme",
@@ -379,10 +387,8 @@ class Mesh:
             name=BRIDGE,
             source="us-east",
             mesh="acme",
-            source_addresses=(f"127.0.0.1:{self.ports['us-east']}",),
-            destinations=(
-                DestinationConfig(region="eu-west", addresses=(f"127.0.0.1:{self.ports['eu-west']}",)),
-            ),
+            source_addresses=self.first_addresses("us-east"),
+            destinations=(DestinationConfig(region="eu-west", addresses=self.addresses("eu-west")),),
         )
         return msgspec.structs.replace(config, **changes)
 
@@ -399,8 +405,8 @@ class Mesh:
         path = self.us.root / "bridge.yaml"
         path.write_text(
             f"name: {BRIDGE}\nmesh: acme\nsource: us-east\n"
-            f"source_addresses: ['127.0.0.1:{self.ports['us-east']}']\n"
-            f"destinations:\n  - region: eu-west\n    addresses: ['127.0.0.1:{self.ports['eu-west']}']\n"
+            f"source_addresses: {list(self.first_addresses('us-east'))}\n"
+            f"destinations:\n  - region: eu-west\n    addresses: {list(self.addresses('eu-west'))}\n"
         )
         return path
 

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 from bridge_mesh import POLICIES, STREAM, Mesh
 from cluster.clustered_region import LEASE_MS, ClusteredRegion
 from etcd_process import running_etcd
 
-from bridge.config import BridgeConfig, DestinationConfig
 from felix.names import SpiffeId, StreamName
-from felix.profile import Profile
-from region.config import load_config
+from region.config import RegionConfig, load_config
+from region.folder import RegionFolder
 from region.log.shard import ShardLog
 
 
@@ -29,31 +27,13 @@ class ClusteredMesh(Mesh):
 
     def addresses(self, region: str) -> tuple[str, ...]:
         """Of all its brokers."""
-        cluster = self.clusters[region].config.cluster
-        assert cluster is not None
-        return tuple(str(each.listen) for each in cluster.brokers)
+        return places(self.clusters[region].config)
 
     def first_addresses(self, region: str) -> tuple[str, ...]:
-        """Of whom operators are told."""
+        """As of `Mesh`: those of one broker, where `through` names it."""
         named = self.through.get(region)
         config = self.clusters[region].config
         return self.addresses(region) if named is None else (str(config.of_broker(named).listen),)
-
-    def profile(self, region: str) -> Profile:
-        """An operator's."""
-        self.ports[region] = 1  # replaced below
-        return replace(super().profile(region), addresses=self.first_addresses(region))
-
-    def bridge_config(self, **changes: object) -> BridgeConfig:
-        """As of `Mesh`, with every address."""
-        config = BridgeConfig(
-            name=super().bridge_id.name,
-            source="us-east",
-            mesh="acme",
-            source_addresses=self.first_addresses("us-east"),
-            destinations=(DestinationConfig(region="eu-west", addresses=self.addresses("eu-west")),),
-        )
-        return msgspec.structs.replace(config, **changes)
 
     def documents(self, region: str, kind: str) -> dict[str, bytes]:
         """As of `Mesh`: what the broker with the audit log holds."""
@@ -81,7 +61,7 @@ class ClusteredMesh(Mesh):
     @property
     def ingress_folder(self) -> Path:
         """The destination's audit log, on its first broker's disk."""
-        return self.eu.root / "data" / "b1" / "audit"
+        return first_log(self.eu)
 
 
 @asynccontextmanager
@@ -109,30 +89,24 @@ async def two_clusters(
 
 
 class ProcessMesh(Mesh):
-    """Regions whose brokers are processes (cluster.processes): operators and the agent know what the regions' profiles name."""
+    """Regions whose brokers are processes (cluster.processes): operators and the agent know all that the configurations name."""
 
     def addresses(self, region: str) -> tuple[str, ...]:
-        """Of all brokers of a region."""
-        cluster = load_config(self.folder(region).config).cluster
-        assert cluster is not None
-        return tuple(str(each.listen) for each in cluster.brokers)
-
-    def profile(self, region: str) -> Profile:
-        """An operator's."""
-        self.ports[region] = 1  # replaced below
-        return replace(super().profile(region), addresses=self.addresses(region))
-
-    def write_config(self) -> Path:
-        """As of `Mesh`, with every address."""
-        path = self.us.root / "bridge.yaml"
-        path.write_text(
-            f"name: {self.bridge_id.name}\nmesh: acme\nsource: us-east\n"
-            f"source_addresses: {list(self.addresses('us-east'))}\n"
-            f"destinations:\n  - region: eu-west\n    addresses: {list(self.addresses('eu-west'))}\n"
-        )
-        return path
+        """Of all its brokers."""
+        return places(load_config(self.folder(region).config))
 
     @property
     def ingress_folder(self) -> Path:
         """The destination's audit log, on its first broker's disk."""
-        return self.eu.root / "data" / "b1" / "audit"
+        return first_log(self.eu)
+
+
+def places(config: RegionConfig) -> tuple[str, ...]:
+    """Where the brokers of a region listen."""
+    assert config.cluster is not None
+    return tuple(str(each.listen) for each in config.cluster.brokers)
+
+
+def first_log(folder: RegionFolder) -> Path:
+    """The audit log on the first broker's disk."""
+    return folder.root / "data" / "b1" / "audit"
