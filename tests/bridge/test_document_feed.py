@@ -108,7 +108,7 @@ async def test_what_changes_while_it_is_listed_is_listed_again() -> None:
 
     broker.request = request  # type: ignore[method-assign]
     async with following(broker, []) as (feed, until):
-        await until(lambda: feed.held == shown({"d.1": b"2"}))
+        assert await until(lambda: feed.held == shown({"d.1": b"2"})) == [2, 2], "told of both lists"
 
 
 async def test_after_a_lost_session_it_is_listed_again(monkeypatch: pytest.MonkeyPatch) -> None:
