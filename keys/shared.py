@@ -73,10 +73,6 @@ class RegionKeys(Protocol):
         """The key that a sealed batch of this place names."""
         ...
 
-    def data_key(self, key_id: bytes) -> DataKey:
-        """A stored data key."""
-        ...
-
     def link_secrets(
         self, stream: StreamName, incarnation: bytes, grant_id: str, terms_hash: bytes, pseudonyms: str
     ) -> LinkSecrets:

@@ -133,18 +133,10 @@ class ExportService:
         hosted = self._broker.stream(stream)
         self._broker.require_led(hosted)
         recipient = HybridPublicKey(request.public_key)
-        if self._broker.clustered is not None:
-            # Derived, it follows from where it seals: asked for another place, it is another key, which opens nothing.
-            key = await asyncio.to_thread(
-                self._keyring.opening_key,
-                stream,
-                hosted.incarnation,
-                request.shard,
-                request.epoch,
-                request.key,
-            )
-        else:
-            key = await asyncio.to_thread(self._keyring.data_key, request.key)
+        # A derived key follows from where it seals: asked for another place, it is another key, which opens nothing.
+        key = await asyncio.to_thread(
+            self._keyring.opening_key, stream, hosted.incarnation, request.shard, request.epoch, request.key
+        )
         # The grant is for the stream as it is: what an earlier one of its name held was deleted.
         if key.stream != stream or key.incarnation != self._broker.stream(stream).incarnation:
             raise self._governance.denied(
