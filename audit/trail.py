@@ -57,15 +57,12 @@ from audit.tile import (
     WAL_FOLDER,
     WITNESSED_PATH,
     TileHashes,
-    bundle_path,
-    encode_bundle,
-    index_path,
     read_bundle,
     read_entries,
     read_tree,
-    tile_path,
 )
 from audit.tile_disk import Folder
+from audit.tree_disk import TreeFiles
 from audit.unjudged import Unjudged
 from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
 from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
@@ -192,18 +189,12 @@ class Trail:
         self._lost = False
         self._shown: SignedCheckpoint | None = None
         self._unkept: FelixError | None = None
-        self._taken = state.tree.size
 
-        # The publisher's own: nobody else touches these after the workers run.
+        # The publisher's own: nobody else touches these after the workers run, but for asking how many leaves the tree has.
         self._checkpoint_due: float | None = None
         self._tree = state.tree
-        self._bundle = state.bundle
-        self._bundle_headers = state.bundle_headers
         self._tree_positions = Positions.decode(state.positions.encode(0, b""))[0]
-        self._last_leaf_hash = state.last_leaf_hash
         self._snapshot_size = state.snapshot_size
-        self._partial_bundles: list[str] = state.partial_bundles
-        self._obsolete: list[str] = []
 
         # Checkpoint files: written by the publisher and by add_cosigned.
         self._files_lock = threading.Lock()
@@ -602,7 +593,7 @@ class Trail:
 
     def settled(self, timeout_s: float = 60.0) -> None:
         """Return once all that was taken is in the tree. Blocks. Raises AuditUnavailableError."""
-        self._publisher.wait(lambda: self._taken >= self._durable or self._failure is not None, timeout_s)
+        self._publisher.wait(lambda: self._tree.size >= self._durable or self._failure is not None, timeout_s)
         if self._failure is not None:
             raise self._failure
 
@@ -775,7 +766,8 @@ class Trail:
                 return None
             ended, shown, copies = self._writer_ended, self._shown, self._copies
         for leaf, header in taken:
-            self._take(leaf, header)
+            self._tree_positions.apply(self._tree.size, header)
+            self._tree.take(leaf, header)
         if shown is not None:
             self._write_shown(shown)
         uncovered = self._tree.size - self._current.checkpoint.size
@@ -783,7 +775,6 @@ class Trail:
             self._put_off()
         with self._lock:
             self._pending_bytes -= sum(len(leaf) for leaf, _ in taken)
-            self._taken = self._tree.size
         due_s = self._checkpoint_due
         overdue = due_s is not None and self._clock.monotonic() >= due_s
         if uncovered and (wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves):
@@ -803,28 +794,10 @@ class Trail:
     def _put_off(self) -> None:
         self._checkpoint_due = self._clock.monotonic() + self._settings.checkpoint_interval_ms / 1000
 
-    def _take(self, leaf: bytes, header: Header | None) -> None:
-        """One durable leaf into the tree; full tiles and bundles onto the disk."""
-        self._tree_positions.apply(self._tree.size, header)
-        self._last_leaf_hash = leaf_hash(leaf)
-        self._bundle.append(leaf)
-        self._bundle_headers.append(header)
-        full = self._tree.add(self._last_leaf_hash)
-        if not full:
-            return
-        number = full[0].number
-        self._folder.write(bundle_path(number), encode_bundle(self._bundle))
-        self._obsolete.append(f"entries/{index_path(number)}")
-        for tile in full:
-            self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
-            self._obsolete.append(f"{tile.level}/{index_path(tile.number)}")
-        self._folder.append(INDEX_PATH, bundle_rows(number, self._bundle_headers))
-        self._bundle, self._bundle_headers = [], []
-
     def _publish(self, copies: Copies | None) -> bool:
         """Sign what is in the tree, and show it; False where the copies did not take the checkpoint, which nobody is shown then."""
         tree = self._tree
-        self._write_edge()
+        tree.write_edge()
         checkpoint = Checkpoint(self.key.name, tree.size, tree.root())
         signed = sign_checkpoint(checkpoint, self._signers, self._clock.now_ms() // 1000)
         if copies is not None:
@@ -853,22 +826,11 @@ class Trail:
                 f"The leaves of {self.key.name} here differ from what was signed at {checkpoint.size} leaves.",
                 hint=VERIFY_HINT,
             )
-        self._write_edge()
+        tree.write_edge()
         self._write_checkpoint(signed)
         self._checkpoint_due = None
         with self._lock:
             self._shown = None
-
-    def _write_edge(self) -> None:
-        """The tiles and the bundle that are not full, durable, names included."""
-        tree, folder = self._tree, self._folder
-        if self._bundle:
-            path = bundle_path(tree.size // TILE_WIDTH, len(self._bundle))
-            folder.write(path, encode_bundle(self._bundle))
-            self._partial_bundles.append(path)
-        for tile in tree.partial_tiles():
-            folder.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
-        folder.flush()
 
     def _write_checkpoint(self, signed: SignedCheckpoint) -> None:
         tree, folder = self._tree, self._folder
@@ -877,29 +839,16 @@ class Trail:
             folder.flush()
             with self._lock:
                 self._current = signed
-        self._tidy()
+        tree.tidy()
+        if self._wal is not None:
+            self._wal.remove_below(tree.size // TILE_WIDTH * TILE_WIDTH)
         if tree.size - self._snapshot_size >= SNAPSHOT_LEAVES:
             self._write_snapshot()
-
-    def _tidy(self) -> None:
-        """Remove what the checkpoint just written has made superfluous. Losing this to a crash does no harm."""
-        # Two partial bundles stay: a reader may hold the checkpoint before this one.
-        while len(self._partial_bundles) > 2:
-            self._folder.remove(self._partial_bundles.pop(0))
-        for where in self._obsolete:
-            kind, _, path = where.partition("/")
-            remove_partials(self._folder, kind, path)
-            self._partial_bundles = [
-                name for name in self._partial_bundles if not name.startswith(f"tile/{where}.p/")
-            ]
-        self._obsolete.clear()
-        if self._wal is not None:
-            self._wal.remove_below(self._tree.size // TILE_WIDTH * TILE_WIDTH)
 
     def _write_snapshot(self) -> None:
         size = self._current.checkpoint.size
         if size == self._tree.size and size > self._snapshot_size:
-            self._folder.write(SNAPSHOT_PATH, self._tree_positions.encode(size, self._last_leaf_hash))
+            self._folder.write(SNAPSHOT_PATH, self._tree_positions.encode(size, self._tree.last_leaf_hash))
             self._snapshot_size = size
 
 
@@ -938,14 +887,6 @@ def _run_done(group: list[_Waiting], error: AuditUnavailableError | None) -> Non
             waiting.done(waiting.first, error)
         except Exception:
             log.exception("the receiver of an append's answer failed")
-
-
-def remove_partials(folder: Folder, kind: str, path: str) -> None:
-    """Remove the partial files of a tile or bundle that is full now."""
-    where = f"tile/{kind}/{path}.p"
-    for name in folder.names(where):
-        folder.remove(f"{where}/{name}")
-    folder.remove_folder(where)
 
 
 def _require_kind(folder: Folder, *, copied: bool) -> None:
@@ -989,16 +930,12 @@ class _Opened(NamedTuple):
     """The state of a log that was opened, before its threads run."""
 
     witnesses: tuple[VerifierKey, ...]
-    tree: Tree
-    bundle: list[bytes]
-    bundle_headers: list[Header | None]
+    tree: TreeFiles
     positions: Positions
-    last_leaf_hash: bytes
     snapshot_size: int
     checkpoint: SignedCheckpoint
     cosigned: SignedCheckpoint | None
     witnessed: SignedCheckpoint | None
-    partial_bundles: list[str]
     torn: Torn | None
 
 
@@ -1042,25 +979,18 @@ class _Opening:
         positions, snapshot_size = self._read_positions(checkpoint.size)
         self._mend_index(checkpoint.size)
         # 6. The write-ahead file from the checkpoint on; what lies below it must be the same leaves.
-        headers = [read_header(leaf) for leaf in bundle]
-        last_hash = TileHashes(self._folder, tree.size)(0, tree.size - 1) if tree.size else b""
-        partial = tree.size % TILE_WIDTH
         state = _Opened(
             self._witnesses,
-            tree,
-            bundle,
-            headers,
+            TreeFiles(self._folder, tree, bundle),
             positions,
-            last_hash,
             snapshot_size,
             signed,
             cosigned,
             witnessed,
-            [bundle_path(tree.size // TILE_WIDTH, partial)] if partial else [],
             None,
         )
         # What is behind the checkpoint comes from the copies.
-        return state if copied else self._replay(state)
+        return state if copied else self._replay(state, bundle)
 
     def _read_checkpoint(self) -> SignedCheckpoint:
         data = self._folder.read(CHECKPOINT_PATH)
@@ -1142,7 +1072,8 @@ class _Opening:
             headers = [read_header(leaf) for leaf in read_bundle(self._folder, number, size)]
             self._folder.append(INDEX_PATH, bundle_rows(number, headers))
 
-    def _replay(self, state: _Opened) -> _Opened:
+    def _replay(self, state: _Opened, bundle: list[bytes]) -> _Opened:
+        """`bundle`: the newest leaves below the checkpoint."""
         size = state.checkpoint.checkpoint.size
         recovery = Recovery(self._wal_path, size, self._folder.storage)
         if size and (not recovery.firsts or recovery.firsts[0] > size):
@@ -1150,32 +1081,17 @@ class _Opening:
                 f"The audit log {self._name} has no write-ahead file that reaches its checkpoint at {size}.",
                 hint=VERIFY_HINT,
             )
-        tree, bundle, headers = state.tree, state.bundle, state.bundle_headers
-        bundle_start, last_hash = size - len(bundle), state.last_leaf_hash
-        below = list(bundle)
-        obsolete: list[tuple[str, str]] = []
+        bundle_start = size - len(bundle)
         for number, leaf in recovery:
             if number < size:
-                if number >= bundle_start and leaf != below[number - bundle_start]:
+                if number >= bundle_start and leaf != bundle[number - bundle_start]:
                     raise TamperError(
                         f"Leaf {number} in the write-ahead file is not the one in the tree.", hint=VERIFY_HINT
                     )
                 continue
             header = read_header(leaf)
             self._apply(state.positions, number, header)
-            bundle.append(leaf)
-            headers.append(header)
-            last_hash = leaf_hash(leaf)
-            full = tree.add(last_hash)
-            if full:
-                self._folder.write(bundle_path(full[0].number), encode_bundle(bundle))
-                obsolete.append(("entries", index_path(full[0].number)))
-                for tile in full:
-                    self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
-                    obsolete.append((str(tile.level), index_path(tile.number)))
-                self._folder.append(INDEX_PATH, bundle_rows(full[0].number, headers))
-                bundle.clear()
-                headers.clear()
+            state.tree.take(leaf, header)
         if recovery.size < size:
             raise RolledBackError(
                 f"The audit log {self._name} ends at leaf {recovery.size}, its checkpoint covers {size}.",
@@ -1183,6 +1099,5 @@ class _Opening:
             )
         recovery.settle()
         self._folder.flush()
-        for kind, path in obsolete:
-            remove_partials(self._folder, kind, path)
-        return state._replace(last_leaf_hash=last_hash, torn=recovery.torn)
+        state.tree.tidy()
+        return state._replace(torn=recovery.torn)
