@@ -163,13 +163,16 @@ class DocumentLeaves:
     async def log(self, document: Document) -> None:
         """Append the document's leaf, where the log has none. Raises AuditUnavailableError, OSError."""
         digest = digest_of(document)
-        if digest in self._logged:
-            self._actors.pop(digest, None)
-            self._asked(digest)
-            return
-        if not self._neighbours.writes_here:
-            await self._follow(document, digest)
-            return
+        if digest not in self._logged:
+            if self._neighbours.writes_here:
+                await self._append(document, digest)
+            else:
+                await self._follow(document, digest)
+        self._actors.pop(digest, None)
+        self._asked(digest)
+
+    async def _append(self, document: Document, digest: bytes) -> None:
+        """Let pass what the document stops, and write its leaf here."""
         is_revoked = isinstance(document, SignedDocument) and is_revocation(document)
         revoked_ms = self._broker.clock_ms()
         await self._let_pass(document)
@@ -188,8 +191,6 @@ class DocumentLeaves:
         )
         await self._logged.append(document.encode_file(), leaf)
         self._neighbours.written(digest)
-        self._asked(digest)
-        self._actors.pop(digest, None)
 
     async def _follow(self, document: Document, digest: bytes) -> None:
         """Let pass what the document stops here, and wait until it has its leaf, which another broker writes."""
@@ -204,7 +205,6 @@ class DocumentLeaves:
                 return
             stands = await self._neighbours.has_leaf(digest, passed=True)
         self._logged.learn(digest)
-        self._asked(digest)
 
     def _asked(self, digest: bytes) -> None:
         self._unasked.discard(digest)
