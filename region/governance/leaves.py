@@ -225,8 +225,7 @@ class DocumentLeaves:
         if document.purpose is Purpose.POLICY:
             try:
                 async with asyncio.timeout(POLICY_WAIT_S):
-                    await self._drain(lambda grant: True, self._may_arrive)
-                    await self._neighbours.all_passed(digest, self._may_arrive)
+                    await self._drain_all(digest, lambda grant: True, self._may_arrive)
             except TimeoutError:
                 log.warning(
                     "the policy's leaf no longer waits for transfers of before: a stream does not open"
@@ -235,13 +234,18 @@ class DocumentLeaves:
         if document.purpose is Purpose.DENY:
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             if not entry.lifted:
-                await self._drain(lambda grant: self._may_deny(entry, grant), partial(self._denies, entry))
-                await self._neighbours.all_passed(digest, partial(self._denies, entry))
+                await self._drain_all(digest, partial(self._may_deny, entry), partial(self._denies, entry))
             return
         stopped = grant_of(document) if forbids(document) else self._replaced_by(document)
         if stopped:
-            await self._drain(lambda grant: grant == stopped, partial(self._arrives, stopped))
-            await self._neighbours.all_passed(digest, partial(self._arrives, stopped))
+            await self._drain_all(digest, lambda grant: grant == stopped, partial(self._arrives, stopped))
+
+    async def _drain_all(
+        self, digest: bytes, stops: Callable[[str], bool], leads_to: Callable[[StreamName], bool]
+    ) -> None:
+        """Drain this broker, then the others of what they had taken before this document. `stops`: a grant; `leads_to`: into a stream."""
+        await self._drain(stops, leads_to)
+        await self._neighbours.all_passed(digest, leads_to)
 
     def _replaced_by(self, document: SignedDocument) -> str:
         """The grant of which this half takes another's place; empty where it does not."""
