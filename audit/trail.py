@@ -611,7 +611,10 @@ class Trail:
         self._publisher.wait(lambda: self._shown is None or self._failure is not None, timeout_s)
         if self._failure is not None:
             raise self._failure
-        if self._shown is not None:
+        with self._lock:
+            # One that is late must not meet later leaves: it would be held against them.
+            is_late, self._shown = self._shown is not None, None
+        if is_late:
             raise AuditUnavailableError(f"The audit log {self.key.name} was not written in {timeout_s} s.")
 
     def lead(self, copies: Copies) -> None:
@@ -830,7 +833,8 @@ class Trail:
         self._write_checkpoint(signed)
         self._checkpoint_due = None
         with self._lock:
-            self._shown = None
+            if self._shown is signed:
+                self._shown = None
 
     def _write_checkpoint(self, signed: SignedCheckpoint) -> None:
         tree, folder = self._tree, self._folder

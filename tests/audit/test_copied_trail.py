@@ -4,6 +4,7 @@ over where it is of the same leaves."""
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from audit_log import Link, log_signer, trust
 from audit import trail as trail_module
 from audit.checkpoint import note_size, open_checkpoint
 from audit.errors import AuditUnavailableError
-from audit.leaf import Leaf, encode_for_log
+from audit.leaf import Header, Leaf, encode_for_log
 from audit.merkle import Tree, leaf_hash
 from audit.tile import read_entries
 from audit.tile_disk import Folder
@@ -203,6 +204,35 @@ async def test_a_checkpoint_over_other_leaves_stops_the_copy(tmp_path: Path) -> 
     with pytest.raises(AuditUnavailableError, match="differ from what was signed"):
         await asyncio.to_thread(copy.show, note)
     assert copy.failure is not None and note_size(copy.checkpoint()) == 0
+    for each in (trail, copy):
+        await asyncio.to_thread(each.close)
+
+
+async def test_a_checkpoint_that_is_written_too_late_is_not_held_against_later_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, notes = Committed(), list[bytes]()
+    trail, copy = open_copy(tmp_path / "home"), open_copy(tmp_path / "copy")
+    lead(trail, copies)
+    for number in range(2):
+        await trail.append([leaf(number)])
+        notes.append(await asyncio.to_thread(trail.publish))
+    take, begun, goes_on = copy._tree.take, threading.Event(), threading.Event()
+
+    def slow(data: bytes, header: Header | None) -> None:
+        begun.set()
+        goes_on.wait(60)
+        take(data, header)
+
+    monkeypatch.setattr(copy._tree, "take", slow)
+    copy.take(0, copies.leaves[:1])
+    await asyncio.to_thread(begun.wait, 60)
+    with pytest.raises(AuditUnavailableError, match="was not written in"):
+        await asyncio.to_thread(copy.show, notes[0], 0.0)
+    copy.take(1, copies.leaves[1:])
+    goes_on.set()
+    await asyncio.to_thread(copy.show, notes[1])
+    assert copy.checkpoint() == notes[1] and copy.status().failure == ""
     for each in (trail, copy):
         await asyncio.to_thread(each.close)
 
