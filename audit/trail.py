@@ -721,22 +721,26 @@ class Trail:
     def _answered(self, waiting: _Waiting, error: FelixError | None) -> None:
         """What became of an append to the copies. One that failed may be there all the same: whoever leads next takes it from them."""
         refused: AuditUnavailableError | None = None
-        with self._lock:
-            self._in_flight -= 1
-            if error is None and waiting.first == self._durable:
-                self._take_in(waiting.first, waiting.leaves, waiting.headers)
-            else:
-                self._pending_bytes -= sum(map(len, waiting.leaves))
-            if error is not None:
-                self._lost = True
-                refused = AuditUnavailableError(
-                    f"The audit log {self.key.name} did not take the leaf, or it is not known whether it did: {error}",
-                    hint="Ask again: what was written is recognised.",
-                    retry_after_ms=_RETRY_MS,
-                )
-                refused.__cause__ = error
-            if self._lost and not self._in_flight and not self._queue:
-                self._lost, self._size = False, self._durable
+        if error is not None:
+            refused = AuditUnavailableError(
+                f"The audit log {self.key.name} did not take the leaf, or it is not known whether it did: {error}",
+                hint="Ask again: what was written is recognised.",
+                retry_after_ms=_RETRY_MS,
+            )
+            refused.__cause__ = error
+        try:
+            with self._lock:
+                self._in_flight -= 1
+                self._lost = self._lost or error is not None
+                if error is None and waiting.first == self._durable:
+                    self._take_in(waiting.first, waiting.leaves, waiting.headers)
+                else:
+                    self._pending_bytes -= sum(map(len, waiting.leaves))
+                if self._lost and not self._in_flight and not self._queue:
+                    self._lost, self._size = False, self._durable
+        except Exception as failure:  # whoever appended would wait for ever
+            self._fail("its positions failed", failure)
+            refused = self._failure
         self._publisher.wake()
         _call_done([waiting], refused)
 

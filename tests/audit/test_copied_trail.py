@@ -17,6 +17,7 @@ from audit.checkpoint import note_size, open_checkpoint
 from audit.errors import AuditUnavailableError
 from audit.leaf import Header, Leaf, encode_for_log
 from audit.merkle import Tree, leaf_hash
+from audit.position import Positions
 from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
@@ -165,6 +166,23 @@ async def test_appends_after_one_that_was_refused_get_the_places_that_are_free(t
     copies.refusal = None
     assert await trail.append([leaf(0)]) == 0
     assert trail.status().pending_bytes < 4_096
+    await asyncio.to_thread(trail.close)
+
+
+async def test_a_leaf_that_moves_no_position_because_of_a_mistake_stops_the_log_and_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies = Committed()
+    trail = open_copy(tmp_path)
+    lead(trail, copies)
+
+    def fails(positions: Positions, number: int, header: Header | None) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Positions, "apply", fails)
+    with pytest.raises(AuditUnavailableError, match="has stopped: its positions failed"):
+        await trail.append([leaf(0)])
+    assert trail.failure is not None and trail.status().durable == 0
     await asyncio.to_thread(trail.close)
 
 
