@@ -464,11 +464,7 @@ class Trail:
 
     def _unpublished(self) -> FelixError | None:
         """Why no checkpoint is made now; None where one may come."""
-        if self._wal is not None:
-            return self.failure
-        if self._copies is None:
-            return self._failure or self.held_back()
-        return self._failure or self._unkept
+        return self.failure if self._copies is None else self._failure or self._unkept
 
     def _covers(self, size: int) -> bool:
         return self._current.checkpoint.size >= size
