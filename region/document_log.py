@@ -60,10 +60,10 @@ _snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
 class DocumentLog:
     """One per broker, also where the log is another one's: then it knows what `learn` was told. `open` and `save` block."""
 
-    def __init__(self, trail: Trail, path: Path, logged: _Logged, read_to: int) -> None:
+    def __init__(self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int) -> None:
         self._trail, self._path = trail, path
         self._documents, self._lasting = logged
-        self._saved_to = self._read_to = read_to
+        self._saved_to, self._read_to = saved_to, read_to
         self._appending = asyncio.Lock()
         self._closed = False
         self.news = News()
@@ -75,9 +75,7 @@ class DocumentLog:
         size = note_size(trail.publish())
         logged, start = _read_snapshot(trail, path, size)
         _read(trail, logged, start, size)
-        opened = cls(trail, path, logged, start)
-        opened._read_to = size
-        return opened
+        return cls(trail, path, logged, start, size)
 
     def refresh(self) -> int:
         """Take in what other brokers have written, up to the newest checkpoint; how many documents that were. Blocks."""
