@@ -45,20 +45,15 @@ from region.log.segment_limits import SegmentLimits
 from region.metadata.lease import Lease as StoreLease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copies import HostedCopies
+from region.replication.copying import Copying, Replace
 from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING
 from region.replication.leader import TICK_MS, Phase
-from region.replication.log_worker import (
-    Collect,
-    LogBegun,
-    LogWorker,
-    Piece,
-    Replace,
-)  # fmt: skip
+from region.replication.log_worker import Collected, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
-from region.replication.origin import Beginning, Closed, decode_beginning, encode_beginning
+from region.replication.origin import encode_beginning
 from region.replication.ready import (
     Begun,
     Compacted,
@@ -104,8 +99,6 @@ FOLLOWER_WAITING_BYTES_MAX: Final = 32 << 20
 each other quickly."""
 CUT_SHOWN_MS: Final = 24 * 3_600_000
 """That records were cut which publishers may have been told of needs a person, who looks once a day; then the log has it."""
-COPY_MS: Final = 10_000
-"""A leader that has not said where its log begins for so long is asked again."""
 RETRY_MS: Final = 250
 """How soon a refused append may be tried again."""
 
@@ -129,32 +122,6 @@ class ShardPlan:
     durability: ShardDurability = "fsync"
     answers_early: bool = False
     """`acks: leader`: an append is answered once it is durable on the leader; it is read once it is committed, as ever."""
-
-
-@dataclass(slots=True)
-class Copying:
-    """A log that is to be begun as the leader's begins. `ask`: the question of the follower that led to it; `asked_ms`: when the leader was
-    asked last. `segment`, `position`: which of the closed segments of `beginning`, and where in its file, comes next."""
-
-    ask: int
-    asked_ms: int
-    beginning: Beginning | None = None
-    segment: int = 0
-    position: int = 0
-
-    @property
-    def next(self) -> Closed | None:
-        """The segment of which bytes are to come; None once all have."""
-        assert self.beginning is not None
-        closed = self.beginning.closed
-        return closed[self.segment] if self.segment < len(closed) else None
-
-    def came(self, size: int) -> None:
-        """So many bytes of it have."""
-        assert self.next is not None
-        self.position += size
-        if self.position == self.next.size:
-            self.segment, self.position = self.segment + 1, 0
 
 
 @dataclass(slots=True)
@@ -533,12 +500,10 @@ class ReplicaHost:
             return
         if isinstance(message, OriginAsked):
             self._begin_task(hosted, self._tell_origin(hosted, peer, message))
-        elif isinstance(message, OriginTold):
-            self._take_origin(hosted, peer, message)
+        elif isinstance(message, OriginTold | PieceTold):
+            self._take_answer(hosted, peer, message)
         elif isinstance(message, PieceAsked):
             self._begin_task(hosted, self._tell_piece(hosted, peer, message))
-        elif isinstance(message, PieceTold):
-            self._take_piece(hosted, peer, message)
         elif not hosted.is_settling and self._is_meant(hosted, message):
             # What is said while a shard settles is lost; it is said again.
             self._step(hosted, Received(peer, message))
@@ -717,6 +682,10 @@ class ReplicaHost:
                 self._step(hosted, Begun(told.epoch))
         elif isinstance(told, DiskFailed):
             self._begin_task(hosted, self._disk_failed(hosted, told))
+        elif isinstance(told, Collected):
+            self._go_on_copying(hosted, told)
+        elif isinstance(told, CopyFailed):
+            self._copy_failed(hosted, told.log)
         else:
             self._step(hosted, told)
 
@@ -755,12 +724,9 @@ class ReplicaHost:
 
     def _ask_origin(self, hosted: Hosted, copy: CopyFrom) -> None:
         follower, fence = hosted.core.follower, hosted.core.replica.fence
-        hosted.copies[copy.log] = Copying(follower.ask, self._now())
-        self._links.send(
-            copy.peer,
-            hosted.shard,
-            OriginAsked(fence.epoch, fence.election, self._registration, follower.ask, copy.log),
-        )
+        asked = OriginAsked(fence.epoch, fence.election, self._registration, follower.ask, copy.log)
+        hosted.copies[copy.log] = Copying(copy.peer, asked, self._now())
+        self._links.send(copy.peer, hosted.shard, asked)
 
     async def _tell_origin(self, hosted: Hosted, peer: str, asked: OriginAsked) -> None:
         leader = hosted.core.leader
@@ -781,67 +747,13 @@ class ReplicaHost:
                 "what log %s begins with has %d bytes, and is not copied", disk.plan.folder, len(payload)
             )
             payload = b""
-        self._links.send(peer, hosted.shard, OriginTold(*asked, payload))
+        self._links.send(peer, hosted.shard, OriginTold(asked, payload))
 
     def _producers(self, hosted: Hosted, number: int) -> bytes:
         led = hosted.led.get(number)
         snapshot = None if led is None else led.snapshot()
         disk = hosted.workers[number].disk
         return disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
-
-    def _take_origin(self, hosted: Hosted, peer: str, told: OriginTold) -> None:
-        copying = self._copying(hosted, told)
-        if copying is None or copying.beginning is not None:
-            return
-        replica = hosted.core.replica.logs[told.log]
-        if told.payload:
-            try:
-                beginning = decode_beginning(told.payload)
-            except FelixError as error:
-                log.error("broker %s says where a log begins so that it cannot be read: %s", peer, error)
-            else:
-                if beginning.origin.point >= replica.commit:
-                    copying.beginning = beginning
-                    if beginning.closed:
-                        hosted.workers[told.log].put(Collect())
-                    self._go_on_copying(hosted, peer, told.log)
-                    return
-        del hosted.copies[told.log]
-        self._step(hosted, CopyFailed(told.log))
-
-    def _copying(self, hosted: Hosted, told: OriginTold | PieceTold) -> Copying | None:
-        """The copy that a leader's answer is for; None where it is not wanted any more."""
-        copying, fence = hosted.copies.get(told.log), hosted.core.replica.fence
-        if (
-            copying is None
-            or hosted.is_settling
-            or (told.registration, told.ask) != (self._registration, copying.ask)
-            or (told.epoch, told.election) != (fence.epoch, fence.election)
-        ):
-            return None
-        return copying
-
-    def _go_on_copying(self, hosted: Hosted, peer: str, number: int) -> None:
-        """Ask for the next bytes, or begin the log anew once all have come."""
-        copying, fence = hosted.copies[number], hosted.core.replica.fence
-        assert copying.beginning is not None
-        closed = copying.next
-        if closed is None:
-            del hosted.copies[number]
-            hosted.workers[number].put(Replace(copying.beginning))
-            return
-        copying.asked_ms = self._now()
-        asked = PieceAsked(
-            fence.epoch,
-            fence.election,
-            self._registration,
-            copying.ask,
-            number,
-            closed.base_offset,
-            closed.generation,
-            copying.position,
-        )
-        self._links.send(peer, hosted.shard, asked)
 
     async def _tell_piece(self, hosted: Hosted, peer: str, asked: PieceAsked) -> None:
         """Bytes of a closed segment, once the link has room for them."""
@@ -865,27 +777,46 @@ class ReplicaHost:
             )
         except OSError as error:
             log.warning("a segment of log %s cannot be copied: %s", worker.disk.plan.folder, error)
-        self._links.send(peer, hosted.shard, PieceTold(*asked, data))
+        self._links.send(peer, hosted.shard, PieceTold(asked, data))
 
-    def _take_piece(self, hosted: Hosted, peer: str, told: PieceTold) -> None:
-        copying = self._copying(hosted, told)
-        if copying is None or copying.beginning is None:
-            return
-        closed = copying.next
-        if closed is None or (told.base_offset, told.generation, told.position) != (
-            closed.base_offset,
-            closed.generation,
-            copying.position,
+    def _take_answer(self, hosted: Hosted, peer: str, told: OriginTold | PieceTold) -> None:
+        asked, fence = told.asked, hosted.core.replica.fence
+        copying = hosted.copies.get(asked.log)
+        if (
+            copying is None
+            or hosted.is_settling
+            or not copying.awaits(peer, told)
+            or (asked.epoch, asked.election) != (fence.epoch, fence.election)
         ):
             return
-        if not told.data or copying.position + len(told.data) > closed.size:
-            # It was let go of, or compacted, since it was named.
-            del hosted.copies[told.log]
-            self._step(hosted, CopyFailed(told.log))
+        job = None
+        try:
+            job = copying.take(told, hosted.core.replica.logs[asked.log].commit)
+        except FelixError as error:
+            log.error("broker %s says where a log begins so that it cannot be read: %s", peer, error)
+        if job is None:
+            self._copy_failed(hosted, asked.log)
             return
-        hosted.workers[told.log].put(Piece(closed, told.position, told.data))
-        copying.came(len(told.data))
-        self._go_on_copying(hosted, peer, told.log)
+        if isinstance(job, Replace):
+            del hosted.copies[asked.log]
+        hosted.workers[asked.log].put(job)
+
+    def _go_on_copying(self, hosted: Hosted, collected: Collected) -> None:
+        """Ask for the next bytes, or begin the log anew once all have come."""
+        number = collected.log
+        copying = hosted.copies.get(number)
+        wanted = None if copying is None else copying.go_on(collected.job, self._now())
+        if copying is None or wanted is None:
+            return
+        if isinstance(wanted, Replace):
+            del hosted.copies[number]
+            hosted.workers[number].put(wanted)
+        else:
+            self._links.send(copying.leader, hosted.shard, wanted)
+
+    def _copy_failed(self, hosted: Hosted, number: int) -> None:
+        hosted.copies.pop(number, None)
+        self._step(hosted, CopyFailed(number))
 
     # -- compaction ------------------------------------------------------------------------------------
 
@@ -932,9 +863,8 @@ class ReplicaHost:
 
     def _look_at_copies(self, hosted: Hosted, now: int) -> None:
         for number, copying in list(hosted.copies.items()):
-            if now - copying.asked_ms > COPY_MS:
-                del hosted.copies[number]
-                self._step(hosted, CopyFailed(number))
+            if copying.is_late(now):
+                self._copy_failed(hosted, number)
 
     def _look_at_alarm(self, shard: ShardId) -> None:
         is_over = self._over.get(shard)

@@ -28,8 +28,9 @@ from region.cluster.records import YieldReason
 from region.log.errors import FULL_RETRY_MS
 from region.log.frame import Frame as LogFrame
 from region.log.group_commit import GROUP_BYTES_MAX
+from region.replication.copying import Collect, Piece, Replace
 from region.replication.disk import ReplicaDisk
-from region.replication.origin import Beginning, Closed
+from region.replication.origin import Beginning
 from region.replication.ready import (
     Begin,
     Copied,
@@ -68,28 +69,15 @@ class Call:
             self.done.set_result(result)
 
 
-@dataclass(frozen=True, slots=True)
-class Replace:
-    """Begin the log anew (COPY)."""
-
-    beginning: Beginning
-
-
-@dataclass(frozen=True, slots=True)
-class Collect:
-    """What the log is to be begun anew with comes piece by piece: nothing of it is there yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Bytes of a closed segment of it, behind those before."""
-
-    closed: Closed
-    position: int
-    data: bytes
-
-
 Job = Call | Truncate | Begin | Write | Sync | Keep | Trim | Replace | Collect | Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """This is done: what comes next of the copy may be asked for."""
+
+    log: int
+    job: Collect | Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +88,7 @@ class LogBegun:
     epoch: int
 
 
-Told = LogBegun | Synced | Copied | CopyFailed | DiskFailed
+Told = LogBegun | Collected | Synced | Copied | CopyFailed | DiskFailed
 
 
 class LogWorker:
@@ -286,19 +274,22 @@ class LogWorker:
                 disk.trim(job.point, now_ms=now_ms)
             case Replace():
                 self._replace(job.beginning)
-            case Collect():
-                disk.collect()
-            case Piece():
-                self._take_piece(job)
+            case Collect() | Piece():
+                self._collect(job)
 
-    def _take_piece(self, piece: Piece) -> None:
+    def _collect(self, job: Collect | Piece) -> None:
         try:
-            self.disk.take_piece(piece.closed, piece.position, piece.data)
+            if isinstance(job, Piece):
+                self.disk.take_piece(job.closed, job.position, job.data)
+            else:
+                self.disk.collect()
         except OSError as error:
             if not is_full(error):
                 raise
             log.warning("log %s cannot be begun anew: %s", self.disk.plan.folder, error)
             self._say(CopyFailed(self._number))
+            return
+        self._say(Collected(self._number, job))
 
     def _replace(self, beginning: Beginning) -> None:
         try:

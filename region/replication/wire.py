@@ -187,13 +187,9 @@ class OriginAsked(NamedTuple):
 
 
 class OriginTold(NamedTuple):
-    """The leader's answer; empty where the log cannot be begun so."""
+    """The leader's answer, with the question; empty where the log cannot be begun so."""
 
-    epoch: int
-    election: str
-    registration: int
-    ask: int
-    log: int
+    asked: OriginAsked
     payload: bytes
 
 
@@ -225,16 +221,9 @@ class PieceAsked(NamedTuple):
 
 
 class PieceTold(NamedTuple):
-    """The leader's answer, PIECE_BYTES_MAX at most; empty where the segment is not there any more."""
+    """The leader's answer, with the question: PIECE_BYTES_MAX at most, empty where the segment is not there any more."""
 
-    epoch: int
-    election: str
-    registration: int
-    ask: int
-    log: int
-    base_offset: int
-    generation: int
-    position: int
+    asked: PieceAsked
     data: bytes
 
 
@@ -313,10 +302,10 @@ def _start(start: EpochStart) -> bytes:
 
 def encode(shard: ShardId, message: Told) -> bytes:
     """One frame. The message is within its limits: that is our own mistake otherwise."""
-    head = _head(shard, message.epoch, message.election)
     if isinstance(message, Probe):
-        return _frame(Kind.PROBE, (head,))
-    head += _PLACE.pack(message.registration, message.ask)
+        return _frame(Kind.PROBE, (_head(shard, message.epoch, message.election),))
+    said = message.asked if isinstance(message, OriginTold | PieceTold) else message
+    head = _head(shard, said.epoch, said.election) + _PLACE.pack(said.registration, said.ask)
     if isinstance(message, Append):
         return _frame(Kind.APPEND, _append_pieces(head, message))
     if isinstance(message, Durable):
@@ -338,15 +327,21 @@ def encode(shard: ShardId, message: Told) -> bytes:
             action = _ACTION_NUMBERS[placement.action]
             pieces.append(_PLACEMENT.pack(placement.log, action, *placement.point, *placement.start))
         return _frame(Kind.PLACED, pieces)
-    if isinstance(message, PieceAsked | PieceTold):
-        piece = _PIECE.pack(message.log, message.base_offset, message.generation, message.position)
-        if isinstance(message, PieceAsked):
-            return _frame(Kind.PIECE_ASKED, (head, piece))
-        return _frame(Kind.PIECE, (head, piece, message.data))
-    log = message.log.to_bytes(4, "big")
     if isinstance(message, OriginAsked):
-        return _frame(Kind.ORIGIN_ASKED, (head, log))
-    return _frame(Kind.ORIGIN, (head, log, message.payload))
+        return _frame(Kind.ORIGIN_ASKED, (head, _origin(message)))
+    if isinstance(message, OriginTold):
+        return _frame(Kind.ORIGIN, (head, _origin(message.asked), message.payload))
+    if isinstance(message, PieceAsked):
+        return _frame(Kind.PIECE_ASKED, (head, _piece(message)))
+    return _frame(Kind.PIECE, (head, _piece(message.asked), message.data))
+
+
+def _origin(asked: OriginAsked) -> bytes:
+    return asked.log.to_bytes(4, "big")
+
+
+def _piece(asked: PieceAsked) -> bytes:
+    return _PIECE.pack(asked.log, asked.base_offset, asked.generation, asked.position)
 
 
 def _append_pieces(head: bytes, message: Append) -> list[Buffer]:
@@ -427,6 +422,9 @@ class _Reader:
         self.at += length
         return found
 
+    def rest(self) -> memoryview:
+        return self.bytes(len(self.data) - self.at)
+
     def byte(self) -> int:
         return self.bytes(1)[0]
 
@@ -488,7 +486,7 @@ def decode_body(kind: Kind, body: memoryview) -> Frames:
     reader = _Reader(body)
     if kind in (Kind.ASK, Kind.ANSWER):
         asked_number = int.from_bytes(reader.bytes(8), "big")
-        return (Asked if kind is Kind.ASK else Answered)(asked_number, bytes(body[reader.at :]))
+        return (Asked if kind is Kind.ASK else Answered)(asked_number, bytes(reader.rest()))
     incarnation, number, epoch, election_bytes = reader.take(_HEAD)
     shard = ShardId(incarnation.hex(), number)
     election = _election_of(epoch, election_bytes)
@@ -529,16 +527,10 @@ def _decode_placed(
             found.append(placement)
         return Placed(epoch, election, registration, ask, tuple(found))
     if kind in (Kind.PIECE_ASKED, Kind.PIECE):
-        log, base_offset, generation, position = reader.take(_PIECE)
-        if kind is Kind.PIECE_ASKED:
-            return PieceAsked(epoch, election, registration, ask, log, base_offset, generation, position)
-        data = bytes(reader.bytes(len(reader.data) - reader.at))
-        return PieceTold(epoch, election, registration, ask, log, base_offset, generation, position, data)
-    log = int.from_bytes(reader.bytes(4), "big")
-    if kind is Kind.ORIGIN_ASKED:
-        return OriginAsked(epoch, election, registration, ask, log)
-    payload = bytes(reader.bytes(len(reader.data) - reader.at))
-    return OriginTold(epoch, election, registration, ask, log, payload)
+        piece = PieceAsked(epoch, election, registration, ask, *reader.take(_PIECE))
+        return piece if kind is Kind.PIECE_ASKED else PieceTold(piece, bytes(reader.rest()))
+    origin = OriginAsked(epoch, election, registration, ask, int.from_bytes(reader.bytes(4), "big"))
+    return origin if kind is Kind.ORIGIN_ASKED else OriginTold(origin, bytes(reader.rest()))
 
 
 def _logs(reader: _Reader) -> int:

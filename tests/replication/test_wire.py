@@ -90,6 +90,8 @@ def appends(draw: st.DrawFn) -> Append:
 
 places = st.builds(LogPlace, logs, points, points, starts(), st.just(True))
 placements = st.builds(Placement, logs, st.sampled_from(Action), points, points)
+origins_asked = st.builds(OriginAsked, epochs, elections, registrations, asks, logs)
+pieces_asked = st.builds(PieceAsked, epochs, elections, registrations, asks, logs, offsets, asks, offsets)
 messages = st.one_of(
     appends(),
     st.builds(Probe, epochs, elections),
@@ -97,10 +99,10 @@ messages = st.one_of(
     st.builds(Durable, epochs, elections, registrations, asks, logs, points, st.sampled_from(Status)),
     st.builds(Follow, epochs, elections, registrations, folders, asks, st.lists(places, min_size=1, max_size=4).map(tuple)),
     st.builds(Placed, epochs, elections, registrations, asks, st.lists(placements, min_size=1, max_size=4).map(tuple)),
-    st.builds(OriginAsked, epochs, elections, registrations, asks, logs),
-    st.builds(OriginTold, epochs, elections, registrations, asks, logs, st.binary(max_size=200)),
-    st.builds(PieceAsked, epochs, elections, registrations, asks, logs, offsets, asks, offsets),
-    st.builds(PieceTold, epochs, elections, registrations, asks, logs, offsets, asks, offsets, st.binary(max_size=200)),
+    origins_asked,
+    st.builds(OriginTold, origins_asked, st.binary(max_size=200)),
+    pieces_asked,
+    st.builds(PieceTold, pieces_asked, st.binary(max_size=200)),
 )  # fmt: skip
 
 
