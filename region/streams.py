@@ -306,7 +306,7 @@ class HostedStream:
 
     @property
     def rests_on_commits(self) -> bool:
-        """Whether an acknowledgement needs no lease: copies that count have what it is of, and they follow nobody else ."""
+        """Whether an acknowledgement needs no lease: copies that count have what it is of, and they follow nobody else."""
         return rests_on_commits(self.record.config)
 
     def describe(self, *, detail: bool) -> StreamState:

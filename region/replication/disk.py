@@ -99,7 +99,7 @@ class ReplicaDisk:
     ) -> None:
         self.plan = plan
         self.is_anew = is_anew
-        """whether there was a log here, and its folder is gone"""
+        """whether there was a log here, and its folder is gone: also where another was begun there that holds nothing yet"""
         self.is_short = kept > log.end_point
         """whether the log ends before what was known here to be committed"""
         self.log = log
@@ -144,7 +144,9 @@ class ReplicaDisk:
             files.sync_folder(plan.folder.parent)
             payload = load_checked(files, plan.kept_file)
             is_known = payload is not None
-            starts = _load_elections(files, plan.folder, log, was_replicated=is_known and had_log)
+            # Also where it was begun anew and ended before anything was written to it.
+            is_anew = is_known and not (had_log and _was_used(files, plan.folder, log))
+            starts = _load_elections(files, plan.folder, log, was_replicated=is_known and not is_anew)
             if payload is None:
                 # That there is a log is said only once there is one.
                 save_checked(files, plan.folder / ELECTIONS_NAME, msgspec.json.encode(starts))
@@ -156,7 +158,7 @@ class ReplicaDisk:
             raise
         return cls(
             plan, log, starts, kept, recovered.producers, files=files, runtime=runtime, open_logs=open_logs,
-            is_anew=is_known and not had_log,
+            is_anew=is_anew,
         )  # fmt: skip
 
     def beginning(self) -> Log:
@@ -511,6 +513,11 @@ def _load_elections(files: Files, folder: Path, log: DiskLog, *, was_replicated:
     ):
         raise _unreadable(path, f"epoch {written[-1].epoch} stands in {EPOCHS_NAME}, and is not in it")
     return starts
+
+
+def _was_used(files: Files, folder: Path, log: DiskLog) -> bool:
+    """Whether anything was written to a log since it was begun, or an epoch began in it: each puts an election before itself."""
+    return log.end_point != BEGINNING or bool(log.epochs.starts) or files.exists(folder / ELECTIONS_NAME)
 
 
 def _unreadable(path: Path, why: str) -> CorruptionError:

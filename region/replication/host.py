@@ -267,12 +267,22 @@ class ReplicaHost:
         return ""
 
     async def _leave_sets(self, shard: ShardId, *, if_alone: bool) -> None:
-        """Be no member of the shard's sets, so that nobody elects this broker for what it had. `if_alone`: also where nobody else is left."""
+        """Be no member of the shard's sets, so that nobody elects this broker for what it had. `if_alone`: also where nobody else is left.
+
+        Raises UnavailableError where the region is frozen, and what the store raises.
+        """
         while True:
             view = self._mirror.view
             made = leave_sets(view, shard, self._broker, if_alone=if_alone) if shard in view.shards else None
             if made is None:
                 return
+            if view.revision_of(view.keys.frozen):
+                # Nothing that is said of a shard is taken before that ends.
+                raise UnavailableError(
+                    f"Shard {shard.number} counts on what broker {self._broker} has not any more, and its record cannot be changed: the region is frozen.",
+                    hint="Its copy here is opened once the region is not frozen any more; felix region status shows why it is.",
+                    retry_after_ms=RETRY_MS,
+                )
             result = await self._mirror.commit(made)
             if result is not None and result.succeeded:
                 log.error("shard %s: broker %s has left its in-sync set", shard, self._broker)

@@ -145,12 +145,13 @@ def test_elections_that_cannot_be_read_stop_the_copy(damage: str, tmp_path: Path
     assert "built anew" in stopped.value.hint
 
 
-@pytest.mark.parametrize("has_records", [True, False])
-def test_elections_that_are_gone_stop_the_copy(has_records: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("has", ["records", "an epoch"])
+def test_elections_that_are_gone_stop_the_copy(has: str, tmp_path: Path) -> None:
     plan = LogPlan(0, tmp_path / "shard", IDENTITY)
     log = ReplicaDisk.open(plan, files=DiskFiles())
-    if has_records:
-        write(log, entry(0, 1), starts=(begun(1, 0),))
+    log.begin(begun(1, 0))
+    if has == "records":
+        write(log, entry(0, 1))
     log.close()
     (tmp_path / "shard" / ELECTIONS_NAME).unlink()
     with pytest.raises(CorruptionError, match="it is gone"):
@@ -177,8 +178,16 @@ def test_it_says_that_a_log_was_here_or_went_further(tmp_path: Path) -> None:
     assert log.is_short and not log.is_anew
     log.close()
     shutil.rmtree(plan.folder)
+    # Until something is written to it: a start may fail before that.
+    for _ in range(2):
+        log = ReplicaDisk.open(plan, files=DiskFiles())
+        assert log.is_anew
+        log.close()
     log = ReplicaDisk.open(plan, files=DiskFiles())
-    assert log.is_anew
+    write(log, entry(0, 2), starts=(begun(2, 0),))
+    log.close()
+    log = ReplicaDisk.open(plan, files=DiskFiles())
+    assert not log.is_anew
     log.close()
 
 

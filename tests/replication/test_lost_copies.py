@@ -9,8 +9,11 @@ from pathlib import Path
 from unittest.mock import AsyncMock
 
 import pytest
-from replication.replicated_region import LOGS, NAMES, SimulatedRegion, play
+from replication.replicated_region import LOGS, NAMES, REGION, SimulatedRegion, play
 
+from felix.errors import UnavailableError
+from region.cluster.records import ClusterKeys, FrozenRecord, ShardId, encode
+from region.metadata.transaction import Delete, Put
 from region.replication.host import ReplicaHost
 
 LEASES_END_S = 5
@@ -27,10 +30,19 @@ async def some_are_acknowledged(region: SimulatedRegion, number: int) -> None:
     await region.until(lambda: region.acknowledged() >= before + number)
 
 
+def lose_its_folder(region: SimulatedRegion, victim: str) -> None:
+    files = region.machines[victim].disk.mount()
+    for log in LOGS:
+        files.remove_folder(folder_of(log))
+    files.sync_folder(Path("/data"))
+    region.machines[victim].disk.kill()
+
+
 async def all_come_back(region: SimulatedRegion, first: str) -> None:
     """The one whose copy is not what it was comes first: it is the only one to be elected for a while."""
-    for name in (first, *(name for name in NAMES if name != first)):
-        await region.start(name)
+    async with asyncio.timeout(120):
+        for name in (first, *(name for name in NAMES if name != first)):
+            await region.start(name)
 
 
 async def goes_on(region: SimulatedRegion, victim: str) -> None:
@@ -50,11 +62,7 @@ def test_a_copy_whose_folder_is_gone_leads_nothing_and_is_built_anew(victim: str
         for name in NAMES:
             region.kill(name)
         await asyncio.sleep(LEASES_END_S)
-        files = region.machines[victim].disk.mount()
-        for log in LOGS:
-            files.remove_folder(folder_of(log))
-        files.sync_folder(Path("/data"))
-        region.machines[victim].disk.kill()
+        lose_its_folder(region, victim)
         await all_come_back(region, victim)
         await goes_on(region, victim)
 
@@ -107,6 +115,39 @@ def test_where_the_word_comes_late_it_gives_up_what_it_was_elected_for(
 ) -> None:
     monkeypatch.setattr(ReplicaHost, "_leave_sets", AsyncMock())
     test_a_copy_whose_folder_is_gone_leads_nothing_and_is_built_anew("a", 0)
+
+
+def test_in_a_frozen_region_it_is_refused_and_comes_back_once_the_region_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused: list[UnavailableError] = []
+    leave_sets = ReplicaHost._leave_sets
+
+    async def noted(host: ReplicaHost, shard: ShardId, *, if_alone: bool) -> None:
+        try:
+            await leave_sets(host, shard, if_alone=if_alone)
+        except UnavailableError as error:
+            refused.append(error)
+            raise
+
+    monkeypatch.setattr(ReplicaHost, "_leave_sets", noted)
+
+    async def scene(region: SimulatedRegion) -> None:
+        await some_are_acknowledged(region, 12)
+        for name in NAMES:
+            region.kill(name)
+        await asyncio.sleep(LEASES_END_S)
+        lose_its_folder(region, "a")
+        key = ClusterKeys(REGION).frozen
+        await region.store.transact([], [Put(key, encode(FrozenRecord("b", "the store went back"), key))])
+        back = asyncio.ensure_future(all_come_back(region, "a"))
+        await region.until(lambda: refused)
+        await region.store.transact([], [Delete(key)])
+        await back
+        await goes_on(region, "a")
+
+    play(scene, 2)
+    assert "the region is frozen" in refused[0].sentence
 
 
 def test_without_the_rule_an_empty_copy_is_elected_and_cuts_the_others(
