@@ -15,6 +15,7 @@ from cli.notify import Notifier
 from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
 from cli.output import iso, lines, note, out, print_json, styled, table
 from cli.process import PidFile, read_state, start_detached, stop
+from cli.reconcile import reconcile
 from cli.setting import (
     REGION_VARIABLE,
     JsonOption,
@@ -52,6 +53,7 @@ app.command("rebalance")(rebalance)
 app.command("retire")(retire)
 app.command("scale")(scale)
 app.command("recover-shard")(recover_shard)
+app.command("reconcile")(reconcile)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
 LOCAL: Final = "127.0.0.1"

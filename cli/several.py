@@ -190,7 +190,7 @@ async def serve_all(folder: RegionFolder, config: RegionConfig, pid: PidFile) ->
     stop = stop_signals()
     async with AsyncExitStack() as stack:
         if (folder.root / ETCD_FOLDER).is_dir():
-            stack.push_async_callback((await _start_etcd(folder, config)).end)
+            stack.push_async_callback((await start_etcd(folder, config)).end)
         family = _Family(folder)
         stack.push_async_callback(family.end)
         await family.begin(str(each.id) for each in config.cluster.brokers)
@@ -407,7 +407,8 @@ def _make_room(said: Path) -> None:
         said.replace(said.with_name(f"{said.name}.1"))
 
 
-async def _start_etcd(folder: RegionFolder, config: RegionConfig) -> _Child:
+async def start_etcd(folder: RegionFolder, config: RegionConfig) -> _Child:
+    """The etcd that belongs to this region alone, once it answers. Raises UnavailableError."""
     endpoint = Address.parse(config.metadata.endpoints[0])
     url = f"http://{endpoint}"
     child = await _Child.start(

@@ -207,7 +207,7 @@ async def open_broker(
     if config.cluster is None:
         alone = await asyncio.to_thread(machine.open_keys, folder.keys, config.region, runtime=runtime)
         stack.callback(alone.close)
-    store = machine.store or await _open_store(folder, config, runtime)
+    store = machine.store or await open_store(folder, config, runtime)
     stack.push_async_callback(store.close)
     await _claim(store, folder, config, own=RegionTrust(own), now_ms=now_ms())
     registration: Registration | None = None
@@ -722,7 +722,8 @@ async def _claim(
     await claim_or_verify(store, genesis, audit_key.verify_key, earlier)
 
 
-async def _open_store(folder: RegionFolder, config: RegionConfig, runtime: Runtime) -> MetadataStore:
+async def open_store(folder: RegionFolder, config: RegionConfig, runtime: Runtime) -> MetadataStore:
+    """The region's metadata store, as its configuration says. Raises what opening it raises."""
     settings, base = config.metadata, folder.root
     if settings.kind == "embedded":
         return await EmbeddedStore.open(base / config.data / "metadata.db", runtime=runtime)

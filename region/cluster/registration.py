@@ -301,7 +301,7 @@ def _old_store(broker: str) -> Refusal:
     return Refusal(
         Reason.OLD_STORE,
         f"The metadata store is older than the data folder of broker {broker}: it was put back from a backup, or lost. "
-        "Put the newest store back; where there is none, put all brokers' data folders back as they were when the store's backup was made.",
+        "Put the newest store back; where there is none, stop all brokers: `felix region reconcile REGION --dry-run` says what makes it fit.",
     )
 
 

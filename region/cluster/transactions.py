@@ -4,7 +4,7 @@ Every transaction compares each record that it rests on by its revision, so that
 under the same compare only one happens, whichever comes late. Pure: nothing is sent here; ids are handed in.
 
 Who writes what: a broker its own `nodes`, `brokers` and `pulse` (`registration`); the controller, in its term, places, elects, moves and
-removes shards; a shard's leader changes its sets while its lease holds; an operator recovers a shard and reconciles a region.
+removes shards; a shard's leader changes its sets while its lease holds; an operator recovers a shard, and reconciles a region (`reconciliation`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Final
 import msgspec
 
 from region.cluster import membership
-from region.cluster.election import LogEnd, candidates, has_stopped, has_yielded, may_ask_for_ends
+from region.cluster.election import candidates, has_stopped, has_yielded, may_ask_for_ends
 from region.cluster.records import (
-    EPOCH_MAX,
     ControllerRecord,
     FrozenRecord,
     ShardId,
@@ -31,9 +30,6 @@ from region.metadata.transaction import OPERATIONS_MAX, Absent, Compare, Delete,
 
 SHARDS_PER_TRANSACTION: Final = 60
 """With a compare for each shard and for each broker that it names, within a store's `OPERATIONS_MAX`."""
-RECONCILE_GAP: Final = 1 << 26
-"""Numbers of epochs skipped where a store went back: those of more elections than can have happened that no surviving broker heard of, each of
-which takes half of `CHANCE_MAX` (region.log.epochs) on average."""
 
 
 class Reason(StrEnum):
@@ -354,63 +350,6 @@ def went_back(known: tuple[int, str], record: ShardRecord) -> bool:
     """Whether a record that is read now is of an earlier state than `known`, epoch and election id of a log or of an earlier record."""
     epoch, election = known
     return record.epoch < epoch or (record.epoch == epoch and record.election != election)
-
-
-def reconcile(
-    view: ClusterView,
-    shard: ShardId,
-    ends: Mapping[str, LogEnd],
-    election: str,
-    *,
-    without: Collection[str] = (),
-) -> Transaction | Refusal:
-    """After the store went back: the copies that go on longest lead, in an epoch above all that were seen.
-
-    `ends`: what each broker that may have the shard said of its copy; of each that was ever registered one is needed, but those that the
-    operator gives up (`without`). The mark of the frozen region is removed once all shards are reconciled (`thaw`).
-    """
-    record = view.shards[shard]
-    brokers = view.brokers
-    current = {
-        broker: end for broker, end in ends.items() if end.registration == brokers.registration(broker)
-    }
-    if missing := sorted(view.nodes.keys() - current.keys() - set(without)):
-        return Refusal(
-            Reason.NO_REPORT, f"{', '.join(missing)} has not said how far its copy goes.", retry=True
-        )
-    copies = {broker: end for broker, end in current.items() if end.last_epoch or end.end > (0, 0)}
-    epoch = max([record.epoch, *(end.last_epoch for end in copies.values())]) + RECONCILE_GAP
-    if epoch > EPOCH_MAX:
-        return Refusal(Reason.CHANGED, f"No epoch is left above {epoch - RECONCILE_GAP}.")
-    best = max(((end.last_epoch, end.end) for end in copies.values()), default=None)
-    longest = [broker for broker, end in sorted(copies.items()) if (end.last_epoch, end.end) == best]
-    if not longest:
-        longest = [broker for broker in record.replicas if broker in current]
-    if not longest:
-        return Refusal(Reason.NOBODY_ELIGIBLE, "No broker that is alive has a copy.", retry=True)
-    leader = next((broker for broker in record.replicas if broker in longest), longest[0])
-    # One epoch that was elected twice, before and after the store went back, has two contents.
-    winners = [broker for broker in longest if current[broker].election == current[leader].election]
-    replicas = tuple(dict.fromkeys([*record.replicas, *winners]))
-    after = msgspec.structs.replace(
-        membership.elected_unclean(record, leader, current[leader].registration, election, epoch=epoch),
-        isr={broker: current[broker].registration for broker in winners},
-        replicas=replicas,
-        target=(),
-    )
-    return Transaction(
-        (
-            unchanged(view, view.keys.shard(shard)),
-            unchanged(view, view.keys.frozen),
-            *_nodes(view, current),
-        ),
-        (_put(view, shard, after),),
-    )
-
-
-def thaw(view: ClusterView) -> Transaction:
-    """The region was reconciled: place and elect again."""
-    return Transaction((unchanged(view, view.keys.frozen),), (Delete(view.keys.frozen),))
 
 
 def leader_has_stopped(view: ClusterView, record: ShardRecord) -> bool:

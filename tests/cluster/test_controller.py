@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 import pytest
-from cluster.samples import DELETED, KEYS, SHARD, STREAM
+from cluster.samples import DELETED, KEYS, SHARD, STREAM, changed
 from cluster.stage import LEASE_MS, Stage
 from simulation.controller_host import ControllerHost
 
-from region.cluster import controller, membership, registration, transactions
+from region.cluster import controller, membership, reconciliation, registration, transactions
 from region.cluster.controller import TICK_MS, EndTold, Leased, LeaseLost, Rebalance, StreamWish, Tick, Wanted
 from region.cluster.election import LogEnd
 from region.cluster.placement import Planning
@@ -347,16 +347,12 @@ def test_r10_a_store_that_went_back_freezes_the_region_until_it_is_reconciled() 
     region.store._revoke(region.store.entries[KEYS.broker("a")].lease)
     region.pass_ms(3 * LEASE_MS)
     assert region.record().epoch == 7, "nobody is elected"
-    ends = {name: LogEnd(1, 8, "1" * 16, (5, 0)) for name in "bc"}
-    assert region.do(transactions.reconcile(region.view(), SHARD, ends, "2" * 16, without=["a"]))
-    assert region.do(transactions.thaw(region.view()))
-    region.pass_ms(1_000)
-    record = region.record()
-    assert (record.epoch, record.leader, record.isr) == (
-        8 + transactions.RECONCILE_GAP,
-        "b",
-        {"b": 1, "c": 1},
-    )
+    key = KEYS.shard(SHARD)
+    reconciled = changed(region.record(), epoch=1_000, election="2" * 16, leader="", isr={"b": 1, "c": 1})
+    region.store.transact([], [Put(key, encode(reconciled, key))])
+    assert region.do(reconciliation.thaw(region.view()))
+    region.until(lambda: region.record().leader == "b")
+    assert region.record().epoch > 1_000
     assert "frozen" not in region.hosts["b"].alarms
 
 

@@ -351,32 +351,6 @@ def test_r10_a_frozen_region_elects_nobody_and_leaders_change_nothing() -> None:
     assert not stage.do(transactions.join([transactions.in_office(stage.view(), 0), elect]))
 
 
-def test_r10_reconciling_needs_every_broker_and_goes_above_every_epoch() -> None:
-    stage = Stage()
-    stage.place("ab")
-    assert stage.do(transactions.freeze(stage.view(), "b", "epoch 9 is known"))
-    other = "1" * 16
-    ends = {
-        "a": LogEnd(1, 9, ELECTION, (5, 0)),
-        "b": LogEnd(1, 9, other, (5, 0)),
-        "c": LogEnd(1, 9, other, (4, 0)),
-    }
-    view = stage.view()
-    assert refused(transactions.reconcile(view, SHARD, {"a": ends["a"]}, other), Reason.NO_REPORT)
-    only_b = transactions.reconcile(view, SHARD, {"b": ends["b"]}, other, without=["a", "c"])
-    assert isinstance(only_b, Transaction)
-    assert stage.do(transactions.reconcile(view, SHARD, ends, other))
-    record = stage.record()
-    assert (record.epoch, record.leader, record.unclean) == (
-        9 + transactions.RECONCILE_GAP,
-        "a",
-        9 + transactions.RECONCILE_GAP,
-    )
-    assert record.isr == {"a": 1}, "b has the same epoch and end of another election: other bytes"
-    assert not stage.do(only_b)
-    assert stage.do(transactions.thaw(stage.view())) and stage.view().frozen is None
-
-
 def test_placing_needs_the_brokers_as_they_were_seen_and_the_stream_to_be_there() -> None:
     stage = Stage()
     record = shard_record({"a": 1, "b": 1}, epoch=1)

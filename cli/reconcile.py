@@ -1,0 +1,196 @@
+"""`felix region reconcile`: a metadata store that was put back from a backup is made to fit what the brokers' folders have."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import msgspec
+import typer
+
+from cli.output import counted, err, note, out, print_json
+from cli.process import read_state
+from cli.setting import JsonOption, choose_region, folder_of, read_file, run
+from felix.errors import Code, RequestError, UnavailableError
+from felix.files import PRIVATE, replace_file
+from felix.runtime.real import REAL
+from felix.storage.disk import FileLock
+from region.folder import RegionFolder
+
+if TYPE_CHECKING:
+    from region.cluster.reconciliation import FolderReport, Plan
+    from region.config import RegionConfig
+
+NEVER_KNOWN: Final = (
+    "What nobody can tell: rights, quotas, subscriptions and settings of streams are those of the backup. Rights and grants that were taken away since are "
+    "in force again, unless the audit log says so; a stream that was deleted since has its key again.",
+)
+
+
+def reconcile(
+    name: Annotated[str, typer.Argument(help="The region.")] = "",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only say what would be written, and lost.")
+    ] = False,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="A broker whose folder will not be heard; say it for each."),
+    ] = None,
+    accept_loss: Annotated[
+        bool, typer.Option("--accept-loss", help="Needed where something that was acknowledged may be lost.")
+    ] = False,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            help="Only write what this machine's folders have into this file, for --report on another machine."
+        ),
+    ] = None,
+    report: Annotated[
+        list[Path] | None, typer.Option(help="What --save wrote on another machine; say it for each.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Make a metadata store that was put back from a backup fit what the brokers' folders have.
+
+    No broker of the region may run. Nothing is deleted, and no record cut: shards are led from the copies that have all that was
+    acknowledged, in epochs above all that were seen.
+    """
+    region = choose_region(name)
+    folder, config = folder_of(region)
+    if config.cluster is None:
+        raise RequestError(f"{region} has one broker, which fits its store by itself.", hint="Start it.")
+    if read_state(folder.broker_pid) is not None:
+        raise UnavailableError(f"{region} runs here.", hint=f"Stop it first: felix region down {region}.")
+    with ExitStack() as held:
+        reports = _heard(folder, config, held)
+        if save is not None:
+            replace_file(save, msgspec.json.encode(list(reports.values())), PRIVATE)
+            out.print(
+                f"What {counted(len(reports), 'folder')} here have is in {save}: {', '.join(reports) or 'none'}"
+            )
+            return
+        for path in report or ():
+            reports |= _reported(path, reports)
+        plan = run(
+            _reconcile(folder, config, reports, without or [], dry_run=dry_run, accept_loss=accept_loss)
+        )
+    if json:
+        print_json(_plain(plan), written=not dry_run)
+    else:
+        _print(region, plan, dry_run=dry_run)
+
+
+def _heard(folder: RegionFolder, config: RegionConfig, held: ExitStack) -> dict[str, FolderReport]:
+    """Of this machine's folders. Their locks are held until the end. Raises UnavailableError where a broker runs."""
+    from region.cluster.node_file import NAME
+    from region.inventory import STREAMS, take_inventory
+
+    found = {}
+    for file in sorted((folder.root / config.data).glob(f"*/{NAME}")):
+        data = file.parent
+        try:
+            held.enter_context(FileLock(data / STREAMS))
+        except RequestError as error:
+            raise UnavailableError(error.sentence, hint=f"Stop broker {data.name} first.") from error
+        note(f"reading the folder of {data.name}")
+        told = take_inventory(config.region, data.name, data, REAL)
+        if told is not None:
+            found[data.name] = told
+    return found
+
+
+def _reported(path: Path, known: dict[str, FolderReport]) -> dict[str, FolderReport]:
+    from region.cluster.reconciliation import FolderReport
+
+    try:
+        told = msgspec.json.decode(read_file(path, "The file"), type=list[FolderReport])
+    except msgspec.MsgspecError as error:
+        raise RequestError(
+            f"{path} is not what `felix region reconcile --save` writes: {error}.", code=Code.CONFIG_INVALID
+        ) from error
+    if twice := sorted(each.broker for each in told if each.broker in known):
+        raise RequestError(
+            f"The folder of {twice[0]} is told of twice.", hint="A broker has one data folder."
+        )
+    return {each.broker: each for each in told}
+
+
+async def _reconcile(
+    folder: RegionFolder,
+    config: RegionConfig,
+    reports: dict[str, FolderReport],
+    without: Sequence[str],
+    *,
+    dry_run: bool,
+    accept_loss: bool,
+) -> Plan:
+    from cli.several import ETCD_FOLDER, start_etcd
+    from region.reconciling import Reconciler
+    from region.startup import open_store
+
+    assert config.cluster is not None
+    is_here = (folder.root / ETCD_FOLDER).is_dir()
+    # Where all run on this machine, one without a folder was never started.
+    expected = [] if is_here else [str(each.id) for each in config.cluster.brokers]
+    async with AsyncExitStack() as stack:
+        if is_here:
+            stack.push_async_callback((await start_etcd(folder, config)).end)
+        store = await open_store(folder, config, REAL)
+        stack.push_async_callback(store.close)
+        reconciler = Reconciler(store, config.region, REAL, note)
+        stack.push_async_callback(reconciler.close)
+        await reconciler.open()
+        plan = await reconciler.plan(reports, expected, without)
+        if dry_run:
+            return plan
+        if plan.losses and not accept_loss:
+            await asyncio.to_thread(_print, config.region, plan, dry_run=True)
+            raise RequestError(
+                f"{counted(len(plan.losses), 'thing')} that was acknowledged may be lost, or cannot be served; nothing was written.",
+                code=Code.CONFLICT,
+                hint="Hear every folder, or put a newer backup back. If it is to be so all the same: --accept-loss.",
+            )
+        await reconciler.write(plan)
+        return plan
+
+
+def _plain(plan: Plan) -> dict[str, Any]:
+    return {
+        "brokers": {broker: node.registration for broker, node in sorted(plan.nodes.items())},
+        "shards": [
+            {
+                "stream": each.after.stream,
+                "shard": each.shard.number,
+                "epoch_before": 0 if each.before is None else each.before.epoch,
+                "epoch": each.after.epoch,
+                "copies": list(each.copies),
+                "changes": each.changes,
+            }
+            for each in plan.shards
+        ],
+        "notes": plan.notes,
+        "losses": plan.losses,
+    }
+
+
+def _print(region: str, plan: Plan, *, dry_run: bool) -> None:
+    changed = [each for each in plan.shards if each.changes]
+    would = "would be" if dry_run else "was"
+    out.print(f"heard: {', '.join(sorted(plan.nodes)) or 'no folder'}")
+    out.print(
+        f"{counted(len(changed), 'shard')} of {len(plan.shards)} {would} given an epoch above all that were seen"
+    )
+    for each in changed:
+        before = "no record" if each.before is None else f"epoch {each.before.epoch}"
+        out.print(
+            f"  {each.after.stream} shard {each.shard.number}: {before}, then {each.after.epoch}; from {', '.join(each.copies)}"
+        )
+    for sentence in (*plan.notes, *NEVER_KNOWN):
+        out.print(sentence)
+    for sentence in plan.losses:
+        err.print(f"lost: {sentence}", style="bold red", markup=False)
+    if not dry_run:
+        out.print(f"{region} is reconciled; start its brokers: felix region up {region}")

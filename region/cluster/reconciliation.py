@@ -1,0 +1,417 @@
+"""What makes a metadata store that was put back to an earlier state fit what the brokers' data folders know (R10).
+
+Each broker's folder says how often it was registered, its pulse, and how far its copy of each log goes (`FolderReport`); from all of them, and
+what the store has, `reconcile` makes a plan. Order: 1. no broker is alive; 2. `freeze`; 3. the brokers' registrations and pulses; 4. the
+records of shards, each above every epoch that a folder knows; 5. `thaw`. A crash between leaves the region frozen; the plan is made anew.
+
+Invariants:
+- nothing is cut or deleted, neither in the store nor in a folder;
+- a shard is led from a copy that has all that was committed, as far as the folders that were heard can tell: every record that was
+  committed in an epoch stands in each log that has something of a later one, and in the longest of that epoch. Where that cannot be
+  told, or a copy that is away may have more, the plan says what may be lost (`Plan.losses`);
+- the audit log goes on from such a copy alone: it is led by nobody before it would become a second history.
+
+Pure; used by `felix region reconcile`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+
+from region.cluster.records import (
+    EPOCH_MAX,
+    FrozenRecord,
+    NodeRecord,
+    PulseRecord,
+    ShardDurability,
+    ShardId,
+    ShardRecord,
+    encode,
+)
+from region.cluster.transactions import Reason, Refusal, Transaction, unchanged
+from region.cluster.view import ClusterView
+from region.log.point import LogPoint
+from region.metadata.records import AUDIT_STREAM, REPLICAS_MAX, Stream, is_replicated, min_in_sync
+from region.metadata.transaction import Absent, Delete, Put, Write
+
+RECONCILE_GAP: Final = 1 << 26
+"""Numbers of epochs skipped where a store went back: those of more elections than can have happened that no folder heard of, each of
+which takes half of `CHANCE_MAX` (region.log.epochs) on average. At the end of the numbers, half of those that are left."""
+
+BEGINNING: Final = LogPoint(0)
+
+
+class LogTold(msgspec.Struct, frozen=True, kw_only=True):
+    """One log of a copy. `epoch`, `election`: of its last entry (0 and empty in an empty log; no election in a log of one copy). `end`: behind
+    its last entry, all of which is on the disk. `kept`: what is surely committed."""
+
+    kind: int
+    epoch: int = 0
+    election: str = ""
+    end: LogPoint = BEGINNING
+    kept: LogPoint = BEGINNING
+
+
+class ShardTold(msgspec.Struct, frozen=True, kw_only=True):
+    """A broker's copy of a shard. `stream`: its name, as the folder says it. `damaged`: why it cannot be read."""
+
+    stream: str
+    incarnation: str
+    number: int
+    logs: tuple[LogTold, ...] = ()
+    damaged: str = ""
+
+    @property
+    def epoch(self) -> int:
+        """The last epoch of which it has anything."""
+        return max((log.epoch for log in self.logs), default=0)
+
+    @property
+    def has_records(self) -> bool:
+        """Whether anything was ever written to it."""
+        return any(log.epoch or log.end > BEGINNING for log in self.logs)
+
+
+class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`: as in its file `node`. `documents`: of
+    the audit log in it, the SHA-256 of each signed document (hex) and its kind."""
+
+    region: str
+    broker: str
+    folder: str
+    registration: int
+    intended: int
+    pulse: int
+    host: str
+    boot: str
+    version: str
+    made_ms: int
+    shards: tuple[ShardTold, ...] = ()
+    documents: dict[str, str] = {}
+
+    @property
+    def number(self) -> int:
+        """The highest registration that a start from this folder has tried."""
+        return max(self.registration, self.intended)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardPlan:
+    """What becomes of one shard. `copies`: those that have all, by broker; `before`: None where the store has no record of it."""
+
+    shard: ShardId
+    before: ShardRecord | None
+    after: ShardRecord
+    copies: tuple[str, ...]
+
+    @property
+    def changes(self) -> bool:
+        return self.before != self.after
+
+
+@dataclass(slots=True)
+class Plan:
+    """`nodes` and `pulses`: as they are to be. `notes`: what an operator should know. `losses`: what was acknowledged and may be lost, or
+    cannot be served again; it needs his word."""
+
+    nodes: dict[str, NodeRecord] = field(default_factory=dict)
+    pulses: dict[str, int] = field(default_factory=dict)
+    shards: list[ShardPlan] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    losses: list[str] = field(default_factory=list)
+
+
+def reconcile(
+    view: ClusterView,
+    streams: Mapping[str, Stream],
+    deleted: Collection[str],
+    reports: Mapping[str, FolderReport],
+    expected: Iterable[str],
+    *,
+    without: Collection[str],
+    election: Callable[[], str],
+) -> Plan | Refusal:
+    """What is to be written. `streams`: those of the catalog and of the region itself, by incarnation; `deleted`: incarnations with the mark of
+    a deletion; `expected`: brokers that may have records, beside those that the store knows; `without`: those whose folders will not be heard;
+    `election`: gives a fresh election id."""
+    missing = sorted({*view.nodes, *expected} - reports.keys() - set(without))
+    if missing:
+        return Refusal(
+            Reason.NO_REPORT,
+            f"Of {', '.join(missing)} no folder was heard, and it may have more than the others.",
+        )
+    if named := sorted(reports.keys() & set(without)):
+        return Refusal(
+            Reason.CHANGED, f"The folder of {', '.join(named)} was heard, so it is not without it."
+        )
+    plan = Plan()
+    for report in reports.values():
+        if refusal := _broker(plan, view, report):
+            return refusal
+    told: dict[ShardId, dict[str, ShardTold]] = {}
+    for broker, report in sorted(reports.items()):
+        for each in report.shards:
+            told.setdefault(ShardId(each.incarnation, each.number), {})[broker] = each
+    known = {
+        *view.shards,
+        *(
+            ShardId(stream.incarnation, number)
+            for stream in streams.values()
+            for number in range(stream.config.shards)
+        ),
+    }
+    for shard in sorted(known):
+        if shard.incarnation not in deleted:
+            _shard(plan, view, shard, streams.get(shard.incarnation), told.get(shard, {}), without, election)
+    _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
+    return plan
+
+
+def _broker(plan: Plan, view: ClusterView, report: FolderReport) -> Refusal | None:
+    broker, number = report.broker, report.number
+    node, pulse = view.nodes.get(broker), view.pulses.get(broker)
+    there = 0 if pulse is None else pulse.pulse
+    is_same = node is not None and node.folder == report.folder
+    if node is not None and (
+        node.registration > number or (is_same and node.registration == number and there > report.pulse)
+    ):
+        return Refusal(
+            Reason.OLD_FOLDER,
+            f"The folder of broker {broker} that was heard is older than what the store knows of it.",
+        )
+    if not number:
+        return None
+    plan.nodes[broker] = NodeRecord(
+        folder=report.folder,
+        registration=number,
+        boot=report.boot,
+        # What the folder has was synced when it was heard, and nobody has written to it since.
+        clean=number,
+        whole_since=node.whole_since if node is not None and is_same else number,
+        kept_since=number,
+        host=report.host,
+        zone="" if node is None else node.zone,
+        drain=node is not None and node.drain,
+        version=report.version,
+    )
+    plan.pulses[broker] = report.pulse
+    return None
+
+
+def _shard(
+    plan: Plan,
+    view: ClusterView,
+    shard: ShardId,
+    stream: Stream | None,
+    told: Mapping[str, ShardTold],
+    without: Collection[str],
+    election: Callable[[], str],
+) -> None:
+    before = view.shards.get(shard)
+    assert before is not None or stream is not None
+    name = before.stream if before is not None else stream.name if stream is not None else ""
+    what = f"{name} shard {shard.number}"
+    damaged = {broker: each.damaged for broker, each in told.items() if each.damaged}
+    whole = {broker: each for broker, each in told.items() if broker in plan.nodes and not each.damaged}
+    away = sorted({*without, *damaged})
+    minimum = before.min if before is not None else min_in_sync(stream.config) if stream is not None else 1
+    has_copies = stream is not None and is_replicated(stream.config)
+    if before is not None:
+        has_copies = has_copies or len(before.replicas) > 1
+    why = "; ".join(f"the copy of {broker} cannot be read: {damaged[broker]}" for broker in sorted(damaged))
+    winners, doubt = _best({broker: each for broker, each in whole.items() if each.has_records})
+    if not winners:
+        if before is None:
+            # It is placed as a new one.
+            return
+        winners = [broker for broker in before.replicas if broker in plan.nodes and broker not in damaged]
+        if not told and not away and (stream is None or stream.config.durability.kind != "ephemeral"):
+            plan.notes.append(
+                f"{what} has no folder at any broker: nothing was written to it, or it was deleted since. It is there again, and empty; "
+                "`felix stream delete` deletes it."
+            )
+    owner = before.replicas[0] if before is not None else ""
+    if not winners or (not has_copies and owner in away):
+        plan.losses.append(
+            f"{what} is led by nobody until {owner if owner in away else ', '.join(away)}, which may have its records, is back"
+            + (f" ({why})." if why else ".")
+        )
+        return
+    doubt = doubt or _more_than(whole, winners[0])
+    if has_copies and len(away) >= minimum:
+        doubt = (
+            f"a record was acknowledged once {minimum} {'copy' if minimum == 1 else 'copies'} had it, and those may have been "
+            f"{', '.join(away)}" + (f" ({why})" if why else "")
+        )
+    if doubt and name == str(AUDIT_STREAM):
+        plan.losses.append(
+            f"The audit log is led by nobody: {doubt}. Without those leaves it would be a second history; bring them back, and reconcile again."
+        )
+        return
+    if doubt:
+        plan.losses.append(f"{what}: {doubt}; what {winners[0]} lacks of it is lost.")
+    last = max((each.epoch for each in told.values()), default=0)
+    if before is not None and _fits(before, winners, plan, last):
+        plan.shards.append(ShardPlan(shard, before, before, tuple(winners)))
+        return
+    top = max(last, 0 if before is None else before.epoch)
+    epoch = top + max(1, min(RECONCILE_GAP, (EPOCH_MAX - top) // 2))
+    after = _record(plan, name, epoch, election(), before, stream, winners, minimum, unclean=doubt != "")
+    plan.shards.append(ShardPlan(shard, before, after, tuple(winners)))
+
+
+def _more_than(copies: Mapping[str, ShardTold], winner: str) -> str:
+    """Whose copy had more that was committed than that of `winner` has."""
+    ends = {log.kind: log.end for log in copies[winner].logs} if winner in copies else {}
+    for broker, each in sorted(copies.items()):
+        if any(log.kept > ends.get(log.kind, BEGINNING) for log in each.logs):
+            return f"broker {broker} had more than any copy has now"
+    return ""
+
+
+def _record(
+    plan: Plan,
+    name: str,
+    epoch: int,
+    election: str,
+    before: ShardRecord | None,
+    stream: Stream | None,
+    winners: Sequence[str],
+    minimum: int,
+    *,
+    unclean: bool,
+) -> ShardRecord:
+    replicas = tuple(winners) if before is None else before.replicas
+    room = max(len(replicas), len(winners))
+    durability: ShardDurability = "fsync"
+    if before is not None:
+        durability = before.durability
+    elif stream is not None and stream.config.durability.kind != "fsync":
+        durability = "interval"
+    # Those that have all first, in the order that they had; then the others, which are brought up from them.
+    order = [broker for broker in replicas if broker in winners]
+    order += [broker for broker in winners if broker not in order]
+    order += [broker for broker in replicas if broker not in order]
+    return ShardRecord(
+        stream=name,
+        epoch=epoch,
+        election=election,
+        replicas=tuple(order[: min(room, REPLICAS_MAX)]),
+        isr={broker: plan.nodes[broker].registration for broker in winners},
+        min=minimum,
+        durability=durability,
+        unclean=epoch if unclean else 0 if before is None else before.unclean,
+    )
+
+
+def _fits(before: ShardRecord, winners: Sequence[str], plan: Plan, told: int) -> bool:
+    """Whether the record is what an earlier run made of it, or would be as good."""
+    return (
+        not before.leader
+        and before.isr == {broker: plan.nodes[broker].registration for broker in winners}
+        and not before.elr
+        and not before.target
+        and before.epoch > told
+    )
+
+
+def _best(copies: Mapping[str, ShardTold]) -> tuple[list[str], str]:
+    """The copies that have all, and why that is not sure, or nothing.
+
+    Who has something of the last epoch led it, or was cut to what its leader had when it began: no earlier epoch's end counts.
+    """
+    last = max((each.epoch for each in copies.values()), default=0)
+    latest = {broker: each for broker, each in sorted(copies.items()) if each.epoch == last}
+    if not latest:
+        return [], ""
+    ends = {broker: _ends(each) for broker, each in latest.items()}
+    kinds = sorted({kind for found in ends.values() for kind in found})
+    nothing = (0, BEGINNING)
+    tops = {kind: max(found.get(kind, nothing) for found in ends.values()) for kind in kinds}
+    whole = [
+        broker
+        for broker, found in ends.items()
+        if all(found.get(kind, nothing) == tops[kind] for kind in kinds)
+    ]
+    why = ""
+    if not whole:
+        whole = [max(ends, key=lambda broker: [ends[broker].get(kind, nothing) for kind in kinds])]
+        why = f"of {', '.join(ends)} none has every log to its end"
+    # One epoch that was elected twice, before and after the store went back, has two contents.
+    elections = {broker: {log.kind: log.election for log in latest[broker].logs} for broker in whole}
+    if any(elections[broker] != elections[whole[0]] for broker in whole):
+        why = f"{', '.join(whole)} have epoch {last} of two elections"
+        whole = [broker for broker in whole if elections[broker] == elections[whole[0]]]
+    return whole, why
+
+
+def _ends(copy: ShardTold) -> dict[int, tuple[int, LogPoint]]:
+    return {log.kind: (log.epoch, log.end) for log in copy.logs}
+
+
+def _unknown(plan: Plan, told: Mapping[ShardId, Mapping[str, ShardTold]], known: Collection[str]) -> None:
+    found: dict[str, tuple[str, set[str]]] = {}
+    for shard, copies in sorted(told.items()):
+        if shard.incarnation in known:
+            continue
+        for broker, each in copies.items():
+            if each.has_records and each.stream:
+                found.setdefault(shard.incarnation, (each.stream, set()))[1].add(broker)
+    for incarnation, (stream, brokers) in sorted(found.items(), key=lambda item: item[1][0]):
+        plan.losses.append(
+            f"{stream} ({incarnation}) was created after the backup: its records stay on the disks of {', '.join(sorted(brokers))}, and "
+            "nothing serves them."
+        )
+
+
+# What is written
+
+
+def freeze(view: ClusterView, by: str) -> Transaction | None:
+    """Nothing is placed or elected from now on; None where that is so. No broker may be alive."""
+    key = view.keys.frozen
+    if view.revision_of(key):
+        return None
+    record = FrozenRecord(by, "The metadata store was put back to an earlier state, and is being reconciled.")
+    return Transaction((Absent(key), *_nobody(view)), (Put(key, encode(record, key)),))
+
+
+def _nobody(view: ClusterView) -> list[Absent]:
+    return [Absent(view.keys.broker(broker)) for broker in view.nodes]
+
+
+def brokers(view: ClusterView, plan: Plan) -> list[Transaction]:
+    """The registrations and pulses, a transaction for each broker of which something is to be changed."""
+    made = []
+    for broker, node in sorted(plan.nodes.items()):
+        key, pulse = view.keys.node(broker), view.keys.pulse(broker)
+        writes: list[Write] = []
+        if view.nodes.get(broker) != node:
+            writes.append(Put(key, encode(node, key)))
+        if view.pulses.get(broker) != PulseRecord(plan.pulses[broker]):
+            writes.append(Put(pulse, encode(PulseRecord(plan.pulses[broker]), pulse)))
+        if writes:
+            compares = [unchanged(view, key) for key in (key, pulse, view.keys.frozen)]
+            made.append(Transaction((*compares, Absent(view.keys.broker(broker))), tuple(writes)))
+    return made
+
+
+def shards(view: ClusterView, plan: Plan) -> list[Transaction]:
+    """The records of shards, a transaction each. After `brokers`: compared is what that wrote."""
+    made = []
+    for each in plan.shards:
+        if each.changes:
+            key = view.keys.shard(each.shard)
+            compares = [unchanged(view, key), unchanged(view, view.keys.frozen)]
+            compares += [unchanged(view, view.keys.node(broker)) for broker in sorted(each.after.isr)]
+            made.append(Transaction(tuple(compares), (Put(key, encode(each.after, key)),)))
+    return made
+
+
+def thaw(view: ClusterView) -> Transaction:
+    """The region was reconciled: place and elect again."""
+    return Transaction((unchanged(view, view.keys.frozen),), (Delete(view.keys.frozen),))

@@ -1,0 +1,172 @@
+"""What the data folder of one of several brokers has, told while no broker serves from it (region.cluster.reconciliation.FolderReport).
+
+Every log is opened as a broker opens it: recovered, and what is told of it is on the disk first. The caller holds the folder's lock
+(`felix.storage.disk.FileLock` of its `streams`). Every call blocks.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from audit.checkpoint import note_size
+from audit.leaf import read_header
+from audit.tile import CHECKPOINT_PATH, read_entries
+from audit.tile_disk import Folder
+from felix import __version__
+from felix.errors import CorruptionError
+from felix.names import StreamName
+from felix.runtime.port import Runtime
+from felix.storage.disk import PRIVATE_FILES, boot_id
+from felix.storage.port import Files
+from felix.storage.small_file import load_checked
+from region.cluster.node_file import NodeFile
+from region.cluster.reconciliation import FolderReport, LogTold, ShardTold
+from region.cluster.records import ShardId
+from region.log.clean_stop import CLEAN_STOP_NAME
+from region.log.companions import kind_of, log_number, shard_of
+from region.log.directory import parse_folder_name, shard_folder
+from region.log.disk import DiskLog
+from region.log.open_logs import OpenLogs
+from region.log.point import LogPoint
+from region.log.segment import SEGMENT_SUFFIX, ShardIdentity
+from region.replication.disk import (
+    COPY_SUFFIX,
+    ELECTIONS_NAME,
+    OLD_SUFFIX,
+    LogPlan,
+    ReplicaDisk,
+    rewrite_unsynced,
+)
+
+STREAMS: Final = "streams"
+"""Of a data folder: the logs of streams, and their lock."""
+COPIES: Final = "copies"
+"""Of a data folder: what is known to be committed of each copy, outside of its folder."""
+AUDIT: Final = "audit"
+
+
+def take_inventory(
+    region: str, broker: str, data: Path, runtime: Runtime, files: Files = PRIVATE_FILES
+) -> FolderReport | None:
+    """What the folder has; None where no broker was ever registered from it. Raises CorruptionError where its file `node` cannot be read,
+    OSError."""
+    file = NodeFile(files, data, runtime.random).load()
+    if not max(file.registration, file.intended):
+        return None
+    if files.exists(data / STREAMS / CLEAN_STOP_NAME):
+        # It says what was not opened since.
+        files.remove(data / STREAMS / CLEAN_STOP_NAME)
+        files.sync_folder(data / STREAMS)
+    return FolderReport(
+        region=region,
+        broker=broker,
+        folder=file.folder,
+        registration=file.registration,
+        intended=file.intended,
+        pulse=file.pulse,
+        host=socket.gethostname(),
+        boot=boot_id(),
+        version=__version__,
+        made_ms=runtime.clock.now_ms(),
+        shards=tuple(_shards(region, data, runtime, files)),
+        documents=_documents(data / AUDIT),
+    )
+
+
+def _shards(region: str, data: Path, runtime: Runtime, files: Files) -> Iterator[ShardTold]:
+    seen: set[ShardId] = set()
+    for place in sorted(files.names(data / STREAMS)) if files.exists(data / STREAMS) else ():
+        parsed = parse_folder_name(place)
+        if parsed is None or not files.is_folder(data / STREAMS / place):
+            continue
+        name, incarnation = parsed
+        # Of a copy that was being replaced there may be the old log alone.
+        numbers = sorted(
+            {
+                int(stem)
+                for each in files.names(data / STREAMS / place)
+                if (stem := each.removesuffix(OLD_SUFFIX).removesuffix(COPY_SUFFIX)).isdecimal()
+            }
+        )
+        for shard in sorted({shard_of(number) for number in numbers}):
+            kinds = [kind_of(number) for number in numbers if shard_of(number) == shard]
+            told = ShardTold(stream=str(name), incarnation=incarnation.hex(), number=shard)
+            seen.add(ShardId(told.incarnation, shard))
+            try:
+                logs = tuple(
+                    log
+                    for kind in kinds
+                    if (log := _log(region, data, name, incarnation, shard, kind, runtime, files)) is not None
+                )
+            except CorruptionError as error:
+                yield msgspec.structs.replace(told, damaged=error.sentence)
+            else:
+                yield msgspec.structs.replace(told, logs=logs)
+    yield from _lost(data / COPIES, seen, files)
+
+
+def _log(
+    region: str,
+    data: Path,
+    name: StreamName,
+    incarnation: bytes,
+    shard: int,
+    kind: int,
+    runtime: Runtime,
+    files: Files,
+) -> LogTold | None:
+    number = log_number(kind, shard)
+    folder = shard_folder(data / STREAMS, name, incarnation, number)
+    identity = ShardIdentity(region, str(name), incarnation, number)
+    kept = data / COPIES / f"{incarnation.hex()}-{shard}-{kind}"
+    if files.exists(folder / ELECTIONS_NAME) or files.exists(kept):
+        disk = ReplicaDisk.open(LogPlan(kind, folder, identity, kept=kept), files=files, runtime=runtime)
+        told = disk.beginning()
+        disk.close()
+        last = told.history.last
+        return LogTold(kind=kind, epoch=last.epoch, election=last.election, end=told.end, kept=told.kept)
+    if not files.exists(folder) or not any(each.endswith(SEGMENT_SUFFIX) for each in files.names(folder)):
+        return None
+    rewrite_unsynced(files, folder)
+    log, _ = DiskLog.open(
+        folder, identity, now_ms=runtime.clock.now_ms(), files=files, runtime=runtime, open_logs=OpenLogs()
+    )
+    end, epoch = log.end_point, log.epochs.current
+    log.close()
+    return LogTold(kind=kind, epoch=epoch, end=end)
+
+
+def _lost(copies: Path, seen: set[ShardId], files: Files) -> Iterator[ShardTold]:
+    """Copies of which nothing is there but what was committed."""
+    lost: dict[ShardId, list[LogTold]] = {}
+    for each in sorted(files.names(copies)) if files.exists(copies) else ():
+        incarnation, *numbers = each.split("-")
+        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+            continue
+        shard, kind = ShardId(incarnation, int(numbers[0])), int(numbers[1])
+        payload = load_checked(files, copies / each)
+        if shard not in seen and payload is not None:
+            point = msgspec.json.decode(payload, type=LogPoint)
+            lost.setdefault(shard, []).append(LogTold(kind=kind, kept=point))
+    for shard, logs in lost.items():
+        yield ShardTold(stream="", incarnation=shard.incarnation, number=shard.number, logs=tuple(logs))
+
+
+def _documents(folder: Path) -> dict[str, str]:
+    """The signed documents that have their leaf in the audit log of this folder, as far as its newest checkpoint."""
+    files = Folder(folder)
+    note = files.read(CHECKPOINT_PATH)
+    if note is None:
+        return {}
+    size = note_size(note)
+    headers = (read_header(data) for _, data in read_entries(files, 0, size, size))
+    return {
+        header.document_sha256.hex(): header.kind.name
+        for header in headers
+        if header is not None and header.document_sha256
+    }

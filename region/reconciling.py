@@ -1,0 +1,165 @@
+"""Carries out what `region.cluster.reconciliation` plans, on a metadata store. No broker of the region runs.
+
+A run that did not end leaves the region frozen: nothing is placed or elected until another one has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Final
+
+import msgspec
+
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.runtime.port import Runtime
+from region.cluster import reconciliation
+from region.cluster.member import AuditHome
+from region.cluster.mirror import ClusterMirror
+from region.cluster.reconciliation import FolderReport, Plan
+from region.cluster.records import ELECTION_CHARS, ClusterKeys
+from region.cluster.registry import EXPIRY_SLACK_MS
+from region.cluster.transactions import Reason, Refusal, Transaction, batches
+from region.document_log import LASTING
+from region.metadata.catalog import Catalog
+from region.metadata.port import MetadataStore
+from region.metadata.records import Stream
+
+ASKED_AGAIN: Final = Transaction((), ())
+_HINTS: Final = {
+    Reason.NO_REPORT: "On the machine that has it: `felix region reconcile REGION --save FILE`; then name the file here with --report. If it will "
+    "not come back: --without BROKER.",
+    Reason.OLD_FOLDER: "Put its newest folder back. A file of --save that is older than the broker's last start: make it again.",
+}
+
+
+class Reconciler:
+    """One run. `note`: told what is waited for. `open` first, `close` in the end."""
+
+    def __init__(
+        self,
+        store: MetadataStore,
+        region: str,
+        runtime: Runtime,
+        note: Callable[[str], None],
+    ) -> None:
+        self._store = store
+        self._region = region
+        self._runtime = runtime
+        self._note = note
+        self._mirror = ClusterMirror(store, region, runtime)
+
+    async def open(self) -> None:
+        """Read what the store has, and wait until no broker is alive in it. Raises UnavailableError(SERVED_ELSEWHERE) where one stays so, CorruptionError
+        of a record that cannot be read."""
+        await self._mirror.start()
+        view = self._mirror.view
+        if view.unreadable:
+            key, why = sorted(view.unreadable.items())[0]
+            raise CorruptionError(f"{key} in the metadata store cannot be read: {why}.")
+        if not view.alive:
+            return
+        # An etcd that was put back counts each lease from its beginning.
+        wait_ms = max(each.lease_ms for each in view.alive.values()) + EXPIRY_SLACK_MS
+        self._note(
+            f"{', '.join(sorted(view.alive))} stood as alive in the backup: their leases end within {wait_ms / 1_000:.0f} s"
+        )
+        try:
+            async with asyncio.timeout(wait_ms / 1_000):
+                await self._mirror.until(lambda: not view.alive)
+        except TimeoutError:
+            broker, alive = sorted(view.alive.items())[0]
+            raise UnavailableError(
+                f"Broker {broker} is alive on {alive.host}.",
+                code=Code.SERVED_ELSEWHERE,
+                hint="Stop every broker of the region first; its folder may change while it runs.",
+            ) from None
+
+    async def close(self) -> None:
+        """Follow the store no more."""
+        await self._mirror.close()
+
+    async def plan(
+        self, reports: Mapping[str, FolderReport], expected: Iterable[str], without: Collection[str]
+    ) -> Plan:
+        """What is to be written, and what an operator should know before. Raises RequestError(CONFLICT) where too little was heard."""
+        for report in reports.values():
+            if report.region != self._region:
+                raise RequestError(
+                    f"The folder of {report.broker} is of region {report.region}, not of {self._region}."
+                )
+        catalog = Catalog(self._store, self._region)
+        streams = {stream.incarnation: stream for stream in await catalog.list_streams()}
+        if (audit := await self._audit_stream()) is not None:
+            streams[audit.incarnation] = audit
+        deleted = {stream.incarnation for stream in await catalog.deleted_streams()}
+        made = reconciliation.reconcile(
+            self._mirror.view,
+            streams,
+            deleted,
+            reports,
+            expected,
+            without=without,
+            election=lambda: self._runtime.random.randbytes(ELECTION_CHARS // 2).hex(),
+        )
+        if isinstance(made, Refusal):
+            raise RequestError(made.sentence, code=Code.CONFLICT, hint=_HINTS.get(made.reason, ""))
+        if sentence := await self._documents(reports):
+            made.notes.append(sentence)
+        return made
+
+    async def write(self, plan: Plan) -> None:
+        """Carry it out. Raises UnavailableError, and RequestError(CONFLICT) where somebody else wrote meanwhile: then it is to be planned anew."""
+        view = self._mirror.view
+        if (made := reconciliation.freeze(view, min(plan.nodes, default="b1"))) is not None:
+            await self._commit(made)
+        for made in reconciliation.brokers(view, plan):
+            await self._commit(made)
+        for _, made in batches(reconciliation.shards(view, plan), ASKED_AGAIN):
+            await self._commit(made)
+        await self._commit(reconciliation.thaw(view))
+
+    async def _commit(self, made: Transaction) -> None:
+        result = await self._mirror.commit(made)
+        if result is None or not result.succeeded:
+            raise RequestError(
+                "The metadata store was changed meanwhile, or did not answer: the region is not reconciled yet.",
+                code=Code.CONFLICT,
+                hint="Stop every broker of the region, and reconcile again.",
+            )
+
+    async def _audit_stream(self) -> Stream | None:
+        entry = await self._store.get(f"{ClusterKeys(self._region).prefix}audit_home")
+        if entry is None:
+            return None
+        try:
+            return msgspec.json.decode(entry.value, type=AuditHome).stream
+        except msgspec.MsgspecError as error:
+            raise CorruptionError(f"{entry.key} does not say where the audit log is: {error}.") from error
+
+    async def _documents(self, reports: Mapping[str, FolderReport]) -> str:
+        """The signed documents that the audit log has behind the last one that the store has."""
+        logged = max((report.documents for report in reports.values()), key=len, default={})
+        prefix = ClusterKeys(self._region).prefix
+        stored = set[str]()
+        for section in ("grants", "revocations", "denies", "policy/versions"):
+            found = await self._store.load(f"{prefix}{section}/")
+            stored |= {hashlib.sha256(entry.value).hexdigest() for entry in found.entries}
+        since: list[str] = []
+        for digest, kind in logged.items():
+            since = [] if digest in stored else [*since, kind]
+        if not since:
+            return ""
+        counts = ", ".join(f"{count} {kind}" for kind, count in sorted(Counter(since).items()))
+        lasting = {kind.name for kind in LASTING}
+        again = (
+            "those that forbid are in force again once a broker starts"
+            if lasting & set(since)
+            else "none of them forbids"
+        )
+        return (
+            f"The audit log has {len(since)} signed documents that are newer than those in the store ({counts}): {again}; grants and policies have "
+            "to be put in again (`felix bridge approve`, `felix policy apply`)."
+        )

