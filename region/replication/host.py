@@ -44,8 +44,9 @@ from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
 from region.metadata.lease import Lease as StoreLease
 from region.metadata.transaction import Change, Snapshot
+from region.replication.copier import Copier
+from region.replication.copier import Links as CopierLinks
 from region.replication.copies import HostedCopies
-from region.replication.copying import Copying, Replace
 from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING
@@ -53,12 +54,10 @@ from region.replication.leader import TICK_MS, Phase
 from region.replication.log_worker import Collected, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
-from region.replication.origin import encode_beginning
 from region.replication.ready import (
     Begun,
     Compacted,
     CopyFailed,
-    CopyFrom,
     DiskFailed,
     FramesRead,
     Lease,
@@ -82,14 +81,11 @@ from region.replication.ready import (
 )  # fmt: skip
 from region.replication.replica import Replica
 from region.replication.wire import (
-    ORIGIN_BYTES_MAX,
-    PIECE_BYTES_MAX,
     OriginAsked,
     OriginTold,
     PieceAsked,
     PieceTold,
     Said,
-    Told,
 )  # fmt: skip
 
 log = logging.getLogger("felix.region.replication")
@@ -103,12 +99,8 @@ RETRY_MS: Final = 250
 """How soon a refused append may be tried again."""
 
 
-class Links(Protocol):
+class Links(CopierLinks, Protocol):
     """What the host needs of `links.PeerLinks`."""
-
-    def send(self, peer: str, shard: ShardId, message: Told) -> None: ...
-
-    async def room(self, peer: str) -> None: ...
 
     def know(self, addresses: Mapping[str, str]) -> None: ...
 
@@ -132,6 +124,7 @@ class Hosted:
     core: ReplicaCore
     workers: dict[int, LogWorker]
     answers_early: bool = False
+    copier: Copier = field(init=False)
     led: dict[int, HostedCopies] = field(default_factory=dict)
     """per log: whoever leads it here, until it is released"""
     is_settling: bool = False
@@ -142,8 +135,6 @@ class Hosted:
     """events meanwhile"""
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
-    copies: dict[int, Copying] = field(default_factory=dict)
-    """logs that are to be copied"""
     lease_until_ms: int = 0
     broken: str = ""
     """why nothing is done any more: our own mistake"""
@@ -244,6 +235,12 @@ class ReplicaHost:
             hosted.workers[number] = LogWorker(
                 disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
             )
+        hosted.copier = Copier(
+            plan.shard, hosted.core, hosted.workers, self._links, self._read_pool,
+            leads=lambda: hosted.leads,
+            producers=partial(_producers, hosted),
+            failed=partial(self._step, hosted),
+        )  # fmt: skip
         self._hosted[plan.shard] = hosted
         if self._is_started:
             self._tell_lease(hosted, self._now())
@@ -509,13 +506,15 @@ class ReplicaHost:
         if not hosted.core.hears(peer):
             return
         if isinstance(message, OriginAsked):
-            self._begin_task(hosted, self._tell_origin(hosted, peer, message))
-        elif isinstance(message, OriginTold | PieceTold):
-            self._take_answer(hosted, peer, message)
+            self._begin_task(hosted, hosted.copier.tell_origin(peer, message))
         elif isinstance(message, PieceAsked):
-            self._begin_task(hosted, self._tell_piece(hosted, peer, message))
-        elif not hosted.is_settling and self._is_meant(hosted, message):
+            self._begin_task(hosted, hosted.copier.tell_piece(peer, message))
+        elif hosted.is_settling:
             # What is said while a shard settles is lost; it is said again.
+            return
+        elif isinstance(message, OriginTold | PieceTold):
+            hosted.copier.take(peer, message)
+        elif self._is_meant(hosted, message):
             self._step(hosted, Received(peer, message))
 
     def _is_meant(self, hosted: Hosted, message: Message) -> bool:
@@ -619,7 +618,7 @@ class ReplicaHost:
         for sync in ready.sync:
             workers[sync.log].put(sync)
         for copy in ready.copy:
-            self._ask_origin(hosted, copy)
+            hosted.copier.begin(copy, self._now())
         for read in ready.read:
             self._begin_task(hosted, self._read(hosted, read, hosted.core.replica.logs[read.log].cuts))
         for keep in ready.keep:
@@ -693,9 +692,9 @@ class ReplicaHost:
         elif isinstance(told, DiskFailed):
             self._begin_task(hosted, self._disk_failed(hosted, told))
         elif isinstance(told, Collected):
-            self._go_on_copying(hosted, told)
+            hosted.copier.go_on(told, self._now())
         elif isinstance(told, CopyFailed):
-            self._copy_failed(hosted, told.log)
+            hosted.copier.fail(told.log)
         else:
             self._step(hosted, told)
 
@@ -729,104 +728,6 @@ class ReplicaHost:
                 await self._disk_failed(hosted, DiskFailed(read.log, why))
                 return
         self._step(hosted, FramesRead(read.peer, read.ask, read.log, read.begin, frames))
-
-    # -- copies ----------------------------------------------------------------------------------------
-
-    def _ask_origin(self, hosted: Hosted, copy: CopyFrom) -> None:
-        follower, fence = hosted.core.follower, hosted.core.replica.fence
-        asked = OriginAsked(fence.epoch, fence.election, self._registration, follower.ask, copy.log)
-        hosted.copies[copy.log] = Copying(copy.peer, asked, self._now())
-        self._links.send(copy.peer, hosted.shard, asked)
-
-    async def _tell_origin(self, hosted: Hosted, peer: str, asked: OriginAsked) -> None:
-        leader = hosted.core.leader
-        if not hosted.leads or (asked.epoch, asked.election) != (leader.epoch, leader.election):
-            return
-        if asked.log not in hosted.workers:
-            return
-        disk, payload = hosted.workers[asked.log].disk, b""
-        try:
-            beginning = await self._loop.run_in_executor(
-                self._read_pool, disk.told_beginning, self._producers(hosted, asked.log)
-            )
-            payload = encode_beginning(beginning)
-        except (FelixError, OSError) as error:
-            log.warning("log %s cannot be begun at %s as it is: %s", disk.plan.folder, peer, error)
-        if len(payload) > ORIGIN_BYTES_MAX:
-            log.error(
-                "what log %s begins with has %d bytes, and is not copied", disk.plan.folder, len(payload)
-            )
-            payload = b""
-        self._links.send(peer, hosted.shard, OriginTold(asked, payload))
-
-    def _producers(self, hosted: Hosted, number: int) -> bytes:
-        led = hosted.led.get(number)
-        snapshot = None if led is None else led.snapshot()
-        disk = hosted.workers[number].disk
-        return disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
-
-    async def _tell_piece(self, hosted: Hosted, peer: str, asked: PieceAsked) -> None:
-        """Bytes of a closed segment, once the link has room for them."""
-        await self._links.room(peer)
-        leader, worker = hosted.core.leader, hosted.workers.get(asked.log)
-        if (
-            worker is None
-            or not hosted.leads
-            or (asked.epoch, asked.election) != (leader.epoch, leader.election)
-        ):
-            return
-        data = b""
-        try:
-            data = await self._loop.run_in_executor(
-                self._read_pool,
-                worker.disk.read_piece,
-                asked.base_offset,
-                asked.generation,
-                asked.position,
-                PIECE_BYTES_MAX,
-            )
-        except OSError as error:
-            log.warning("a segment of log %s cannot be copied: %s", worker.disk.plan.folder, error)
-        self._links.send(peer, hosted.shard, PieceTold(asked, data))
-
-    def _take_answer(self, hosted: Hosted, peer: str, told: OriginTold | PieceTold) -> None:
-        asked, fence = told.asked, hosted.core.replica.fence
-        copying = hosted.copies.get(asked.log)
-        if (
-            copying is None
-            or hosted.is_settling
-            or not copying.awaits(peer, told)
-            or (asked.epoch, asked.election) != (fence.epoch, fence.election)
-        ):
-            return
-        job = None
-        try:
-            job = copying.take(told, hosted.core.replica.logs[asked.log].commit)
-        except FelixError as error:
-            log.error("broker %s says where a log begins so that it cannot be read: %s", peer, error)
-        if job is None:
-            self._copy_failed(hosted, asked.log)
-            return
-        if isinstance(job, Replace):
-            del hosted.copies[asked.log]
-        hosted.workers[asked.log].put(job)
-
-    def _go_on_copying(self, hosted: Hosted, collected: Collected) -> None:
-        """Ask for the next bytes, or begin the log anew once all have come."""
-        number = collected.log
-        copying = hosted.copies.get(number)
-        wanted = None if copying is None else copying.go_on(collected.job, self._now())
-        if copying is None or wanted is None:
-            return
-        if isinstance(wanted, Replace):
-            del hosted.copies[number]
-            hosted.workers[number].put(wanted)
-        else:
-            self._links.send(copying.leader, hosted.shard, wanted)
-
-    def _copy_failed(self, hosted: Hosted, number: int) -> None:
-        hosted.copies.pop(number, None)
-        self._step(hosted, CopyFailed(number))
 
     # -- compaction ------------------------------------------------------------------------------------
 
@@ -870,11 +771,6 @@ class ReplicaHost:
         finally:
             if worker.disk is disk:
                 self._step(hosted, Compacted(number, disk.whole_from))
-
-    def _look_at_copies(self, hosted: Hosted, now: int) -> None:
-        for number, copying in list(hosted.copies.items()):
-            if copying.is_late(now):
-                self._copy_failed(hosted, number)
 
     def _look_at_alarm(self, shard: ShardId) -> None:
         is_over = self._over.get(shard)
@@ -942,7 +838,7 @@ class ReplicaHost:
             now = self._now()
             for hosted in list(self._hosted.values()):
                 self._tell_lease(hosted, now)
-                self._look_at_copies(hosted, now)
+                hosted.copier.fail_late(now)
                 self._look_at_alarm(hosted.shard)
                 if not hosted.is_settling:
                     self._step(hosted, Tick())
@@ -952,6 +848,14 @@ class ReplicaHost:
         if until_ms > now and until_ms - hosted.lease_until_ms > TICK_MS:
             hosted.lease_until_ms = until_ms
             self._step(hosted, Lease(until_ms))
+
+
+def _producers(hosted: Hosted, number: int) -> bytes:
+    """Those of a log, as far as whoever leads it here shows them, else of all that it has."""
+    led = hosted.led.get(number)
+    snapshot = None if led is None else led.snapshot()
+    disk = hosted.workers[number].disk
+    return disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
 
 
 def _is_whole(hosted: Hosted) -> bool:

@@ -1,0 +1,177 @@
+"""Both sides of a log's copy (COPY), for one replica: as a follower it asks the leader and gives the log's worker what comes; as the leader it
+answers. Event loop only.
+
+What is asked for next, and which answer counts, says `copying`.
+
+Invariants:
+- of a log that the core wants copied one copy is under way, until the worker is told to begin the log anew or the core that it failed;
+- who leads answers for that epoch and election alone, and reads a piece only once the link to the follower has room for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from typing import Protocol
+
+from felix.errors import FelixError
+from region.cluster.records import ShardId
+from region.replication.copying import Copying, Replace
+from region.replication.core import ReplicaCore
+from region.replication.log_worker import Collected, LogWorker
+from region.replication.origin import encode_beginning
+from region.replication.ready import CopyFailed, CopyFrom
+from region.replication.wire import (
+    ORIGIN_BYTES_MAX,
+    PIECE_BYTES_MAX,
+    OriginAsked,
+    OriginTold,
+    PieceAsked,
+    PieceTold,
+    Told,
+)  # fmt: skip
+
+log = logging.getLogger("felix.region.replication")
+
+
+class Links(Protocol):
+    """What copies need of `links.PeerLinks`."""
+
+    def send(self, peer: str, shard: ShardId, message: Told) -> None: ...
+
+    async def room(self, peer: str) -> None: ...
+
+
+class Copier:
+    """See the module."""
+
+    def __init__(
+        self,
+        shard: ShardId,
+        core: ReplicaCore,
+        workers: Mapping[int, LogWorker],
+        links: Links,
+        read_pool: Executor,
+        *,
+        leads: Callable[[], bool],
+        producers: Callable[[int], bytes],
+        failed: Callable[[CopyFailed], None],
+    ) -> None:
+        """`leads`: whether this replica commits as leader. `producers`: what is known of those of a log, as it stands in its folder. `failed`
+        tells the core."""
+        self._shard = shard
+        self._core = core
+        self._workers = workers
+        self._links = links
+        self._read_pool = read_pool
+        self._leads = leads
+        self._producers = producers
+        self._failed = failed
+        self._under_way: dict[int, Copying] = {}
+
+    # As a follower
+
+    def begin(self, copy: CopyFrom, now: int) -> None:
+        """Ask the leader where its log begins, at `now` (ms)."""
+        fence, replica = self._core.replica.fence, self._core.replica
+        asked = OriginAsked(
+            fence.epoch, fence.election, replica.registration, self._core.follower.ask, copy.log
+        )
+        self._under_way[copy.log] = Copying(copy.peer, asked, now)
+        self._links.send(copy.peer, self._shard, asked)
+
+    def take(self, peer: str, told: OriginTold | PieceTold) -> None:
+        """A leader's answer; nothing happens where it is to no question that stands."""
+        asked, replica = told.asked, self._core.replica
+        copying, fence = self._under_way.get(asked.log), replica.fence
+        if (
+            copying is None
+            or not copying.awaits(peer, told)
+            or (asked.epoch, asked.election) != (fence.epoch, fence.election)
+        ):
+            return
+        job = None
+        try:
+            job = copying.take(told, replica.logs[asked.log].commit)
+        except FelixError as error:
+            log.error("broker %s says where a log begins so that it cannot be read: %s", peer, error)
+        if job is None:
+            self.fail(asked.log)
+            return
+        if isinstance(job, Replace):
+            del self._under_way[asked.log]
+        self._workers[asked.log].put(job)
+
+    def go_on(self, collected: Collected, now: int) -> None:
+        """The disk has what came: ask for the next bytes, or begin the log anew once all have come."""
+        number = collected.log
+        copying = self._under_way.get(number)
+        wanted = None if copying is None else copying.go_on(collected.job, now)
+        if copying is None or wanted is None:
+            return
+        if isinstance(wanted, Replace):
+            del self._under_way[number]
+            self._workers[number].put(wanted)
+        else:
+            self._links.send(copying.leader, self._shard, wanted)
+
+    def fail(self, number: int) -> None:
+        """The log cannot be begun so, or not now."""
+        self._under_way.pop(number, None)
+        self._failed(CopyFailed(number))
+
+    def fail_late(self, now: int) -> None:
+        """Give up what a leader has left without an answer."""
+        for number, copying in list(self._under_way.items()):
+            if copying.is_late(now):
+                self.fail(number)
+
+    # As the leader
+
+    def _is_led(self, asked: OriginAsked | PieceAsked) -> bool:
+        leader = self._core.leader
+        return (
+            asked.log in self._workers
+            and self._leads()
+            and (asked.epoch, asked.election) == (leader.epoch, leader.election)
+        )
+
+    async def tell_origin(self, peer: str, asked: OriginAsked) -> None:
+        """Where the log begins; an empty answer where it cannot be begun at `peer` as it is."""
+        if not self._is_led(asked):
+            return
+        disk, payload = self._workers[asked.log].disk, b""
+        try:
+            beginning = await asyncio.get_running_loop().run_in_executor(
+                self._read_pool, disk.told_beginning, self._producers(asked.log)
+            )
+            payload = encode_beginning(beginning)
+        except (FelixError, OSError) as error:
+            log.warning("log %s cannot be begun at %s as it is: %s", disk.plan.folder, peer, error)
+        if len(payload) > ORIGIN_BYTES_MAX:
+            log.error(
+                "what log %s begins with has %d bytes, and is not copied", disk.plan.folder, len(payload)
+            )
+            payload = b""
+        self._links.send(peer, self._shard, OriginTold(asked, payload))
+
+    async def tell_piece(self, peer: str, asked: PieceAsked) -> None:
+        """Bytes of a closed segment, once the link has room for them."""
+        await self._links.room(peer)
+        if not self._is_led(asked):
+            return
+        disk, data = self._workers[asked.log].disk, b""
+        try:
+            data = await asyncio.get_running_loop().run_in_executor(
+                self._read_pool,
+                disk.read_piece,
+                asked.base_offset,
+                asked.generation,
+                asked.position,
+                PIECE_BYTES_MAX,
+            )
+        except OSError as error:
+            log.warning("a segment of log %s cannot be copied: %s", disk.plan.folder, error)
+        self._links.send(peer, self._shard, PieceTold(asked, data))
