@@ -5,13 +5,16 @@ one leaf, whoever delivers it and however often: the log itself says which ones 
 other copies is a cache that is used only if the log's tiles match it. Documents that forbid (a revocation, a pause, a deny
 entry), documents that lift these, and policies can be read from the log again: if store and copies were restored from a backup,
 only the log still has them.
+
+A leaf has the time of before it was appended. Where the append takes long, or nobody knows what became of it, it may stand, with that time, behind
+which nothing may cross any more that it stops: `writing_ms` and `may_stand` say so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -23,11 +26,17 @@ from audit.document_disk import read_documents
 from audit.leaf import Header, Kind, Leaf, read_header
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
+from felix.errors import UnavailableError
 from felix.news import News
+from felix.runtime.port import Clock
+from felix.runtime.real import REAL
 from felix.storage.small_file import read_file, replace_durably
 
 log = logging.getLogger("felix.region.governance")
 
+KNOWN_MS_MAX: Final = 3_000
+"""How old what a broker knows of a document without a leaf may be, and records still cross. With what its clock may be ahead of that of the broker with the
+log, it stays below what verification allows (region.remote_audit)."""
 SNAPSHOT_LEAVES: Final = 8_192
 """A start reads at most about so many leaves, and those of the minute before."""
 RECENT_LEAVES: Final = 4_096
@@ -60,22 +69,26 @@ _snapshot: Final = msgspec.msgpack.Decoder(_Snapshot)
 class DocumentLog:
     """One per broker, also where the log is another one's: then it knows what `learn` was told. `open` and `save` block."""
 
-    def __init__(self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int) -> None:
-        self._trail, self._path = trail, path
+    def __init__(
+        self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int, clock: Clock
+    ) -> None:
+        self._trail, self._path, self._clock = trail, path, clock
         self._documents, self._lasting = logged
         self._saved_to, self._read_to = saved_to, read_to
+        self._writing: dict[bytes, int] = {}
+        """documents whose leaf may stand: since when it was first appended (`Clock.boot_ms`), oldest first"""
         self._appending = asyncio.Lock()
         self._closed = False
         self.news = News()
         """told of each document that has its leaf"""
 
     @classmethod
-    def open(cls, trail: Trail, path: Path) -> DocumentLog:
+    def open(cls, trail: Trail, path: Path, clock: Clock = REAL.clock) -> DocumentLog:
         """Read the log from where the snapshot at `path` ends."""
         size = note_size(trail.publish())
         logged, start = _read_snapshot(trail, path, size)
         _read(trail, logged, start, size)
-        return cls(trail, path, logged, start, size)
+        return cls(trail, path, logged, start, size, clock)
 
     def refresh(self) -> int:
         """Take in what other brokers have written, up to the newest checkpoint; how many documents that were. Blocks."""
@@ -114,20 +127,43 @@ class DocumentLog:
     def learn(self, digest: bytes) -> None:
         """A document has its durable leaf: here, or as the broker that has the log says."""
         self._documents.add(digest)
+        self._writing.pop(digest, None)
         self.news.tell()
 
-    async def append(self, document: bytes, leaf: Leaf) -> bool:
-        """Append a document's leaf; durable on return. False where it stands in the log already."""
+    def lacks(self, digest: bytes) -> None:
+        """The broker that has the log says that a document has no leaf, whatever was appended here."""
+        self._writing.pop(digest, None)
+
+    def may_stand(self, digest: bytes) -> bool:
+        """Whether a document's leaf was appended here, and it is not known yet whether it stands."""
+        return digest in self._writing
+
+    def writing_ms(self) -> int:
+        """For how long the oldest of such leaves was waited for; 0 where there is none."""
+        oldest = next(iter(self._writing.values()), None)
+        return 0 if oldest is None else self._clock.boot_ms() - oldest
+
+    async def append(self, document: bytes, leaf: Callable[[], Leaf]) -> bool:
+        """Append a document's leaf, made when its turn comes; durable on return. False where it stands in the log already."""
         # The caller may be cancelled: an accepted leaf becomes durable all the same, and is recorded here.
         return await asyncio.shield(asyncio.ensure_future(self._append(document, leaf)))
 
-    async def _append(self, document: bytes, leaf: Leaf) -> bool:
+    async def _append(self, document: bytes, leaf: Callable[[], Leaf]) -> bool:
+        digest = sha256(document).digest()
         async with self._appending:
-            if self._closed or sha256(document).digest() in self._documents:
+            if self._closed or digest in self._documents:
                 return False
             await asyncio.to_thread(self._trail.keep_document, document)
-            await self._trail.append([leaf])
-            self.learn(leaf.header.document_sha256)
+            self._writing.setdefault(digest, self._clock.boot_ms())
+            try:
+                await self._trail.append([leaf()])
+            except UnavailableError:
+                # It may stand all the same.
+                raise
+            except Exception:
+                self.lacks(digest)
+                raise
+            self.learn(digest)
             return True
 
     async def close(self) -> None:

@@ -39,7 +39,7 @@ from keys.transfer import TransferScope
 from policy.truncation import Live
 from region.arrival_index import ArrivalIndex, Place, is_arrival
 from region.audit_port import FoundAck
-from region.document_log import DocumentLog
+from region.document_log import KNOWN_MS_MAX, DocumentLog
 from region.peer_requests import ASK_S, ASKED_MAX, AnswerT, PeerRequest, PeerRequests
 
 log = logging.getLogger("felix.region.audit")
@@ -52,8 +52,8 @@ GROUP_BYTES_MAX: Final = 4 << 20
 """Leaves of one request, unless those of one range are more."""
 AGAIN_S: Final = 0.2
 """How soon a group is asked for again that was refused or lost."""
-FOLLOW_S: Final = 10.0
-"""How long the broker with the log waits with its answer for a leaf that does not stand yet."""
+FOLLOW_S: Final = 1.0
+"""How long the broker with the log waits with its answer for a leaf that does not stand yet: what was answered is to be fresh still (KNOWN_MS_MAX)."""
 DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
 READ_S: Final = 600.0
@@ -61,17 +61,20 @@ READ_S: Final = 600.0
 CLOCK_AHEAD_MS_MAX: Final = 5_000
 """How far a broker's clock may be ahead of that of the broker with the log, and records still arrive: the leaves that a crossing is judged by have the other one's times.
 Half of what verification allows (audit.agreement.STANDING_GRACE_MS); the other half is for how long a broker goes on before it hears of a document's leaf."""
-assert 2 * CLOCK_AHEAD_MS_MAX <= STANDING_GRACE_MS
+assert CLOCK_AHEAD_MS_MAX + KNOWN_MS_MAX + 1_000 < STANDING_GRACE_MS, (
+    "and a second until it is seen who writes the log"
+)
+assert 1_000 * FOLLOW_S < KNOWN_MS_MAX
 READS_OF_BRIDGE_MAX: Final = ASKED_MAX // 8
 """Questions of one bridge's links for which the log may be read; more wait here. The log is read for one of them at a time."""
 TELLING_MAX: Final = 4
 """Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
 PASSED_REMEMBERED_MAX: Final = 20_000
-"""Documents that wait for their leaf, of which is known which brokers have let pass what they stop."""
+"""Documents that wait for their leaf, of which is known which brokers have let pass what they stop; and as many, which brokers asked."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for leaves that it took."""
 SILENT_S: Final = 60.0
-"""A broker that is reached says within seconds that it let pass what a document stops; as long as a policy's leaf waits (governance.leaves)."""
+"""A broker that is reached asks every second for the leaf of a document that it has seen; as long as a policy's leaf waits (governance.leaves)."""
 LOOK_S: Final = 5.0
 """How often is looked whether a broker that is waited for is back."""
 
@@ -139,7 +142,7 @@ class NumberTold(msgspec.Struct, frozen=True, array_like=True):
 
 class AwaitLeaves(PeerRequest, frozen=True, tag="await_leaves"):
     """Which of these documents have their leaf. `passed`: what each of them stops, and was taken before at the asker, has its leaves; then the
-    answer waits for FOLLOW_S."""
+    answer waits for FOLLOW_S. It is refused while one of the leaves is being written: that may stand already."""
 
     digests: Annotated[list[_Digest], msgspec.Meta(max_length=DIGESTS_MAX)]
     passed: bool
@@ -440,7 +443,9 @@ class RemoteLeaves:
         self._asked: dict[bool, dict[bytes, asyncio.Future[bool]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
+    async def all_passed(
+        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
+    ) -> None:
         """Nothing: the broker that writes the leaf waits for the others."""
 
     def written(self, digest: bytes) -> None:
@@ -499,7 +504,13 @@ class HomeLeaves:
         self._streams_of = streams_of
         self._is_up = is_up
         self._passed: BoundedMap[bytes, set[str]] = BoundedMap(PASSED_REMEMBERED_MAX)
+        self._asked: BoundedMap[bytes, dict[str, float]] = BoundedMap(PASSED_REMEMBERED_MAX)
+        """when each broker asked last for a document's leaf, by the loop's clock"""
         self._news = News()
+
+    def asked(self, digest: bytes, broker: str) -> None:
+        """Another broker has seen the document, and lets pass what it stops."""
+        self._asked.put(digest, (self._asked.use(digest) or {}) | {broker: asyncio.get_running_loop().time()})
 
     def passed(self, digest: bytes, broker: str) -> None:
         """At another broker nothing is on its way any more that this document stops."""
@@ -510,13 +521,26 @@ class HomeLeaves:
     def written(self, digest: bytes) -> None:
         """It has its leaf."""
         self._passed.pop(digest)
+        self._asked.pop(digest)
 
-    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
-        """Wait for every other broker that is alive, or has a stream in which that may have arrived: once it is back it writes the leaves that a
-        crash left, and behind a revocation these would be held against the log for ever. One that is reached and says nothing for SILENT_S never
-        saw the document: another one had taken its place in the store."""
+    async def all_passed(
+        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
+    ) -> None:
+        """Wait for every other broker that is alive, or has a stream in which that may have arrived: it writes the leaves that a crash left there,
+        or a disk that is full, and behind a revocation these would be held against the log for ever. One that is reached and has not asked for the leaf for
+        SILENT_S has not seen the document; it is waited for where it has such a stream, unless another document has taken the place of this one in the
+        store: then it never will."""
         told, now = False, asyncio.get_running_loop().time
-        silent_from = now() + SILENT_S
+        began = now()
+
+        def may_not_see(broker: str) -> bool:
+            asked = (self._asked.use(digest) or {}).get(broker, began)
+            return (
+                self._is_up(broker)
+                and now() - asked >= SILENT_S
+                and not (is_stored() and any(map(leads_to, self._streams_of(broker))))
+            )
+
         while missing := self._missing(digest, leads_to):
             gone = sorted(broker for broker in missing if not self._brokers().get(broker))
             if gone and not told:
@@ -525,7 +549,7 @@ class HomeLeaves:
                     ", ".join(gone),
                 )  # fmt: skip
                 told = True
-            if now() >= silent_from and not gone and all(map(self._is_up, missing)):
+            if not gone and all(map(may_not_see, missing)):
                 log.warning(
                     "a document's leaf no longer waits for broker %s, which says nothing of it",
                     ", ".join(missing),
@@ -560,10 +584,12 @@ class MovingLeaves:
     def writes_here(self) -> bool:
         return self._is_home()
 
-    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
+    async def all_passed(
+        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
+    ) -> None:
         """As whoever writes leaves does."""
         if self._is_home():
-            await self._here.all_passed(digest, leads_to)
+            await self._here.all_passed(digest, leads_to, is_stored)
 
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
         """As the broker that is home says."""
@@ -747,13 +773,20 @@ class AuditServer:
         def stand() -> list[bytes]:
             return [digest for digest in asked.digests if digest in self._logged]
 
-        if asked.passed:
-            for digest in asked.digests:
-                if digest not in self._logged:
+        def may_stand() -> bool:
+            return any(map(self._logged.may_stand, asked.digests))
+
+        for digest in asked.digests:
+            if digest not in self._logged:
+                self._leaves.asked(digest, peer)
+                if asked.passed:
                     self._leaves.passed(digest, peer)
-            try:
-                async with asyncio.timeout(FOLLOW_S):
-                    await self._logged.news.until(lambda: bool(stand()))
-            except TimeoutError:
-                pass
+        try:
+            async with asyncio.timeout(FOLLOW_S):
+                await self._logged.news.until(lambda: not may_stand() and (not asked.passed or bool(stand())))
+        except TimeoutError:
+            if may_stand():
+                raise AuditUnavailableError(
+                    "A document's leaf is being written.", retry_after_ms=200
+                ) from None
         return LeavesStand(stand())

@@ -336,7 +336,7 @@ async def open_broker(
     memory = Memory(data / "governance", runtime, machine.files)
     stack.push_async_callback(asyncio.to_thread, memory.close)
     remembered = await asyncio.to_thread(memory.load)
-    logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged")
+    logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged", runtime.clock)
     # If store and copies come from a backup, the audit log still has the later documents that forbid.
     forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
     remembered = remembered._replace(documents=[*remembered.documents, *forgotten])

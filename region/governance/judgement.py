@@ -58,8 +58,11 @@ class Judgement:
         self.policies = policies
         self.held = held
         self.watch = watch
+        self._stored: set[bytes] = set()
+        """digests of what the store has, and the log has no leaf of"""
         self.leaves = DocumentLeaves(
-            broker, regions.own, trail, logged, policies, lambda: self.book, drain, self._leaf_written, neighbours, self._reload_now
+            broker, regions.own, trail, logged, policies, lambda: self.book, drain, self._leaf_written, neighbours, self._reload_now,
+            self._stored.__contains__,
         )  # fmt: skip
         self.book = GrantBook()
         self._broker = broker
@@ -105,11 +108,14 @@ class Judgement:
         self.regions.read()
         self._trail.trust_witnesses(self.regions.witnesses())
         self._waiting = set()
+        self._stored.clear()
         policy = self.policies.read()
         if policy is not None:
             self.leaves.log_soon(policy)
             self._waiting.add(digest_of(policy))
+            self._stored.add(digest_of(policy))
         documents, waiting = self.held.sort()
+        self._stored.update(map(digest_of, waiting))
         self._waiting |= {digest_of(document) for document in waiting if not counts_at_once(document)}
         self._made = make_book(
             before,

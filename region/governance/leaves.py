@@ -1,28 +1,33 @@
 """Leaves of the documents that a region holds: each gets one in the audit log, by whoever put it there or by itself.
 
 Invariants: a document whose leaf could not be written is tried again until it stands; the leaf of what stops crossings comes behind those
-of what was taken before: of a revocation, a pause, a deny entry, and of a half or a policy that takes another's place.
+of what was taken before: of a revocation, a pause, a deny entry, and of a half or a policy that takes another's place. What counts only with its
+leaf lets the one before it count until this broker knows of the leaf, and verification allows that for STANDING_GRACE_MS: so nothing crosses where
+it was not known KNOWN_MS_MAX ago that a leaf does not stand.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, Protocol
 
+from audit.leaf import Leaf
 from audit.signed_leaf import signed_leaf
 from audit.trail import Trail
 from felix.errors import FelixError
 from felix.names import NamePattern, SpiffeId, StreamName
+from felix.tasks import end_tasks
 from keys.bundle import RegionBundle
 from policy.approval import Approval, Document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, GrantError, ImportGrant
 from policy.signed import Purpose, SignedDocument, decode_body
 from policy.terms import GrantTerms
 from region.broker import Broker
-from region.document_log import DocumentLog
+from region.document_log import KNOWN_MS_MAX, DocumentLog
 from region.governance.policy_in_force import PolicyInForce
 from region.held_document import digest_of, grant_of, is_revocation
 from region.trust_store import forbids
@@ -37,6 +42,9 @@ policy from being in force: what such a stream holds of before a crash may then 
 LOG_AGAIN_S: Final = 1.0
 """How soon the leaf of a document is tried again that the audit log did not take."""
 
+LOOK_S: Final = 1.0
+"""How often is asked for a document's leaf, and looked who writes it, while what the document stops is waited for."""
+
 Drain = Callable[[Callable[[str], bool], Callable[[StreamName], bool]], Awaitable[None]]
 """Returns once nothing that was taken before, under the grants and into the streams that are asked for, is on its way any more."""
 
@@ -48,12 +56,15 @@ class Neighbours(Protocol):
     def writes_here(self) -> bool:
         """Whether the audit log is this broker's to write."""
 
-    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
+    async def all_passed(
+        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
+    ) -> None:
         """Before a document's leaf is written here: what it stops, and the others had taken before, has its leaves. `leads_to`: whether that
-        may have arrived in a stream."""
+        may have arrived in a stream. `is_stored`: whether the store has the document, so that each of them sees it."""
 
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
-        """Where it is written elsewhere: whether it stands. `passed`: what the document stops here has its leaves."""
+        """Where it is written elsewhere: whether it stands. `passed`: what the document stops here has its leaves; then the answer waits for the
+        leaf, for less than KNOWN_MS_MAX."""
 
     def written(self, digest: bytes) -> None:
         """A document has its leaf."""
@@ -64,7 +75,9 @@ class Alone:
 
     writes_here: Final = True
 
-    async def all_passed(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> None:
+    async def all_passed(
+        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
+    ) -> None:
         """There are no others."""
 
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
@@ -90,9 +103,10 @@ class DocumentLeaves:
         written: Callable[[Document], None],
         neighbours: Neighbours,
         compared: Callable[[], None],
+        is_stored: Callable[[bytes], bool],
     ) -> None:
         """`own`: the broker's region. `book`: what counts now. `drain` waits until nothing that was taken before is on its way. `written` is told of each leaf that `log_soon` wrote.
-        `compared` is called once it is known of all documents of a start whether they have their leaf."""
+        `compared` is called once it is known of all documents of a start whether they have their leaf. `is_stored`: whether the store has a document, by its digest."""
         self._broker = broker
         self._identity = SpiffeId(own.region, own.mesh, "broker", broker.broker_id)
         """who puts what came by nobody's request"""
@@ -104,13 +118,31 @@ class DocumentLeaves:
         self._written = written
         self._neighbours = neighbours
         self._compared = compared
+        self._is_stored = is_stored
         self._unasked: set[bytes] = set()
         """documents that are written elsewhere, and of which it is not known whether they were"""
-        self.is_current = neighbours.writes_here
-        """False until it is known of all documents that the store held at the start whether they have their leaf"""
+        self._is_compared = neighbours.writes_here
+        """whether it is known of all documents that the store held at the start whether they have their leaf"""
+        self._lacked: dict[bytes, int] = {}
+        """documents whose leaf another broker writes: when it was asked last (`Clock.boot_ms`) and had none"""
+        self._following: Counter[bytes] = Counter()
+        """how many follow a document: who has put it, and whoever writes what the store holds"""
         self._actors: dict[bytes, SpiffeId] = {}
         self._writing: dict[bytes, asyncio.Task[None]] = {}
         self._closed = False
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it is known of all documents that this broker has seen which of them had no leaf KNOWN_MS_MAX ago."""
+        # Few at a time: those that wait for what they stop.
+        return (
+            self._is_compared
+            and self._logged.writing_ms() <= KNOWN_MS_MAX
+            and (not self._lacked or self._now_ms() - min(self._lacked.values()) <= KNOWN_MS_MAX)
+        )
+
+    def _now_ms(self) -> int:
+        return self._broker.runtime.clock.boot_ms()
 
     def name_actor(self, document: Document, actor: SpiffeId) -> None:
         """The document's leaf, if it gets one, is to say that `actor` put it."""
@@ -131,7 +163,7 @@ class DocumentLeaves:
             return
         try:
             await self.log(document)
-        except (FelixError, OSError):
+        except (FelixError, OSError, asyncio.CancelledError):
             self.log_soon(document)
             raise
 
@@ -163,48 +195,69 @@ class DocumentLeaves:
     async def log(self, document: Document) -> None:
         """Append the document's leaf, where the log has none. Raises AuditUnavailableError, OSError."""
         digest = digest_of(document)
-        if digest not in self._logged:
-            if self._neighbours.writes_here:
-                await self._append(document, digest)
-            else:
-                await self._follow(document, digest)
+        while digest not in self._logged:
+            # Who writes the log may change meanwhile.
+            carry_out = self._append if self._neighbours.writes_here else self._follow
+            if await carry_out(document, digest):
+                break
         self._actors.pop(digest, None)
         self._asked(digest)
 
-    async def _append(self, document: Document, digest: bytes) -> None:
-        """Let pass what the document stops, and write its leaf here."""
+    async def _append(self, document: Document, digest: bytes) -> bool:
+        """Let pass what the document stops, and write its leaf here; False where this broker has not got the log any more."""
         is_revoked = isinstance(document, SignedDocument) and is_revocation(document)
         revoked_ms = self._broker.clock_ms()
-        await self._let_pass(document)
-        actor = self._actors.get(digest) or self._identity
-        leaf = signed_leaf(
-            document,
-            own_region=self._identity.region,
-            # A revocation says since when it is in force.
-            time_ms=revoked_ms if is_revoked else self._broker.clock_ms(),
-            actor=str(actor),
-            terms=self._terms(grant_of(document)),
-            policy=self._policies.open(document)
-            if isinstance(document, SignedDocument) and document.purpose is Purpose.POLICY
-            else None,
-            drain_until_ms=revoked_ms + DRAIN_MS if is_revoked else 0,
-        )
+        passing = asyncio.ensure_future(self._let_pass(document))
+        try:
+            while not await _ends(passing):
+                if not self._neighbours.writes_here:
+                    return False
+        finally:
+            await end_tasks(passing)
+
+        def leaf() -> Leaf:
+            return signed_leaf(
+                document,
+                own_region=self._identity.region,
+                # A revocation says since when it is in force.
+                time_ms=revoked_ms if is_revoked else self._broker.clock_ms(),
+                actor=str(self._actors.get(digest) or self._identity),
+                terms=self._terms(grant_of(document)),
+                policy=self._policies.open(document)
+                if isinstance(document, SignedDocument) and document.purpose is Purpose.POLICY
+                else None,
+                drain_until_ms=revoked_ms + DRAIN_MS if is_revoked else 0,
+            )
+
         await self._logged.append(document.encode_file(), leaf)
         self._neighbours.written(digest)
+        return True
 
-    async def _follow(self, document: Document, digest: bytes) -> None:
-        """Let pass what the document stops here, and wait until it has its leaf, which another broker writes."""
-        stands = await self._neighbours.has_leaf(digest, passed=False)
-        if not stands:
-            self._asked(digest)
-            await self._let_pass(document)
-        while not stands:
-            if self._neighbours.writes_here:
-                # This broker has gone on with the log meanwhile.
-                await self.log(document)
-                return
-            stands = await self._neighbours.has_leaf(digest, passed=True)
-        self._logged.learn(digest)
+    async def _follow(self, document: Document, digest: bytes) -> bool:
+        """Let pass what the document stops here, and wait until it has its leaf, which another broker writes; False where this broker has gone on
+        with the log. It asks all the while: an earlier process of it may have said that all has passed."""
+        passing: asyncio.Task[None] | None = None
+        passed = False
+        self._lacked.setdefault(digest, self._now_ms())
+        self._following[digest] += 1
+        try:
+            while not self._neighbours.writes_here:
+                asked_ms = self._now_ms()
+                if await self._neighbours.has_leaf(digest, passed=passed):
+                    self._logged.learn(digest)
+                    return True
+                self._logged.lacks(digest)
+                self._lacked[digest] = max(asked_ms, self._lacked[digest])
+                self._asked(digest)
+                passing = passing or asyncio.ensure_future(self._let_pass(document))
+                passed = passed or await _ends(passing)
+            return False
+        finally:
+            self._following[digest] -= 1
+            if not self._following[digest]:
+                del self._following[digest], self._lacked[digest]
+            if passing is not None:
+                await end_tasks(passing)
 
     def _asked(self, digest: bytes) -> None:
         self._unasked.discard(digest)
@@ -212,8 +265,8 @@ class DocumentLeaves:
 
     def look_compared(self) -> None:
         """Whether it is known of all documents of the start whether they have their leaf."""
-        if not self.is_current and not self._unasked:
-            self.is_current = True
+        if not self._is_compared and not self._unasked:
+            self._is_compared = True
             self._compared()
 
     async def _let_pass(self, document: Document) -> None:
@@ -245,7 +298,7 @@ class DocumentLeaves:
     ) -> None:
         """Drain this broker, then the others of what they had taken before this document. `stops`: a grant; `leads_to`: into a stream."""
         await self._drain(stops, leads_to)
-        await self._neighbours.all_passed(digest, leads_to)
+        await self._neighbours.all_passed(digest, leads_to, partial(self._is_stored, digest))
 
     def _replaced_by(self, document: SignedDocument) -> str:
         """The grant of which this half takes another's place; empty where it does not."""
@@ -300,6 +353,14 @@ class DocumentLeaves:
         for task in list(self._writing.values()):
             task.cancel()
         await asyncio.gather(*self._writing.values(), return_exceptions=True)
+
+
+async def _ends(task: asyncio.Task[None]) -> bool:
+    """Whether it has ended within LOOK_S. Raises what it raises."""
+    await asyncio.wait((task,), timeout=LOOK_S)
+    if task.done():
+        task.result()
+    return task.done()
 
 
 def _names(entry: DenyEntry, terms: GrantTerms, arriving: StreamName | None) -> bool:

@@ -213,8 +213,8 @@ class Governance:
             raise failure
         if not self._judgement.leaves.is_current:
             raise UnavailableError(
-                f"Broker {self.broker.broker_id} does not know yet which documents have their leaf in the audit log of {self._own.region}.",
-                hint="It asks the broker that has the log; nothing crosses here until then.",
+                f"Broker {self.broker.broker_id} does not know at the moment which documents have their leaf in the audit log of {self._own.region}.",
+                hint="It asks the broker that has the log, or waits for the disks; nothing crosses here until it knows.",
                 retry_after_ms=100,
             )
         self._require_current()

@@ -4,6 +4,7 @@ at the source, which may well have a stream of the name under which its records 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -40,7 +41,7 @@ class Clock:
 class Logged(list[bytes]):
     """The log of documents: what has a leaf."""
 
-    async def append(self, document: bytes, leaf: Leaf) -> None:  # type: ignore[override]
+    async def append(self, document: bytes, leaf: Callable[[], Leaf]) -> None:  # type: ignore[override]
         super().append(document)
 
 
@@ -50,7 +51,7 @@ def leaves_of(region: str, landings: Landings) -> tuple[DocumentLeaves, Logged]:
     logged, nothing = Logged(), cast("Any", None)
     leaves = DocumentLeaves(
         cast("Any", Clock()), region_bundle(region), nothing, cast("Any", logged), nothing,
-        lambda: book, landings.drained, nothing, Alone(), nothing,
+        lambda: book, landings.drained, nothing, Alone(), nothing, lambda digest: True,
     )  # fmt: skip
     return leaves, logged
 
