@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Final, Protocol
 from weakref import WeakValueDictionary
@@ -73,11 +74,10 @@ COMPANION_RING_BYTES: Final = 128 << 10
 """Of a companion log in memory. It is read once, when it is opened."""
 
 MEASURED_AT_ONCE: Final = 2_000
-"""Streams whose bytes on the disk are summed up in one go: all of them where there are no more, else the others the next time, so that idle
-streams cost a broker the same however many there are."""
+"""Streams whose bytes on the disk are summed up in one go, of those that were written to since: where there are more, the others the next time."""
 TENDED_AT_ONCE: Final = 250
-"""The same for what hardly ever is to be done: a segment without a retention that has grown old, producers that were silent for a week,
-objects of a stream that is no longer offloaded."""
+"""Streams that are looked at in one go for what hardly ever is to be done, so that idle ones cost a broker the same however many there are:
+a segment without a retention that has grown old, producers that were silent for a week, objects of a stream that is no longer offloaded."""
 SHARDS_AT_ONCE: Final = 16
 """Shards of a stream that are opened together: as many as there are threads that create shards."""
 CLOSED_AT_ONCE: Final = 8
@@ -405,9 +405,10 @@ class StreamTable:
         # In order, for listings; and how many a tenant and each of its namespaces has.
         self._ordered: list[HostedStream] = []
         self._counts: Counter[tuple[str, ...]] = Counter()
-        # Bytes on the disk, by tenant; and the streams that each round-robin pass processed last.
+        # Bytes on the disk, by tenant, as far as streams were measured; and those that are to be measured again.
         self._stored: Counter[str] = Counter()
-        self._measured: list[HostedStream] = []
+        self._unmeasured: dict[HostedStream, None] = {}
+        # The streams that each round-robin pass processed last.
         self._swept: list[HostedStream] = []
         self._offloaded: list[HostedStream] = []
         self._work: WorkLists[HostedStream] = WorkLists()
@@ -452,7 +453,7 @@ class StreamTable:
         for place in _places(name):
             self._counts[place] += 1
         self._work.place(stream, stream.record.config)
-        self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
+        self._begin_measuring(stream)
         self._changed(stream)
 
     def _drop(self, stream: HostedStream) -> None:
@@ -545,7 +546,7 @@ class StreamTable:
                 await self._cease(held)
             if epochs:
                 await self._serve(held, epochs)
-                self._store(held, sum(shard.disk_bytes for shard in held.serving))
+                self._begin_measuring(held)
             self._changed(held)
 
     async def _cease(self, stream: HostedStream) -> None:
@@ -715,14 +716,23 @@ class StreamTable:
         await self._directory.close_shard(stream.name, stream.incarnation, number)
 
     def stored_bytes(self) -> dict[str, int]:
-        """What the shards hold on disk, by tenant: of MEASURED_AT_ONCE streams as it is now, of the others as of their last
-        measurement. Once a second, not per batch.
+        """What the shards hold on disk, by tenant: of the streams that were written to as it is now, MEASURED_AT_ONCE of them. Once a
+        second, not per batch.
         """
-        turn = self._turn(self._measured, MEASURED_AT_ONCE)
-        self._measured = turn
-        for stream in turn:
-            self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
+        for stream in list(islice(self._unmeasured, MEASURED_AT_ONCE)):
+            del self._unmeasured[stream]
+            if not stream.deleted:
+                self._measure(stream)
         return dict(self._stored)
+
+    def _begin_measuring(self, stream: HostedStream) -> None:
+        """Its shards are others than before."""
+        for shard in stream.serving:
+            shard.disk_bytes_changed = partial(self._unmeasured.__setitem__, stream, None)
+        self._measure(stream)
+
+    def _measure(self, stream: HostedStream) -> None:
+        self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
 
     def _store(self, stream: HostedStream, held: int) -> None:
         tenant = stream.name.tenant

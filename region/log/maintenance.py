@@ -68,6 +68,9 @@ class Shard(Protocol):
 
     def segments_changed(self) -> None: ...
 
+    @property
+    def disk_bytes_changed(self) -> Callable[[], None]: ...
+
     def stop(self, error: FelixError) -> None: ...
 
 
@@ -199,12 +202,15 @@ class Maintenance:
                 pace=Throttle(self._store.rate_bytes, self._ending, self._store.clock),
             )
             below, epochs = shard.high_watermark, shard.epochs.starts
-            report = await self._perform(
-                self._store.pool,
-                lambda: offloader.run(below, epochs, upload=bool(wanted and base)),
-                self._ending,
-                lambda: self.offload_later(now_ms),
-            )
+            try:
+                report = await self._perform(
+                    self._store.pool,
+                    lambda: offloader.run(below, epochs, upload=bool(wanted and base)),
+                    self._ending,
+                    lambda: self.offload_later(now_ms),
+                )
+            finally:
+                shard.disk_bytes_changed()
         if base:
             self._offload_failures = 0
         shard.counters.offloaded_segments += report.uploaded

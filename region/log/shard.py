@@ -90,6 +90,10 @@ class AppendObserver(Protocol):
         """Batches from `offset` on were refused after all, or cut; the next one may get the same offsets."""
 
 
+def _nobody() -> None:
+    """Nobody asked to be told."""
+
+
 class _Kept(NamedTuple):
     """What a durable log found on the disk."""
 
@@ -119,6 +123,8 @@ class ShardLog:
         """`kept`: what is on the disk; None for an ephemeral log. `copies`: who keeps the others; they say what is committed."""
         self.identity = identity
         self.observer: AppendObserver | None = None
+        self.disk_bytes_changed: Callable[[], None] = _nobody
+        """Called on the loop once `disk_bytes` may be another: after each group that was written, and after what lets go of segments."""
         self._hooks = hooks
         self._copies = copies
         self._commit_pool = commit_pool
@@ -695,6 +701,7 @@ class ShardLog:
         if isinstance(event, core.Written):
             assert self._disk is not None
             self._epochs = self._disk.epochs
+            self.disk_bytes_changed()
             self._save_producers_of_a_rolled_segment()
         elif event.failed:
             if self._copies is not None:
@@ -913,7 +920,7 @@ class ShardLog:
             with self._reader.truncating():
                 producers = await self._change(self._disk.truncate, cut)
             self._happened(core.Truncated(self._disk.end_point, producers, dict(self._disk.annotations)))
-            self._segments_seen = self._disk.segment_count
+            self.segments_changed()
             self._ring.truncate(min(self.high_watermark, self._ring.next_offset))
             self._epochs = self._disk.epochs
             self._happened(core.EpochBegan(self._epochs.current))
@@ -985,7 +992,7 @@ class ShardLog:
         count = await self._change(work)
         self._log_start = disk.start_offset
         self.counters.segments_deleted += count
-        self._segments_seen = disk.segment_count
+        self.segments_changed()
         if count and self._copies is not None:
             self._copies.trimmed(disk.start_point)
         return count
@@ -1056,6 +1063,7 @@ class ShardLog:
         """Their number is another than before, and not because one was rolled."""
         assert self._disk is not None
         self._segments_seen = self._disk.segment_count
+        self.disk_bytes_changed()
 
     async def _change(self, work: Callable[..., _T], *arguments: object) -> _T:
         """Change the folder in a commit thread, as its only writer."""

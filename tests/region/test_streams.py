@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from threading import Barrier, Lock
@@ -19,6 +20,8 @@ from felix.names import StreamName
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from region.budget import Budgets
 from region.log.directory import LogDirectory
+from region.log.point import LogPoint
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
 from region.metadata.records import Stream, StreamConfig
 from region.streams import SHARDS_AT_ONCE, HostedStream, StreamTable
@@ -102,6 +105,33 @@ async def test_a_streams_shards_are_created_together_with_few_syncs_each() -> No
     # What stands above the stream's folder is synced for the shards that are created first, and not for each.
     assert files.syncs[str(DATA)] <= SHARDS_AT_ONCE
     assert files.syncs[str(DATA.parent)] <= SHARDS_AT_ONCE
+    await streams.close()
+    await directory.close()
+
+
+async def test_what_streams_hold_on_the_disk_is_known_after_each_change_of_it() -> None:
+    streams, directory = table(mounted(MemoryDisk()))
+    stream = await opened(streams, 2)
+    shard = stream.shard(1)
+    shard.alter(replace(shard.settings, segments=SegmentLimits(segment_bytes_max=2_000)))
+
+    def held() -> int:
+        known = streams.stored_bytes()[NAME.tenant]
+        assert known == sum(each.disk_bytes for each in stream.serving)
+        return known
+
+    sizes = [held()]
+    for _ in range(8):
+        await shard.append(batch_of(b"." * 900))
+        sizes.append(held())
+    assert sizes == sorted(set(sizes)), "each append makes it larger"
+    await shard.trim(4)
+    assert held() < sizes[-1]
+    trimmed = held()
+    await shard.truncate(LogPoint(7))
+    assert held() < trimmed
+    await streams.remove(NAME, stream.record.incarnation)
+    assert not streams.stored_bytes()
     await streams.close()
     await directory.close()
 
