@@ -1,4 +1,4 @@
-"""What a broker of several answers by: who leads a stream, what is asked of another broker, and what a cluster does not do yet.
+"""What a broker of several answers by: who leads a stream, what is asked of another broker, and what one broker of it alone does.
 
 Used by the broker and its sessions; a region of one broker has none of it. Invariant: what is refused here has not been begun.
 """
@@ -23,7 +23,6 @@ from felix.messages import (
     ListDocuments,
     ListLinks,
     Message,
-    OpenTransactions,
     PutCosignature,
     PutDocument,
     RenewIdentity,
@@ -70,9 +69,6 @@ MOVES_SHOWN: Final = 100
 PLACED_S: Final = 10.0
 """How long whoever creates a stream waits until a broker leads it."""
 
-_NOT_YET: Final[dict[type[Message], str]] = {
-    OpenTransactions: "Transactions",
-}
 _WITH_AUDIT_LOG: Final = frozenset(
     (
         PutDocument,
@@ -423,8 +419,6 @@ class Clustered:
     def refusal(self, asked: type[Message]) -> FelixError | None:
         """Why this broker does not answer a request, whatever it says; None where it does. Another region's bridge that may ask it learns one
         address more: that of the broker with the audit log."""
-        if what := _NOT_YET.get(asked):
-            return _unsupported(what)
         if asked in _WITH_AUDIT_LOG and not self.has_audit_log:
             return self._no_audit_log()
         return None
@@ -449,11 +443,3 @@ class Clustered:
             leader=home,
             address=address,
         )
-
-
-def _unsupported(what: str) -> RequestError:
-    return RequestError(
-        f"{what} are not served by a region of several brokers yet.",
-        code=Code.UNSUPPORTED,
-        hint="Use a region of one broker for it: one without cluster: in its region.yaml.",
-    )

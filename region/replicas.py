@@ -35,7 +35,14 @@ from region.log.seal import MakeSeal
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
 from region.log.shard_settings import ShardSettings
-from region.metadata.records import REMOVED_REMEMBERED_MAX, Stream, StreamConfig, is_replicated, min_in_sync
+from region.metadata.records import (
+    REMOVED_REMEMBERED_MAX,
+    TRANSACTIONS_STREAM,
+    Stream,
+    StreamConfig,
+    is_replicated,
+    min_in_sync,
+)
 from region.replication.disk import LogPlan
 from region.replication.host import Links, ReplicaHost, ShardPlan
 
@@ -71,9 +78,12 @@ class Folders(Protocol):
     async def delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None: ...
 
 
-def kinds_of(config: StreamConfig) -> tuple[int, ...]:
+def kinds_of(stream: Stream) -> tuple[int, ...]:
     """The logs of each shard of a stream, whether somebody uses them yet or not: all copies have the same. Whether a stream is a queue or
     a cache is decided when it is created."""
+    config = stream.config
+    if stream.name == str(TRANSACTIONS_STREAM):
+        return (RECORDS, JournalKind.TRANSACTIONS)
     if config.views.cache is not None:
         return (RECORDS,)
     return (RECORDS, JournalKind.SUBSCRIPTIONS if config.views.queue is None else JournalKind.QUEUE)
@@ -310,7 +320,7 @@ class Replicas:
             if record is None or (own is None and not is_replicated(record.config)):
                 continue
             try:
-                await self._open_copies(record, kinds_of(record.config) if own is None else own.logs)
+                await self._open_copies(record, kinds_of(record) if own is None else own.logs)
             except (FelixError, OSError) as error:
                 log.error("a copy of %s cannot be opened: %s", name, error)
                 # One that is damaged stays so.

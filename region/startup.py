@@ -102,9 +102,12 @@ from region.session import Services
 from region.stream_follower import StreamFollower
 from region.streams import HOT_BYTES, StreamTable, shard_settings
 from region.subscriptions.service import SubscriptionService
+from region.transactions.applier import Participant
 from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
+from region.transactions.lanes import Lanes
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
 from region.transactions.service import TransactionService
+from region.transactions.stream_leaders import StreamLeaders
 from region.trust_store import Memory
 from region.trusted_bundles import offer_bundles, own_bundle, pinned_bundles
 from region.views.together import places_together
@@ -368,13 +371,17 @@ async def open_broker(
     stack.push_async_callback(governance.close)
     subscriptions = SubscriptionService(broker, catalog, mirror)
     queues = QueueService(broker)
-    transactions = Coordinator(
-        broker,
-        {
-            "subscription": SubscriptionParticipant(broker, subscriptions),
-            "queue": QueueParticipant(broker, queues),
-        },
-    )
+    participants: dict[str, Participant] = {
+        "subscription": SubscriptionParticipant(broker, subscriptions),
+        "queue": QueueParticipant(broker, queues),
+    }
+    leaders = None
+    if clustered is not None and peers is not None:
+        leaders = StreamLeaders(broker, clustered, peers.requests)
+    transactions = Coordinator(broker, participants, leaders=leaders)
+    if clustered is not None and peers is not None:
+        lanes = Lanes(broker, clustered, peers.requests, participants, transactions.may_be_decided)
+        streams.before_serving.append(transactions.lead)
     services = Services(
         broker,
         governance.verify,
@@ -430,7 +437,8 @@ async def open_broker(
     system = records.pop(SYSTEM_STREAM, None)
     if system is not None:
         await streams.open(system)
-    await transactions.start(streams)
+    if clustered is None:
+        await transactions.start(streams)
 
     async def open_stream(record: Stream) -> None:
         try:
@@ -451,7 +459,10 @@ async def open_broker(
     await subscriptions.start()
     stack.push_async_callback(subscriptions.close)
 
-    await transactions.started()
+    if clustered is None:
+        await transactions.started()
+    else:
+        stack.push_async_callback(lanes.close)
     stack.push_async_callback(transactions.close)
     return Parts(
         broker,

@@ -15,46 +15,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import struct
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, Protocol
 
-import xxhash
-
-from felix.batch import Batch, decode_batch
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.tasks import end_tasks
-from region.log.message_ids import message_ids
-from region.log.shard import Appended, ShardLog, State
+from region.log.shard import ShardLog
 from region.streams import HostedStream, StreamTable
-from region.transactions.state import (
-    UNKNOWN_OFFSET,
-    Part,
-    Transaction,
-)
+from region.transactions.placing import RETRY_S, Step, StoppingError, cannot_apply, place, still_owed
+from region.transactions.positions import PARTS_PER_SHARD_MAX, SLOT, newest, placings
+from region.transactions.state import UNKNOWN_OFFSET, Part, Transaction
 
 log = logging.getLogger("felix.region.transactions")
 
-PARTS_PER_SHARD_MAX: Final = 30
-"""Batches of one transaction in one shard, and of one group: an annotation names them all, in 480 of its 512 bytes."""
 GROUP_TRANSACTIONS_MAX: Final = 256
 """Applied together: bounds how long the first of a group waits for the last."""
-RETRY_S: Final = 0.1
-"""Between two tries of what a shard did not take now (disk full, too much pending)."""
 START_PATIENCE_S: Final = 5.0
 """At the start: a shard that does not take what is owed to it by then (disk full) is not served until the next one."""
-SLOT: Final = int(xxhash.xxh3_64_intdigest(b"felix/transactions"))
-"""The annotation slot of every shard that says how far transactions have come in it."""
-
-_POSITION: Final = struct.Struct(">Qq")
-
-Step = Callable[[str], None]
 
 
 class Participant(Protocol):
     """A view whose acknowledgements a transaction can carry."""
+
+    def stream_of(self, body: bytes) -> StreamName:
+        """Whose leader applies it. Raises RequestError where the body is none."""
 
     def stage(self, identity: SpiffeId, body: bytes) -> None:
         """Raises RequestError where the body is none, or this identity may not."""
@@ -80,15 +66,6 @@ class Outcome(NamedTuple):
 class _Waiting(NamedTuple):
     transaction: Transaction
     future: asyncio.Future[Outcome]
-
-
-class _StoppingError(Exception):
-    """The broker stops while a committed part waits for its shard."""
-
-
-def decode_positions(annotation: bytes) -> list[tuple[int, int]]:
-    """Number and first offset of each batch of the newest group in a shard."""
-    return [(number, offset) for number, offset in _POSITION.iter_unpack(annotation)]
 
 
 class Applier:
@@ -154,7 +131,7 @@ class Applier:
             group = self._next_group()
             try:
                 await self._apply_group(group)
-            except _StoppingError:
+            except StoppingError:
                 return
             except Exception as error:
                 # A mistake of ours must not leave the shards held, nor be taken for a success.
@@ -200,11 +177,9 @@ class Applier:
         for shard in partitions:
             shard.hold_visibility()
         try:
-            found = await asyncio.gather(
-                *(self._apply_partition(shard, parts) for shard, parts in partitions.items())
-            )
+            found = await asyncio.gather(*(self._place(shard, parts) for shard, parts in partitions.items()))
             settled = [await self._apply_acknowledgements(each) for each in transactions]
-        except _StoppingError:
+        except StoppingError:
             raise  # the shards stay held: they are closed next
         except BaseException:
             _release_all(partitions)
@@ -240,75 +215,12 @@ class Applier:
             return None
         return hosted.find(part.shard)
 
-    async def _apply_partition(
+    async def _place(
         self, shard: ShardLog, parts: Sequence[Part], *, patience_s: float = float("inf")
     ) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Append what a shard does not have yet, in order, until it has it all or has stopped. Offsets per (number, index)."""
-        placed: dict[tuple[int, int], tuple[int, ...]] = {}
-        held = decode_positions(shard.annotations.get(SLOT, b""))
-        newest = held[-1][0] if held else 0
-        there: dict[int, list[int]] = {}
-        for number, offset in held:
-            there.setdefault(number, []).append(offset)
-        left: list[Part] = []
-        for part in parts:
-            known = there.get(part.number, [])
-            if known:
-                placed[part.number, part.index] = (known.pop(0),)
-            elif part.number < newest:
-                placed[part.number, part.index] = (UNKNOWN_OFFSET,)
-            else:
-                left.append(part)
-        positions = [entry for entry in held if any(entry[0] == part.number for part in parts)]
-        deadline = asyncio.get_running_loop().time() + patience_s
-        while left:
-            answers = await self._append(shard, left, positions)
-            for part, answer in answers:
-                if isinstance(answer, FelixError):
-                    if shard.failure is not None or isinstance(answer, RequestError):
-                        if shard.failure is None:
-                            shard.stop(_cannot_apply(part, answer))
-                        log.error(
-                            "%s shard %d: committed transactions wait for its next start: %s",
-                            part.stream,
-                            part.shard,
-                            answer,
-                        )
-                        return placed
-                    break
-                placed[part.number, part.index] = answer.offsets or (answer.base_offset,)
-                positions.append((part.number, UNKNOWN_OFFSET if answer.offsets else answer.base_offset))
-                left = left[1:]
-            if left:
-                if self._closed:
-                    # Nothing that was committed later may be appended before it: the next start goes on here.
-                    raise _StoppingError
-                if shard.state is State.STOPPED or asyncio.get_running_loop().time() > deadline:
-                    return placed
-                await asyncio.sleep(RETRY_S)
-        return placed
-
-    async def _append(
-        self, shard: ShardLog, parts: Sequence[Part], before: Sequence[tuple[int, int]]
-    ) -> list[tuple[Part, Appended | FelixError]]:
-        """Append in one event loop iteration, as many as the shard accepts. If one is refused, so are all after it."""
-        loop = asyncio.get_running_loop()
-        under_way: list[tuple[Part, asyncio.Future[Appended | FelixError]]] = []
-        positions = list(before)
-        for part in parts:
-            batch = decode_batch(part.batch)
-            identified = shard.settings.deduplication is not None and message_ids(batch) is not None
-            positions.append((part.number, UNKNOWN_OFFSET if identified else shard.log_end_offset))
-            future: asyncio.Future[Appended | FelixError] = loop.create_future()
-            annotation = b"".join(_POSITION.pack(*entry) for entry in positions[-PARTS_PER_SHARD_MAX:])
-            shard.append_nowait(
-                Batch(batch.header, bytes(batch.body)), _once(future), annotation=annotation, slot=SLOT
-            )
-            under_way.append((part, future))
-            if future.done() and isinstance(future.result(), FelixError):
-                break
-            self._step("appended")
-        return [(part, await future) for part, future in under_way]
+        return await place(
+            shard, placings(parts), closed=lambda: self._closed, step=self._step, patience_s=patience_s
+        )
 
     async def _apply_acknowledgements(
         self, transaction: Transaction, *, patience_s: float = float("inf")
@@ -326,7 +238,7 @@ class Applier:
                         log.error("a committed acknowledgement waits for the next start: %s", error)
                         return False
                     if self._closed:
-                        raise _StoppingError from error
+                        raise StoppingError from error
                     await asyncio.sleep((error.retry_after_ms or 1000 * RETRY_S) / 1000)
         return True
 
@@ -335,7 +247,7 @@ class Applier:
             for part in waiting.transaction.parts:
                 shard = self._shard_of(part)
                 if isinstance(shard, ShardLog) and shard.failure is None:
-                    shard.stop(_cannot_apply(part, error))
+                    shard.stop(cannot_apply(part, error))
             if not waiting.future.done():
                 waiting.future.set_exception(still_owed())
 
@@ -357,13 +269,12 @@ class Applier:
     async def _settle_shard(
         self, stream: HostedStream, number: int, shard: ShardLog, parts: Sequence[Part]
     ) -> None:
-        held = decode_positions(shard.annotations.get(SLOT, b""))
-        newest = held[-1][0] if held else 0
+        last = newest(shard.annotations.get(SLOT, b""))
         for transaction_number in sorted({part.number for part in parts}):
             mine = [part for part in parts if part.number == transaction_number]
-            if transaction_number >= newest:
+            if transaction_number >= last:
                 log.warning("%s shard %d: applying transaction %d", stream.name, number, transaction_number)
-            placed = await self._apply_partition(shard, mine, patience_s=START_PATIENCE_S)
+            placed = await self._place(shard, mine, patience_s=START_PATIENCE_S)
             if len(placed) < len(mine):
                 stream.replicas[number] = shard.failure or still_owed()
                 return
@@ -395,31 +306,3 @@ def ignored(future: asyncio.Future[Outcome]) -> None:
     """Its client may be gone: an error that nobody waits for is no event of the loop."""
     if not future.cancelled():
         future.exception()
-
-
-def _once(future: asyncio.Future[Appended | FelixError]) -> Callable[[Appended | FelixError], None]:
-    def done(result: Appended | FelixError) -> None:
-        if not future.done():
-            future.set_result(result)
-
-    return done
-
-
-def still_owed() -> UnavailableError:
-    """What is answered of a transaction that is committed, while a shard of it does not serve."""
-    return UnavailableError(
-        "The transaction is committed, and a shard that it wrote to has stopped: its part is put there before the shard "
-        "serves again.",
-        code=Code.SHARD_STOPPED,
-        hint="Do not publish it again. Ask again once the shard serves.",
-    )
-
-
-def _cannot_apply(part: Part, error: Exception) -> FelixError:
-    failure = UnavailableError(
-        f"Transaction {part.number} is committed and cannot be appended to {part.stream} shard {part.shard}: {error}",
-        code=Code.SHARD_STOPPED,
-        hint="Look at the broker's log, and start it again once the cause is gone: it is applied before the stream is served.",
-    )
-    failure.__cause__ = error
-    return failure

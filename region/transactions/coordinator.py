@@ -10,26 +10,39 @@ Invariants:
 - nothing of a transaction is in a shard before its commit is durable;
 - transactions are applied in the order of their commits;
 - an outcome is remembered for a bounded time; beyond it the answer is that nobody knows.
+
+Of several brokers the one that leads the system stream coordinates, for a *term*: from the replay of its journal until another one leads it.
+Then it asks the leaders of the streams concerned before it decides, and has them apply what is decided (region.transactions.lane_applier). What
+was open ends with the term; what was committed is carried on by the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
-from felix.errors import Code, FelixError, RequestError
-from felix.names import SpiffeId, StreamName
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
+from felix.names import SpiffeId
 from region.broker import Broker
 from region.gather import ignore
 from region.log.companions import JournalKind
-from region.metadata.records import StreamConfig
+from region.metadata.records import TRANSACTIONS_STREAM, StreamConfig
 from region.streams import HostedStream, StreamTable
-from region.transactions.applier import Applier, Outcome, Participant, Step, ignored, still_owed
-from region.transactions.open_transactions import OpenTransaction, OpenTransactions, Phase, closing, fenced
+from region.transactions.applier import Applier, Outcome, Participant, ignored
+from region.transactions.lane_applier import LaneApplier
+from region.transactions.open_transactions import (
+    OpenTransaction,
+    OpenTransactions,
+    Phase,
+    closing,
+    fenced,
+    moved,
+)
+from region.transactions.placing import Step, no_step, still_owed
 from region.transactions.state import (
     OFFSETS_MAX,
     UNKNOWN_OFFSET,
@@ -44,27 +57,49 @@ from region.transactions.state import (
     decode,
     encode,
 )
+from region.transactions.stream_leaders import Leaders
 from region.views.journal import Journal
 
-SYSTEM_STREAM: Final = StreamName("felix", "system", "transactions")
-"""Its companion log is the journal. It has no records, and nobody but the broker may open it."""
+SYSTEM_STREAM: Final = TRANSACTIONS_STREAM
+COPIES: Final = 3
+"""Brokers that have copies of the journal, where the region has so many: any one may be lost."""
 
 
-def _no_step(_: str) -> None: ...
+class _Reserved:
+    """Transactions whose acknowledgements of one stream are prepared and not applied, all by a leader of the same epoch."""
+
+    __slots__ = ("epoch", "ids")
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.ids: set[bytes] = set()
 
 
 class Coordinator:
     """One broker's transactions. `start` before anything is served; then what is `open` is begun and staged there, and committed here."""
 
     def __init__(
-        self, broker: Broker, participants: Mapping[str, Participant], *, step: Step = _no_step
+        self,
+        broker: Broker,
+        participants: Mapping[str, Participant],
+        *,
+        leaders: Leaders | None = None,
+        step: Step = no_step,
     ) -> None:
-        """`participants`: the views that transactions may reach into, by kind. `step` is called at each step of a commit: tests crash there."""
+        """`participants`: the views that transactions may reach into, by kind. `leaders`: how those of streams are reached, where there are
+        several brokers. `step` is called at each step of a commit: tests crash there."""
         self._broker = broker
         self._step = step
         self._participants = participants
         self.open = OpenTransactions(broker, self._participant, lambda: self.state)
         self.applier = Applier(broker.streams, self._participant, self._record, step)
+        """where one broker is alone"""
+        self._leaders = leaders
+        self.lanes: LaneApplier | None = None
+        """of several brokers, while this one coordinates"""
+        self._reserved: dict[str, _Reserved] = {}
+        self._newest = 0
+        """the last transaction that a shard was seen to know"""
         self.state = TransactionState()
         self._journal: Journal | None = None
         self._opening = asyncio.Lock()
@@ -90,9 +125,110 @@ class Coordinator:
         for transaction in self.state.owed:
             await self.applier.finish_owed(transaction)
 
+    # -- of several brokers ----------------------------------------------------------------------------
+
+    async def lead(self, stream: HostedStream) -> None:
+        """For `StreamTable.before_serving`: this broker coordinates from now on, where the stream is the system's."""
+        if stream.name != SYSTEM_STREAM:
+            return
+        assert self._leaders is not None
+        await self._cease()
+        self.lanes = LaneApplier(
+            self._leaders,
+            max(stream.epochs.values(), default=0),
+            self._stream_of,
+            self._record,
+            self._broker.runtime,
+            self._step,
+        )
+        try:
+            await self._open_journal(stream)
+        except BaseException:
+            self.lanes = None
+            raise
+        stream.closing.append(self._cease)
+        for transaction in self.state.owed:
+            for each in transaction.acknowledgements:
+                # By whom they were prepared is not known any more.
+                self._reserve(self._stream_of(each), 0, transaction.committed.id)
+            self.lanes.enqueue(transaction)
+
+    async def _cease(self) -> None:
+        """Another broker coordinates, or this one stops: what is committed is carried on there, and what is open is not."""
+        lanes, self.lanes = self.lanes, None
+        journal, self._journal = self._journal, None
+        if lanes is None:
+            return
+        why = closing() if self.open.closed else self._not_here()
+        for future in list(self._commits.values()):
+            if not future.done():
+                future.set_exception(why)
+        while self._deciding:
+            for task in self._deciding:
+                task.cancel()
+            await asyncio.gather(*self._deciding, return_exceptions=True)
+        await lanes.close(why)
+        for transaction in self.open:
+            self.open.drop(transaction, moved())
+        self._reserved.clear()
+        self.state = TransactionState()
+        if journal is not None:
+            await journal.close()
+
+    @property
+    def elsewhere(self) -> FelixError | None:
+        """What is answered where another broker coordinates, or nobody yet; None where this one does."""
+        return None if self._leaders is None or self._journal is not None else self._not_here()
+
+    def _not_here(self) -> FelixError:
+        stream = self._broker.streams.get(SYSTEM_STREAM)
+        return (stream and stream.elsewhere) or NotLeaderError(
+            "Transactions are about to be served here.", retry_after_ms=100, stream=str(SYSTEM_STREAM)
+        )
+
+    async def find(self) -> None:
+        """See to it that the system stream is there. Raises what making it raises, NotLeaderError where another broker coordinates."""
+        if self._leaders is None:
+            return
+        with suppress(RequestError):
+            await self._broker.find_stream(SYSTEM_STREAM)
+        await self._make_stream()
+        if (elsewhere := self.elsewhere) is not None:
+            raise elsewhere
+
+    async def _make_stream(self) -> HostedStream:
+        cluster = self._broker.config.cluster
+        copies = 1 if cluster is None else min(COPIES, len(cluster.brokers))
+        return await self._broker.ensure_stream(SYSTEM_STREAM, StreamConfig(replicas=copies))
+
+    def may_be_decided(self, transaction_id: bytes) -> bool:
+        """Whether a transaction is committed, or is being committed. Raises NotLeaderError where another broker may know better."""
+        self._require_led()
+        return transaction_id in self._commits or self.state.find(transaction_id) is not None
+
+    def _require_led(self) -> None:
+        """What is not known here is known nowhere, as long as this returns."""
+        if (elsewhere := self.elsewhere) is not None:
+            raise elsewhere
+        stream = self._broker.streams.get(SYSTEM_STREAM)
+        if self._leaders is not None and stream is not None:
+            self._broker.require_led(stream)
+
+    def _stream_of(self, acknowledgement: Acknowledgement) -> str:
+        return str(self._participant(acknowledgement.view).stream_of(acknowledgement.body))
+
+    @property
+    def _applies(self) -> Applier | LaneApplier:
+        return self.applier if self._leaders is None or self.lanes is None else self.lanes
+
+    # -- its end ---------------------------------------------------------------------------------------
+
     async def close(self) -> None:
         """Let what is committed be applied; what is open is dropped."""
         self.open.closed = True
+        if self._leaders is not None:
+            await self._cease()
+            return
         self.applier.stop()
         for transaction in self.open:
             if transaction.phase is Phase.OPEN:
@@ -121,7 +257,8 @@ class Coordinator:
             await self._broker.streams.close_companion(stream, number)
             raise
         self._journal = journal
-        self.applier.start()
+        if self._leaders is None:
+            self.applier.start()
         return journal
 
     async def _replay(self, journal: Journal) -> None:
@@ -135,14 +272,16 @@ class Coordinator:
         async with self._opening:
             journal = self._journal
             if journal is None:
-                stream = await self._broker.ensure_stream(SYSTEM_STREAM, StreamConfig())
-                return await self._open_journal(stream)
+                if (elsewhere := self.elsewhere) is not None:
+                    raise elsewhere
+                return await self._open_journal(await self._make_stream())
             if journal.lost is not None:
                 # Decisions whose entries were refused do not exist: only the journal is authoritative.
-                await self.applier.idle()
+                if self._leaders is None:
+                    await self.applier.idle()
                 await self._replay(journal)
                 for transaction in self.state.owed:
-                    self.applier.enqueue(transaction)
+                    self._applies.enqueue(transaction)
             refused = journal.refusal()
             if refused is not None:
                 raise refused.with_traceback(None)
@@ -152,6 +291,8 @@ class Coordinator:
         """If the journal refused an append, the state is ahead of the journal: reload it first. Raises the error that prevents
         this.
         """
+        if (elsewhere := self.elsewhere) is not None:
+            raise elsewhere
         if self._journal is not None and self._journal.lost is not None:
             await self._ready()
 
@@ -212,6 +353,7 @@ class Coordinator:
             return await known
         transaction = self.open.find(owner, transaction_id)
         if transaction is None:
+            self._require_led()
             raise self.open.why_not_open(transaction_id, begun_ms).with_traceback(None)
         self.open.check_commit(transaction, staged)
         if not staged:
@@ -223,9 +365,7 @@ class Coordinator:
         future.add_done_callback(lambda _: self._commits.pop(transaction_id, None))
         self._commits[transaction_id] = future
         # By itself: a client that is gone while it is being decided must not leave it undecided.
-        task = asyncio.ensure_future(self._decide(transaction, staged, future))
-        self._deciding.add(task)
-        task.add_done_callback(self._deciding.discard)
+        self._spawn(self._decide(transaction, staged, future))
         return await asyncio.shield(future)
 
     async def _decide(
@@ -236,14 +376,15 @@ class Coordinator:
             # A replay may have shown that an earlier try is there after all.
             found = self.state.find(transaction.id)
             if found is None:
+                await self._check(transaction)
                 prepared = await self._prepare(transaction)
                 try:
                     self.open.check_commit(transaction, staged)
                     refused = journal.refusal()
                     if refused is not None:
                         raise refused
-                except FelixError:
-                    self._abandon(prepared)
+                except BaseException:
+                    self._abandon(transaction, prepared)
                     raise
                 self._write(journal, transaction, prepared, future)
             else:
@@ -271,27 +412,83 @@ class Coordinator:
         if found.offsets is not None:
             future.set_result(Outcome(found.offsets))
             return
-        waited_for = self.applier.outcome_of(found)
+        waited_for = self._applies.outcome_of(found)
         if waited_for is not None:
             waited_for.add_done_callback(lambda done: _copy(done, future))
             return
         future.set_exception(still_owed())
+
+    async def _check(self, transaction: OpenTransaction) -> None:
+        """Of several brokers: ask those whose shards are to take it whether they will. Raises why not."""
+        if self._leaders is None:
+            return
+        shards: dict[tuple[str, bytes], set[int]] = {}
+        for part in transaction.parts:
+            shards.setdefault((part.stream, part.incarnation), set()).add(part.shard)
+        known = await asyncio.gather(
+            *(self._leaders.check(*stream, sorted(numbers)) for stream, numbers in shards.items())
+        )
+        # A journal that lacks its end, given up by an operator, must not give a number twice.
+        self._newest = max(self._newest, *known, 0)
 
     async def _prepare(self, transaction: OpenTransaction) -> list[Acknowledgement]:
         """All of it, or an error and nothing."""
         prepared: list[Acknowledgement] = []
         try:
             for each in transaction.acknowledgements:
-                body = await self._participant(each.view).prepare(transaction.owner, each.body)
+                if self._leaders is None:
+                    body = await self._participant(each.view).prepare(transaction.owner, each.body)
+                else:
+                    body = await self._prepare_at_leader(self._leaders, transaction, each)
                 prepared.append(msgspec.structs.replace(each, body=body))
         except BaseException:
-            self._abandon(prepared)
+            self._abandon(transaction, prepared)
             raise
         return prepared
 
-    def _abandon(self, prepared: Iterable[Acknowledgement]) -> None:
+    async def _prepare_at_leader(
+        self, leaders: Leaders, transaction: OpenTransaction, each: Acknowledgement
+    ) -> bytes:
+        """A new leader knows nothing of what the last one had prepared: it may be asked for more once that is applied."""
+        stream = self._stream_of(each)
+        made = await leaders.prepare(stream, each.view, transaction.owner, each.body, transaction.id)
+        held = self._reserved.get(stream)
+        if held is not None and held.epoch != made.epoch:
+            self._spawn(self._abandon_at_leader(leaders, stream, each.view, made.body))
+            raise UnavailableError(
+                f"Another broker leads {stream} since just now, and what was acknowledged before is not applied there yet.",
+                retry_after_ms=100,
+            )
+        self._reserve(stream, made.epoch, transaction.id)
+        return made.body
+
+    def _reserve(self, stream: str, epoch: int, transaction_id: bytes) -> None:
+        self._reserved.setdefault(stream, _Reserved(epoch)).ids.add(transaction_id)
+
+    def _unreserve(self, transaction_id: bytes) -> None:
+        for stream, held in list(self._reserved.items()):
+            held.ids.discard(transaction_id)
+            if not held.ids:
+                del self._reserved[stream]
+
+    def _abandon(self, transaction: OpenTransaction, prepared: Iterable[Acknowledgement]) -> None:
+        if self._leaders is None:
+            for each in prepared:
+                self._participant(each.view).abandon(each.body)
+            return
+        self._unreserve(transaction.id)
         for each in prepared:
-            self._participant(each.view).abandon(each.body)
+            self._spawn(self._abandon_at_leader(self._leaders, self._stream_of(each), each.view, each.body))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._deciding.add(task)
+        task.add_done_callback(self._deciding.discard)
+
+    async def _abandon_at_leader(self, leaders: Leaders, stream: str, view: str, body: bytes) -> None:
+        # A leader that does not hear of it asks.
+        with suppress(FelixError):
+            await leaders.abandon(stream, view, body)
 
     def _write(
         self,
@@ -301,7 +498,7 @@ class Coordinator:
         future: asyncio.Future[Outcome],
     ) -> None:
         """Decide: everything goes to the journal in one event loop iteration, the decision last."""
-        number = self.state.next_number
+        number = max(self.state.next_number, self._newest + 1)
         entries: list[Entry] = [_numbered(part, number) for part in transaction.parts]
         entries += [_numbered(each, number) for each in prepared]
         entries.append(
@@ -315,9 +512,13 @@ class Coordinator:
             )
         )
 
+        term = self.lanes
+
         def durable(error: FelixError | None) -> None:
+            if self.lanes is not term:
+                return  # whoever asks again asks the next coordinator, whose journal tells
             if error is not None:
-                self._abandon(prepared)
+                self._abandon(transaction, prepared)
                 self._not_committed(transaction, future, error)
                 return
             self._step("committed")
@@ -325,7 +526,7 @@ class Coordinator:
             self._decided_now(transaction, future)
             found = self.state.find(transaction.id)
             assert found is not None
-            self.applier.enqueue(found, future)
+            self._applies.enqueue(found, future)
 
         for entry in entries:
             self.state.apply(entry)
@@ -359,6 +560,7 @@ class Coordinator:
         entry = Applied(transaction.committed.number, tuple(kept))
         self.state.apply(entry)
         transaction.offsets = entry.offsets
+        self._unreserve(transaction.committed.id)
         if self._journal is not None:
             # If it is refused, the next start, or the next replay, finds the parts in their shards and writes it again.
             self._journal.append(encode(entry), ignore)

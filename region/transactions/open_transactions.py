@@ -16,15 +16,17 @@ from typing import Final
 
 from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, decode_batch
 from felix.bounded import BoundedMap
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from keys.envelope import SEAL_BYTES
 from policy.access import Verb
 from region.broker import Broker
 from region.log.message_ids import message_ids
 from region.log.segment import ANNOTATION_SLOTS_MAX
+from region.log.shard import ShardLog
 from region.streams import HostedStream
-from region.transactions.applier import PARTS_PER_SHARD_MAX, SLOT, Participant
+from region.transactions.applier import Participant
+from region.transactions.positions import PARTS_PER_SHARD_MAX, SLOT
 from region.transactions.state import Acknowledgement, Part, TransactionState
 from region.views.journal import ENTRY_BYTES_MAX
 
@@ -160,8 +162,8 @@ class OpenTransactions:
                 f"A staged batch of {header.total_length} bytes; {STAGED_BYTES_MAX} are allowed.",
                 code=Code.BATCH_TOO_LARGE,
             )
-        shard = hosted.shard(header.shard)
-        if shard.settings.deduplication is not None:
+        self._shard(hosted, header.shard)
+        if hosted.record.config.views.deduplication is not None:
             message_ids(batch)  # raises now what would be raised at the append
         there = sum((part.stream, part.shard) == (str(name), header.shard) for part in transaction.parts)
         if there >= PARTS_PER_SHARD_MAX:
@@ -171,7 +173,7 @@ class OpenTransactions:
                 hint="Put more records into a batch, or fewer into a transaction.",
             )
         self._take(transaction, header.total_length)
-        transaction.parts.append(Part(0, index, str(name), hosted.incarnation, header.shard, batch.encode()))
+        transaction.parts.append(Part(0, index, str(name), self._kept(hosted), header.shard, batch.encode()))
         transaction.staged += 1
 
     def acknowledge(self, owner: SpiffeId, transaction_id: bytes, index: int, view: str, body: bytes) -> None:
@@ -238,11 +240,26 @@ class OpenTransactions:
     def _publishable(self, owner: SpiffeId, name: StreamName, incarnation: bytes) -> HostedStream:
         self._broker.require(owner, Verb.PUBLISH, name)
         hosted = self._broker.use_stream(name, Verb.PUBLISH)
-        if incarnation and hosted.incarnation != incarnation:
+        if incarnation and incarnation not in (hosted.incarnation, self._kept(hosted)):
             raise RequestError(
                 f"{name} was deleted and created anew since it was looked up.", code=Code.CONFLICT
             )
         return hosted
+
+    def _shard(self, hosted: HostedStream, number: int) -> ShardLog | None:
+        """None where another broker serves it, or nobody for now. Raises as `HostedStream.shard`."""
+        found = hosted.find(number)
+        if isinstance(found, ShardLog):
+            return found
+        if isinstance(found, NotLeaderError):
+            return None
+        raise found
+
+    def _kept(self, hosted: HostedStream) -> bytes:
+        """What parts know their stream by. Of several brokers the catalog's: that of an ephemeral stream is another one at each broker."""
+        return (
+            hosted.incarnation if self._broker.clustered is None else bytes.fromhex(hosted.record.incarnation)
+        )
 
     def resolve(self, owner: SpiffeId, stream: str) -> HostedStream:
         """A stream that this owner may publish into. Raises as `Broker.require`."""
@@ -276,7 +293,9 @@ class OpenTransactions:
         self._check_fence(transaction.owner, transaction.transactional_id, transaction.epoch)
         for part in transaction.parts:
             hosted = self._publishable(transaction.owner, StreamName.parse(part.stream), part.incarnation)
-            shard = hosted.shard(part.shard)
+            shard = self._shard(hosted, part.shard)
+            if shard is None:
+                continue  # its leader was asked
             if shard.failure is not None:
                 raise shard.failure.with_traceback(None)
             if SLOT not in shard.annotations and len(shard.annotations) >= ANNOTATION_SLOTS_MAX:
@@ -319,6 +338,15 @@ class OpenTransactions:
 def closing() -> UnavailableError:
     """What is answered while the broker stops."""
     return UnavailableError("The broker is stopping.", code=Code.SHUTTING_DOWN, retry_after_ms=500)
+
+
+def moved() -> RequestError:
+    """What was open at a broker that coordinates transactions no more."""
+    return RequestError(
+        "This transaction was open at a broker that decides transactions no more.",
+        code=Code.TRANSACTION_ABORTED,
+        hint="Nothing of it is in any stream. Begin another.",
+    )
 
 
 def _not_open() -> RequestError:

@@ -34,6 +34,10 @@ class SubscriptionParticipant:
         self._broker = broker
         self._service = service
 
+    def stream_of(self, body: bytes) -> StreamName:
+        acks: SubscriptionAcks = _decode(_subscription, body)
+        return StreamName.parse(acks.stream)
+
     def stage(self, identity: SpiffeId, body: bytes) -> None:
         acks: SubscriptionAcks = _decode(_subscription, body)
         self._broker.require(identity, Verb.SUBSCRIBE, StreamName.parse(acks.stream))
@@ -62,6 +66,10 @@ class QueueParticipant:
     def __init__(self, broker: Broker, service: QueueService) -> None:
         self._broker = broker
         self._service = service
+
+    def stream_of(self, body: bytes) -> StreamName:
+        acks: QueueAcks = _decode(_queue, body)
+        return StreamName.parse(acks.queue)
 
     def stage(self, identity: SpiffeId, body: bytes) -> None:
         acks: QueueAcks = _decode(_queue, body)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from felix.batch import decode_header
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.messages import Request, TransactionsOpened
 from felix.transaction_messages import (
     Abort,
@@ -57,6 +57,20 @@ class _Handler:
         self._exchange = exchange
 
     def open(self, correlation: int, request: Request[Any]) -> None:
+        if self._exchange.broker.clustered is None:
+            self._opened(correlation)
+        else:
+            self._exchange.spawn(correlation, self._open(correlation))
+
+    async def _open(self, correlation: int) -> None:
+        try:
+            await self._coordinator.find()
+        except FelixError as error:
+            self._exchange.fail(error, correlation)
+        else:
+            self._opened(correlation)
+
+    def _opened(self, correlation: int) -> None:
         limits = self._exchange.broker.config.limits
         self._exchange.opened(
             correlation,
@@ -67,6 +81,10 @@ class _Handler:
 
     def call(self, correlation: int, call: Any) -> None:
         exchange, coordinator = self._exchange, self._coordinator
+        if (elsewhere := coordinator.elsewhere) is not None:
+            # The whole of it goes to the next coordinator, and asks again there.
+            exchange.fail(elsewhere)
+            return
         owner = exchange.identity
         match call:
             case Begin(transaction_id, timeout_ms, transactional_id, epoch):

@@ -21,7 +21,7 @@ from felix.names import StreamName
 from felix.runtime.real import now_ms
 from region.link_slot import REGION_LINKS_MAX, LinkRecord, Position, link_slot, old_slot
 from region.log.shard import Appended, ShardLog
-from region.transactions.applier import SLOT
+from region.transactions.positions import SLOT
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")

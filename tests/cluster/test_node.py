@@ -13,7 +13,7 @@ from region_peer import until
 
 import felix
 from felix.batch import decode_batch, decode_payloads
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability
 from region import stream_follower
@@ -184,17 +184,6 @@ async def test_a_broker_without_its_lease_acknowledges_nothing_and_goes_on_once_
             assert [await future for future in waiting] == [1, 1]
     finally:
         await region.stop()
-
-
-async def test_what_a_cluster_does_not_do_yet_is_refused_with_a_sentence(
-    tmp_path: Path, etcd: EtcdProcess
-) -> None:
-    async with serving(tmp_path, etcd, 1) as region, region.client("b1") as client:
-        await client.create_stream("acme/ops/plain")
-        with pytest.raises(RequestError, match="Transactions are not") as told:
-            async with client.transaction() as transaction:
-                await transaction.publish("acme/ops/plain", b"x")
-        assert told.value.code is Code.UNSUPPORTED
 
 
 async def test_requests_that_write_into_the_audit_log_reach_its_one_writer_from_every_broker(

@@ -26,8 +26,8 @@ from felix.storage.disk import DiskFiles
 from policy.quantity import Duration, Size
 from region.config import LimitsConfig
 from region.transactions import state
-from region.transactions.applier import PARTS_PER_SHARD_MAX
 from region.transactions.open_transactions import OPEN_PER_IDENTITY_MAX
+from region.transactions.positions import PARTS_PER_SHARD_MAX
 from region.transactions.state import TransactionState
 from region.views.journal import Journal
 
