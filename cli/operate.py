@@ -40,7 +40,8 @@ def drain(
 ) -> None:
     """Move all copies off a broker, and place nothing more there.
 
-    Streams of one copy stay on it; those that it leads are named by their number, and the command ends with 4.
+    What cannot be moved stays on it: streams of one copy that are ephemeral, offloaded or fed by another region. Their number is told, and
+    the command ends with 4.
     """
     state = run(_drain(region, identity, broker, int(Duration.parse(wait))))
     if json:
@@ -50,8 +51,8 @@ def drain(
         out.print(f"{broker} is drained: {left}")
     if state.alone:
         raise UnavailableError(
-            f"{counted(state.alone, 'stream')} of one copy stay on {broker}, and are not served while it is down.",
-            hint="They cannot be moved yet: create streams that have to outlive a broker with --replicas 2 or more.",
+            f"{counted(state.alone, 'stream')} cannot be moved and stay on {broker}: they are not served while it is down.",
+            hint="These are streams of one copy that are ephemeral, offloaded or fed by another region; felix stream describe says which.",
         )
 
 
@@ -102,7 +103,7 @@ def rebalance(
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Move copies until each broker has its share. Streams of one copy stay."""
+    """Move copies until each broker has its share. Streams that are ephemeral, offloaded or fed by another region stay."""
     moves = run(_rebalance(region, identity, dry_run, int(Duration.parse(wait))))
     if json:
         print_json(moves)
@@ -281,9 +282,11 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
         for name in names:
             found = _of(state, name)
             if found.alone:
-                what = f"{counted(found.alone, 'stream')} of one copy"
                 raise RequestError(
-                    f"{name} has {what}, which cannot be moved yet, so it stays.", code=Code.CONFLICT
+                    f"{name} has {counted(found.alone, 'stream')} that cannot be moved, so it stays.",
+                    code=Code.CONFLICT,
+                    hint="These are streams of one copy that are ephemeral, offloaded or fed by another region: delete those that are "
+                    "not needed any more, or copy their records into another stream.",
                 )
     for name in names:
         await _drain(region, identity, name, wait_ms)

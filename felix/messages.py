@@ -212,7 +212,7 @@ class ListStreams(Repeatable["StreamPage"], frozen=True, tag="list_streams"):
 
 class ShardState(Message, frozen=True, tag="shard"):
     """Offsets in records. `stopped` says why the shard does not serve, empty where it does. `leader`: the broker that leads it, where that
-    is another than the one that answers, which does not know its offsets. `replicas`: the brokers that have copies, where there are several;
+    is another than the one that answers, which does not know its offsets. `replicas`: the brokers that have copies, of a region of several;
     `in_sync`: those that have all that was acknowledged."""
 
     shard: int
@@ -509,8 +509,8 @@ class ExpiryState(Message, frozen=True, tag="expiry"):
 class BrokerState(Message, frozen=True, tag="broker"):
     """One of a region's several brokers. `address`: where clients reach it, empty while it is not alive. `leads`: streams that it leads,
     whether it is alive or not. `is_controller`: it places and elects. `has_audit_log`: it writes the region's audit log. `copies`: shards of
-    streams with several copies that it has one of, or is to get; `alone`: streams of one copy that it has. `is_drained`: it gets nothing,
-    and its copies move away."""
+    streams that it has a copy of, or is to get, but those of `alone`: streams whose only copy it has, and which cannot be moved (ephemeral,
+    offloaded or fed by another region). `is_drained`: it gets nothing, and its copies move away."""
 
     broker: Name
     address: Name = ""

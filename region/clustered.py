@@ -32,6 +32,7 @@ from felix.messages import (
     ShardMoves,
     WitnessedSize,
 )
+from felix.names import StreamName
 from region.audit_log import AuditLog
 from region.cluster import registration, transactions
 from region.cluster.member import ClusterMember
@@ -39,7 +40,7 @@ from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.log.copies import Copies
 from region.log.epochs import elected_epoch
-from region.metadata.records import Stream, is_replicated
+from region.metadata.records import Stream, is_replicated, one_copy_since
 from region.peer_requests import PeerRequest, PeerRequests
 from region.replicas import Replicas
 from region.replication.leader import DETACHED_MS
@@ -107,6 +108,8 @@ class Clustered:
         """What is asked of the other brokers; None while the broker is being opened."""
         self.audit: AuditLog | None = None
         """The audit log, where brokers copy it."""
+        self.receives: Callable[[StreamName], bool] = lambda name: False
+        """Whether records of another region may arrive in a stream."""
 
     @property
     def has_audit_log(self) -> bool:
@@ -125,14 +128,18 @@ class Clustered:
     def epochs(self, record: Stream) -> dict[int, int]:
         """The epoch of each shard, where this broker leads the stream; empty where it does not, or has not all committed yet that it had
         when it was elected."""
-        if is_replicated(record.config) and (self.replicas is None or not self.replicas.serves(record)):
+        if self.keeps(record) and (self.replicas is None or not self.replicas.serves(record)):
             return {}
         return self.member.assignments.epochs(record.incarnation, record.config.shards)
 
+    def keeps(self, record: Stream) -> bool:
+        """Whether this broker opens a stream's logs as copies only (region.replicas)."""
+        return is_replicated(record.config) if self.replicas is None else self.replicas.keeps(record)
+
     def copies(self, record: Stream, number: int) -> Copies | None:
-        """What a shard's log, or the companion of this number, is led by here that has other copies; None for a stream of one. Raises
-        UnavailableError where it is not led here."""
-        if self.replicas is None or not is_replicated(record.config):
+        """What a shard's log, or the companion of this number, is led by here that may have other copies; None for a stream of one that never
+        had several. Raises UnavailableError where it is not led here."""
+        if self.replicas is None or not self.keeps(record):
             return None
         return self.replicas.lead(record, number)
 
@@ -234,15 +241,15 @@ class Clustered:
         """Every broker that was ever registered, with how many of these streams it has."""
         member, home = self.member, self.audit_home
         view, leads, copies, alone = member.mirror.view, Counter[str](), Counter[str](), Counter[str]()
-        single = set()
+        staying = set()
         for record in records:
             placed = member.assignments.placed(record.incarnation)
             leads[placed] += 1
-            if not is_replicated(record.config):
-                single.add(record.incarnation)
+            if self.why_it_stays(record):
+                staying.add(record.incarnation)
                 alone[placed] += 1
         for shard, held in view.shards.items():
-            if shard.incarnation not in single:
+            if shard.incarnation not in staying:
                 copies.update({*held.replicas, *held.target})
         return [
             BrokerState(
@@ -257,6 +264,13 @@ class Clustered:
             )
             for broker, address in member.brokers.items()
         ]
+
+    def why_it_stays(self, record: Stream) -> str:
+        """What a stream is whose only copy cannot be moved, nor be joined by others; empty where it can."""
+        if is_replicated(record.config):
+            return ""
+        arrives = self.receives(StreamName.parse(record.name))
+        return one_copy_since(record.config) or ("fed by another region" if arrives else "")
 
     def list_bridges(self, own: Callable[[], list[str]]) -> None:
         """Tell the other brokers which bridges have a session here."""
@@ -353,7 +367,7 @@ class Clustered:
                 lost,
                 election,
                 silent_ms={name: member.controls.silent_ms(name) for name in lost},
-                detached_ms=DETACHED_MS if is_replicated(record.config) else 0,
+                detached_ms=DETACHED_MS if is_replicated(record.config) or len(before.members()) > 1 else 0,
                 powered_off=powered_off,
             )
             if isinstance(made, Refusal):

@@ -102,7 +102,7 @@ from region.link_slot import (
 )
 from region.log.ahead import Note
 from region.log.shard import Appended, ShardLog
-from region.metadata.records import StreamConfig, is_replicated
+from region.metadata.records import StreamConfig
 from region.ports import Ingesting
 from region.streams import HostedStream
 
@@ -534,11 +534,11 @@ class IngestStream:
         if broker.streams.get(name) is None:
             broker.streams.check_foreign_room(name, config)
         hosted = await broker.ensure_stream(name, config)
-        if is_replicated(hosted.record.config):
+        if broker.clustered is not None and broker.clustered.keeps(hosted.record):
             raise RequestError(
-                f"{name} has {hosted.record.config.replicas} copies, and what has arrived and has no leaf yet is known to one broker.",
+                f"{name} has, or had, more than one copy, and what has arrived and has no leaf yet is known to one broker.",
                 code=Code.UNSUPPORTED,
-                hint="Give the grant another destination name, of a stream with one copy or of none yet.",
+                hint="Give the grant another destination name, of a stream that always had one copy, or of none yet.",
             )
         broker.require_led(hosted)
         if hosted.shard_count != request.shards:

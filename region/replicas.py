@@ -1,7 +1,10 @@
-"""The copies that this broker has of streams with more than one: which they are, and the host and links that keep them (region.replication).
+"""The copies that this broker has of streams: which they are, and the host and links that keep them (region.replication).
 
 It follows the records of shards and the catalog: a shard that names this broker among its replicas, or as one that it moves to, is opened as a
 copy; one that names it no more is closed and deleted; one of a deleted stream is let go of before its folder goes.
+
+A stream of one copy is opened by the broker that leads it, not as a copy, until it is to move or to have more copies: then its logs are closed
+and opened as copies, in the epoch that is led (`adopt`). What was a copy once stays one, also where it is the only one.
 
 Order: `open` once the broker is registered and before streams are opened; `start` once it is alive; `close` once they are closed.
 """
@@ -10,21 +13,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
 
 from felix.bounded import BoundedMap
-from felix.errors import CorruptionError, FelixError
+from felix.errors import CorruptionError, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
+from felix.storage.small_file import read_file
 from felix.tasks import end_tasks
 from region.cluster.election import has_yielded
 from region.cluster.member import ClusterMember
-from region.cluster.records import ShardDurability, ShardId
+from region.cluster.records import ShardDurability, ShardId, ShardRecord
+from region.log.ahead import AHEAD_NAMES
 from region.log.compactor import WorkEndedError
 from region.log.companions import RECORDS, JournalKind, kind_of, log_number, shard_of
 from region.log.copies import Copies
@@ -42,6 +47,7 @@ from region.metadata.records import (
     StreamConfig,
     is_replicated,
     min_in_sync,
+    one_copy_since,
 )
 from region.replication.disk import LogPlan
 from region.replication.host import Links, ReplicaHost, ShardPlan
@@ -72,6 +78,8 @@ class Folders(Protocol):
 
     @property
     def copies(self) -> Path: ...
+
+    def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
 
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
 
@@ -137,6 +145,10 @@ class Replicas:
         """copies of which a pass failed: not before this"""
         self._names: dict[str, str] = {}
         """of the streams that have copies here, by incarnation"""
+        self._adopted: set[str] = set()
+        """incarnations of streams that are to have one copy, and whose logs are copies here"""
+        self.release: Callable[[StreamName], Awaitable[None]] | None = None
+        """what has a stream that is a copy now not be opened otherwise; None before streams are"""
         self._wanted: set[str] = set()
         self._forgotten: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
         self._changing = asyncio.Lock()
@@ -146,7 +158,9 @@ class Replicas:
 
     async def open(self) -> None:
         """Open the copies that the records name, all that they hold synced."""
-        await asyncio.get_running_loop().run_in_executor(self._folders.commit_pool, self._make_copies)
+        self._adopted |= await asyncio.get_running_loop().run_in_executor(
+            self._folders.commit_pool, self._make_copies
+        )
         registry = self._member.registry
         await self.host.open(
             [],
@@ -159,11 +173,13 @@ class Replicas:
             self.look_at(str(name))
         await self._open_wanted()
 
-    def _make_copies(self) -> None:
+    def _make_copies(self) -> set[str]:
+        """The folder of what is known of copies; the incarnations of which there is something."""
         files, folder = self._folders.files, self._folders.copies
         if not files.exists(folder):
             files.make_folder(folder)
             files.sync_folder(folder.parent)
+        return {name.partition("-")[0] for name in files.names(folder)}
 
     def start(self) -> None:
         """Lead and follow."""
@@ -218,6 +234,10 @@ class Replicas:
         """The stream of a shard that this broker has a copy of."""
         return self._names.get(shard.incarnation, shard.incarnation)
 
+    def keeps(self, record: Stream) -> bool:
+        """Whether this broker opens a stream's logs as copies only: it is to have several, or had, or moves."""
+        return is_replicated(record.config) or record.incarnation in self._adopted
+
     def serves(self, record: Stream) -> bool:
         """Whether all shards of a stream are led here, and all that they had at their elections is committed."""
         return all(
@@ -245,6 +265,7 @@ class Replicas:
         self._forgotten.put(incarnation, True)
         async with self._changing:
             self._names.pop(incarnation, None)
+            self._adopted.discard(incarnation)
             for shard in [each for each in self.host.shards if each.incarnation == incarnation]:
                 await self.host.remove(shard)
             await asyncio.get_running_loop().run_in_executor(
@@ -317,15 +338,62 @@ class Replicas:
             parsed = StreamName.parse(name)
             own = self._system.get(parsed)
             record = self._streams.get(parsed) if own is None else own.record
-            if record is None or (own is None and not is_replicated(record.config)):
+            if record is None or (own is None and not self.keeps(record) and not self._is_to_move(record)):
                 continue
             try:
+                if own is None:
+                    await self._adopt(parsed, record)
                 await self._open_copies(record, kinds_of(record) if own is None else own.logs)
             except (FelixError, OSError) as error:
                 log.error("a copy of %s cannot be opened: %s", name, error)
                 # One that is damaged stays so.
                 if not isinstance(error, CorruptionError):
                     self._wanted.add(name)
+
+    def _records(self, stream: Stream) -> list[tuple[ShardId, ShardRecord]]:
+        """Of the stream's shards, those that name this broker."""
+        shards = (ShardId(stream.incarnation, number) for number in range(stream.config.shards))
+        view = self._member.mirror.view.shards
+        return [
+            (shard, record)
+            for shard in shards
+            if (record := view.get(shard)) is not None
+            and self._member.broker in (*record.replicas, *record.target)
+        ]
+
+    def _is_to_move(self, stream: Stream) -> bool:
+        """Whether the records ask for another copy of a stream that is to have one."""
+        return not one_copy_since(stream.config) and any(
+            record.target or len(record.replicas) > 1 for _, record in self._records(stream)
+        )
+
+    async def _adopt(self, name: StreamName, stream: Stream) -> None:
+        """Before a stream's logs are opened as copies: whoever has them open as the only ones closes them, and opens them so no more. Raises
+        UnavailableError where that has to wait."""
+        if all(self.host.replica(shard) is not None for shard, _ in self._records(stream)):
+            return
+        is_new = not self.keeps(stream)
+        self._adopted.add(stream.incarnation)
+        if self.release is not None:
+            await self.release(name)
+        loop = asyncio.get_running_loop()
+        if await loop.run_in_executor(self._folders.commit_pool, self._has_notes, name, stream):
+            self._adopted.discard(stream.incarnation)
+            if self.release is not None:
+                await self.release(name)
+            raise UnavailableError("records that came from another region wait for their audit leaf")
+        if is_new:
+            log.info("%s is kept as a copy from now on: it moves, or gets more copies", name)
+
+    def _has_notes(self, name: StreamName, stream: Stream) -> bool:
+        """Whether a log that is to be a copy has records that no reader may see yet (region.log.ahead): copies have no such notes."""
+        files, incarnation = self._folders.files, bytes.fromhex(stream.incarnation)
+        for number in range(stream.config.shards):
+            folder = self._folders.shard_folder(name, incarnation, number)
+            for each in AHEAD_NAMES:
+                if files.exists(folder / each) and read_file(files, folder / each):
+                    return True
+        return False
 
     async def _open_copies(self, stream: Stream, kinds: Sequence[int]) -> None:
         for number in range(stream.config.shards):
@@ -342,7 +410,9 @@ class Replicas:
                     self.host.limit_segments(shard, RECORDS, self._settings(stream.config).segments)
                     continue
                 self._names[stream.incarnation] = stream.name
-                await self.host.add(await self._plan(stream, shard, kinds))
+                led = record.epoch, record.election
+                await self.host.add(await self._plan(stream, shard, kinds, led))
+                self.host.want_min(shard, min_in_sync(stream.config))
 
     def _kept(self, shard: ShardId, number: int) -> Path:
         return self._folders.copies / f"{shard.incarnation}-{shard.number}-{number}"
@@ -357,11 +427,15 @@ class Replicas:
             return
         plans = self.host.plans(shard)
         await self.host.remove(shard)
+        if not any(each.incarnation == stream.incarnation for each in self.host.shards):
+            self._adopted.discard(stream.incarnation)
         # What tells of a copy whose folder is gone goes behind it.
         await self._folders.delete_copy([plan.folder for plan in plans], [plan.kept_file for plan in plans])
         log.info("the copy of shard %d of %s has moved away and is deleted", shard.number, stream.name)
 
-    async def _plan(self, stream: Stream, shard: ShardId, kinds: Sequence[int]) -> ShardPlan:
+    async def _plan(
+        self, stream: Stream, shard: ShardId, kinds: Sequence[int], led: tuple[int, str]
+    ) -> ShardPlan:
         incarnation = bytes.fromhex(stream.incarnation)
         name = StreamName.parse(stream.name)
         plans = []
@@ -373,7 +447,7 @@ class Replicas:
             except OSError as error:
                 raise storage_error(error, Path(stream.name)) from error
             limits = self._settings(stream.config).segments if kind == RECORDS else SegmentLimits()
-            plans.append(LogPlan(kind, folder, identity, limits, kept=self._kept(shard, kind)))
+            plans.append(LogPlan(kind, folder, identity, limits, kept=self._kept(shard, kind), led=led))
         return ShardPlan(
             shard,
             tuple(plans),

@@ -99,7 +99,7 @@ from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.subscriptions.service import SubscriptionService
-from region.views.dead_letter import dead_letter_name
+from region.views.dead_letter import DEAD_SUFFIX, dead_letter_name
 
 T = TypeVar("T")
 
@@ -190,6 +190,9 @@ class Requests:
         await self._broker.check_offload(request.offload)
         if request.replicas is not None:
             self._broker.check_copies(name, request.replicas)
+            self._broker.check_more_copies(hosted, request.replicas)
+        if request.offload is not None:
+            self._broker.check_one_copy(hosted)
 
         def change(config: records.StreamConfig) -> records.StreamConfig:
             retention = config.retention if request.retention is None else request.retention
@@ -213,17 +216,36 @@ class Requests:
                 retention=retention,
                 views=views,
                 former_cache=records.FormerCache(former),
+                former_offload=config.former_offload or bool(config.views.offload and not views.offload),
                 dead_letter_by=named_by,
                 replicas=config.replicas if request.replicas is None else request.replicas,
                 min_in_sync=config.min_in_sync if request.min_in_sync is None else request.min_in_sync,
             )
 
+        before = hosted.record.config
         try:
             record = await self._catalog.alter_stream(name, hosted.record.incarnation, change)
         except BaseException:
             hosted.settle_views()
             raise
+        if (before.replicas, before.min_in_sync) != (record.config.replicas, record.config.min_in_sync):
+            await self._alter_dead_letters(name, before, record.config)
         return (await self._broker.streams.open(record)).describe(detail=True)
+
+    async def _alter_dead_letters(
+        self, name: StreamName, before: records.StreamConfig, after: records.StreamConfig
+    ) -> None:
+        """The stream that the region made for a stream's dead letters has as many copies as that, or it could not go where its leader goes."""
+        dead = self._broker.streams.get(StreamName(name.tenant, name.namespace, name.name + DEAD_SUFFIX))
+        if dead is None or dead.record.config.replicas != before.replicas:
+            return
+
+        def change(config: records.StreamConfig) -> records.StreamConfig:
+            return msgspec.structs.replace(config, replicas=after.replicas, min_in_sync=after.min_in_sync)
+
+        await self._broker.streams.open(
+            await self._catalog.alter_stream(dead.name, dead.record.incarnation, change)
+        )
 
     def _check_dead_letters(
         self,

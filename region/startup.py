@@ -412,12 +412,14 @@ async def open_broker(
     governance.follow()
     _follow_settings(broker, mirror)
     if clustered is not None:
+        clustered.receives = governance.receives
         _follow_wishes(clustered, mirror, follower)
         assert peers is not None
         peers.replicas.on_led(follower.assigned)
         # What landed and has no leaf yet keeps its stream from being served until the broker with the audit log is reached.
         peers.requests.on_linked(follower.look)
         await peers.replicas.open()
+        peers.replicas.release = streams.reassign
         if audited is not None:
             assert shared is not None
             clustered.audit = _copy_audit_log(
@@ -617,7 +619,7 @@ def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: Stream
     assert replicas is not None
 
     def changed(change: MirrorChange) -> None:
-        if change.section in ("streams", "deleted"):
+        if change.section in ("streams", "deleted", "grants"):
             member.catalog_changed()
         if change.section == "streams":
             replicas.look_at(change.name)
@@ -625,7 +627,10 @@ def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: Stream
     def catalogued() -> Catalogued:
         streams = mirror.streams.values()
         return Catalogued(
-            streams, mirror.deletions(), places_together(streams, mirror.subscriptions.values())
+            streams,
+            mirror.deletions(),
+            places_together(streams, mirror.subscriptions.values()),
+            lambda stream: clustered.why_it_stays(stream) != "",
         )
 
     member.follow(catalogued)

@@ -329,7 +329,7 @@ class HostedStream:
 
     def _state(self, number: int) -> ShardState:
         state = self._state_alone(number)
-        if self._leading is None or not is_replicated(self.record.config):
+        if self._leading is None:
             return state
         replicas, in_sync = self._leading.members(self.record, number)
         return msgspec.structs.replace(state, replicas=replicas, in_sync=in_sync)

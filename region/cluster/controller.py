@@ -30,6 +30,7 @@ from region.cluster.transactions import (
     leader_has_stopped,
 )
 from region.cluster.view import ClusterView
+from region.metadata.records import REPLICAS_MAX
 from region.metadata.transaction import Change, Entry, ModRevision, Put, Snapshot, TransactResult
 
 TICK_MS: Final = 100
@@ -290,7 +291,7 @@ class ControllerCore:
     def _want(self, streams: Collection[StreamWish], deleted: Mapping[str, int]) -> None:
         self._units = {}
         for wish in streams:
-            if not wish.spread and wish.replicas > 1:
+            if not wish.spread:
                 self._units.setdefault(_unit(wish), []).append(wish)
         self._apart.update(self._units)
         marks = {incarnation for incarnation, _ in self._deleted.items() ^ deleted.items()}
@@ -722,19 +723,33 @@ class ControllerCore:
             return []
         under_way = [view.shards[shard] for shard in self._under_way]
         gets = [broker for record in under_way for broker in record.target if broker not in record.replicas]
-        gives = [broker for record in under_way for broker in record.replicas if broker not in record.target]
+        gives = [
+            broker
+            for record in under_way
+            if not set(record.target) <= set(record.replicas)
+            for broker in record.replicas
+            if broker not in record.target
+        ]
         parts, is_left = [], bool(under_way)
+        ready: dict[str, bool] = {}
         for shard in sorted(view.shards if self._rebalances else self._leaving):
             record, target = view.shards[shard], places.get(shard, ())
             if not target or _place(record) == target or (record.target and shard not in self._leaving):
                 continue
             is_left = True
+            target = self._step_to(shard, target, places, ready)
+            if _place(record) == target:
+                continue
             new = [broker for broker in target if broker not in record.replicas]
             old = [broker for broker in record.replicas if broker not in target]
-            # One that is under way, and goes elsewhere now, is counted already.
-            if not record.target and (
-                any(gets.count(broker) >= MOVES_PER_BROKER for broker in new)
-                or any(gives.count(broker) >= MOVES_PER_BROKER for broker in old)
+            # One that is under way, and goes elsewhere now, is counted already; where nothing is copied there is nothing to count.
+            if (
+                new
+                and not record.target
+                and (
+                    any(gets.count(broker) >= MOVES_PER_BROKER for broker in new)
+                    or any(gives.count(broker) >= MOVES_PER_BROKER for broker in old)
+                )
             ):
                 continue
             if shard in self._busy or shard in taken:
@@ -743,7 +758,7 @@ class ControllerCore:
             if isinstance(made, Transaction):
                 parts.append((shard, made))
                 gets += new
-                gives += old
+                gives += old if new else []
         if self._rebalances and not is_left:
             # A plan moves no more than one broker's share. Where this one moved something, another may go on.
             assert self._planning is not None
@@ -753,6 +768,33 @@ class ControllerCore:
         self._survey = bool(parts) or self._rebalances
         self._moving = {shard for shard, _ in parts}
         return parts
+
+    def _step_to(
+        self,
+        shard: ShardId,
+        target: tuple[str, ...],
+        places: Mapping[ShardId, tuple[str, ...]],
+        ready: dict[str, bool],
+    ) -> tuple[str, ...]:
+        """How far a shard goes now that is to go to `target`. Of shards that one broker leads none hands over to another broker before all have
+        their copies there: until then the leader stays, or nobody would lead all of them while the others are copied."""
+        wish = self._wishes[shard.incarnation]
+        unit, record = _unit(wish), self.view.shards[shard]
+        if wish.spread or not record.leader or record.leader == target[0]:
+            return target
+        if unit not in ready:
+            shards = [
+                ShardId(each.incarnation, number)
+                for each in self._units.get(unit, ())
+                for number in range(each.shards)
+            ]
+            ready[unit] = len(shards) == 1 or all(
+                set(places.get(each, ())) <= set(held.replicas)
+                for each in shards
+                if (held := self.view.shards.get(each)) is not None
+            )
+        staged = (record.leader, *(broker for broker in target if broker != record.leader))
+        return target if ready[unit] or len(staged) > REPLICAS_MAX else staged
 
     def _plan(self) -> dict[ShardId, tuple[str, ...]] | None:
         """Where everything is to be, by what is known; None while that is being worked out, for as many steps as it takes."""
@@ -824,7 +866,9 @@ class ControllerCore:
         if self._planning is not None:
             place = () if record is None else _place(record)
             planned = None if self._planned is None else self._planned.get(shard, ())
-            if place not in (self._planning.current.get(shard, ()), planned):
+            # On its way there the leader may go along first (`_step_to`).
+            step = place if planned and set(place) == {*planned, *place[:1]} else planned
+            if place not in (self._planning.current.get(shard, ()), planned, step):
                 self._drop_plan()
 
     def _dispatch(self, parts: list[tuple[ShardId, Transaction]]) -> None:

@@ -35,7 +35,6 @@ from region.metadata.records import (
     INCARNATION_BYTES,
     Stream,
     StreamConfig,
-    is_replicated,
     min_in_sync,
 )
 from region.metadata.transaction import Absent, Change, Put, Snapshot
@@ -47,12 +46,13 @@ WANT_PAUSES: Final = 10
 
 
 class Catalogued(NamedTuple):
-    """The streams of the catalog, of deleted ones the revision of their marks, by incarnation, and the groups of those that are to be
-    placed with others, by name."""
+    """The streams of the catalog, of deleted ones the revision of their marks, by incarnation, the groups of those that are to be
+    placed with others, by name, and whether the only copy of a stream cannot be moved."""
 
     streams: Iterable[Stream]
     deleted: Mapping[str, int]
     groups: Mapping[str, tuple[str, ...]]
+    stays: Callable[[Stream], bool]
 
 
 class AuditHome(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -97,7 +97,7 @@ class ClusterMember:
         """streams that are placed, and stand in no catalog"""
         self._wanting: asyncio.TimerHandle | None = None
         self._want_not_before = 0.0
-        self._wishes: dict[str, tuple[Stream, tuple[str, ...], StreamWish]] = {}
+        self._wishes: dict[str, tuple[Stream, tuple[str, ...], bool, StreamWish]] = {}
         """what was wanted of each stream, and what it was made of: most streams are as they were"""
 
     @classmethod
@@ -239,13 +239,15 @@ class ClusterMember:
         loop = asyncio.get_running_loop()
         began, self._wanting = loop.time(), None
         assert self._catalog is not None
-        streams, deleted, groups = self._catalog()
+        streams, deleted, groups, stays = self._catalog()
         before, self._wishes = self._wishes, {}
         for stream in self._system + list(streams):
-            of, held = groups.get(stream.name, ()), before.get(stream.incarnation)
-            is_same = held is not None and held[0] is stream and held[1] == of
-            self._wishes[stream.incarnation] = held if held and is_same else (stream, of, _wish(stream, of))
-        self._controller.want([wish for _, _, wish in self._wishes.values()], deleted)
+            of, held, is_fixed = groups.get(stream.name, ()), before.get(stream.incarnation), stays(stream)
+            is_same = held is not None and held[0] is stream and held[1:3] == (of, is_fixed)
+            self._wishes[stream.incarnation] = (
+                held if held and is_same else (stream, of, is_fixed, _wish(stream, of, stays=is_fixed))
+            )
+        self._controller.want([wish for *_, wish in self._wishes.values()], deleted)
         ended = loop.time()
         self._want_not_before = ended + WANT_PAUSES * (ended - began)
 
@@ -295,7 +297,7 @@ class ClusterMember:
         )
 
 
-def _wish(stream: Stream, groups: tuple[str, ...]) -> StreamWish:
+def _wish(stream: Stream, groups: tuple[str, ...], *, stays: bool) -> StreamWish:
     kind = stream.config.durability.kind
     return StreamWish(
         stream.incarnation,
@@ -305,5 +307,5 @@ def _wish(stream: Stream, groups: tuple[str, ...]) -> StreamWish:
         min_in_sync(stream.config),
         "fsync" if kind == "fsync" else "interval",
         groups=groups,
-        stays=not is_replicated(stream.config),
+        stays=stays,
     )

@@ -255,6 +255,8 @@ class LogDirectory:
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
         """A shard's folder, whose name no crash takes back. Raises OSError."""
         folder = self.shard_folder(name, incarnation, shard)
+        # Whoever asks opens the log by itself; that it was closed in order before says nothing of its next end.
+        self._clean.discard(_clean_name(name, incarnation, shard))
         await asyncio.get_running_loop().run_in_executor(self._creation_pool, self._make, folder)
         return folder
 

@@ -73,7 +73,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache that was altered. `dead_letter_by`: who named the stream for a queue's dead letters; they flow there while that
     identity may publish there. `replicas`: copies of each shard, on as many brokers; `min_in_sync`: how many of them a commit needs, 0: a
     majority. `acks`: of several copies, `quorum` (acknowledged when committed) or `leader` (when durable on the leader, before the others
-    have it; a commit needs one copy then)."""
+    have it; a commit needs one copy then). `former_offload`: it was offloaded, and what was may still be in its store alone."""
 
     shards: int = 1
     durability: Durability = Durability()
@@ -81,6 +81,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ring_bytes: int = RING_BYTES_DEFAULT
     views: Views = NO_VIEWS
     former_cache: FormerCache = FormerCache()
+    former_offload: bool = False
     dead_letter_by: str = ""
     replicas: int = 1
     min_in_sync: int = 0
@@ -234,6 +235,7 @@ def one_copy_since(config: StreamConfig) -> str:
     for what, is_so in (
         ("ephemeral", config.durability.kind == "ephemeral"),
         ("offloaded", views.offload is not None),
+        ("offloaded no more, but has segments in a store", config.former_offload),
     ):
         if is_so:
             return what
@@ -287,12 +289,6 @@ def check_stream_update(name: StreamName, old: StreamConfig, new: StreamConfig) 
             name,
             f"it has {old.shards} shards and cannot get {new.shards}: keys would change their shard and lose "
             "their order",
-            "Create another stream and copy into it.",
-        )
-    if is_replicated(new) != is_replicated(old):
-        raise _invalid(
-            name,
-            f"{old.replicas} and then {new.replicas} copies: whether a stream has one copy or several is decided when it is created",
             "Create another stream and copy into it.",
         )
     if new.acks != old.acks:

@@ -74,6 +74,8 @@ class LogPlan:
     commitment: Callable[[], bytes] = no_commitment
     kept: Path | None = None
     """where the commit point is kept; None: beside the folder"""
+    led: tuple[int, str] = (0, "")
+    """the epoch, and its election, that this broker was last elected for: it may have led it before the log could have copies"""
 
     @property
     def kept_file(self) -> Path:
@@ -146,7 +148,9 @@ class ReplicaDisk:
             is_known = payload is not None
             # Also where it was begun anew and ended before anything was written to it.
             is_anew = is_known and not (had_log and _was_used(files, plan.folder, log))
-            starts = _load_elections(files, plan.folder, log, was_replicated=is_known and not is_anew)
+            starts = _load_elections(
+                files, plan.folder, log, was_replicated=is_known and not is_anew, led=plan.led
+            )
             if payload is None:
                 # That there is a log is said only once there is one.
                 save_checked(files, plan.folder / ELECTIONS_NAME, msgspec.json.encode(starts))
@@ -488,8 +492,10 @@ def _rewrite(files: Files, path: Path, position: int) -> None:
         files.close(descriptor)
 
 
-def _load_elections(files: Files, folder: Path, log: DiskLog, *, was_replicated: bool) -> list[EpochStart]:
-    """The history as it stands on the disk, as far as the log has what it is about."""
+def _load_elections(
+    files: Files, folder: Path, log: DiskLog, *, was_replicated: bool, led: tuple[int, str]
+) -> list[EpochStart]:
+    """The history as it stands on the disk, as far as the log has what it is about. `led`: as `LogPlan` has it."""
     path, end = folder / ELECTIONS_NAME, log.end_point
     payload = load_checked(files, path)
     if payload is None:
@@ -498,7 +504,11 @@ def _load_elections(files: Files, folder: Path, log: DiskLog, *, was_replicated:
         if was_replicated:
             raise _unreadable(path, "it is gone")
         return [
-            EpochStart(start.epoch, UNKNOWN_ELECTION, LogPoint(start.start_offset))
+            EpochStart(
+                start.epoch,
+                led[1] if start.epoch == led[0] else UNKNOWN_ELECTION,
+                LogPoint(start.start_offset),
+            )
             for start in log.epochs.starts
         ]
     try:

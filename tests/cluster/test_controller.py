@@ -435,6 +435,53 @@ def test_a_drained_broker_loses_its_shards_two_at_a_time() -> None:
     assert all(record.leader and len(record.isr) == 2 for record in records)
 
 
+@pytest.mark.parametrize("copies", [1, 2])
+def test_a_leader_that_leaves_goes_once_all_shards_that_it_is_to_lead_have_their_copies(copies: int) -> None:
+    region = Region("abcd", controllers="d")
+    wish = dataclasses.replace(changed_wish(shards=6, replicas=copies), spread=False)
+    region.wants(wish)
+    region.until(lambda: len(region.view().shards) == 6)
+    (leader,) = {record.leader for record in region.view().shards.values()}
+    assert region.do(registration.drain(region.view(), leader, on=True))
+    for _ in range(60):
+        region.pass_ms(50)
+        records = region.view().shards.values()
+        new = [set(record.target) - set(record.replicas) for record in records]
+        assert sum(map(bool, new)) <= 2
+        led = [record.leader for record in records if not record.yielded]
+        if {*led} != {leader}:
+            assert not any(new) and all({*record.replicas} - {leader} for record in records)
+        arrive(region)
+    records = region.view().shards.values()
+    assert (
+        len({record.leader for record in records}) == 1 and len({record.replicas for record in records}) == 1
+    )
+    assert all(len(record.replicas) == copies and leader not in record.replicas for record in records)
+
+
+def test_a_rebalance_moves_streams_of_several_shards_as_one() -> None:
+    region = Region("abc", controllers="a")
+    wishes = [
+        StreamWish(f"{number:032x}", f"acme/ops/s{number}", shards=3, replicas=1, min=1)
+        for number in range(1, 13)
+    ]
+    region.wants(*wishes)
+    region.until(lambda: len(region.view().shards) == 36)
+    region.boots["d"] = 1
+    region.files["d"] = FolderRecord(folder="dd" * 16)
+    region.start("d")
+    region.pass_ms(500)
+    region.hosts["a"].step(Rebalance())
+    for _ in range(120):
+        region.pass_ms(50)
+        arrive(region)
+    records = region.view().shards
+    for wish in wishes:
+        assert len({records[ShardId(wish.incarnation, number)].replicas for number in range(3)}) == 1
+    assert not any(record.target for record in records.values())
+    assert sum(record.leader == "d" for record in records.values()) == 9
+
+
 def test_what_stays_is_not_moved_off_a_drained_broker_and_holds_up_nothing() -> None:
     region = Region("abcd", controllers="d")
     alone = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -200,6 +201,32 @@ def test_a_log_that_was_not_replicated_before_has_epochs_that_nobody_was_elected
     again = ReplicaDisk.open(LogPlan(0, folder, IDENTITY), files=DiskFiles())
     assert again.history.starts == (EpochStart(7, UNKNOWN_ELECTION, LogPoint(0)),)
     again.close()
+
+
+def test_a_log_that_becomes_a_copy_while_it_is_led_goes_on_in_its_epoch() -> None:
+    disk = MemoryDisk()
+    files = disk.mount()
+    alone, _ = DiskLog.open(FOLDER, IDENTITY, now_ms=1_000, files=files)
+    alone.begin_epoch(3)
+    alone.write_frames(alone.end_point, [entry(0, epoch=3)], 1_000)
+    alone.begin_epoch(5)
+    alone.write_frames(alone.end_point, [entry(1, epoch=5)], 1_000)
+    alone.close()
+    led = replace(PLAN, led=(5, "5" * 16))
+    log = ReplicaDisk.open(led, files=files)
+    assert [(each.epoch, each.election) for each in log.history.starts] == [
+        (3, UNKNOWN_ELECTION),
+        (5, "5" * 16),
+    ]
+    assert not log.is_anew and not log.is_short
+    # Elected in the very epoch that it led: it goes on where it ended.
+    log.begin(EpochStart(5, "5" * 16, log.log.end_point))
+    write(log, entry(2, epoch=5))
+    log.sync()
+    # The power goes; the next start is elected for another epoch, and knows who was for this one.
+    disk.lose_power(Random(1))
+    found = ReplicaDisk.open(replace(PLAN, led=(9, "9" * 16)), files=disk.mount())
+    assert found.history.last[:2] == (5, "5" * 16) and found.log.end_offset == 3
 
 
 def test_a_copy_begins_where_the_leaders_log_does_and_goes_on_with_its_frames() -> None:

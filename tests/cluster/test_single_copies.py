@@ -1,0 +1,148 @@
+"""Streams of one copy in a region of several brokers: they move, get more copies and give them up again, and lose nothing on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from cluster.clustered_region import ClusteredRegion, serving
+from etcd_process import EtcdProcess, etcd_of_each_test
+from region_peer import payloads, until
+
+import felix
+from region.cluster.records import ShardId, ShardRecord
+
+__all__ = ["etcd_of_each_test"]  # the fixture
+
+pytestmark = pytest.mark.etcd
+STREAM = "acme/ops/orders"
+NAMES = ("b1", "b2", "b3")
+
+
+@pytest.fixture
+async def region(tmp_path: Path, etcd: EtcdProcess) -> AsyncIterator[ClusteredRegion]:
+    async with serving(tmp_path, etcd, len(NAMES)) as region:
+        yield region
+
+
+def records_of(region: ClusteredRegion, name: str = STREAM) -> list[ShardRecord]:
+    broker = next(iter(region.nodes))
+    stream = region.nodes[broker].broker.streams.get(felix.StreamName.parse(name))
+    assert stream is not None
+    shards = region.clustered(broker).member.mirror.view.shards
+    return [shards[ShardId(stream.record.incarnation, number)] for number in range(stream.shard_count)]
+
+
+async def until_all(
+    region: ClusteredRegion, holds: Callable[[ShardRecord], bool], name: str = STREAM
+) -> None:
+    async with asyncio.timeout(60):
+        member = region.clustered(next(iter(region.nodes))).member
+        await member.until(lambda: all(holds(record) for record in records_of(region, name)))
+
+
+async def test_the_only_copy_leaves_a_drained_broker_under_load(region: ClusteredRegion) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=1)
+        published: list[bytes] = []
+        goes_on = asyncio.Event()
+        goes_on.set()
+
+        async def publish() -> None:
+            async with client.stream(STREAM).publisher() as publisher:
+                while goes_on.is_set():
+                    published.append(b"%d" % len(published))
+                    assert await publisher.publish(published[-1]) == len(published) - 1
+
+        publishing = asyncio.ensure_future(publish())
+        await until(lambda: len(published) >= 20)
+        (before,) = records_of(region)
+        await client.drain_broker(before.leader)
+        await until_all(region, lambda record: before.leader not in record.replicas and not record.target)
+        there = len(published)
+        await until(lambda: len(published) >= there + 20)
+        goes_on.clear()
+        await publishing
+        (after,) = records_of(region)
+        assert len(after.replicas) == len(after.isr) == 1 and after.leader in after.replicas
+        assert await payloads(client, STREAM, len(published)) == published
+        state = await client.describe()
+        assert {each.alone for each in state.brokers} == {0}
+        # It is there after its new broker was started again, too.
+        await region.stop(after.leader)
+        await region.start(after.leader)
+        assert await client.stream(STREAM).publish(b"last") == len(published)
+        assert await payloads(client, STREAM, len(published) + 1) == [*published, b"last"]
+
+
+async def test_more_copies_and_one_again(region: ClusteredRegion) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, shards=2, replicas=1)
+        for number in range(10):
+            await client.stream(STREAM).publish(b"%d" % number, key=b"%d" % number)
+        altered = await client.alter_stream(STREAM, replicas=3)
+        assert (altered.replicas, altered.min_in_sync) == (3, 2)
+        await until_all(region, lambda record: len(record.isr) == 3 and record.min == 2 and not record.target)
+        leader = records_of(region)[0].leader
+        gone = leader if leader != "b1" else "b2"
+        await region.stop(gone)
+        for number in range(10, 20):
+            await client.stream(STREAM).publish(b"%d" % number, key=b"%d" % number)
+        await region.start(gone)
+        await until_all(region, lambda record: len(record.isr) == 3)
+        await client.alter_stream(STREAM, replicas=1)
+        await until_all(region, lambda record: len(record.replicas) == 1 and record.min == 1)
+        for number in range(20, 30):
+            await client.stream(STREAM).publish(b"%d" % number, key=b"%d" % number)
+        found = await payloads(client, STREAM, 30)
+        assert sorted(found) == sorted(b"%d" % number for number in range(30))
+
+
+async def test_views_go_along_with_the_only_copy_of_several_shards(region: ClusteredRegion) -> None:
+    queue, cache = "acme/ops/jobs", "acme/ops/prices"
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, shards=4, replicas=1)
+        stream = client.stream(STREAM)
+        await stream.create_subscription("crew")
+        await stream.publish_many([b"%d" % number for number in range(12)])
+        await client.create_queue(queue, shards=2, replicas=1, visibility=600)
+        jobs = client.queue(queue)
+        await jobs.put_many([b"%d" % number for number in range(6)])
+        held, *done = await jobs.lease(4)
+        for job in done:
+            await job.ack()
+        await client.create_cache(cache, replicas=1)
+        prices = client.cache(cache)
+        await prices.put("a", b"1")
+        await prices.put("b", b"2")
+        before = {name: records_of(region, name)[0].leader for name in (STREAM, queue, cache)}
+        async with stream.consumer("crew") as consumer:
+            seen = [await anext(consumer) for _ in range(5)]
+            for record in seen:
+                assert await consumer.ack(record)
+            for name, leader in before.items():
+                await client.drain_broker(leader)
+                await until_all(
+                    region,
+                    lambda record, leader=leader: leader not in record.replicas and not record.target,
+                    name,
+                )
+                await client.drain_broker(leader, drain=False)
+            payloads_seen = {record.payload for record in seen}
+            while len(payloads_seen) < 12:
+                record = await anext(consumer)
+                assert await consumer.ack(record)
+                assert record.payload not in {each.payload for each in seen}
+                payloads_seen.add(record.payload)
+        await held.ack()
+        left = await jobs.lease(10, wait=30)
+        while len(left) < 2:
+            left += await jobs.lease(10, wait=30)
+        assert {job.payload for job in (*left, held, *done)} == {b"%d" % number for number in range(6)}
+        assert (await prices.get("a")).value == b"1"
+        await prices.put("a", b"3")
+        assert (await prices.get("a")).value == b"3" and (await prices.get("b")).value == b"2"
+        for name in before:
+            assert len({record.leader for record in records_of(region, name)}) == 1
