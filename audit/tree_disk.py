@@ -24,6 +24,8 @@ class TreeFiles:
         self._headers = [read_header(leaf) for leaf in bundle]
         self.last_leaf_hash = TileHashes(folder, tree.size)(0, tree.size - 1) if tree.size else b""
         self._partial_bundles = [bundle_path(tree.size // TILE_WIDTH, len(bundle))] if bundle else []
+        # Of the last checkpoint that was shown.
+        self._shown_bundle = self._partial_bundles[0] if bundle else ""
         self._obsolete: list[str] = []
 
     @property
@@ -58,16 +60,22 @@ class TreeFiles:
         if self._bundle:
             path = bundle_path(self.size // TILE_WIDTH, len(self._bundle))
             folder.write(path, encode_bundle(self._bundle))
-            self._partial_bundles.append(path)
+            # A checkpoint that could not be written is tried again at the same size.
+            if path not in self._partial_bundles[-1:]:
+                self._partial_bundles.append(path)
         for tile in self._tree.partial_tiles():
             folder.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
         folder.flush()
 
     def tidy(self) -> None:
         """Remove what full files have made superfluous. Losing this to a crash does no harm."""
-        # Two partial bundles stay: a reader may hold the checkpoint before this one.
-        while len(self._partial_bundles) > 2:
-            self._folder.remove(self._partial_bundles.pop(0))
+        # The bundle of the checkpoint before this one stays: a reader may hold that.
+        kept = {self._shown_bundle, *self._partial_bundles[-1:]}
+        for path in self._partial_bundles:
+            if path not in kept:
+                self._folder.remove(path)
+        self._partial_bundles = [path for path in self._partial_bundles if path in kept]
+        self._shown_bundle = self._partial_bundles[-1] if self._partial_bundles else ""
         for where in self._obsolete:
             folder = f"tile/{where}.p"
             for name in self._folder.names(folder):

@@ -18,7 +18,7 @@ from audit.errors import AuditUnavailableError
 from audit.leaf import Header, Leaf, encode_for_log
 from audit.merkle import Tree, leaf_hash
 from audit.position import Positions
-from audit.tile import read_entries
+from audit.tile import bundle_path, read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
 from audit.verify import verify_log
@@ -131,6 +131,35 @@ async def test_a_checkpoint_that_is_not_committed_is_shown_to_nobody(tmp_path: P
     copies.refusal = None
     assert note_size(await asyncio.to_thread(trail.publish)) == 1
     await asyncio.to_thread(trail.close)
+
+
+@pytest.mark.parametrize("grows", [False, True])
+async def test_a_checkpoint_that_was_often_refused_leaves_what_it_and_the_one_before_need(
+    tmp_path: Path, grows: bool
+) -> None:
+    copies = Committed()
+    trail = open_copy(tmp_path)
+    lead(trail, copies)
+    for number in range(3):
+        await trail.append([leaf(number)])
+    shown = await asyncio.to_thread(trail.publish)
+    await trail.append([leaf(3)])
+    for number in range(4):
+        copies.refusal = UnavailableError("too few copies are in sync")
+        with pytest.raises(UnavailableError):
+            await asyncio.to_thread(trail.publish)
+        copies.refusal = None
+        if grows:
+            await trail.append([leaf(4 + number)])
+    size = note_size(await asyncio.to_thread(trail.publish))
+    assert size == len(copies.leaves)
+    assert verify_log(Folder(tmp_path), trust(), cosignatures_min=0).ok
+    for each in (note_size(shown), size):
+        assert (tmp_path / bundle_path(0, each)).exists()
+    await asyncio.to_thread(trail.close)
+    again = open_copy(tmp_path)
+    assert note_size(again.checkpoint()) == size
+    again.close()
 
 
 async def test_leaves_whose_outcome_is_not_known_come_from_the_copies_and_keep_their_place(
