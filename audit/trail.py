@@ -159,16 +159,23 @@ class Trail:
         runtime: Runtime,
     ) -> None:
         self._folder, self._folder_lock, self._signers, self._settings = folder, lock, signers, settings
+        self._earlier = earlier
         self._known_keys = (*self.keys, *earlier)
         self._witnesses = state.witnesses
         self._wal = wal
         self._refusal = refusal
-        self._clock = runtime.clock
+        self._runtime, self._clock = runtime, runtime.clock
         self.recovered: Torn | None = state.torn
         """what opening cut from the write-ahead file, if anything"""
-
-        # All below is guarded by _lock, down to the publisher's own.
         self._lock = threading.Lock()
+        # Checkpoint files: written by the publisher and by add_cosigned.
+        self._files_lock = threading.Lock()
+        self._cosigners_expected = 1
+        self._closing = False
+        self._begin(state)
+
+    def _begin(self, state: _Opened) -> None:
+        # All below is guarded by _lock, down to the publisher's own.
         self._queue: list[_Waiting] = []
         self._synced: deque[tuple[bytes, Header | None]] = deque()
         self._size = self._durable = state.tree.size
@@ -176,10 +183,8 @@ class Trail:
         self._positions = state.positions
         self._current, self._cosigned = state.checkpoint, state.cosigned
         self._offered, self._offered_at = state.checkpoint, self._clock.monotonic() - ROUND_MS / 1000
-        self._cosigners_expected = 1
         self._witnessed = state.witnessed
         self._publish_wanted = state.tree.size > state.checkpoint.checkpoint.size
-        self._closing = False
         self._writer_ended = False
         self._failure: AuditUnavailableError | None = None
         # Of a log that has copies.
@@ -196,11 +201,8 @@ class Trail:
         self._tree_positions = Positions.decode(state.positions.encode(0, b""))[0]
         self._snapshot_size = state.snapshot_size
 
-        # Checkpoint files: written by the publisher and by add_cosigned.
-        self._files_lock = threading.Lock()
-
-        self._writer = runtime.worker(self._write, "audit-writer")
-        self._publisher = runtime.worker(self._publish_due, "audit-publisher")
+        self._writer = self._runtime.worker(self._write, "audit-writer")
+        self._publisher = self._runtime.worker(self._publish_due, "audit-publisher")
 
     @classmethod
     def open(
@@ -261,10 +263,13 @@ class Trail:
                 "%s has %d leaves that cannot be read, the first is %d: `felix audit verify` lists them.",
                 trail.key.name, len(trail.unreadable), trail.unreadable[0],
             )  # fmt: skip
-        # In this order: the writer wakes the publisher.
-        trail._publisher.start()
-        trail._writer.start()
+        trail._start()
         return trail
+
+    def _start(self) -> None:
+        # In this order: the writer wakes the publisher.
+        self._publisher.start()
+        self._writer.start()
 
     @property
     def key(self) -> VerifierKey:
@@ -370,6 +375,11 @@ class Trail:
         """Why the log takes no leaves, where it has stopped or may not be written now: then nothing may cross. For every
         decision, so cheap."""
         return self._failure or self.held_back()
+
+    @property
+    def stopped(self) -> AuditUnavailableError | None:
+        """Why the log has stopped; None where it has not. A log that has copies can be opened again (`reopen`)."""
+        return self._failure
 
     def held_back(self) -> AuditUnavailableError | None:
         """Why the log may not be written now, though nothing is wrong with it; None where it may."""
@@ -563,6 +573,29 @@ class Trail:
     def follows(self) -> bool:
         """Whether other brokers sign the log now, or nobody, and this one takes what they have."""
         return self._wal is None and not self._admits
+
+    def reopen(self) -> None:
+        """Go on from the files, after the log has stopped, as a start does: what they lack comes from the copies. Blocks. Raises OSError and as `open`;
+        then it can be tried again."""
+        assert self._wal is None and self._failure is not None and self._copies is None
+        self._writer.join()
+        self._publisher.join()
+        if self._in_flight:
+            raise AuditUnavailableError(
+                f"The audit log {self.key.name} waits for what became of earlier leaves."
+            )
+        folder = Folder(self._folder.path, self._folder.storage)
+        opening = _Opening(folder, self._signers, self._earlier, self._witnesses, self._clock)
+        state = opening.open((), copied=True)
+        with self._lock:
+            self._folder = folder
+            self._begin(state)
+        self._start()
+
+    def check_continues(self, note: bytes) -> None:
+        """Raises RolledBackError unless the log continues a checkpoint that was signed before, TamperError where it did not sign that. Blocks."""
+        before = open_checkpoint(note, self._known_keys, self._witnesses).checkpoint
+        _check_continues(self._folder, self._current.checkpoint, before)
 
     def keep_document(self, document: bytes) -> None:
         """Keep a document beside the log where it is too long for its leaf, before that is appended. Blocks. Raises OSError,

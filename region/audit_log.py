@@ -34,12 +34,12 @@ from audit.document_leaf import document_path
 from audit.errors import RolledBackError
 from audit.trail import Trail
 from felix.batch import Batch, NewRecord, decode_payloads, encode_batch
-from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, TamperError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.settings import FSYNC
 from felix.tasks import end_tasks
-from region.cluster.records import ShardId
+from region.cluster.records import ShardId, YieldReason
 from region.log.companions import RECORDS, log_number
 from region.log.copies import Copies
 from region.log.frame import Frame as LogFrame
@@ -64,6 +64,8 @@ FOLLOW_S: Final = 0.25
 """How often a broker that is not home looks for what is committed."""
 RETRY_S: Final = 1.0
 """A log that could not be taken on is tried again after this."""
+LET_LEAD_S: Final = 5.0
+"""A broker that is elected, and is not home after trying for so long, lets another one lead."""
 COMMIT_S: Final = 60.0
 """How long the trail waits for a checkpoint or a document to be committed."""
 CLOSE_S: Final = 5.0
@@ -114,6 +116,8 @@ class Host(Protocol):
     async def read_committed(
         self, shard: ShardId, number: int, begin: LogPoint, size: int
     ) -> tuple[Frame, ...]: ...
+
+    def let_lead(self, shard: ShardId, why: YieldReason) -> None: ...
 
     def on_change(self, listener: Callable[[ShardId], None]) -> None: ...
 
@@ -303,6 +307,9 @@ class AuditLog:
         self._newest: bytes | None = None
         """the newest checkpoint that was read and not shown here"""
         self._cosigned: bytes | None = None
+        self._failing_since: float | None = None
+        self._parted: FelixError | None = None
+        """why what is committed is another history than that of the files here"""
         self._news = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         host.on_change(lambda shard: self._news.set() if shard == self._shard else None)
@@ -324,8 +331,12 @@ class AuditLog:
                 await asyncio.to_thread(self._trail.publish, CLOSE_S)
 
     async def _run(self) -> None:
+        now = asyncio.get_running_loop().time
         while True:
             try:
+                if self._trail.stopped is not None:
+                    # A disk that was full may have room again.
+                    await asyncio.to_thread(self._trail.reopen)
                 if not self._is_keyed:
                     await self._has_key()
                     self._is_keyed = True
@@ -333,15 +344,19 @@ class AuditLog:
                     await self._lead()
                 else:
                     await self._take_shown()
-                self.trouble = ""
+                self.trouble, self._failing_since = "", None
                 await self._pause(FOLLOW_S)
             except Exception as error:
+                self._failing_since = self._failing_since or now()
+                if self._host.serves(self._shard) and now() - self._failing_since >= LET_LEAD_S:
+                    self._host.let_lead(self._shard, "stuck")
                 # Also a mistake of ours: another broker can go on, and this one is told of.
                 if str(error) != self.trouble:
                     self.trouble = str(error)
                     known = isinstance(error, FelixError)
                     log.error("the audit log is not up to date here: %s", error, exc_info=not known)
-                await self._pause(RETRY_S)
+                # Opening its files anew reads thousands of leaves.
+                await self._pause(RETRY_S if self._trail.stopped is None else LET_LEAD_S)
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -372,7 +387,13 @@ class AuditLog:
             self.trouble = ""
             log.info("this broker goes on with the audit log, from leaf %d", self._trail.status().durable)
             self._became_home()
+            signed = self._trail.status().checkpoint
             while self._host.serves(self._shard):
+                if self._trail.stopped is not None:
+                    raise self._trail.stopped
+                if self._trail.status().checkpoint > signed:
+                    # What fails for want of room fails with a checkpoint.
+                    self._failing_since = None
                 await leading.trim()
                 await self._pause(RETRY_S)
         finally:
@@ -408,9 +429,10 @@ class AuditLog:
         """Take all that is committed. Raises RolledBackError where that is less than what was signed."""
         await self._take_shown()
         end = self._host.committed(self._shard, LEAVES).offset
-        if self._newest is not None:
+        signed = note_size(self._newest) if self._newest is not None else self._trail.status().durable
+        if signed > end:
             raise RolledBackError(
-                f"The audit log has {end} leaves, and {note_size(self._newest)} were signed: it was rolled back.",
+                f"The audit log has {end} leaves, and {signed} were signed: it was rolled back.",
                 hint="Bring back the brokers that have the others, and run `felix audit verify` on each one's copy.",
             )
         if self._long is not None and await self._has_begun(*self._long):
@@ -465,12 +487,23 @@ class AuditLog:
             await asyncio.to_thread(trail.settled)
 
     async def _read_checkpoints(self) -> None:
+        if self._parted is not None:
+            raise self._parted
+        shown, older = note_size(self._trail.checkpoint()), None
         async for payload in self._payloads(CHECKPOINTS):
             found = _checkpoint.decode(payload)
             if found.cosigned:
                 self._cosigned = found.note
             elif note_size(found.note) > note_size(self._newest or self._trail.checkpoint()):
                 self._newest = found.note
+            elif note_size(found.note) <= shown:
+                older = found.note
+        if older is not None:
+            try:
+                await asyncio.to_thread(self._trail.check_continues, older)
+            except (RolledBackError, TamperError) as error:
+                self._parted = error
+                raise
         if self._newest is not None and note_size(self._newest) < self._trail.status().durable:
             # Signed here, of leaves that stand here; whether it was committed was not known then.
             self._newest = None

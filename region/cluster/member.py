@@ -90,6 +90,8 @@ class ClusterMember:
         self.assignments: Assignments
         self.audit = AuditHome("")
         """where the audit log is"""
+        self._known_audit = ""
+        """the same, as the data folder saw it first; empty where it does not know"""
         self._listeners: list[Callable[[str], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog: Callable[[], Catalogued] | None = None
@@ -116,7 +118,7 @@ class ClusterMember:
     ) -> Self:
         """Register. `audit_copies`: how many brokers are to have the audit log, where nobody has it yet. `replace`: as `Registry.open`; refused with
         RequestError(CONFLICT) for a broker whose disk alone has the audit log. Raises as `Registry.open`, and
-        CorruptionError where the record of the audit log cannot be read."""
+        CorruptionError where the record of the audit log cannot be read, is gone, or is another one than this folder knows."""
         member = cls(store, region, start, runtime)
         mirror = member._mirror
         registry = member._registry = Registry(
@@ -131,8 +133,12 @@ class ClusterMember:
             await mirror.start()
             if replace:
                 await member._refuse_second_history(f"{mirror.view.keys.prefix}audit_home")
-            await registry.open(replace=replace)
+            member._known_audit = (await asyncio.to_thread(node_file.load)).audit
+            # Before it is registered: the first broker of a region finds no other.
             member.audit = await member._claim_audit(f"{mirror.view.keys.prefix}audit_home", audit_copies)
+            await registry.open(replace=replace)
+            if not registry.audit:
+                await registry.remember_audit(_encode(member.audit))
         except BaseException:
             await member.close(in_order=False)
             raise
@@ -150,17 +156,35 @@ class ClusterMember:
             )
 
     async def _claim_audit(self, key: str, copies: int) -> AuditHome:
+        """Where the audit log is; a new one for the first broker of a region. What the store lost is put back as this folder knows it. Raises
+        CorruptionError where it does not, and there were others: who administers the store could have a second history begun."""
         while True:
             entry = await self._store.get(key)
             if entry is not None:
                 break
+            nodes = sorted(self._mirror.view.nodes)
+            if nodes and not self._known_audit:
+                raise CorruptionError(
+                    f"The metadata store does not say where the region's audit log is ({key}), though {', '.join(nodes)} have been brokers there.",
+                    code=Code.ROLLED_BACK,
+                    hint="Start one of these first, with the data folder that it had: it knows. A log that begins anew would be a second history.",
+                )
             incarnation = self._runtime.random.randbytes(INCARNATION_BYTES).hex()
             home = AuditHome("", incarnation, copies, self._runtime.clock.now_ms())
-            await self._store.transact([Absent(key)], [Put(key, msgspec.json.encode(home))])
+            where = self._known_audit.encode() or msgspec.json.encode(home)
+            await self._store.transact([Absent(key)], [Put(key, where)])
         try:
-            return msgspec.json.decode(entry.value, type=AuditHome)
+            found = msgspec.json.decode(entry.value, type=AuditHome)
         except msgspec.MsgspecError as error:
             raise CorruptionError(f"{key} does not say where the audit log is: {error}.") from error
+        if self._known_audit and _encode(found) != self._known_audit:
+            raise CorruptionError(
+                f"The metadata store names another audit log ({_encode(found)}) than broker {self.broker} knows ({self._known_audit}): it was changed "
+                "there, or put back.",
+                code=Code.ROLLED_BACK,
+                hint="Find out who wrote the key audit_home, and delete it: the broker puts it back. A log that begins anew would be a second history.",
+            )
+        return found
 
     # What it says
 
@@ -295,6 +319,10 @@ class ClusterMember:
             asked.shard,
             ", ".join(asked.brokers),
         )
+
+
+def _encode(home: AuditHome) -> str:
+    return msgspec.json.encode(home).decode()
 
 
 def _wish(stream: Stream, groups: tuple[str, ...], *, stays: bool) -> StreamWish:

@@ -34,13 +34,15 @@ LEASE_MARGIN_MS: Final = 250
 class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The file `node` of a data folder. `intended`: the highest number that any start from this folder has tried, at least
     `registration`, the last that succeeded. `pulse`: what the store holds, or is about to. `sync_failed`: what this registration
-    acknowledged without a sync may be gone from the page cache, although the machine runs on."""
+    acknowledged without a sync may be gone from the page cache, although the machine runs on. `audit`: where the region's audit log is, as this
+    folder saw it first (member.AuditHome); empty before."""
 
     folder: str
     registration: int = 0
     intended: int = 0
     pulse: int = 0
     sync_failed: bool = False
+    audit: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+import msgspec
+
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.periodic import every
 from felix.runtime.port import Runtime
@@ -120,6 +122,15 @@ class Registry:
     def folder(self) -> str:
         """The id of the broker's data folder."""
         return self._file.folder
+
+    @property
+    def audit(self) -> str:
+        """Where the region's audit log is, as the data folder has it; empty where it does not know yet."""
+        return self._file.audit
+
+    async def remember_audit(self, where: str) -> None:
+        """Have the data folder know where the region's audit log is. Raises OSError."""
+        await self._save(msgspec.structs.replace(self._file, audit=where))
 
     @property
     def ended(self) -> FelixError | None:

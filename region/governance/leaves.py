@@ -187,7 +187,11 @@ class DocumentLeaves:
                 log.error(
                     "the audit log did not take a %s of %s: %s", document.purpose, document.region, error
                 )
-                if self._neighbours.writes_here and self._trail.failure is not None:
+                if (
+                    self._neighbours.writes_here
+                    and self._trail.failure is not None
+                    and not self._trail.copied
+                ):
                     return  # nothing crosses any more
             await asyncio.sleep(LOG_AGAIN_S)
         self._written(document)

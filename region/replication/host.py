@@ -474,6 +474,11 @@ class ReplicaHost:
         for hosted in self._hosted.values():
             self._step(hosted, YieldAsked(why))
 
+    def let_lead(self, shard: ShardId, why: YieldReason) -> None:
+        """Yield one shard, as `give_up`: whoever is to serve it here cannot."""
+        if (hosted := self._hosted.get(shard)) is not None:
+            self._step(hosted, YieldAsked(why))
+
     @property
     def is_placed(self) -> bool:
         """Whether every copy that follows somebody has been told where it stands: before that, its leader knows nothing of it."""

@@ -14,7 +14,7 @@ from audit_log import Link, log_signer, trust
 
 from audit import trail as trail_module
 from audit.checkpoint import note_size, open_checkpoint
-from audit.errors import AuditUnavailableError
+from audit.errors import AuditUnavailableError, RolledBackError
 from audit.leaf import Header, Leaf, encode_for_log
 from audit.merkle import Tree, leaf_hash
 from audit.position import Positions
@@ -281,6 +281,55 @@ async def test_a_checkpoint_that_is_written_too_late_is_not_held_against_later_l
     await asyncio.to_thread(copy.show, notes[1])
     assert copy.checkpoint() == notes[1] and copy.status().failure == ""
     for each in (trail, copy):
+        await asyncio.to_thread(each.close)
+
+
+async def test_a_copy_that_stopped_is_opened_again_and_takes_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk was full for a moment."""
+    copies = Committed()
+    trail, copy = open_copy(tmp_path / "home"), open_copy(tmp_path / "copy")
+    lead(trail, copies)
+    await trail.append([leaf(0)])
+    first = await asyncio.to_thread(trail.publish)
+    copy.take(0, copies.leaves)
+    await asyncio.to_thread(copy.show, first)
+    await trail.append([leaf(1)])
+    second = await asyncio.to_thread(trail.publish)
+
+    def full(path: str, data: bytes) -> None:
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(copy._folder, "write", full)
+        copy.take(1, copies.leaves[1:])
+        with pytest.raises(AuditUnavailableError, match="No space left"):
+            await asyncio.to_thread(copy.show, second)
+    assert copy.stopped is not None
+    await asyncio.to_thread(copy.reopen)
+    assert copy.stopped is None and copy.checkpoint() == first and copy.status().durable == 1
+    copy.take(1, copies.leaves[1:])
+    await asyncio.to_thread(copy.show, second)
+    assert copy.checkpoint() == second
+    for each in (trail, copy):
+        await asyncio.to_thread(each.close)
+    assert verify_log(Folder(tmp_path / "copy"), trust(), cosignatures_min=0).ok
+
+
+async def test_a_checkpoint_of_another_history_is_not_continued(tmp_path: Path) -> None:
+    notes = list[bytes]()
+    trails = [open_copy(tmp_path / name) for name in ("one", "other")]
+    for number, each in enumerate(trails):
+        lead(each, Committed())
+        await each.append([leaf(number)])
+        notes.append(await asyncio.to_thread(each.publish))
+        await each.append([leaf(5)])
+        await asyncio.to_thread(each.publish)
+    for each, own, others in zip(trails, notes, reversed(notes), strict=True):
+        each.check_continues(own)
+        with pytest.raises(RolledBackError, match="differs"):
+            each.check_continues(others)
         await asyncio.to_thread(each.close)
 
 

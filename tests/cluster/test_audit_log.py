@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import shutil
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
@@ -26,13 +28,16 @@ from audit.trail import Trail
 from audit.trust import Trust
 from audit.verify import verify_log
 from felix.batch import Batch
-from felix.errors import FelixError, UnavailableError
+from felix.errors import CorruptionError, FelixError, UnavailableError
 from region import audit_log
 from region.audit_log import Leading
+from region.cluster.node_file import NodeFile
 from region.cluster.records import ShardId
 from region.log.directory import folder_name
 from region.log.shard import ShardLog
+from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.records import AUDIT_STREAM
+from region.metadata.transaction import Delete, Put
 from region.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -279,6 +284,90 @@ async def test_what_one_broker_alone_has_is_not_signed_so_that_another_may_go_on
         leaves = verified(region, home)
         assert leaves == verified(region, other)
         assert all(each.root == root_of(leaves[: each.size]) for each in signed)
+
+
+@pytest.mark.parametrize("is_for_good", [False, True], ids=["for a moment", "for good"])
+async def test_a_home_whose_files_cannot_be_written_is_home_again_or_lets_another_lead(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch, is_for_good: bool
+) -> None:
+    """Its copy of the stream has a disk that works, so it goes on leading that."""
+    monkeypatch.setattr(audit_log, "LET_LEAD_S", 0.5)
+    async with serving(tmp_path, etcd, 3) as region:
+        home = await home_of(region)
+        trail, is_full = trail_of(region, home), asyncio.Event()
+        write = Folder.write
+
+        def full(folder: Folder, path: str, data: bytes) -> None:
+            if is_full.is_set() and folder.path == trail.files.path:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            write(folder, path, data)
+
+        monkeypatch.setattr(Folder, "write", full)
+        await retried(lambda: trail.append([key_leaf(0)]))
+        is_full.set()
+        with contextlib.suppress(FelixError):
+            await trail.append([key_leaf(1)])
+            await asyncio.to_thread(trail.publish)
+        await until(lambda: trail.stopped is not None, 30)
+        if not is_for_good:
+            is_full.clear()
+        await until(lambda: not region.clustered(home).has_audit_log, 30)
+        if is_for_good:
+            await until(lambda: home_now(region) not in ("", home), 60)
+        later = await home_of(region)
+        await retried(lambda: trail_of(region, later).append([key_leaf(2)]))
+        await asyncio.to_thread(trail_of(region, later).publish)
+        if is_for_good:
+            await until(lambda: "No space left" in str(region.clustered(home).alarms([])), 30)
+        is_full.clear()
+        await shows(region, home, note_size(trail_of(region, later).checkpoint()))
+        assert verified(region, home) == verified(region, later)
+
+
+async def test_a_store_that_names_no_audit_log_any_more_or_another_one_begins_no_second_history(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(tmp_path, etcd, 3, started=2) as region:
+        home = await home_of(region)
+        for number in range(3):
+            await retried(lambda number=number: trail_of(region, home).append([key_leaf(number)]))  # type: ignore[misc]
+        await asyncio.to_thread(trail_of(region, home).publish)
+        for name in region.nodes:
+            await shows(region, name, 3)
+        member = region.clustered(home).member
+        audited, keys = member.audit, member.mirror.view.keys
+        assert audited.stream is not None
+        key, shard = f"{keys.prefix}audit_home", keys.shard(ShardId(audited.stream.incarnation, 0))
+        await region.stop()
+        store = await EtcdStore.open(EtcdConfig(endpoints=(etcd.endpoint.removeprefix("http://"),)))
+        try:
+            before = await store.get(key)
+            await store.transact([], [Delete(key)])
+            with pytest.raises(CorruptionError, match="does not say where the region's audit log is"):
+                await region.start("b3")
+            await region.start("b1")
+            found = await store.get(key)
+            assert before is not None and found is not None and found.value == before.value, "it puts it back"
+            await region.stop()
+            other = msgspec.structs.replace(audited, incarnation="ab" * 16)
+            await store.transact([], [Delete(shard), Put(key, msgspec.json.encode(other))])
+            with pytest.raises(CorruptionError, match="names another audit log"):
+                await region.start("b1")
+        finally:
+            await store.close()
+        # Folders that do not know it: who has leaves that were signed goes on with nothing that lacks them.
+        loaded = NodeFile.load
+        monkeypatch.setattr(NodeFile, "load", lambda self: msgspec.structs.replace(loaded(self), audit=""))
+        await region.start("b1", "b2")
+        await until(
+            lambda: any("rolled back" in str(region.clustered(name).alarms([])) for name in region.nodes), 60
+        )
+        assert not any(region.clustered(name).has_audit_log for name in region.nodes)
+        assert len(verified(region, home)) == 3
+
+
+def home_now(region: ClusteredRegion) -> str:
+    return next((name for name in region.nodes if region.clustered(name).has_audit_log), "")
 
 
 def committed_leaves(region: ClusteredRegion, name: str) -> int:
