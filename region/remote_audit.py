@@ -746,10 +746,18 @@ class AuditServer:
         assert header.first_offset is not None
         return self._trail.arrived_below(ShardName.of(header), header.incarnation) > header.first_offset
 
+    async def _told_all(self, peer: str) -> None:
+        """Wait until what a broker asked to be appended before is in the log, or refused. A process of it that is gone may have: what is asked for
+        the one that came after it would lack that."""
+        async with self._appending.setdefault(peer, asyncio.Lock()):
+            pass
+
     async def _find_ack(self, peer: str, asked: FindAck) -> AckFound:
+        await self._told_all(peer)
         return AckFound(await self._arrivals.find_place(asked.place))
 
     async def _arrived_below(self, peer: str, asked: ArrivedBelow) -> NumberTold:
+        await self._told_all(peer)
         return NumberTold(
             await self._arrivals.arrived_below(SpiffeId.parse(asked.bridge), asked.name, asked.incarnation)
         )
@@ -758,6 +766,7 @@ class AuditServer:
         what = peer, asked.bridge, asked.name, tuple(asked.lives)
         pages = self._telling.pop((*what, asked.chunk)) if asked.chunk else None
         if pages is None:
+            await self._told_all(peer)
             bridge = SpiffeId.parse(asked.bridge)
             found = await self._arrivals.crossed_before(bridge, asked.name, asked.lives)
             pages = found.pages(asked.chunk)
@@ -767,6 +776,7 @@ class AuditServer:
         return OffsetsTold(page)
 
     async def _charged_bytes(self, peer: str, asked: ChargedBytes) -> NumberTold:
+        await self._told_all(peer)
         return NumberTold(await self._arrivals.charged_bytes(asked.grant))
 
     async def _await_leaves(self, peer: str, asked: AwaitLeaves) -> LeavesStand:

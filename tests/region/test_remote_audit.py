@@ -289,6 +289,34 @@ async def test_what_the_log_says_of_a_shard_is_told_as_it_is_read_there(region: 
     assert before.next == 15
 
 
+async def test_what_a_process_asked_for_that_is_gone_is_told_to_the_one_after_it(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was killed while the log committed slowly: its successor counts in a grant's budget what the log is about to have."""
+    groups = ranges(20)
+    header = groups[0][0].header
+    append, waiting = region.trail.append_nowait, list[Any]()
+    monkeypatch.setattr(region.trail, "append_nowait", lambda *arguments: waiting.append(arguments) or 0)
+    for leaves in groups:
+        region.remote.append_nowait(leaves, lambda index, error: None)
+    await until(lambda: len(waiting) == len(groups), "that the log is asked")
+    region.wire.cut()
+    region.wire.join()
+    after = RemoteAudit("eu-west", region.wire.ends["b2"], lambda: "b1").arrivals
+    bridge, name = SpiffeId.parse(header.bridge), ShardName.of(header)
+    charged = asyncio.ensure_future(after.charged_bytes(header.grant_id))
+    below = asyncio.ensure_future(after.arrived_below(bridge, name, header.incarnation))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not charged.done() and not below.done()
+    for arguments in waiting:
+        append(*arguments)
+    assert await charged == region.trail.charged_bytes(header.grant_id) > 0
+    assert await below == 3 * len(groups)
+    monkeypatch.undo()
+    await after.close()
+
+
 async def test_a_leaf_does_not_wait_for_ever_for_a_broker_that_never_saw_the_document(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
