@@ -53,7 +53,7 @@ from audit.leaf import (
 )
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
-from audit.stream_statement import Span, StreamStatement, cut_of, open_statement, parts_below
+from audit.stream_statement import StreamStatement, open_statement
 from felix.batch import Batch, decode_batch
 from felix.errors import (
     Code,
@@ -104,6 +104,7 @@ from region.log.ahead import Note
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
 from region.ports import Ingesting
+from region.stated_link import StatedLink
 from region.streams import HostedStream
 
 log = logging.getLogger("felix.region.ingest")
@@ -309,8 +310,11 @@ class IngestStream:
                 terms.terms_hash,
                 peer.spiffe_id,
             )
-            statement = self._statement(request)
-            self._live(request, statement)
+            receipt_keys = service.governance.trust_of(request.from_region).receipt_keys
+            statement = open_statement(request.statement, receipt_keys)
+            link = self._stated(request, statement)
+            link.check()
+            link.live()
             self._key = open_transfer_key(
                 request.transfer_key, request.signature, scope, service.import_key, peer
             )
@@ -334,8 +338,9 @@ class IngestStream:
         self._landing.grant_id = self._grant_id
         try:
             # First what may refuse it: the other two may read the whole log, which no statement that is too old is to cost.
-            self._record = self._recorded(request, statement)
-            self._before = await self._crossed_before(scope, self._lives(request, statement))
+            link = self._stated(request, statement)
+            self._record = self._recorded(link)
+            self._before = await self._crossed_before(scope, link.lives)
             self._logged_to = await service.governance.arrivals.arrived_below(
                 scope.bridge, _link_shard(scope).shard_name, scope.incarnation
             )
@@ -386,131 +391,21 @@ class IngestStream:
             crossed_more=before.next > end,
         )
 
-    def _statement(self, request: OpenIngest) -> StreamStatement:
-        """The source region's word on the shard. Raises TamperError, RequestError where it is about something else."""
-        statement = open_statement(
-            request.statement, self._service.governance.trust_of(request.from_region).receipt_keys
-        )
-        claimed = (request.from_region, request.stream, request.shard, request.shards)
-        if (statement.region, statement.stream, statement.shard, statement.shards) != claimed:
-            raise RequestError(
-                f"The stream statement is about shard {statement.shard} of {statement.shards} of {statement.stream} in "
-                f"{statement.region}, the request about shard {request.shard} of {request.shards} of {request.stream}."
-            )
-        if not statement.has_epoch(request.epoch):
-            raise RequestError(
-                f"{request.from_region} does not state that {request.stream} has an epoch {request.epoch}."
-            )
-        return statement
+    def _stated(self, request: OpenIngest, statement: StreamStatement) -> StatedLink:
+        """By the documents that are known now."""
+        return StatedLink(request, statement, self._service.governance.book)
 
-    def _live(self, request: OpenIngest, statement: StreamStatement) -> Live:
-        """What the shard crosses under now, by the source's statement and the truncations that were accepted. Of several words that end
-        one incarnation the bridge goes by the one that its log has; what landed here is under it, or is refused (`_check_history`).
-
-        Raises RequestError where the request names another incarnation.
-        """
-        live = self._lives(request, statement)[-1]
-        if live.incarnation != request.incarnation:
-            raise RequestError(
-                f"{request.from_region} does not state that {request.stream} has the incarnation "
-                f"{request.incarnation.hex()}, nor was a truncation accepted that began it.",
-                code=Code.CONFLICT,
-                hint="If a truncation was just accepted, its document may still be on its way.",
-            )
-        return live
-
-    def _lives(self, request: OpenIngest, statement: StreamStatement) -> tuple[Live, ...]:
-        """What the shard crossed under, the newest last, if the one that the request names is among them."""
-        return self._service.governance.book.incarnations(
-            request.grant, request.stream, request.shard, statement.incarnation, (request.incarnation,)
-        )
-
-    def _recorded(self, request: OpenIngest, statement: StreamStatement) -> LinkRecord:
-        """Where the link stands here: what its slot holds, or where it begins.
-
-        Raises CorruptionError(TRUNCATED) where the source's history is not the one that was recorded, RequestError(CONFLICT)
-        for a statement older than the newest one shown.
-        """
-        live = self._live(request, statement)
-        annotations, region = self._shard.annotations, request.from_region
-        held = held_record(annotations, self._slot, region, request.stream)
+    def _recorded(self, link: StatedLink) -> LinkRecord:
+        """Where the link stands here: what its slot holds, or where it begins. Raises as `StatedLink.go_on`."""
+        annotations, request = self._shard.annotations, link.request
+        held = held_record(annotations, self._slot, request.from_region, request.stream)
         # What was stated by a clock that was days ahead binds as if it were of now: else nothing crosses until that time has come.
         latest_ms = self._service.broker.clock_ms() + CLOCK_SKEW_MS
-        shown_ms = min(statement.time_ms, latest_ms)
-        # A new link begins where the source's log begins: what was gone before it was granted is no gap.
-        start = statement.log_start if live.accepted is None else live.accepted.truncation.offset
-        begun = LinkRecord(
-            region, request.stream, live.incarnation, statement.incarnation, shown_ms, 0, 0,
-            Position(start),
-        )  # fmt: skip
-        if held is None:
-            self._old_slot = old_slot(region, request.stream, request.incarnation, request.shard)
-            old = annotations.get(self._old_slot)
-            # Recorded by version 0.1; the next range migrates it.
-            return begun if old is None else begun._replace(position=Position.decode(old))
-        if statement.time_ms < min(held.statement_ms, latest_ms):
-            raise RequestError(
-                f"The statement about {request.stream} is older than the newest one that was shown.",
-                code=Code.CONFLICT,
-                hint=f"Ask {region} for a new one; if its clock was set back, wait until it has caught up.",
-            )
-        if statement.incarnation != held.own:
-            # The stream was created again, and the older one's place is free.
-            return begun
-        self._check_history(request, statement, held, live)
-        if held.live == live.incarnation:
-            return held._replace(statement_ms=shown_ms)
-        return begun
-
-    def _check_history(
-        self, request: OpenIngest, statement: StreamStatement, held: LinkRecord, live: Live
-    ) -> None:
-        """Raises CorruptionError(TRUNCATED) where the source's log is not the one that was read, and nobody accepted that."""
-        region, where = request.from_region, f"shard {request.shard} of {request.stream}"
-        read = Span(held.epoch, held.read_to)
-        cut = cut_of(statement, (read,)) if held.epoch else None
-        shared = held.position.next_offset if cut is None else parts_below(statement, read)
-        goes_on = live.accepted.truncation.offset if live.accepted is not None else 0
-        if held.live == live.incarnation:
-            if cut is not None:
-                raise CorruptionError(
-                    f"{region} cut {where} back to offset {shared} or further; records up to {held.read_to - 1}, of epoch "
-                    f"{held.epoch}, had crossed.",
-                    code=Code.TRUNCATED,
-                    hint=f"An operator of {region} decides: felix bridge resume {request.grant} --accept-truncation.",
-                )
-            return
-        lives = self._lives(request, statement)
-        if all(each.incarnation != held.live for each in lives):
-            others = self._service.governance.book.incarnations(
-                request.grant, request.stream, request.shard, statement.incarnation, (held.live,)
-            )
-            if any(each.incarnation == held.live for each in others):
-                raise RequestError(
-                    f"{where} of {region} goes on by another word than the bridge names: what landed here crossed under that.",
-                    code=Code.CONFLICT,
-                    hint="The bridge tries the other one by itself.",
-                )
-            raise CorruptionError(
-                f"{where} of {region} crossed under a truncation that is not known here any more.",
-                code=Code.TRUNCATED,
-                hint="Bring the document that accepted it back.",
-            )
-        if cut is not None and live.accepted is not None and live.accepted.is_resend:
-            raise CorruptionError(
-                f"{region} cut {where} back to offset {shared} or further, and then asked for a resend; records up to "
-                f"{held.read_to - 1}, of epoch {held.epoch}, had crossed.",
-                code=Code.TRUNCATED,
-                hint=f"An operator of {region} decides: felix bridge resume {request.grant} --accept-truncation.",
-            )
-        most = min(held.position.next_offset, shared)
-        if goes_on > most:
-            raise CorruptionError(
-                f"{where} was accepted to go on at offset {goes_on}, and is known here up to {most}: records between would "
-                "never cross.",
-                code=Code.TRUNCATED,
-                hint=f"Accept it at {most}: felix bridge resume {request.grant} --accept-truncation.",
-            )
+        if held is not None:
+            return link.go_on(held, latest_ms)
+        # Recorded by version 0.1; the next range migrates it.
+        self._old_slot = old_slot(request.from_region, request.stream, request.incarnation, request.shard)
+        return link.begin(latest_ms, annotations.get(self._old_slot))
 
     def _take_window(self) -> None:
         """Raises UnavailableError(LIMIT_MEMORY) where the broker's budget is handed out."""
