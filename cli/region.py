@@ -29,6 +29,7 @@ from cli.setting import (
     run,
     stop_signals,
 )
+from cli.to_cluster import to_cluster
 from cli.trust import offer, trust
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
@@ -54,6 +55,7 @@ app.command("retire")(retire)
 app.command("scale")(scale)
 app.command("recover-shard")(recover_shard)
 app.command("reconcile")(reconcile)
+app.command("to-cluster")(to_cluster)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
 LOCAL: Final = "127.0.0.1"

@@ -90,16 +90,35 @@ def make_cluster(
         raise RequestError(
             f"{config.region} was served by one broker: several would begin its streams anew.",
             code=Code.CONFLICT,
-            hint="Start it without --brokers, or make a new region for several brokers.",
+            hint=f"Turn it into one of several first: felix region to-cluster {config.region}.",
         )
+    etcd = free_etcd(free_address) if config.metadata.kind != "etcd" else None
+    return name_brokers(folder, config, "b1", count, free_address, etcd=etcd, replicas=replicas)
+
+
+def free_etcd(free_address: FreeAddress) -> Address:
+    """Where an etcd of the region's own may listen."""
+    return free_address(ETCD_PORT, [], socket.SOCK_STREAM)
+
+
+def name_brokers(
+    folder: RegionFolder,
+    config: RegionConfig,
+    first: str,
+    count: int,
+    free_address: FreeAddress,
+    *,
+    etcd: Address | None,
+    replicas: int = 0,
+) -> RegionConfig:
+    """Write `count` brokers of this machine into a region.yaml that names none: `first` listens where the region's one broker did. `etcd`: where one of the region's own listens; None where region.yaml names one. Raises RequestError where they cannot be written there."""
     text = folder.config.read_text(encoding="utf-8").rstrip() + "\n"
-    if config.metadata.kind != "etcd":
-        endpoint = free_address(ETCD_PORT, [], socket.SOCK_STREAM)
-        section = f"metadata:\n  kind: etcd\n  endpoints: [{json.dumps(str(endpoint))}]\n"
+    if etcd is not None:
+        section = f"metadata:\n  kind: etcd\n  endpoints: [{json.dumps(str(etcd))}]\n"
         # As `felix region init` writes it; another one is its writer's to change.
         text = re.sub(r"^metadata:\n +kind: embedded\n", "", text, count=1, flags=re.M) + section
     copies = f"  replicas: {replicas}\n" if replicas else ""
-    places = "".join(_line(each) for each in _places(config, count, free_address))
+    places = "".join(_line(each) for each in _places(config, first, count, free_address))
     text += f"cluster:\n{copies}  brokers:\n{places}"
     try:
         made = decode_document(text, RegionConfig, str(folder.config))
@@ -109,7 +128,7 @@ def make_cluster(
             code=Code.CONFIG_INVALID,
             hint="Write metadata: and cluster: there by hand (docs/metadata.md).",
         ) from error
-    if config.metadata.kind != "etcd":
+    if etcd is not None:
         (folder.root / ETCD_FOLDER).mkdir(mode=0o700, exist_ok=True)
     replace_file(folder.config, text.encode(), PUBLIC)
     return made
@@ -144,13 +163,13 @@ def _line(each: ClusterBroker) -> str:
     return f"    - {{id: {each.id}, listen: {json.dumps(str(each.listen))}, health: {health}}}\n"
 
 
-def _places(config: RegionConfig, count: int, free_address: FreeAddress) -> list[ClusterBroker]:
+def _places(config: RegionConfig, first: str, count: int, free_address: FreeAddress) -> list[ClusterBroker]:
     listen, health = config.listen, config.health
     if not listen.port:
         listen = free_address(7443, [], socket.SOCK_DGRAM)
     if health is not None and not health.port:
         health = free_address(8080, [], socket.SOCK_STREAM)
-    return _with_more([ClusterBroker(id="b1", listen=listen, health=health)], count, free_address)
+    return _with_more([ClusterBroker(id=first, listen=listen, health=health)], count, free_address)
 
 
 def _with_more(

@@ -684,7 +684,7 @@ async def _join(
         raise RequestError(
             f"{config.region} was served by one broker, whose records are on its disk: several brokers would begin its streams anew.",
             code=Code.CONFLICT,
-            hint="Start it without cluster: in region.yaml, or make a new region for several brokers.",
+            hint=f"Start it without cluster: in region.yaml, or turn it into one of several: felix region to-cluster {config.region}.",
         )
     address = str(place.client_address)
     member = await ClusterMember.open(
@@ -719,7 +719,7 @@ def _several(region: str) -> RequestError:
     return RequestError(
         f"{region} is served by several brokers, whose records are on their disks: one alone would begin its streams anew.",
         code=Code.CONFLICT,
-        hint="Keep cluster: in region.yaml, and metadata: with its etcd.",
+        hint=f"Keep cluster: in region.yaml, and metadata: with its etcd. Where `felix region to-cluster {region}` was cut off, run it again.",
     )
 
 

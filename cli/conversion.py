@@ -1,0 +1,222 @@
+"""A region of one broker becomes, in place, one of several, which begins with that broker (`felix region to-cluster`).
+
+A run that was cut off is finished by the next one. Order:
+
+1. The metadata are copied into etcd (one that is begun for it, where the region had the embedded store), and the keyring to where the
+   broker keeps its own. Until here the region is as it was, its broker may start, and the next run begins anew.
+2. `CONVERTING` and `node` in the folder that the broker will have: from here on a broker that serves alone refuses to start.
+3. What is in `data` moves there.
+4. The broker, and the shards of its streams, are written into etcd, from what that folder has (region.cluster.reconciliation).
+5. region.yaml names the broker in `cluster:`.
+
+Nothing is deleted: the embedded store stays in the broker's folder, and `keys/` where it was.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from cli.output import note
+from cli.several import ETCD_FOLDER, start_etcd
+from felix.address import Address
+from felix.errors import Code, RequestError, UnavailableError
+from felix.runtime.real import REAL
+from felix.storage.disk import PRIVATE_FILES, FileLock
+from felix.storage.small_file import TEMPORARY_SUFFIX
+from region.cluster.member import AuditHome
+from region.cluster.node_file import NAME as NODE
+from region.cluster.node_file import NodeFile
+from region.config import MetadataConfig, RegionConfig
+from region.folder import RegionFolder
+from region.inventory import STREAMS, take_inventory
+from region.metadata.embedded import EmbeddedStore
+from region.metadata.genesis import ROOT, region_prefix
+from region.metadata.port import MetadataStore
+from region.metadata.transaction import OPERATIONS_MAX, TRANSACTION_BYTES_MAX, Absent, Delete, Entry, Put
+from region.reconciling import Reconciler
+from region.startup import open_store
+
+METADATA: Final = "metadata.db"
+"""The embedded store, in the data folder."""
+KEYS: Final = "keys"
+"""Of a broker's data folder: the keyring that it had before keys were shared."""
+STAGED: Final = "keys.new"
+CONVERTING: Final = "converting"
+"""In a broker's data folder: the region is being made one of several brokers, and its metadata are in etcd."""
+_BATCH_BYTES: Final = TRANSACTION_BYTES_MAX // 2
+
+Step = Callable[[str], None]
+
+
+async def convert(
+    folder: RegionFolder, config: RegionConfig, etcd: Address | None, step: Step = lambda done: None
+) -> None:
+    """Steps 1 to 4. `etcd`: where an etcd of the region's own is to listen; None where it has one. `step`: called after each.
+
+    Raises RequestError(CONFLICT) where the region is none that can be converted, UnavailableError where its broker runs.
+    """
+    data = folder.root / config.data
+    own = data / config.broker
+    is_begun = (own / CONVERTING).exists() and (own / NODE).exists()
+    _check(data, own, is_begun=is_begun)
+    async with AsyncExitStack() as stack:
+        try:
+            stack.enter_context(FileLock(own / STREAMS if (own / STREAMS).is_dir() else data / STREAMS))
+        except RequestError as error:
+            raise UnavailableError(error.sentence, hint="Stop the region's broker first.") from error
+        if etcd is not None:
+            if not is_begun:
+                shutil.rmtree(folder.root / ETCD_FOLDER, ignore_errors=True)
+            (folder.root / ETCD_FOLDER).mkdir(mode=0o700, exist_ok=True)
+            metadata = MetadataConfig(kind="etcd", endpoints=(str(etcd),))
+            config = msgspec.structs.replace(config, metadata=metadata)
+            stack.push_async_callback((await start_etcd(folder, config)).end)
+        store = await open_store(folder, config, REAL)
+        stack.push_async_callback(store.close)
+        if not is_begun:
+            if etcd is not None:
+                await _copy_metadata(data / METADATA, store, config.region)
+            else:
+                await _refuse_served(store, config.region)
+            _copy_keys(folder.keys, own)
+            step("copied")
+            _mark(own)
+        step("marked")
+        _move(data, own, step)
+        step("moved")
+        await _write(folder, config, own, store)
+        step("written")
+
+
+def _check(data: Path, own: Path, *, is_begun: bool) -> None:
+    others = sorted(path.parent.name for path in data.glob(f"*/{NODE}") if path.parent != own or not is_begun)
+    strange = sorted(path.name for path in own.glob("*")) if own.is_dir() and not is_begun else []
+    strange = [
+        name for name in strange if name not in (KEYS, STAGED, CONVERTING, f"{NODE}{TEMPORARY_SUFFIX}")
+    ]
+    if others or strange:
+        raise RequestError(
+            f"{data} has the folder of a broker of several: {', '.join(others) or own.name}.",
+            code=Code.CONFLICT,
+            hint="This command is for a region that one broker has served. Put cluster: back into region.yaml.",
+        )
+    if not is_begun and not (data / STREAMS).is_dir():
+        raise RequestError(
+            "The region has never been served.",
+            hint="Begin it with several: felix region up NAME --brokers 3.",
+        )
+
+
+async def _copy_metadata(path: Path, store: MetadataStore, region: str) -> None:
+    """Everything but who serves. The etcd is a new one."""
+    embedded = await EmbeddedStore.open(path)
+    try:
+        entries = (await embedded.load(ROOT)).entries
+    finally:
+        await embedded.close()
+    prefix = region_prefix(region)
+    kept = [each for each in entries if not each.lease and each.key != f"{prefix}registered"]
+    for batch in _batches(kept):
+        await store.transact(
+            [Absent(each.key) for each in batch], [Put(each.key, each.value) for each in batch]
+        )
+    if len((await store.load(ROOT)).entries) != len(kept):
+        raise UnavailableError("The metadata did not get into etcd as they are.", hint="Try again.")
+    note(f"{len(kept):,} records are in etcd")
+
+
+def _batches(entries: Iterable[Entry]) -> Iterable[list[Entry]]:
+    batch: list[Entry] = []
+    held = 0
+    for each in entries:
+        size = 2 * len(each.key) + len(each.value)
+        if batch and (len(batch) == OPERATIONS_MAX or held + size > _BATCH_BYTES):
+            yield batch
+            batch, held = [], 0
+        batch.append(each)
+        held += size
+    if batch:
+        yield batch
+
+
+async def _refuse_served(store: MetadataStore, region: str) -> None:
+    prefix = region_prefix(region)
+    if (await store.range(f"{prefix}brokers/", limit=1)).entries:
+        raise UnavailableError(
+            f"A broker serves {region}, or its lease has not ended yet.",
+            code=Code.SERVED_ELSEWHERE,
+            hint="Stop it, and try again after its lease (metadata.lease).",
+        )
+
+
+def _copy_keys(keys: Path, own: Path) -> None:
+    """The keyring and its roots, whole or not at all."""
+    files = PRIVATE_FILES
+    if not files.exists(own):
+        files.make_folder(own)
+    for name in (STAGED, KEYS):
+        shutil.rmtree(own / name, ignore_errors=True)
+    shutil.copytree(keys, own / STAGED)
+    for path in sorted((own / STAGED).rglob("*")):
+        _sync(path)
+    _sync(own / STAGED)
+    files.rename(own / STAGED, own / KEYS)
+    files.sync_folder(own)
+    files.sync_folder(own.parent)
+
+
+def _sync(path: Path) -> None:
+    if path.is_dir():
+        PRIVATE_FILES.sync_folder(path)
+        return
+    with path.open("rb") as held:
+        PRIVATE_FILES.sync(held.fileno())
+
+
+def _mark(own: Path) -> None:
+    (own / CONVERTING).touch(mode=0o600)
+    PRIVATE_FILES.sync_folder(own)
+    file = NodeFile(PRIVATE_FILES, own, REAL.random)
+    # A broker that was registered once, in order: the shards are written under that registration.
+    file.save(msgspec.structs.replace(file.load(), registration=1, intended=1))
+
+
+def _move(data: Path, own: Path, step: Step) -> None:
+    files = PRIVATE_FILES
+    for path in sorted(data.iterdir()):
+        if path != own:
+            files.rename(path, own / path.name)
+            step(f"moved {path.name}")
+    # Where it went first: what is in neither folder would be lost.
+    files.sync_folder(own)
+    files.sync_folder(data)
+
+
+async def _write(folder: RegionFolder, config: RegionConfig, own: Path, store: MetadataStore) -> None:
+    prefix = region_prefix(config.region)
+    await store.transact([], [Delete(f"{prefix}registered")])
+    # One disk has the audit log, and goes on with it: it is one history.
+    home = f"{prefix}audit_home"
+    await store.transact([Absent(home)], [Put(home, msgspec.json.encode(AuditHome(config.broker)))])
+    report = take_inventory(config.region, config.broker, own, REAL)
+    assert report is not None
+    reconciler = Reconciler(store, config.region, REAL, note)
+    try:
+        await reconciler.open()
+        plan = await reconciler.plan({config.broker: report}, (), ())
+        for sentence in plan.losses:
+            note(sentence)
+        await reconciler.write(plan)
+    finally:
+        await reconciler.close()
+
+
+def finish(folder: RegionFolder, config: RegionConfig) -> None:
+    """region.yaml names the broker: nothing is left to be done."""
+    (folder.root / config.data / config.broker / CONVERTING).unlink(missing_ok=True)

