@@ -16,22 +16,28 @@ TIMEOUT_S: Final = 5.0
 """A page that reads numbers answers at once, or the process hangs."""
 
 
-def check_ready(pid_file: Path, what: str) -> None:
-    """Print that it serves. Raises UnavailableError with the reason where it does not. Blocks."""
+def check_ready(pid_file: Path, what: str, *, in_sync: bool = False) -> None:
+    """Print that it serves; with `in_sync`, that it has all that it should, too. Raises UnavailableError with the reason where it does not, or has no health page to
+    say so. Blocks."""
     state = read_state(pid_file)
     if state is None:
         raise UnavailableError(f"{what} does not run, or does not serve yet.", hint=f"Looked at {pid_file}.")
     health = str(state.get("health") or "")
     if health:
-        _ask(Address.parse(health), what)
+        _ask(Address.parse(health), what, "/syncz" if in_sync else "/readyz")
+    elif in_sync:
+        raise UnavailableError(
+            f"{what} has no health page to ask.",
+            hint="Set health: in region.yaml, or see felix region status.",
+        )
     # Without a health page it has announced itself and lives, and that is all there is to know.
-    out.print(f"{what} serves.")
+    out.print(f"{what} serves{' and is in sync' if in_sync else ''}.")
 
 
-def _ask(address: Address, what: str) -> None:
+def _ask(address: Address, what: str, path: str) -> None:
     connection = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_S)
     try:
-        connection.request("GET", "/readyz")
+        connection.request("GET", path)
         answer = connection.getresponse()
         reason = str(json.loads(answer.read()).get("reason", ""))
     except (OSError, http.client.HTTPException, ValueError) as error:
@@ -41,4 +47,5 @@ def _ask(address: Address, what: str) -> None:
     finally:
         connection.close()
     if answer.status != http.client.OK:
-        raise UnavailableError(f"{what} does not serve: {reason}.".replace("..", "."))
+        lacks = "does not serve, or not all that it should" if path == "/syncz" else "does not serve"
+        raise UnavailableError(f"{what} {lacks}: {reason}.".replace("..", "."))

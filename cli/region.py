@@ -398,12 +398,31 @@ def down(name: OptionalName = "") -> None:
 @app.command()
 def ready(
     name: Annotated[str, typer.Argument(help="The region; the only one if left out.")] = "",
+    in_sync: Annotated[
+        bool,
+        typer.Option(
+            "--in-sync", help="Also that every copy of it is in sync: then another broker may be stopped."
+        ),
+    ] = False,
 ) -> None:
-    """Say whether the region's broker on this machine serves; exit code 4, with the reason, if not. For health checks."""
+    """Say whether the region's brokers on this machine serve; exit code 4, with the reason, if not. For health checks, and between the steps of a
+    rolling restart."""
     from cli.ready import check_ready
 
     region = choose_region(name)
-    check_ready(RegionFolder.of(region).broker_pid, f"The broker of {region}")
+    folder, config = folder_of(region)
+    running: list[tuple[Path, str]] = []
+    if config.cluster is not None:
+        from cli.several import pid_file
+
+        named = [
+            (pid_file(folder, str(each.id)), f"Broker {each.id} of {region}")
+            for each in config.cluster.brokers
+        ]
+        # Of several machines' brokers, those that run here; where all run here, all of them.
+        running = [each for each in named if _has_own_etcd(folder) or each[0].exists()]
+    for path, what in running or [(folder.broker_pid, f"The broker of {region}")]:
+        check_ready(path, what, in_sync=in_sync)
 
 
 @app.command()

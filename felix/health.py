@@ -1,4 +1,5 @@
-"""A process's health page: `/metrics` for Prometheus, `/livez` (it answers) and `/readyz` (it serves), with the reason.
+"""A process's health page: `/metrics` for Prometheus, `/livez` (it answers), `/readyz` (it serves) and `/syncz` (it serves, and has all that it should), with the
+reason.
 
 The server runs on a thread of its own; it reads numbers and never calls into what it reports of. Brokers and bridge
 agents use it; applications need not.
@@ -36,8 +37,21 @@ class _Quiet(WSGIRequestHandler):
 class HealthServer:
     """Serves from the moment it is made until `close`."""
 
-    def __init__(self, host: str, port: int, collector: Collector, ready: Callable[[], str]) -> None:
-        """`ready` returns why the process does not serve, or an empty string. Raises RequestError: port in use."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        collector: Collector,
+        ready: Callable[[], str],
+        in_sync: Callable[[], str] | None = None,
+    ) -> None:
+        """`ready` returns why the process does not serve, or an empty string; `in_sync`, why another one may not be stopped because of what this
+        one lacks, as `ready` unless said. Raises RequestError: port in use."""
+        checks: dict[str, Callable[[], str]] = {
+            "/livez": lambda: "",
+            "/readyz": ready,
+            "/syncz": in_sync or ready,
+        }
         registry = CollectorRegistry()
         registry.register(collector)
         metrics = make_wsgi_app(registry)
@@ -47,14 +61,14 @@ class HealthServer:
             if path == "/metrics":
                 page: Iterable[bytes] = metrics(environ, start_response)
                 return page
-            if path in ("/livez", "/readyz"):
-                reason = ready() if path == "/readyz" else ""
+            if (check := checks.get(path)) is not None:
+                reason = check()
                 status = "503 Service Unavailable" if reason else "200 OK"
                 body = json.dumps({"ok": not reason, "reason": reason}).encode()
                 start_response(status, [("Content-Type", "application/json")])
                 return [body + b"\n"]
             start_response("404 Not Found", [("Content-Type", "text/plain")])
-            return [b"Felix: /metrics, /livez or /readyz\n"]
+            return [b"Felix: /metrics, /livez, /readyz or /syncz\n"]
 
         try:
             self._server = make_server(host, port, app, _Server, _Quiet)

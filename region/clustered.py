@@ -34,7 +34,7 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from region.audit_log import AuditLog
-from region.cluster import registration, transactions
+from region.cluster import condition, registration, transactions
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
@@ -219,8 +219,14 @@ class Clustered:
         return [*found, *sorted(self.member.alarms.values())]
 
     def gauges(self) -> dict[str, float]:
-        """Of the broker as a whole, by name. From every thread."""
-        return {} if self.replicas is None else self.replicas.gauges()
+        """Of the broker as a whole, and where it is the controller of the region, by name. From every thread."""
+        found = condition.counts(self.member.mirror.view, self.member.broker, self.audit_home)
+        return found if self.replicas is None else found | self.replicas.gauges()
+
+    def out_of_sync(self) -> str:
+        """Why not every copy of this broker is in sync, as a sentence without its end; empty where all are. From every thread."""
+        member = self.member
+        return condition.out_of_sync(member.mirror.view, member.broker, member.registry.registration)
 
     def shard_gauges(self, record: Stream, number: int) -> dict[str, float]:
         """Of a shard that is served here and has several copies; empty for one copy. From every thread."""

@@ -145,7 +145,9 @@ class Node:
                 self.subscriptions.lags,
                 lambda: self.broker.expiries.seconds_left(self._now_ms()),
             )
-            self.health = HealthServer(config.health.host, config.health.port, collector, self._not_ready)
+            self.health = HealthServer(
+                config.health.host, config.health.port, collector, self._not_ready, self._not_in_sync
+            )
             self._stack.push_async_callback(asyncio.to_thread, self.health.close)
         self._repeat()
         self._spawn(parts.follower.run())
@@ -156,6 +158,11 @@ class Node:
     def _not_ready(self) -> str:
         """Why the broker does not serve; asked from another thread."""
         return "the broker is shutting down" if self.broker.leaving else self._parts.may_not_write()
+
+    def _not_in_sync(self) -> str:
+        """Why the broker does not serve, or lacks something that others have; asked from another thread."""
+        clustered = self._parts.clustered
+        return self._not_ready() or ("" if clustered is None else clustered.out_of_sync())
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         self._tasks.append(asyncio.ensure_future(work))

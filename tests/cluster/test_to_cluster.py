@@ -26,6 +26,7 @@ from felix.address import Address
 from felix.errors import Code, RequestError, UnavailableError
 from felix.settings import Durability
 from region.bootstrap import write_profile
+from region.cluster.records import ShardId
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
 from region.node import Node
@@ -83,7 +84,7 @@ async def check(region: felix.RegionClient) -> None:
 
 
 @asynccontextmanager
-async def serving(folder: RegionFolder, *names: str) -> AsyncIterator[felix.RegionClient]:
+async def serving(folder: RegionFolder, *names: str) -> AsyncIterator[dict[str, Node]]:
     config = load_config(folder.config)
     assert config.cluster is not None
     etcd = await start_etcd(folder, config)
@@ -92,12 +93,18 @@ async def serving(folder: RegionFolder, *names: str) -> AsyncIterator[felix.Regi
         for name in names:
             nodes[name] = await Node.start(folder, config.of_broker(name))
         write_profile(folder, config.region, config.mesh, nodes[names[-1]].address)
-        async with client(folder) as region:
-            yield region
+        yield nodes
     finally:
         for node in nodes.values():
             await node.stop()
         await etcd.end()
+
+
+def in_sync(node: Node, stream: str) -> int:
+    """Copies of a stream's only shard that are in sync."""
+    hosted, clustered = node.broker.streams.get(felix.StreamName.parse(stream)), node.broker.clustered
+    assert hosted is not None and clustered is not None
+    return len(clustered.member.mirror.view.shards[ShardId(hosted.record.incarnation, 0)].isr)
 
 
 def audited(folder: RegionFolder, broker: str) -> int:
@@ -146,10 +153,14 @@ async def test_a_region_of_one_broker_goes_on_as_one_of_several_wherever_its_con
     assert sorted(path.name for path in (folder.root / "data").iterdir()) == ["b1"]
     assert not (folder.root / "data" / "b1" / CONVERTING).exists()
 
-    async with serving(folder, "b1", "b2", "b3") as region:
+    async with serving(folder, "b1", "b2", "b3") as nodes, client(folder) as region:
         await check(region)
         await region.create_stream("acme/ops/copied", replicas=3)
         await region.stream("acme/ops/copied").publish(b"0")
+        # What has one copy gets another.
+        await region.alter_stream(QUICK, replicas=2)
+        await until(lambda: in_sync(nodes["b1"], QUICK) == 2)
+        await region.stream(QUICK).publish(b"11")
         state = await region.describe()
         assert [each.broker for each in state.brokers if each.has_audit_log] == ["b1"]
         assert audited(folder, "b1") >= leaves

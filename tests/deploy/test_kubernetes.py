@@ -87,7 +87,7 @@ def test_no_process_may_do_more_than_it_needs(name: str) -> None:
         for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
             if probe in each:
                 get = each[probe]["httpGet"]
-                assert get["path"] in ("/readyz", "/livez") and get["port"] in ports
+                assert get["path"] in ("/readyz", "/syncz", "/livez") and get["port"] in ports
 
 
 def test_every_command_is_one_of_felix() -> None:

@@ -27,6 +27,9 @@ from bridge.health import AgentCollector
 from bridge.link_worker import LinkStats
 from felix.address import Address
 from felix.settings import Deduplication, Views
+from region.cluster import condition
+from region.cluster.records import ClusterKeys
+from region.cluster.view import ClusterView
 
 RULES = yaml.safe_load((DEPLOY / "prometheus" / "felix.rules.yaml").read_text())
 ALERTS: list[dict[str, Any]] = [rule for group in RULES["groups"] for rule in group["rules"]]
@@ -86,9 +89,17 @@ def agent_families() -> set[str]:
     return families(generate_latest(registry).decode())
 
 
+def cluster_families() -> set[str]:
+    """What the health page of one of several brokers shows beside."""
+    counted = condition.counts(ClusterView(ClusterKeys("us-east")), "b1", "")
+    return {f"felix_{name}" for name in (*counted, "copies", "copies_alarmed", "copies_cut_records")}
+
+
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    return asyncio.run(broker_families(tmp_path_factory.mktemp("home"))) | agent_families()
+    return (
+        asyncio.run(broker_families(tmp_path_factory.mktemp("home"))) | agent_families() | cluster_families()
+    )
 
 
 @cache

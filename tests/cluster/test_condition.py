@@ -1,0 +1,61 @@
+"""What one of several brokers shows of its region, and when it says that it is in sync."""
+
+from __future__ import annotations
+
+import pytest
+from cluster.samples import node, shard_record, view_of
+from prometheus_client import CollectorRegistry
+
+from cli.ready import _ask
+from felix.address import Address
+from felix.errors import UnavailableError
+from felix.health import HealthServer
+from region.cluster.condition import counts, out_of_sync
+from region.cluster.records import ControllerRecord, FrozenRecord
+
+SHARDS = {
+    0: shard_record({"a": 5, "b": 5, "c": 5}),
+    1: shard_record({"a": 5, "b": 5}),
+    2: shard_record({"c": 5}),
+}
+NODES = {"a": 5, "b": node(drain=True), "c": 5}
+
+
+def test_each_state_of_a_region_is_counted_by_its_controller_alone() -> None:
+    records = {"controller": ControllerRecord("a", 5), "frozen": FrozenRecord("a", "older")}
+    view = view_of(NODES, {"a": 5, "b": 5}, SHARDS, **records)
+    assert counts(view, "a", "c") == {
+        "cluster_controller_missing": 0,
+        "cluster_brokers_away": 1,
+        "cluster_brokers_draining": 1,
+        "cluster_shards_under_replicated": 2,
+        "cluster_shards_below_min": 1,
+        "cluster_shards_without_leader": 1,
+        "cluster_audit_log_without_home": 1,
+        "cluster_frozen": 1,
+    }
+    assert not any(counts(view, "b", "c").values()), "the controller tells it"
+    alone = counts(view_of(NODES, {"a": 5, "b": 5}, SHARDS), "b", "a")
+    assert alone["cluster_controller_missing"] == 1
+    assert alone["cluster_shards_under_replicated"] == 2, "nobody else tells it"
+    assert alone["cluster_audit_log_without_home"] == 0
+
+
+def test_a_broker_is_in_sync_once_every_shard_of_it_has_it_since_its_start() -> None:
+    view = view_of(NODES, shards=dict.fromkeys(range(5), SHARDS[0]))
+    assert out_of_sync(view, "a", 5) == "" == out_of_sync(view, "d", 1)
+    assert out_of_sync(view, "b", 6).endswith("and 2 more"), "it was in sync before it was started again"
+
+
+def test_a_health_page_says_apart_whether_it_serves_and_whether_it_is_in_sync() -> None:
+    lacks = ["acme/ops/orders shard 0 is not in sync"]
+    page = HealthServer("127.0.0.1", 0, CollectorRegistry(), lambda: "", lambda: "".join(lacks))
+    try:
+        address = Address(*page.address)
+        _ask(address, "Broker b1", "/readyz")
+        with pytest.raises(UnavailableError, match="orders shard 0 is not in sync"):
+            _ask(address, "Broker b1", "/syncz")
+        lacks.clear()
+        _ask(address, "Broker b1", "/syncz")
+    finally:
+        page.close()
