@@ -261,7 +261,7 @@ TWINS: Final = (
         patched(LeaderCore, "may_answer", answer_without_lease),
     ),
     Twin("L2: the leader's own disk counts, too", 1, patched(LeaderCore, "_held_by", held_before_the_sync)),
-    Twin("L4: below min nothing is committed", 22, patched(LeaderCore, "_enough", always)),
+    Twin("L4: below min nothing is committed", 9, patched(LeaderCore, "_enough", always)),
     Twin("L6: who joins has what was committed", 7, patched(LeaderCore, "_may_join", join_at_once)),
     Twin(
         "N1: an epoch has begun on the disk before it is led",
@@ -276,7 +276,7 @@ TWINS: Final = (
     ),
     Twin(
         "R1: an expansion counts for min once it is known",
-        37,
+        39,
         patched(LeaderCore, "_enough", enough_by_the_newest),
     ),
     Twin(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
@@ -41,5 +42,10 @@ def missed(
             try:
                 play(seed)
             except failure as error:
+                if not anew and seed != twin.seed is not None:
+                    warnings.warn(
+                        f"Without this rule seed {seed} fails, and {twin.seed} no more: remember it, so that nobody looks for it again. {error}",
+                        stacklevel=2,
+                    )
                 return error
     return None

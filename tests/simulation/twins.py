@@ -125,7 +125,7 @@ TWINS: Final = (
     Twin("producers' sequences are compared", 23, RegionWorld, patched(ProducerTable, "decide", accept)),
     Twin(
         "recovery writes again what a failed sync may have left to the page cache",
-        15,
+        130,
         RegionWorld,
         patched(recovery, "write_again", lambda *_: None),
     ),
@@ -146,7 +146,7 @@ TWINS: Final = (
     ),
     Twin(
         "an INTENT is durable before its envelope is sent",
-        429,
+        31,
         MeshWorld,
         patched(Trail, "append_nowait", tell_first("/bridge/")),
     ),

@@ -36,7 +36,8 @@ RUN_S_MAX: Final = 600.0
 JOINS: Final = "joins"
 """What a client's first step is."""
 AGAIN_S: Final = 0.5
-"""A process that could not start is started again."""
+AGAIN_S_MAX: Final = 32.0
+"""A process that could not start is started again: after twice as long each time, as supervisors do."""
 EVENTS_SHOWN: Final = 60
 SHRINK_TRIES_MAX: Final = 150
 
@@ -66,6 +67,8 @@ class Host:
         """so many faults that make them fail are under way"""
         self.why = ""
         """the last start failed for this reason"""
+        self.again_s = AGAIN_S
+        """after which the next one that fails is repeated"""
         self._runs = False
         self._up = asyncio.Event()
 
@@ -104,13 +107,14 @@ class Host:
             self.why = str(error)
             self.world.note(f"{self.name} cannot start: {error}")
             self.crash(power=False)
-            self.later(AGAIN_S)
+            self.later(self.again_s)
+            self.again_s = min(2 * self.again_s, AGAIN_S_MAX)
             return
         except Exception as error:
             # A mistake, which no other start would do without.
             self.why = repr(error)
             raise
-        self.why = ""
+        self.why, self.again_s = "", AGAIN_S
         self.world.note(f"{self.name} serves")
         self._up.set()
 
