@@ -184,9 +184,10 @@ def _print(region: str, plan: Plan, *, dry_run: bool) -> None:
         f"{counted(len(changed), 'shard')} of {len(plan.shards)} {would} given an epoch above all that were seen"
     )
     for each in changed:
+        whose = f"from {', '.join(each.copies)}" if each.copies else "led by nobody"
         before = "no record" if each.before is None else f"epoch {each.before.epoch}"
         out.print(
-            f"  {each.after.stream} shard {each.shard.number}: {before}, then {each.after.epoch}; from {', '.join(each.copies)}"
+            f"  {each.after.stream} shard {each.shard.number}: {before}, then {each.after.epoch}; {whose}"
         )
     for sentence in (*plan.notes, *NEVER_KNOWN):
         out.print(sentence)

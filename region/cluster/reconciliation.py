@@ -101,7 +101,7 @@ class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """What becomes of one shard. `copies`: those that have all, by broker; `before`: None where the store has no record of it."""
+    """What becomes of one shard. `copies`: those that have all, by broker, none where it is led by nobody; `before`: None where the store has no record of it."""
 
     shard: ShardId
     before: ShardRecord | None
@@ -235,11 +235,24 @@ def _shard(
                 "`felix stream delete` deletes it."
             )
     owner = before.replicas[0] if before is not None else ""
+    last = max((each.epoch for each in told.values()), default=0)
+    top = max(last, 0 if before is None else before.epoch)
+    epoch = top + max(1, min(RECONCILE_GAP, (EPOCH_MAX - top) // 2))
+
+    def led_by_nobody() -> None:
+        # Whoever was in sync at the backup could be elected by what the record said then.
+        after = _record(plan, name, epoch, election(), before, stream, winners, minimum, unclean=False)
+        after = msgspec.structs.replace(after, isr={})
+        if before is not None and _fits(before, (), plan, last):
+            after = before
+        plan.shards.append(ShardPlan(shard, before, after, ()))
+
     if not winners or (not has_copies and owner in away):
         plan.losses.append(
-            f"{what} is led by nobody until {owner if owner in away else ', '.join(away)}, which may have its records, is back"
-            + (f" ({why})." if why else ".")
+            f"{what} is led by nobody until {owner if owner in away else ', '.join(away)}, which may have its records, is back and the region is "
+            "reconciled again" + (f" ({why})." if why else ".")
         )
+        led_by_nobody()
         return
     doubt = doubt or _more_than(whole, winners[0])
     if has_copies and len(away) >= minimum:
@@ -251,15 +264,13 @@ def _shard(
         plan.losses.append(
             f"The audit log is led by nobody: {doubt}. Without those leaves it would be a second history; bring them back, and reconcile again."
         )
+        led_by_nobody()
         return
     if doubt:
         plan.losses.append(f"{what}: {doubt}; what {winners[0]} lacks of it is lost.")
-    last = max((each.epoch for each in told.values()), default=0)
     if before is not None and _fits(before, winners, plan, last):
         plan.shards.append(ShardPlan(shard, before, before, tuple(winners)))
         return
-    top = max(last, 0 if before is None else before.epoch)
-    epoch = top + max(1, min(RECONCILE_GAP, (EPOCH_MAX - top) // 2))
     after = _record(plan, name, epoch, election(), before, stream, winners, minimum, unclean=doubt != "")
     plan.shards.append(ShardPlan(shard, before, after, tuple(winners)))
 
