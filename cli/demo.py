@@ -59,6 +59,8 @@ SOURCE: Final = "us-east"
 DESTINATION: Final = "eu-west"
 MESH: Final = "acme"
 GRANTED: Final = "acme/ops/departures"
+COPIES: Final = 3
+"""Of each stream, in both regions, where there are so many brokers."""
 UNGRANTED: Final = "acme/ops/crew"
 BRIDGE: Final = f"{SOURCE}-to-{DESTINATION}"
 APPROVER_NAME: Final = "dpo"
@@ -207,7 +209,7 @@ def _set_up(home: Path, brokers: int) -> str:
             if several
             else f"{region}: broker process {state['pid']} at {state['address']}, metrics at http://{state['health']}/metrics"
         )
-    grant = run(_govern(source, destination))
+    grant = run(_govern(source, destination, min(brokers, COPIES)))
     start_agent_of(source, BRIDGE, DESTINATION)
     note(f"bridge {BRIDGE}: agent process runs, with an identity of its own")
     return grant
@@ -220,7 +222,7 @@ def _policy_file(region: str) -> Path:
     return packaged if packaged.exists() else Path(__file__).parent.parent / "examples" / "regions" / name
 
 
-async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
+async def _govern(source: RegionFolder, destination: RegionFolder, copies: int) -> str:
     policies = {}
     for region, folder in ((SOURCE, source), (DESTINATION, destination)):
         policy = policies[region] = load_policy(_policy_file(region))
@@ -230,7 +232,10 @@ async def _govern(source: RegionFolder, destination: RegionFolder) -> str:
             note(f"{region}: {answer.note}")
             if region == SOURCE:
                 for name in (GRANTED, UNGRANTED):
-                    await client.create_stream(name, shards=SHARDS)
+                    await client.create_stream(name, shards=SHARDS, replicas=copies)
+            elif copies > 1:
+                # Else the bridge has it made.
+                await client.create_stream(GRANTED, shards=SHARDS, replicas=copies)
     now = now_ms()
     terms = GrantTerms(
         stream=GRANTED,

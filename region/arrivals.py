@@ -1,10 +1,13 @@
 """Arrivals: every range that was taken over a border gets its leaf in the ingress log, whatever becomes of agent and broker.
 
 A range is appended to its stream, then its ACK leaves to the ingress log. Before the append the leaves are a note beside the
-stream's log (region.log.ahead), and until they are durable nobody reads the records. So:
+stream's log (region.log.ahead), and until they are durable nobody reads the records. Of a stream with copies the note stands in the log, before
+the range: a copy that has the range has its note. So:
 
 - a broker that dies between append and leaf finds the note when it opens the stream again, sees by the link's record whether
   the range landed, and writes the leaves itself before anybody sees the stream (`settle`);
+- a leader that is elected does the same: of the newest ranges of each link those whose leaf the ingress log lacks get it from the notes in
+  its copy of the log;
 - a log that does not take the leaves at once is asked until it does (`LeafQueue`); the agent has no part in it.
 
 Invariants: leaves of one queue are in the log in the order in which they came; a range gets its leaves once; what was not
@@ -22,7 +25,9 @@ from typing import Final, NamedTuple
 import msgspec
 
 from audit.leaf import EncodedLeaf, read_header
+from audit.position import ShardName
 from felix.errors import Code, CorruptionError, UnavailableError
+from felix.names import SpiffeId
 from region.audit_port import ArrivalLog, AuditPort
 from region.grant_meter import GrantMeter
 from region.link_slot import Landed, LinkRecord
@@ -141,18 +146,56 @@ def _size(leaves: Sequence[EncodedLeaf]) -> int:
     return sum(len(leaf.data) for leaf in leaves)
 
 
-async def settle(shard: ShardLog, arrived: ArrivalLog, meter: Callable[[str], Awaitable[GrantMeter]]) -> int:
+async def _lacking(shard: ShardLog, arrived: ArrivalLog, asker: SpiffeId) -> list[Arrival]:
+    """Of a log with copies: the ranges that landed and whose leaf may not stand, by their notes, in the order of each link. A link has its newest ranges
+    at most on the way, and its leaves come in their order. Raises CorruptionError where a note is missing, what asking the ingress log raises."""
+    found: list[Arrival] = []
+    own = shard.identity
+    for slot, data in list(shard.annotations.items()):
+        record = LinkRecord.decode(data)
+        if record is None or not record.position.newest:
+            continue
+        name = ShardName(record.region, own.region, record.stream, own.shard, own.stream)
+        below = await arrived.arrived_below(asker, name, record.live)
+        late = [landed for landed in record.position.newest if landed.source_base >= below]
+        found += [await _note_of(shard, slot, landed) for landed in late]
+    return found
+
+
+async def _note_of(shard: ShardLog, slot: int, landed: Landed) -> Arrival:
+    def is_of_it(data: bytes) -> bool:
+        note = decode_arrival(data)
+        return (note.slot, note.landed) == (slot, landed)
+
+    notes = await shard.read_notes(landed.base_offset, is_of_it)
+    if not notes:
+        raise CorruptionError(
+            f"{shard.identity.stream} shard {shard.identity.shard} has the range of source offset {landed.source_base} at offset "
+            f"{landed.base_offset}, and neither its leaf nor the note of it is there.",
+            hint="Restore the ingress log, or the stream, from where both are.",
+        )
+    return decode_arrival(notes[-1])
+
+
+async def settle(
+    shard: ShardLog,
+    arrived: ArrivalLog,
+    meter: Callable[[str], Awaitable[GrantMeter]],
+    asker: SpiffeId,
+) -> int:
     """Write the leaves that a crash kept from the log, for ranges that landed in this shard; how many ranges.
 
-    Runs before the shard is served. `meter` counts what a grant uses. Raises CorruptionError, UnavailableError:
+    Runs before the shard is served. `meter` counts what a grant uses; `asker`: this broker. Raises CorruptionError, UnavailableError:
     then the shard must not be served.
     """
     notes = shard.take_notes_found()
-    if not notes:
-        return 0
     # A range that was refused and sent again has two notes for one place: the newer one is what landed.
     found = {(each.slot, each.landed): each for each in (decode_arrival(note.data) for note in notes)}
     landed = [each for each in found.values() if each.has_landed(shard)]
+    if shard.has_copies:
+        landed += await _lacking(shard, arrived, asker)
+    elif not notes:
+        return 0
     missing: list[int] = []
     if landed:
         groups = [each.encoded() for each in landed]
@@ -166,5 +209,6 @@ async def settle(shard: ShardLog, arrived: ArrivalLog, meter: Callable[[str], Aw
                 "%s shard %d: a crash kept the leaf of source offsets %d to %d from the ingress log; it is there now",
                 shard.identity.stream, shard.identity.shard, leaves[0].header.first_offset, leaves[-1].header.last_offset,
             )  # fmt: skip
-    await shard.clear_notes()
+    if notes:
+        await shard.clear_notes()
     return len(missing)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -239,6 +239,16 @@ class Clustered:
             "copy_lag_records": self.replicas.lag_records(record, number),
         }
 
+    def leaders(self, streams: Mapping[StreamName, Stream]) -> dict[StreamName, str]:
+        """Of these streams those with copies, or that move, each with the broker that serves it if one does; empty where none leads all of its shards."""
+        found = {}
+        for name, record in streams.items():
+            members = (self.members(record, number)[0] for number in range(record.config.shards))
+            if is_replicated(record.config) or any(len(each) > 1 for each in members):
+                by = {self.leader_of(record, number) for number in range(record.config.shards)}
+                found[name] = by.pop() if len(by) == 1 else ""
+        return found
+
     def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
         """The brokers that have copies of a shard, and those of them that are in sync."""
         return self.member.assignments.members(record.incarnation, shard)
@@ -433,7 +443,7 @@ class Clustered:
             pass
 
     def may_hold_arrivals(self, record: Stream, broker: str = "") -> bool:
-        """Whether this broker's disk, or another's, may have records of a stream that came over a border, and have no leaf yet."""
+        """Whether this broker's disk, or another's, and no other one may have records of a stream that came over a border, and have no leaf yet."""
         return not is_replicated(record.config) and self.placed_on(record) == (broker or self.member.broker)
 
     def refusal(self, asked: type[Message]) -> FelixError | None:

@@ -67,7 +67,7 @@ from felix.errors import (
 )
 from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDecoder, FrameType, encode_frame
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
-from felix.names import StreamName
+from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.session import CreditWindow
 from keys.hybrid import HybridKeyPair
@@ -138,12 +138,13 @@ class IngestService:
         self.landings = landings
         self._meters: dict[str, GrantMeter] = {}
         self.leaves = LeafQueue(governance.audit)
+        self._identity = SpiffeId(broker.region, broker.mesh, "broker", broker.broker_id)
 
-    async def settle(self, hosted: HostedStream) -> None:
-        """Before a stream is served: what landed in it has its leaves. Raises what keeps the ingress log from taking them."""
-        for shard in hosted.serving:
-            await settle(shard, self.governance.arrivals, self.meter)
-        self.landings.opened(hosted.name)
+    async def settle(self, name: StreamName, shards: list[ShardLog]) -> None:
+        """Before anybody finds a stream's shards: what landed in them has its leaves. Raises what keeps the ingress log from taking them."""
+        for shard in shards:
+            await settle(shard, self.governance.arrivals, self.meter, self._identity)
+        self.landings.opened(name)
 
     def close(self) -> None:
         """The broker stops."""
@@ -425,15 +426,18 @@ class IngestStream:
         Raises RequestError where nobody but the broker itself may write there.
         """
         self._service.broker.refuse_reserved(name.tenant)
-        broker, config = self._service.broker, StreamConfig(shards=request.shards, replicas=1)
+        broker, config = self._service.broker, StreamConfig(shards=request.shards, replicas=0)
+        config = broker.with_copies(config)
         if broker.streams.get(name) is None:
             broker.streams.check_foreign_room(name, config)
         hosted = await broker.ensure_stream(name, config)
-        if broker.clustered is not None and broker.clustered.keeps(hosted.record):
+        has_copies = broker.clustered is not None and broker.clustered.keeps(hosted.record)
+        if has_copies and hosted.record.config.views.compacted is not None:
             raise RequestError(
-                f"{name} has, or had, more than one copy, and what has arrived and has no leaf yet is known to one broker.",
+                f"{name} has, or had, several copies and is compacted: what a range's leaves are made from after a failover "
+                "could be compacted away.",
                 code=Code.UNSUPPORTED,
-                hint="Give the grant another destination name, of a stream that always had one copy, or of none yet.",
+                hint="Give the grant another destination name: of a stream that always had one copy, or of one that is not compacted.",
             )
         broker.require_led(hosted)
         if hosted.shard_count != request.shards:
@@ -502,6 +506,9 @@ class IngestStream:
         size = FRAME_HEADER_BYTES + len(frame.body)
         envelope = decode_envelope(frame.body)  # 1
         self._check_grant()  # 2
+        if (cluster := self._service.broker.clustered) is not None and (cut_off := cluster.member.refusal()):
+            # What copies commit needs no lease; whether it may cross is known to those who follow the region's documents.
+            raise cut_off
         header, position = envelope.header, self._position
         meter = self._session.meter_for("")
         over_quota = meter.refusal(size)

@@ -6,7 +6,8 @@ through from where it ended when the group was first asked for; what stands ther
 
 Invariants:
 - only a broker of this region is served, and only for leaves of what arrived or was refused; documents and keys get theirs where the log is;
-- of one asker one group after the other is appended: a question that it asks later knows of all that it asked before;
+- of one asker one group after the other is appended, and so of one shard that arrives, whoever asks: a question that comes later knows of all
+  that was asked before. A stream's leaders, one after the other, may bring the same ranges;
 - an asker holds WAITING_BYTES_MAX of leaves at most, and says so by refusing more;
 - while the broker with the log is not reached, nothing may cross here.
 """
@@ -15,9 +16,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from typing import Annotated, Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
@@ -56,6 +57,8 @@ FOLLOW_S: Final = 1.0
 """How long the broker with the log waits with its answer for a leaf that does not stand yet: what was answered is to be fresh still (KNOWN_MS_MAX)."""
 DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
+STREAMS_MAX: Final = 1_000
+"""Streams of one question."""
 READ_S: Final = 600.0
 """How long an answer may take that is read from the whole log; a link that goes down ends the wait."""
 CLOCK_AHEAD_MS_MAX: Final = 5_000
@@ -146,6 +149,20 @@ class AwaitLeaves(PeerRequest, frozen=True, tag="await_leaves"):
 
     digests: Annotated[list[_Digest], msgspec.Meta(max_length=DIGESTS_MAX)]
     passed: bool
+
+
+class StreamsPassed(PeerRequest, frozen=True, tag="streams_passed"):
+    """Into which of these streams, of several copies each, nothing is on its way any more that a document stops, as who leads them says."""
+
+    digest: _Digest
+    streams: Annotated[list[str], msgspec.Meta(max_length=STREAMS_MAX)]
+
+
+class PassedTold(msgspec.Struct, frozen=True, array_like=True):
+    """`known`: whether the document is judged by there; `streams`: those that are served there, all that arrived before with its leaf."""
+
+    known: bool
+    streams: list[str]
 
 
 class LeavesStand(msgspec.Struct, frozen=True, array_like=True):
@@ -496,10 +513,15 @@ class HomeLeaves:
         brokers: Callable[[], Mapping[str, str]],
         streams_of: Callable[[str], Iterable[StreamName]],
         is_up: Callable[[str], bool],
+        copied: Callable[[], Mapping[StreamName, str]],
+        ask: Callable[[str, StreamsPassed], Awaitable[PassedTold]],
     ) -> None:
         """`brokers`: every broker of the region, with the address of each that is alive. `streams_of`: those of which a broker's disk may have
-        records without a leaf. `is_up`: whether a link to one stands."""
+        records without a leaf, and no other one's. `is_up`: whether a link to one stands. `copied`: the streams with several copies, each with the broker that leads
+        it, or none. `ask` asks a broker, which may be this one."""
         self._own = own
+        self._copied = copied
+        self._ask = ask
         self._brokers = brokers
         self._streams_of = streams_of
         self._is_up = is_up
@@ -530,6 +552,50 @@ class HomeLeaves:
         or a disk that is full, and behind a revocation these would be held against the log for ever. One that is reached and has not asked for the leaf for
         SILENT_S has not seen the document; it is waited for where it has such a stream, unless another document has taken the place of this one in the
         store: then it never will."""
+        await self._all_brokers_passed(digest, leads_to, is_stored)
+        await self._all_copied_passed(digest, leads_to, is_stored)
+
+    async def _all_copied_passed(
+        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
+    ) -> None:
+        """The same of streams with copies: whoever leads one says so while it does. What its leader of before had taken has its leaf before the stream is
+        served again."""
+        told, now = False, asyncio.get_running_loop().time
+        silent_from = now() + SILENT_S
+        wanted = {name for name in self._copied() if leads_to(name)}
+        while wanted:
+            led, unknown = defaultdict[str, list[str]](list), set[str]()
+            copied = self._copied()
+            wanted &= copied.keys()
+            for name in sorted(wanted):
+                led[copied[name]].append(str(name))
+            for leader, names in led.items():
+                if not leader or not self._is_up(leader):
+                    continue
+                with suppress(FelixError):
+                    answer = await self._ask(leader, StreamsPassed(digest, names[:STREAMS_MAX]))
+                    wanted -= {StreamName.parse(name) for name in answer.streams}
+                    if not answer.known and not is_stored():
+                        unknown.update(names)
+            if not wanted:
+                return
+            if now() >= silent_from:
+                if unseen := sorted(name for name in wanted if str(name) in unknown):
+                    log.warning(
+                        "a document's leaf no longer waits for %s, whose leader knows nothing of it", ", ".join(map(str, unseen[:3]))
+                    )  # fmt: skip
+                    wanted.difference_update(unseen)
+                elif not told:
+                    log.warning(
+                        "a document's leaf waits for %s, where records may have arrived without a leaf: have it served again, or delete it",
+                        ", ".join(map(str, sorted(wanted)[:3])),
+                    )  # fmt: skip
+                    told = True
+            await asyncio.sleep(AGAIN_S)
+
+    async def _all_brokers_passed(
+        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
+    ) -> None:
         told, now = False, asyncio.get_running_loop().time
         began = now()
 
@@ -618,7 +684,11 @@ class AuditServer:
         self._region = region
         self._is_home = is_home
         self._trail, self._arrivals, self._logged, self._leaves = trail, arrivals, logged, leaves
-        self._appending: dict[str, asyncio.Lock] = {}
+        self._appending: WeakValueDictionary[str | ShardName, asyncio.Lock] = WeakValueDictionary()
+        """by asker, and by shard"""
+        self._own_under_way: Counter[ShardName] = Counter()
+        """groups of this broker's own that are accepted and not durable"""
+        self._own_news = News()
         self._own: set[asyncio.Task[None]] = set()
         self._telling: BoundedMap[tuple[object, ...], Iterator[Page]] = BoundedMap(TELLING_MAX)
         """by what the next question will be: the pages that are left"""
@@ -657,8 +727,9 @@ class AuditServer:
     ) -> int:
         """As `AuditPort`."""
         encoded = [leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf) for leaf in leaves]
-        if not self._may_stand(encoded):
-            return self._trail.append_nowait(encoded, done, loop)
+        name = _shard_of(encoded)
+        if not self._may_stand(encoded) and (name is None or name not in self._appending):
+            return self._append_at_once(name, encoded, done, loop)
         if (failure := self._trail.failure) is not None:
             raise failure
         task = asyncio.get_running_loop().create_task(self._append_own(encoded, done))
@@ -666,14 +737,47 @@ class AuditServer:
         task.add_done_callback(self._own.discard)
         return -1
 
+    def _append_at_once(
+        self,
+        name: ShardName | None,
+        leaves: list[EncodedLeaf],
+        done: Done,
+        loop: asyncio.AbstractEventLoop | None,
+    ) -> int:
+        if name is None:
+            return self._trail.append_nowait(leaves, done, loop)
+
+        def stands(first: int, error: AuditUnavailableError | None) -> None:
+            self._own_under_way[name] -= 1
+            if not self._own_under_way[name]:
+                del self._own_under_way[name]
+            self._own_news.tell()
+            done(first, error)
+
+        index = self._trail.append_nowait(leaves, stands, loop)
+        self._own_under_way[name] += 1
+        return index
+
     async def _append_own(self, leaves: list[EncodedLeaf], done: Done) -> None:
-        while not (found := await self._arrivals.find_groups(0, [leaves])):
-            try:
-                self._trail.append_nowait(leaves, done, asyncio.get_running_loop())
-                return
-            except AuditUnavailableError:
-                await asyncio.sleep(AGAIN_S)
+        name = _shard_of(leaves)
+        assert name is not None
+        async with self._in_turn(name):
+            while not (found := await self._arrivals.find_groups(0, [leaves])):
+                try:
+                    self._append_at_once(name, leaves, done, asyncio.get_running_loop())
+                    return
+                except AuditUnavailableError:
+                    await asyncio.sleep(AGAIN_S)
         done(found[0], None)
+
+    @asynccontextmanager
+    async def _in_turn(self, *names: str | ShardName) -> AsyncIterator[None]:
+        """Nobody else appends of these meanwhile, and all that was accepted of them before is durable."""
+        async with AsyncExitStack() as stack:
+            for name in names:
+                await stack.enter_async_context(self._appending.setdefault(name, asyncio.Lock()))
+            await self._own_news.until(lambda: not any(name in self._own_under_way for name in names))
+            yield
 
     async def close(self) -> None:
         """Append no more of what this broker took; the next start does."""
@@ -682,10 +786,17 @@ class AuditServer:
 
     async def _append(self, peer: str, request: AppendLeaves) -> LeavesAppended:
         groups = [[self._checked(peer, data) for data in group] for group in request.groups]
-        async with self._appending.setdefault(peer, asyncio.Lock()):
+        shards = sorted({name for group in groups if (name := _shard_of(group)) is not None})
+        async with self._in_turn(peer, *shards):
             indexes: dict[int, int] = {}
             if request.again or any(self._may_stand(group) for group in groups):
                 indexes = await self._arrivals.find_groups(request.since, groups)
+            for number, group in enumerate(groups):
+                if number not in indexes and self._may_stand(group):
+                    # Who leads the stream now may have brought it before the asker of before knew how far the log was.
+                    found = await self._arrivals.find_place(Place.of_leaf(group[0].header))
+                    if found is not None:
+                        indexes[number] = found.leaf
             missing = [number for number in range(len(groups)) if number not in indexes]
             if missing:
                 indexes |= await self._append_all({number: groups[number] for number in missing})
@@ -800,3 +911,9 @@ class AuditServer:
                     "A document's leaf is being written.", retry_after_ms=200
                 ) from None
         return LeavesStand(stand())
+
+
+def _shard_of(group: list[EncodedLeaf]) -> ShardName | None:
+    """The shard that leaves of an arrival are about; None for other leaves."""
+    header = group[0].header
+    return ShardName.of(header) if is_arrival(header) else None

@@ -92,7 +92,14 @@ from region.peer_requests import PeerRequests
 from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
-from region.remote_audit import AuditServer, HomeLeaves, MovingLeaves, RemoteAudit
+from region.remote_audit import (
+    AuditServer,
+    HomeLeaves,
+    MovingLeaves,
+    PassedTold,
+    RemoteAudit,
+    StreamsPassed,
+)
 from region.renewal import IdentityRenewal
 from region.replicas import Replicas, SystemStream
 from region.replication.links import LocalBroker
@@ -361,12 +368,14 @@ async def open_broker(
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
+    if peers is not None:
+        peers.requests.serve(StreamsPassed, partial(_passed, governance, streams))
     export = ExportService(broker, governance, keyring, receipt_key)
     ingest = IngestService(broker, governance, landings, import_key, receipt_key)
     if shared is not None:
         streams.before_opening.append(_ensure_key(shared))
     # Nobody sees a stream before all that landed in it over a border is in the ingress log.
-    streams.before_serving.append(ingest.settle)
+    streams.before_found.append(ingest.settle)
     stack.callback(ingest.close)
     stack.push_async_callback(governance.close)
     subscriptions = SubscriptionService(broker, catalog, mirror)
@@ -542,6 +551,8 @@ def _among_others(
             lambda: member.brokers,
             partial(_may_hold_arrivals, clustered, mirror),
             requests.is_up,
+            lambda: clustered.leaders(mirror.streams),
+            lambda broker, asked: requests.ask(broker, asked, PassedTold),
         )
         server = AuditServer(region, requests, trail, index, logged, here, lambda: clustered.has_audit_log)
         stack.push_async_callback(server.close)
@@ -604,6 +615,18 @@ def _ensure_key(shared: StreamKeys) -> Callable[[StreamName, Stream], Awaitable[
             await shared.ensure(name, bytes.fromhex(record.incarnation))
 
     return ensure
+
+
+async def _passed(
+    governance: Governance, streams: StreamTable, peer: str, asked: StreamsPassed
+) -> PassedTold:
+    """What is asked of the leader of streams with copies. A stream that is served here has all that arrived before under a leaf."""
+    if not await governance.passed_here(asked.digest):
+        return PassedTold(False, [])
+    served = (streams.get(StreamName.parse(name)) for name in asked.streams)
+    return PassedTold(
+        True, [str(stream.name) for stream in served if stream is not None and stream.is_served]
+    )
 
 
 def _may_hold_arrivals(clustered: Clustered, mirror: CatalogMirror, broker: str) -> Iterator[StreamName]:

@@ -259,6 +259,12 @@ class HostedStream:
         )
 
     @property
+    def is_served(self) -> bool:
+        """Whether this broker serves all of its shards now, also by what it has heard since it began to."""
+        leads = self._leading is None or self._leading.epochs(self.record) == self.epochs
+        return leads and len(self.serving) == self.shard_count
+
+    @property
     def elsewhere(self) -> FelixError | None:
         """What is answered where another broker serves the stream, or nobody yet; None where this one does."""
         return None if self._leading is None or self.replicas else self._leading.not_leader(self.record, 0)
@@ -418,9 +424,11 @@ class StreamTable:
         self._removed: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
         self.before_opening: list[Callable[[StreamName, Stream], Awaitable[None]]] = []
         """Awaited before the logs of a stream are opened: what they need. Where one raises, the stream is not served."""
+        self.before_found: list[Callable[[StreamName, list[ShardLog]], Awaitable[None]]] = []
+        """Called with a stream's open shards before anybody can find them by its name: what must stand before they are read."""
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
+        """Called with a stream whose shards are open, before anybody is told of it: what must be in them first."""
         self._watchers: list[Callable[[HostedStream], None]] = []
-        """Called with a stream whose shards are open, before anybody else sees it: what must be in them first."""
         self.offload_refused = 0
         """Offload runs that the configuration does not allow."""
 
@@ -523,6 +531,8 @@ class StreamTable:
 
         try:
             await at_once(SHARDS_AT_ONCE, open_shard, range(record.config.shards))
+            for prepare_shards in self.before_found:
+                await prepare_shards(name, [each for each in replicas.values() if isinstance(each, ShardLog)])
             stream.begin(dict(sorted(replicas.items())), taken, epochs)
             for settle in self.before_serving:
                 await settle(stream)

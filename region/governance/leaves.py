@@ -45,6 +45,8 @@ LOG_AGAIN_S: Final = 1.0
 LOOK_S: Final = 1.0
 """How often is asked for a document's leaf, and looked who writes it, while what the document stops is waited for."""
 
+Stopped = tuple[Callable[[str], bool], Callable[[StreamName], bool]]
+"""Whether a grant, and a stream in which something may arrive, are concerned."""
 Drain = Callable[[Callable[[str], bool], Callable[[StreamName], bool]], Awaitable[None]]
 """Returns once nothing that was taken before, under the grants and into the streams that are asked for, is on its way any more."""
 
@@ -129,6 +131,8 @@ class DocumentLeaves:
         """how many follow a document: who has put it, and whoever writes what the store holds"""
         self._actors: dict[bytes, SpiffeId] = {}
         self._writing: dict[bytes, asyncio.Task[None]] = {}
+        self._without_leaf: dict[bytes, Document] = {}
+        """what this broker judges by and has asked for the leaf of, until that stands"""
         self._closed = False
 
     @property
@@ -155,6 +159,7 @@ class DocumentLeaves:
     async def log_stored(self, document: Document) -> None:
         """The leaf of a document that the store has; where the log does not take it, it is tried again, and so at the next start. Where what
         was taken before is on its way for longer than DRAIN_MS, the leaf follows by itself."""
+        self._without_leaf.setdefault(digest_of(document), document)
         try:
             async with asyncio.timeout(DRAIN_MS / 1000):
                 await self._let_pass(document)
@@ -174,6 +179,7 @@ class DocumentLeaves:
         if held is None:
             if not self._neighbours.writes_here:
                 self._unasked.add(digest)
+            self._without_leaf.setdefault(digest, document)
             held = self._writing[digest] = asyncio.ensure_future(self._write(document))
             held.add_done_callback(lambda _: self._writing.pop(digest, None))
         return held
@@ -199,12 +205,14 @@ class DocumentLeaves:
     async def log(self, document: Document) -> None:
         """Append the document's leaf, where the log has none. Raises AuditUnavailableError, OSError."""
         digest = digest_of(document)
+        self._without_leaf.setdefault(digest, document)
         while digest not in self._logged:
             # Who writes the log may change meanwhile.
             carry_out = self._append if self._neighbours.writes_here else self._follow
             if await carry_out(document, digest):
                 break
         self._actors.pop(digest, None)
+        self._without_leaf.pop(digest, None)
         self._asked(digest)
 
     async def _append(self, document: Document, digest: bytes) -> bool:
@@ -276,33 +284,45 @@ class DocumentLeaves:
     async def _let_pass(self, document: Document) -> None:
         """Wait for what the document stops and was taken before, on every broker: behind its leaf it would be held against it. The times of
         the leaves do not tell: a clock may have been set right between the two."""
+        if (stopped := self._stopped_by(document)) is None:
+            return
+        is_policy = isinstance(document, SignedDocument) and document.purpose is Purpose.POLICY
+        try:
+            async with asyncio.timeout(POLICY_WAIT_S if is_policy else None):
+                await self._drain(*stopped)
+                digest = digest_of(document)
+                await self._neighbours.all_passed(digest, stopped[1], partial(self._is_stored, digest))
+        except TimeoutError:
+            if not is_policy:
+                raise
+            log.warning("the policy's leaf no longer waits for transfers of before: a stream does not open")
+
+    async def passed_here(self, digest: bytes) -> bool:
+        """Wait until what a document stops, and was taken before on this broker, has its leaves or never will; False where this broker does not judge by
+        the document."""
+        if digest in self._logged:
+            return True
+        if (document := self._without_leaf.get(digest)) is None:
+            return False
+        if (stopped := self._stopped_by(document)) is not None:
+            await self._drain(*stopped)
+        return True
+
+    def _stopped_by(self, document: Document) -> Stopped | None:
+        """Under which grants, and into which streams, a document stops what is on its way; None where it stops nothing."""
         if isinstance(document, Approval):
-            return
-        digest = digest_of(document)
+            return None
         if document.purpose is Purpose.POLICY:
-            try:
-                async with asyncio.timeout(POLICY_WAIT_S):
-                    await self._drain_all(digest, lambda grant: True, self._may_arrive)
-            except TimeoutError:
-                log.warning(
-                    "the policy's leaf no longer waits for transfers of before: a stream does not open"
-                )
-            return
+            return lambda grant: True, self._may_arrive
         if document.purpose is Purpose.DENY:
             entry = decode_body(document, DenyEntry, Purpose.DENY)
-            if not entry.lifted:
-                await self._drain_all(digest, partial(self._may_deny, entry), partial(self._denies, entry))
-            return
+            if entry.lifted:
+                return None
+            return lambda grant: self._may_deny(entry, grant), partial(self._denies, entry)
         stopped = grant_of(document) if forbids(document) else self._replaced_by(document)
-        if stopped:
-            await self._drain_all(digest, lambda grant: grant == stopped, partial(self._arrives, stopped))
-
-    async def _drain_all(
-        self, digest: bytes, stops: Callable[[str], bool], leads_to: Callable[[StreamName], bool]
-    ) -> None:
-        """Drain this broker, then the others of what they had taken before this document. `stops`: a grant; `leads_to`: into a stream."""
-        await self._drain(stops, leads_to)
-        await self._neighbours.all_passed(digest, leads_to, partial(self._is_stored, digest))
+        if not stopped:
+            return None
+        return lambda grant: grant == stopped, partial(self._arrives, stopped)
 
     def _replaced_by(self, document: SignedDocument) -> str:
         """The grant of which this half takes another's place; empty where it does not."""

@@ -126,6 +126,7 @@ class Governance:
         """takes a signed document that somebody brings"""
         self.follow = self._judgement.follow
         self.decide_again = self._judgement.reload
+        self.passed_here = self._judgement.leaves.passed_here
         """after the log has got leaves of other brokers"""
         self.denials = Denials(broker, self.audit, own.region, lambda: self.book, lambda: self.bundles)
         self.denied = self.denials.denied

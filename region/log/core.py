@@ -35,6 +35,7 @@ from region.log.admission import Admission, Admitted, Appended, Repeated, misfit
 from region.log.ahead import Note
 from region.log.counters import ShardCounters
 from region.log.errors import FULL_RETRY_MS, disk_full
+from region.log.frame import note_pieces
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.log.ring import Entry
@@ -273,6 +274,8 @@ class LogCore:
     in_memory: bool
     """an ephemeral log: what is accepted is as durable as it will be"""
     entry_of: EntryOf
+    notes_in_log: bool
+    """notes stand in the log, each before what it is for: a log that has copies"""
     log_end: LogPoint
     durable: LogPoint
     committed: LogPoint
@@ -310,9 +313,10 @@ class LogCore:
         *,
         producers: ProducerTable | None = None,
         commit: CommitPort | None = None,
+        notes_in_log: bool = False,
     ) -> LogCore:
         """Of a log whose entries below `point` are committed, such as one that was recovered alone. `entry_of`, pure, gives what
-        readers get of a batch."""
+        readers get of a batch. `notes_in_log`: its copies need its notes."""
         return cls(
             identity,
             settings,
@@ -325,6 +329,7 @@ class LogCore:
             commit or Alone(),
             settings.durability.kind == "ephemeral",
             entry_of,
+            notes_in_log,
             log_end=point,
             durable=point,
             committed=point,
@@ -499,7 +504,8 @@ class LogCore:
         return self._hand_over(Pending(None, verdict.answer, event.done, 0, self.epoch, 0, b"", self.log_end))
 
     def _position(self, event: Append, answer: Appended, size: int) -> Ready:
-        self.log_end = LogPoint(self.log_end.offset, self.log_end.note + 1)
+        pieces = note_pieces(event.note.data) if event.note is not None and self.notes_in_log else 0
+        self.log_end = LogPoint(self.log_end.offset, self.log_end.note + pieces + 1)
         item = Pending(
             None, answer, event.done, size, self.epoch, event.slot, event.annotation, self.log_end, note=event.note
         )  # fmt: skip

@@ -46,7 +46,6 @@ from region.log.recovery import EPOCHS_NAME, Recovered, encode_epochs, recover
 from region.log.retention import segment_age_ms
 from region.log.segment import (
     Head,
-    Kind,
     SegmentHeader,
     ShardIdentity,
     encode_entry_header,
@@ -80,6 +79,8 @@ class DiskLog:
         self.identity = identity
         self.report = recovered.report
         self.annotations = recovered.annotations
+        self._note_is_open = False
+        """whether the last entry written is a piece of a note"""
         self._files = files
         self.limits = limits
         """When a segment is closed."""
@@ -242,7 +243,7 @@ class DiskLog:
             header = batch.header if batch else None
             length = header.total_length if header else 0
             head = encode_entry_header(
-                Kind.BATCH if batch else Kind.POSITION,
+                frame.kind,
                 base_offset=frame.base_offset,
                 leader_epoch=frame.leader_epoch,
                 synced_to=self._written.synced_to,
@@ -276,7 +277,14 @@ class DiskLog:
         active.segment_bytes = position
         active.next_offset, active.end_note = next_offset, note
         for frame in frames:
-            annotate(self.annotations, frame.slot, frame.annotation, alone=frame.batch is None)
+            annotate(
+                self.annotations,
+                frame.slot,
+                frame.annotation,
+                alone=frame.batch is None,
+                is_note=frame.is_note,
+            )
+        self._note_is_open = frames[-1].is_note
 
     def write_frames(self, point: LogPoint, frames: Sequence[Frame], now_ms: int) -> None:
         """Write what `read_frames` gave of another copy of this log, where this one ends: the batches' bytes are not changed, and entries
@@ -323,9 +331,14 @@ class DiskLog:
 
     def _roll_due(self, active: SegmentState, now_ms: int) -> bool:
         # A segment without a batch stays: the next one would have its base offset, and so its name.
-        return active.next_offset > active.base_offset and (
-            active.segment_bytes >= self.limits.segment_bytes_max
-            or self._aged(active, now_ms, self.limits.segment_age_ms)
+        # A note stays with what it is for: retention lets go of both or of none.
+        return (
+            not self._note_is_open
+            and active.next_offset > active.base_offset
+            and (
+                active.segment_bytes >= self.limits.segment_bytes_max
+                or self._aged(active, now_ms, self.limits.segment_age_ms)
+            )
         )
 
     def _aged(self, active: SegmentState, now_ms: int, age_ms: int) -> bool:
@@ -433,6 +446,10 @@ class DiskLog:
         """See LogReader."""
         return self._log_reader.read_frames(point, max_bytes, limit)
 
+    def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
+        """See LogReader."""
+        return self._log_reader.read_notes(offset, self.end_point, wanted)
+
     def offset_for_time(self, time_ms: int, limit: int) -> int:
         """See LogReader."""
         return self._log_reader.offset_for_time(time_ms, limit)
@@ -476,7 +493,7 @@ class DiskLog:
 
     def trim(self, offset: int, now_ms: int) -> int:
         """Delete the segments that end at or below `offset`, the active one rolled before where it begins below; how many."""
-        if self._segments.active.base_offset < offset:
+        if self._segments.active.base_offset < offset and not self._note_is_open:
             self.roll(now_ms)
         count = sum(one.next_offset <= offset for one in self._segments.now[:-1])
         if count:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from felix.batch import Batch, BatchHeader, body_checksum
-from region.log.segment import ANNOTATION_BYTES_MAX
+from region.log.segment import NOTE_PIECE_BYTES_MAX, Kind, beside_bytes_max
 
 
 class Frame(NamedTuple):
     """What `write` puts into the file as one entry, and what is the same on every copy of a log. The batch, if any, is sealed and
     carries its final header.
 
-    Without batch and annotation it frees the slot.
+    Without batch and annotation it frees the slot. `is_note`: the annotation is a piece of a note, which the next frame that is none has.
     """
 
     batch: Batch | None
@@ -20,6 +20,27 @@ class Frame(NamedTuple):
     leader_epoch: int
     slot: int = 0
     annotation: bytes = b""
+    is_note: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """Of its entry."""
+        if self.is_note:
+            return Kind.NOTE
+        return Kind.POSITION if self.batch is None else Kind.BATCH
+
+
+def note_pieces(data: bytes) -> int:
+    """In how many entries a note stands."""
+    return -(-len(data) // NOTE_PIECE_BYTES_MAX)
+
+
+def note_frames(data: bytes, base_offset: int, leader_epoch: int) -> list[Frame]:
+    """A note in pieces, to stand before what it is for."""
+    return [
+        Frame(None, base_offset, leader_epoch, annotation=data[at : at + NOTE_PIECE_BYTES_MAX], is_note=True)
+        for at in range(0, len(data), NOTE_PIECE_BYTES_MAX)
+    ]
 
 
 class SealedBatch(NamedTuple):
@@ -33,7 +54,7 @@ def misfit(frame: Frame, offset: int, shard: int) -> str:
     """Why a frame of another copy cannot stand at `offset` of this shard; empty where it can."""
     if frame.base_offset != offset:
         return "they do not follow each other"
-    if len(frame.annotation) > ANNOTATION_BYTES_MAX:
+    if len(frame.annotation) > beside_bytes_max(frame.kind):
         return f"its annotation has {len(frame.annotation)} bytes"
     if frame.batch is None:
         return ""

@@ -7,7 +7,9 @@ there are now.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from region.log.errors import OffsetOutOfRangeError, compacted
 from region.log.frame import Frame, SealedBatch
@@ -15,6 +17,9 @@ from region.log.point import LogPoint
 from region.log.segment_list import SegmentList, base_offset, base_point
 from region.log.segment_reader import SegmentReader
 from region.log.segment_scan import damaged
+
+NOTES_READ_BYTES: Final = 1 << 20
+"""Read at a time where notes are looked for."""
 
 
 class LogReader:
@@ -89,6 +94,27 @@ class LogReader:
             except FileNotFoundError:
                 if self._segments.now is segments:
                     raise damaged(segment.path, 0, point.offset, "the file is gone") from None
+
+    def read_notes(self, offset: int, limit: LogPoint, wanted: Callable[[bytes], bool]) -> list[bytes]:
+        """The notes that stand in the log before what was appended at `offset`, in order, of those that are `wanted`. Raises as `read_frames` does."""
+        first = self._segments.now[0].base_point
+        if offset < first.offset:
+            raise OffsetOutOfRangeError(offset, first.offset, limit.offset)
+        point = max(LogPoint(offset), first)
+        notes, pieces = list[bytes](), list[bytes]()
+        while point < limit:
+            for frame in self.read_frames(point, NOTES_READ_BYTES, limit):
+                if frame.is_note:
+                    pieces.append(frame.annotation)
+                elif pieces:
+                    note = b"".join(pieces)
+                    pieces.clear()
+                    if wanted(note):
+                        notes.append(note)
+                if frame.batch is not None:
+                    return notes
+                point = LogPoint(point.offset, point.note + 1)
+        return notes
 
     def offset_for_time(self, time_ms: int, limit: int) -> int:
         """Base offset of the first batch below `limit` appended at or after `time_ms`; `limit` where there is none."""

@@ -388,7 +388,13 @@ class _Recovery:
                 for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=True):
                     self.visit(index, path, entry, counter)
                     evidence = max(evidence, entry.synced_to)
-                    annotate(annotations, entry.slot, entry.annotation, alone=entry.header is None)
+                    annotate(
+                        annotations,
+                        entry.slot,
+                        entry.annotation,
+                        alone=entry.header is None,
+                        is_note=entry.is_note,
+                    )
             except EntryDamagedError as error:
                 stopped = error
             position, offset = index.segment_bytes, index.next_offset

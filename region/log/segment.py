@@ -22,7 +22,7 @@ were in force then. Version 1, of Felix 0.1, says neither.
 Entry: a header of 48 bytes, then the annotation, then the batch (felix.batch, sealed where the stream is)::
 
     0  magic "FE"         2     16 base_offset           8   of the batch; without one, the next offset
-    2  kind               1     24 synced_to             8   bytes of this file known to be on disk then
+    2  kind (1, 2, 3)     1     24 synced_to             8   bytes of this file known to be on disk then
     3  reserved           1     32 slot                  8   whose annotation it is, chosen by the caller
     4  annotation length  2     40 checksum              8   seeded with the salt, of 0..40 and annotation
     6  reserved           2     48 annotation, batch
@@ -52,6 +52,8 @@ SEGMENT_SUFFIX: Final = ".seg"
 ENTRY_HEADER_BYTES: Final = 48
 ANNOTATION_BYTES_MAX: Final = 1_024
 """A source position with its ids fits many times; entries stay small enough to carry over at every roll."""
+NOTE_PIECE_BYTES_MAX: Final = 60_000
+"""Of a note: a longer one stands in several entries. The length field has 16 bits, and an entry without a batch stays small."""
 ANNOTATION_SLOTS_MAX: Final = 384
 """Every roll carries all annotations over: 384 of them stay under 420 KB."""
 COMMITMENT_BYTES_MAX: Final = 256
@@ -80,6 +82,9 @@ class Kind(IntEnum):
     BATCH = 1
     POSITION = 2
     """An annotation alone: it takes no offset. Without bytes it frees its slot."""
+    NOTE = 3
+    """A piece of a note (region.log.ahead), in the place of an annotation: it takes no offset, belongs to the next entry of another kind,
+    and is no slot's. Only logs that have copies hold any."""
 
 
 class ShardIdentity(NamedTuple):
@@ -210,13 +215,18 @@ def encode_entry_header(
     salt: int,
 ) -> bytes:
     """Entry header and annotation; the batch's own bytes follow it in the file."""
-    assert len(annotation) <= ANNOTATION_BYTES_MAX
+    assert len(annotation) <= beside_bytes_max(kind)
     assert (batch_length > 0) == (kind is Kind.BATCH)
     head = _ENTRY.pack(
         _ENTRY_MAGIC, kind, 0, len(annotation), 0, batch_length, leader_epoch, base_offset, synced_to, slot
     )
     checksum = xxhash.xxh3_64_intdigest(head + annotation if annotation else head, seed=salt)
     return b"".join((head, _CHECKSUM.pack(checksum), annotation))
+
+
+def beside_bytes_max(kind: int) -> int:
+    """The most bytes that an entry of this kind has beside its batch: an annotation, or a piece of a note."""
+    return NOTE_PIECE_BYTES_MAX if kind == Kind.NOTE else ANNOTATION_BYTES_MAX
 
 
 class SegmentEntry(NamedTuple):
@@ -230,6 +240,8 @@ class SegmentEntry(NamedTuple):
     slot: int
     annotation: bytes
     header: BatchHeader | None
+    is_note: bool = False
+    """`annotation` is a piece of a note."""
 
     @property
     def end(self) -> int:
@@ -259,7 +271,7 @@ def decode_entry(
     )
     if magic != _ENTRY_MAGIC:
         raise EntryDamagedError(f"{magic!r} stands where an entry begins with {_ENTRY_MAGIC!r}")
-    if annotation_length > ANNOTATION_BYTES_MAX or batch_length > BATCH_BYTES_MAX or zero or also_zero:
+    if annotation_length > beside_bytes_max(kind) or batch_length > BATCH_BYTES_MAX or zero or also_zero:
         raise EntryDamagedError("its lengths are over their limits")
     head_length = ENTRY_HEADER_BYTES + annotation_length
     length = head_length + batch_length
@@ -272,10 +284,12 @@ def decode_entry(
     if xxhash.xxh3_64_intdigest(head + annotation if annotation else head, seed=salt) != checksum:
         raise EntryDamagedError("the entry header's checksum does not hold")
     position = at + index
-    if kind == Kind.POSITION:
+    if kind in (Kind.POSITION, Kind.NOTE):
         if batch_length:
             raise EntryDamagedError("an entry without a batch states a batch length")
-        return SegmentEntry(position, length, base_offset, epoch, synced_to, slot, annotation, None)
+        return SegmentEntry(
+            position, length, base_offset, epoch, synced_to, slot, annotation, None, kind == Kind.NOTE
+        )
     if kind != Kind.BATCH or batch_length < HEADER_BYTES:
         raise EntryDamagedError(f"an entry of kind {kind} with a batch of {batch_length} bytes")
     if available < head_length + HEADER_BYTES:

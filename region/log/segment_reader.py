@@ -161,7 +161,14 @@ class SegmentReader:
                     header = entry.header
                     batch = Batch(header, data[entry.length - header.body_length :]) if header else None
                     found.append(
-                        Frame(batch, entry.base_offset, entry.leader_epoch, entry.slot, entry.annotation)
+                        Frame(
+                            batch,
+                            entry.base_offset,
+                            entry.leader_epoch,
+                            entry.slot,
+                            entry.annotation,
+                            entry.is_note,
+                        )
                     )
                     size += entry.length
                 reached = counter.point
@@ -265,7 +272,9 @@ class SegmentReader:
                     )
                 else:
                     index.add_position(entry.end)
-                annotate(annotations, entry.slot, entry.annotation, alone=header is None)
+                annotate(
+                    annotations, entry.slot, entry.annotation, alone=header is None, is_note=entry.is_note
+                )
         except EntryDamagedError as error:
             raise damaged(segment.path, index.segment_bytes, index.next_offset, str(error)) from error
         finally:

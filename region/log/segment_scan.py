@@ -22,8 +22,12 @@ WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX
 """Read at once while scanning: a few of the largest entries, so memory stays bounded whatever a segment holds."""
 
 
-def annotate(annotations: dict[int, bytes], slot: int, annotation: bytes, *, alone: bool) -> None:
-    """Let an entry's annotation count. An entry that stands `alone`, without a batch, and has no bytes frees its slot."""
+def annotate(
+    annotations: dict[int, bytes], slot: int, annotation: bytes, *, alone: bool, is_note: bool = False
+) -> None:
+    """Let an entry's annotation count. An entry that stands `alone`, without a batch, and has no bytes frees its slot. A note is no annotation."""
+    if is_note:
+        return
     if annotation:
         annotations[slot] = annotation
     elif alone:

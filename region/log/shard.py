@@ -44,7 +44,7 @@ from region.log.disk import DiskLog
 from region.log.disk_reader import DiskReader
 from region.log.epochs import EpochHistory, next_epoch
 from region.log.errors import OffsetOutOfRangeError, StorageFailedError, storage_error
-from region.log.frame import Frame, SealedBatch
+from region.log.frame import Frame, SealedBatch, note_frames
 from region.log.group_commit import GroupCommit
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
 from region.log.message_ids import Identified, MessageIds, identified
@@ -311,6 +311,7 @@ class ShardLog:
             self._plain_entry,
             producers=recovered.producers,
             commit=commit,
+            notes_in_log=self._copies is not None,
         )
         self._core.annotations = dict(disk.annotations)
         self._core.epoch = recovered.epochs.current
@@ -551,6 +552,15 @@ class ShardLog:
         found, self._notes_found = self._notes_found, []
         return found
 
+    async def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
+        """The notes in the log before what was appended at `offset`, in order, of those that are `wanted`, asked in another thread; of a log that
+        has copies. None of what retention let go of. Raises CorruptionError, RequestError(UNSUPPORTED) where the place was compacted."""
+        assert self._disk is not None
+        try:
+            return await self._loop.run_in_executor(self._read_pool, self._disk.read_notes, offset, wanted)
+        except OffsetOutOfRangeError:
+            return []
+
     async def clear_notes(self) -> None:
         """What `take_notes_found` gave is done."""
         if self._ahead is not None:
@@ -657,7 +667,7 @@ class ShardLog:
             disk, ahead = self._disk, self._ahead
             assert disk is not None and ahead is not None
             notes = [item.note for item in group if item.note]
-            if notes:
+            if notes and self._copies is None:
                 ahead.write(notes)
             frames = []
             for item in group:
@@ -668,6 +678,9 @@ class ShardLog:
                     sealed = None
                 else:
                     continue
+                if item.note is not None and self._copies is not None:
+                    # Whoever leads next has it where it has what it is for.
+                    frames += note_frames(item.note.data, item.answer.base_offset, item.epoch)
                 frames.append(Frame(sealed, item.answer.base_offset, item.epoch, item.slot, item.annotation))
             if not frames:
                 return 0

@@ -15,7 +15,7 @@ then, by kind::
     FOLLOW   folder 16, logs u8, each: log u32, start point, end point, complete u8, starts u16, each: epoch u32, election 8, point
     PLACED   logs u8, each: log u32, action u8, point, start point
     APPEND   log u32, prev point, prev epoch u32, commit point, start point, starts u16, each as above, then frames to the end:
-             kind u8, zero u8, annotation u16, batch length u32, epoch u32, base offset u64, slot u64, annotation, batch
+             kind u8 (as in a segment), zero u8, annotation u16, batch length u32, epoch u32, base offset u64, slot u64, annotation, batch
     COMMIT   log u32, commit point
     DURABLE  log u32, point, status u8
     ORIGIN_ASKED  log u32
@@ -47,7 +47,8 @@ from region.log.epochs import EPOCHS_MAX
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
 from region.log.producers import SNAPSHOT_BYTES_LEAST
-from region.log.segment import ANNOTATION_BYTES_MAX
+from region.log.segment import Kind as EntryKind
+from region.log.segment import beside_bytes_max
 from region.replication.history import STARTS_MAX, EpochStart
 from region.replication.leader import APPEND_BYTES_MAX
 from region.replication.messages import (
@@ -157,7 +158,6 @@ _ACTIONS: Final = (Action.APPEND, Action.COPY, Action.OLDER)
 _STATUSES: Final = (Status.OK, Status.STALE, Status.FAILED)
 _ACTION_NUMBERS: Final = {action: number for number, action in enumerate(_ACTIONS)}
 _STATUS_NUMBERS: Final = {status: number for number, status in enumerate(_STATUSES)}
-_BATCH_ENTRY, _POSITION_ENTRY = 1, 2
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -362,10 +362,15 @@ def _append_pieces(head: bytes, message: Append) -> list[Buffer]:
         assert isinstance(entry, LogFrame)
         batch = entry.batch
         length = batch.header.total_length if batch else 0
-        kind = _BATCH_ENTRY if batch else _POSITION_ENTRY
         pieces.append(
             _ENTRY.pack(
-                kind, 0, len(entry.annotation), length, entry.leader_epoch, entry.base_offset, entry.slot
+                entry.kind,
+                0,
+                len(entry.annotation),
+                length,
+                entry.leader_epoch,
+                entry.base_offset,
+                entry.slot,
             )
         )
         if entry.annotation:
@@ -576,13 +581,13 @@ def _decode_append(reader: _Reader, epoch: int, election: str, registration: int
 
 def _decode_entry(reader: _Reader) -> LogFrame:
     kind, zero, annotation_length, length, epoch, base_offset, slot = reader.take(_ENTRY)
-    if zero or kind != (_BATCH_ENTRY if length else _POSITION_ENTRY):
+    if zero or kind not in ((EntryKind.BATCH,) if length else (EntryKind.POSITION, EntryKind.NOTE)):
         raise _malformed(f"a frame of kind {kind}")
-    if annotation_length > ANNOTATION_BYTES_MAX:
+    if annotation_length > beside_bytes_max(kind):
         raise _malformed(f"an annotation of {annotation_length} bytes")
     annotation = bytes(reader.bytes(annotation_length))
     if not length:
-        return LogFrame(None, base_offset, epoch, slot, annotation)
+        return LogFrame(None, base_offset, epoch, slot, annotation, kind == EntryKind.NOTE)
     data = reader.bytes(length)
     try:
         header = decode_header(data)

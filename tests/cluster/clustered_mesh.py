@@ -66,20 +66,20 @@ class ClusteredMesh(Mesh):
 
 @asynccontextmanager
 async def two_clusters(
-    home: Path, count: int = 2, *, lease_ms: int = LEASE_MS
+    home: Path, count: int = 2, *, source: int = 0, lease_ms: int = LEASE_MS
 ) -> AsyncIterator[ClusteredMesh]:
-    """Both regions' brokers up, policies in force."""
+    """Both regions' brokers up, policies in force. `source`: brokers of the source, if not as many."""
     mesh = ClusteredMesh.make(home)
     (home / "etcd-us").mkdir()
     (home / "etcd-eu").mkdir()
     with running_etcd(home / "etcd-us") as us, running_etcd(home / "etcd-eu") as eu:
-        for region, etcd in (("us-east", us), ("eu-west", eu)):
+        for region, etcd, brokers in (("us-east", us, source or count), ("eu-west", eu, count)):
             mesh.clusters[region] = ClusteredRegion(
-                home, etcd, count, lease_ms=lease_ms, folder=mesh.folder(region)
+                home, etcd, brokers, lease_ms=lease_ms, folder=mesh.folder(region)
             )
         try:
             for cluster in mesh.clusters.values():
-                await cluster.start(*(f"b{number}" for number in range(1, count + 1)))
+                await cluster.start(*cluster.names)
             for region in POLICIES:
                 await mesh.enact_policies_of(region)
             yield mesh

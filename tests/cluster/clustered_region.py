@@ -52,6 +52,7 @@ class ClusteredRegion:
             cluster=ClusterConfig(brokers=brokers, lease=Duration(lease_ms)),
         )
         self.nodes: dict[str, Node] = {}
+        self.names = tuple(broker.id for broker in brokers)
 
     async def start(self, *names: str) -> None:
         """Start brokers, one after the other."""

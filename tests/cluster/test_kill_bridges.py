@@ -1,7 +1,7 @@
 """A bridge between two regions of several brokers, all of them processes: every broker of both regions and the agent are killed while it carries.
 What was published arrives once and in order, and the logs of both regions say so to the record.
 
-FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how often all of them are killed; there the source stream has three copies, else one.
+FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how often all of them are killed; there the stream has three copies in both regions, else one.
 """
 
 from __future__ import annotations
@@ -50,6 +50,8 @@ async def test_brokers_of_both_regions_and_the_agent_are_killed_and_every_record
             async with mesh.operator(region) as client:
                 await client.create_stream("acme/ops/first")
         await mesh.create(replicas=COPIES)
+        async with mesh.operator("eu-west") as client:
+            await client.create_stream(STREAM, replicas=COPIES)
         await mesh.grant()
         agent = await mesh.child()
         published = 0
@@ -62,7 +64,8 @@ async def test_brokers_of_both_regions_and_the_agent_are_killed_and_every_record
 
             await carry_on()
             await until(lambda: arrived(mesh, STEP), "the first records at the destination")
-            faults = [(folder, name) for name in ("b2", "b1") for folder in (us, eu)]
+            names = [f"b{number}" for number in range(BROKERS, 0, -1)]
+            faults = [(folder, name) for name in names for folder in (us, eu)]
             for _ in range(max(1, ROUNDS)):
                 for folder, name in faults:
                     carrying = asyncio.ensure_future(carry_on())

@@ -21,7 +21,7 @@ from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.errors import OffsetOutOfRangeError
-from region.log.frame import Frame
+from region.log.frame import Frame, note_frames, note_pieces
 from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable, Remembered
@@ -84,11 +84,13 @@ class Leader:
     def frame(self, offset: int) -> Frame:
         random = self.random
         slot, annotation = random.randrange(3), random.randbytes(random.randrange(1, 30))
-        kind = random.randrange(6)
+        kind = random.randrange(7)
         if kind == 0:
             return Frame(None, offset, self.epoch, slot, annotation)
         if kind == 1:
             return Frame(None, offset, self.epoch, slot)
+        if kind == 6:
+            return Frame(None, offset, self.epoch, annotation=annotation, is_note=True)
         producer = random.randrange(3)
         sequence = self.sequences.get(producer, 0)
         batch = placed(
@@ -280,6 +282,55 @@ def test_a_segment_that_does_not_follow_the_positions_before_it_is_found(tmp_pat
     assert found.what == "it begins behind 1 positions, but 2 stand before it"
 
 
+@pytest.mark.parametrize("records", [0, 2])
+def test_a_note_is_read_whole_beside_what_it_is_for_and_no_slot_has_it(tmp_path: Path, records: int) -> None:
+    long, short = bytes(range(251)) * 600, b"short"
+    log = open_disk(tmp_path / "log")
+    append(log, batch_of(b"before"))
+    log.write([Frame(None, 1, 0, 0, b"@")], 1_000)
+    batch = placed(batch_of(*[b"it"] * records), 1) if records else None
+    for note in (short, long):
+        pieces = note_frames(note, 1, 0)
+        assert len(pieces) == note_pieces(note)
+        for piece in pieces:
+            log.write([piece], 1_000)
+        log.write(
+            [Frame(None, 1, 0, 7, note[:9]) if note is short else Frame(batch, 1, 0, 8, note[:9])], 1_000
+        )
+    append(log, batch_of(b"behind"))
+    assert log.annotations == {0: b"@", 7: b"short", 8: long[:9]}
+    copy = open_disk(tmp_path / "copy")
+    while frames := log.read_frames(copy.end_point, 100_000, log.end_point):
+        copy.write_frames(copy.end_point, frames, 1_000)
+    for each in (log, copy):
+        each.close()
+    for folder in (log.folder, copy.folder):
+        assert verify_shard(folder, IDENTITY).findings == []
+        again = open_disk(folder)
+        assert again.annotations == log.annotations
+        assert again.read_notes(1, lambda note: True) == [short, long]
+        assert again.read_notes(1, lambda note: note == long) == [long]
+        assert again.read_notes(0, lambda note: True) == []
+        again.close()
+
+
+def test_a_segment_is_not_ended_between_a_note_and_what_it_is_for(tmp_path: Path) -> None:
+    log = open_disk(tmp_path, limits=SegmentLimits(segment_bytes_max=100))
+    append(log, batch_of(b"before"))
+    log.write(note_frames(b"n", 1, 0), 1_000)
+    log.write([Frame(placed(batch_of(b"it"), 1), 1, 0)], 1_000)
+    append(log, batch_of(b"behind"))
+    log.trim(2, 1_000)
+    assert log.start_offset == 2
+    with pytest.raises(OffsetOutOfRangeError):
+        log.read_notes(1, lambda note: True)
+    log.close()
+    bounds = [
+        decode_segment_header(path.read_bytes())[0].base_offset for path in sorted(tmp_path.glob("*.seg"))
+    ]
+    assert bounds == [2]
+
+
 def test_frames_are_taken_only_where_the_log_ends_and_of_no_older_leader(tmp_path: Path) -> None:
     log = open_disk(tmp_path)
     first = Frame(placed(batch_of(b"1"), 0, epoch=2), 0, 2)
@@ -303,6 +354,7 @@ def test_frames_are_taken_only_where_the_log_ends_and_of_no_older_leader(tmp_pat
         second._replace(batch=torn),
         second._replace(leader_epoch=3),
         second._replace(annotation=bytes(1_025)),
+        Frame(None, 1, 2, annotation=bytes(60_001), is_note=True),
         Frame(Batch(second.batch.header._replace(shard=9), second.batch.body), 1, 2),
     ):
         assert refused(end, wrong) is Code.BATCH_MALFORMED

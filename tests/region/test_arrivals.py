@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,10 @@ from audit.checkpoint import note_size
 from audit.leaf import Kind, Leaf, encode_for_log, read_header
 from audit.tile import read_entries
 from audit.trail import Trail, TrailStatus
-from felix.errors import Code, UnavailableError
+from felix.errors import Code, CorruptionError, UnavailableError
+from felix.names import SpiffeId
 from region.arrival_index import ArrivalIndex
-from region.arrivals import LeafQueue, encode_arrival, settle
+from region.arrivals import LeafQueue, decode_arrival, encode_arrival, settle
 from region.grant_meter import GrantMeter
 from region.link_slot import Landed, LinkRecord, Position, link_slot
 from region.log.ahead import Note
@@ -30,13 +31,21 @@ SLOT = link_slot("us-east", STREAM, 0)
 class Shard:
     """What `settle` asks of a shard: its notes, and the link's record."""
 
-    identity = SimpleNamespace(stream=STREAM, shard=0)
+    has_copies = False
 
     def __init__(self, landed: Landed, live: bytes, *notes: bytes) -> None:
         record = LinkRecord("us-east", STREAM, live, live, 0, 1, 9, Position(9, (landed,)))
         self.annotations = {SLOT: record.encode()}
         self.notes = [Note(number, data) for number, data in enumerate(notes)]
+        self.identity = SimpleNamespace(region="eu-west", stream=STREAM, shard=0)
+        self.log: list[bytes] = []
+        """the notes in the log of one with copies"""
         self.fails = 0
+
+    async def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
+        return [
+            data for data in self.log if decode_arrival(data).landed.base_offset == offset and wanted(data)
+        ]
 
     def take_notes_found(self) -> list[Note]:
         return self.notes
@@ -68,7 +77,7 @@ def note(landed: Landed, leaves: list[Leaf], *, durable: int = 0, accepted: int 
 
 async def settled(shard: Shard, trail: Trail) -> int:
     held: Any = shard
-    return await settle(held, ArrivalIndex(trail), meter)
+    return await settle(held, ArrivalIndex(trail), meter, SpiffeId("eu-west", "acme", "broker", "b1"))
 
 
 async def meter(grant: str) -> GrantMeter:
@@ -110,6 +119,31 @@ async def test_a_note_that_was_refused_is_none_of_what_landed_in_its_place(trail
     await trail.append(leaves)
     assert await settled(Shard(landed, header.incarnation, refused), trail) == 0
     assert arrived(trail) == [0]
+
+
+async def test_a_leader_that_is_elected_writes_the_leaves_that_its_copys_notes_have_and_the_log_lacks(
+    trail: Trail,
+) -> None:
+    link = Link()
+    ranges = [delivery(link) for _ in range(3)]
+    await trail.append(ranges[0][1])
+    live = ranges[0][1][0].header.incarnation
+    shard = Shard(ranges[-1][0], live)
+    shard.has_copies, shard.log = True, [note(landed, leaves) for landed, leaves in ranges]
+    position = Position(9, tuple(landed for landed, _ in ranges))
+    shard.annotations[SLOT] = LinkRecord("us-east", STREAM, live, live, 0, 1, 9, position).encode()
+    assert await settled(shard, trail) == 2
+    assert arrived(trail) == [0, 3, 6]
+    shard.log = []
+    assert await settled(shard, trail) == 0, "whose leaves stand needs no note"
+
+
+async def test_a_copy_that_has_a_range_and_neither_its_leaf_nor_its_note_is_not_served(trail: Trail) -> None:
+    landed, leaves = delivery(Link())
+    shard = Shard(landed, leaves[0].header.incarnation)
+    shard.has_copies = True
+    with pytest.raises(CorruptionError, match="neither its leaf nor the note"):
+        await settled(shard, trail)
 
 
 async def test_leaves_that_wait_are_bounded_and_all_come_in_the_end(

@@ -46,7 +46,9 @@ from region.remote_audit import (
     LeavesAppended,
     LeavesStand,
     NumberTold,
+    PassedTold,
     RemoteAudit,
+    StreamsPassed,
 )
 from region.replication.wire import Answered, Asked
 
@@ -108,13 +110,24 @@ class Region:
         self.trail = Trail.open(folder / "audit", log_signer(INGRESS_ORIGIN))
         self.logged = DocumentLog.open(self.trail, folder / "logged")
         self.brokers = {"b1": "here", "b2": "there"}
+        self.copied: dict[StreamName, str] = {}
+        self.told: dict[str, PassedTold] = {}
         self.leaves = HomeLeaves(
-            "b1", lambda: self.brokers, lambda broker: iter((ARRIVES,)), lambda broker: self.wire.up
+            "b1",
+            lambda: self.brokers,
+            lambda broker: iter((ARRIVES,)),
+            lambda broker: self.wire.up,
+            lambda: self.copied,
+            self.passed,
         )
         self.server = AuditServer(
             "eu-west", self.wire.ends["b1"], self.trail, ArrivalIndex(self.trail), self.logged, self.leaves
         )
         self.remote = RemoteAudit("eu-west", self.wire.ends["b2"], lambda: "b1")
+
+    async def passed(self, broker: str, asked: StreamsPassed) -> PassedTold:
+        """What a leader says of its streams with copies."""
+        return self.told[broker]
 
     def arrived(self) -> list[int]:
         """The first source offset of each range in the log."""
@@ -315,6 +328,75 @@ async def test_what_a_process_asked_for_that_is_gone_is_told_to_the_one_after_it
     assert await below == 3 * len(groups)
     monkeypatch.undo()
     await after.close()
+
+
+async def test_a_documents_leaf_waits_for_streams_with_copies_until_who_leads_one_has_let_pass_what_it_stops(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its leader is gone, the next one has not yet written the leaves of what that had taken, and then has."""
+    monkeypatch.setattr(remote_audit, "AGAIN_S", 0.001)
+    monkeypatch.setattr(remote_audit, "SILENT_S", 0.0)
+    region.brokers.pop("b2")
+    region.copied = {ARRIVES: "", StreamName.parse("acme/ops/else"): ""}
+    waiting = asyncio.ensure_future(
+        region.leaves.all_passed(b"d" * 32, lambda name: name == ARRIVES, lambda: True)
+    )
+    await until(lambda: f"waits for {ARRIVES}" in caplog.text, "the sentence about it")
+    region.told["b3"] = PassedTold(known=True, streams=[])
+    region.copied[ARRIVES] = "b3"
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    region.told["b3"] = PassedTold(known=True, streams=[str(ARRIVES)])
+    await waiting
+
+
+async def test_a_documents_leaf_does_not_wait_for_a_stream_that_is_deleted_or_whose_leader_never_saw_it(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_audit, "AGAIN_S", 0.001)
+    region.brokers.pop("b2")
+    region.copied = {ARRIVES: ""}
+    waiting = asyncio.ensure_future(region.leaves.all_passed(b"d" * 32, lambda name: True, lambda: False))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    region.copied.clear()
+    await waiting
+    monkeypatch.setattr(remote_audit, "SILENT_S", 0.0)
+    region.copied, region.told = {ARRIVES: "b3"}, {"b3": PassedTold(known=False, streams=[])}
+    await region.leaves.all_passed(b"d" * 32, lambda name: True, lambda: False)
+
+
+async def test_two_leaders_that_bring_one_range_at_once_leave_one_leaf(region: Region) -> None:
+    """The one of before had it committed, and does not know yet that another one leads: the new one writes what it finds without a leaf. The old one may
+    know of a longer log than its range."""
+    said: list[int] = []
+    leaves, later = ranges(2)
+    data = [leaf.data for leaf in leaves]
+    region.remote.append_nowait(leaves, lambda index, error: said.append(index))
+    serve = region.server._append
+    answers = await asyncio.gather(
+        serve("b2", AppendLeaves([data], 0, again=False)),
+        serve("b3", AppendLeaves([data], 0, again=True)),
+        serve("b4", AppendLeaves([data, [leaf.data for leaf in later]], 0, again=False)),
+    )
+    assert [answer.indexes[0] for answer in answers] == [0, 0, 0]
+    late = await serve("b2", AppendLeaves([data], answers[-1].size, again=False))
+    assert (late.indexes, late.missing) == ([0], [])
+    region.server.append_nowait(leaves, lambda index, error: said.append(index))
+    await until(lambda: said == [0, 0], "the index that it has")
+    assert len(region.arrived()) == 2
+
+
+async def test_what_the_broker_with_the_log_led_itself_and_another_settles_leaves_one_leaf(
+    region: Region,
+) -> None:
+    said: list[int] = []
+    (leaves,) = ranges(1)
+    region.server.append_nowait(leaves, lambda index, error: said.append(index), asyncio.get_running_loop())
+    answer = await region.server._append("b3", AppendLeaves([[leaf.data for leaf in leaves]], 0, again=True))
+    assert (answer.indexes, said) == ([0], [0])
+    assert len(region.arrived()) == 1
 
 
 async def test_a_leaf_does_not_wait_for_ever_for_a_broker_that_never_saw_the_document(

@@ -1,0 +1,149 @@
+"""A destination stream with several copies, on real brokers in this process: whatever step of a range its leader is lost at, each record arrives once,
+is read by nobody before its leaf stands, and both logs say the same. `make test-long` loses it at every step."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bridge_mesh import STREAM, flight, until
+from cluster.clustered_mesh import ClusteredMesh, two_clusters
+from long_runs import IS_LONG, count
+
+from audit.leaf import Kind
+from region.ingest import IngestStream
+from region.log.disk import DiskLog
+from region.log.frame import Frame
+from region.log.shard import ShardLog
+from region.remote_audit import RemoteArrivals
+
+pytestmark = pytest.mark.etcd
+STEP = 40
+"""Records that are published for each step."""
+LEASE_MS = 2_000
+
+
+class Steps:
+    """Ranges of the leader of now are held at a step, until it is lost."""
+
+    def __init__(self, mesh: ClusteredMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mesh, self.monkeypatch, self.published = mesh, monkeypatch, 0
+
+    async def publish(self) -> None:
+        await self.mesh.publish([flight(self.published + number) for number in range(STEP)], batch=10)
+        self.published += STEP
+
+    def all_in_sync(self) -> bool:
+        """Also of the audit log."""
+        cluster = self.mesh.clusters["eu-west"]
+        return not any(
+            cluster.clustered(name).alarms(hosted.record for hosted in node.broker.streams)
+            for name, node in cluster.nodes.items()
+        )
+
+    async def lose(self, hold: Callable[[pytest.MonkeyPatch, asyncio.Event], None]) -> None:
+        """Hold what comes now at a step, and stop the leader there; what was published has crossed in the end."""
+        cluster, held = self.mesh.clusters["eu-west"], asyncio.Event()
+        leader = self.mesh.leader("eu-west")
+        with self.monkeypatch.context() as patch:
+            hold(patch, held)
+            await self.publish()
+            await asyncio.wait_for(held.wait(), 60)
+            await cluster.stop(leader)
+        await self.mesh.crossed(self.published)
+        assert self.mesh.leader("eu-west") != leader
+        await cluster.start(leader)
+        await until(self.all_in_sync, "all copies in sync")
+
+    def before_the_copies(self, patch: pytest.MonkeyPatch, held: asyncio.Event) -> None:
+        """The records and their note are on the leader's disk alone."""
+        (shard,) = self.mesh.led("eu-west")
+        loop = asyncio.get_running_loop()
+
+        def write(log: ShardLog, disk: DiskLog, frames: list[Frame], copies: Any) -> int:
+            if log is not shard:
+                return original(log, disk, frames, copies)
+            disk.write(frames, 1)
+            loop.call_soon_threadsafe(held.set)
+            return 0
+
+        original: Any = ShardLog._write_here
+        patch.setattr(ShardLog, "_write_here", write)
+
+    def before_the_leaf(self, patch: pytest.MonkeyPatch, held: asyncio.Event) -> None:
+        """The records are committed, their leaf waits."""
+        self._hold(patch, held, "_log")
+
+    def before_the_receipt(self, patch: pytest.MonkeyPatch, held: asyncio.Event) -> None:
+        """The leaf stands, and nobody was told."""
+        self._hold(patch, held, "_logged")
+
+    def _hold(self, patch: pytest.MonkeyPatch, held: asyncio.Event, step: str) -> None:
+        leader, original = self.mesh.leader("eu-west"), getattr(IngestStream, step)
+
+        def hold(stream: IngestStream, *what: Any) -> None:
+            if stream._service.broker.broker_id == leader:
+                held.set()
+            else:
+                original(stream, *what)
+
+        patch.setattr(IngestStream, step, hold)
+
+
+async def test_each_record_arrives_once_and_with_its_leaf_whatever_step_its_leader_is_lost_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_clusters(tmp_path, 3, source=1, lease_ms=LEASE_MS) as mesh:
+        await mesh.create()
+        async with mesh.operator("eu-west") as client:
+            made = await client.create_stream(STREAM, replicas=3)
+            assert made.replicas == 3
+        await mesh.grant()
+        steps = Steps(mesh, monkeypatch)
+        async with mesh.agent():
+            await steps.publish()
+            await mesh.crossed(STEP)
+            await nobody_reads_before_the_leaf(mesh, steps, monkeypatch)
+            for hold in (steps.before_the_copies, steps.before_the_receipt)[: count(0, 2)]:
+                await steps.lose(hold)
+        if IS_LONG:
+            cluster, leader = mesh.clusters["eu-west"], mesh.leader("eu-west")
+            await cluster.stop(leader)
+            await steps.publish()
+            async with mesh.agent():
+                await mesh.crossed(steps.published)
+            await cluster.start(leader)
+        found = await mesh.read("eu-west", steps.published)
+        assert mesh.numbers(found) == list(range(steps.published)), "each once, and in order"
+
+        def in_the_log() -> bool:
+            acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
+            return sum(header.records for header in acks) >= steps.published
+
+        await until(in_the_log, "a checkpoint over all that arrived")
+    assert mesh.reconcile() == steps.published
+    assert mesh.verify_egress().ok and mesh.verify_ingress().ok
+
+
+async def nobody_reads_before_the_leaf(
+    mesh: ClusteredMesh, steps: Steps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The leader is lost between records and leaf: who leads next serves nobody while it brings the leaf."""
+    asked, goes_on = asyncio.Event(), asyncio.Event()
+    original: Any = RemoteArrivals.append_missing
+
+    async def append_missing(arrivals: RemoteArrivals, *what: Any) -> Any:
+        asked.set()
+        await goes_on.wait()
+        return await original(arrivals, *what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RemoteArrivals, "append_missing", append_missing)
+        losing = asyncio.ensure_future(steps.lose(steps.before_the_leaf))
+        await asyncio.wait_for(asked.wait(), 60)
+        assert mesh.led("eu-west") == [], "it is not served yet"
+        goes_on.set()
+        await losing
