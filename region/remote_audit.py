@@ -59,6 +59,10 @@ DIGESTS_MAX: Final = 1_000
 """Documents of one question."""
 STREAMS_MAX: Final = 1_000
 """Streams of one question."""
+STAND_SHARE: Final = 16
+"""A question is answered once one in so many of its documents has its leaf: answered at each, a thousand documents would be asked for a thousand times."""
+COLLECT_S: Final = 0.05
+"""How often a question about several documents is looked at while their leaves are written."""
 READ_S: Final = 600.0
 """How long an answer may take that is read from the whole log; a link that goes down ends the wait."""
 CLOCK_AHEAD_MS_MAX: Final = 5_000
@@ -145,7 +149,7 @@ class NumberTold(msgspec.Struct, frozen=True, array_like=True):
 
 class AwaitLeaves(PeerRequest, frozen=True, tag="await_leaves"):
     """Which of these documents have their leaf. `passed`: what each of them stops, and was taken before at the asker, has its leaves; then the
-    answer waits for FOLLOW_S. It is refused while one of the leaves is being written: that may stand already."""
+    answer waits for FOLLOW_S at most."""
 
     digests: Annotated[list[_Digest], msgspec.Meta(max_length=DIGESTS_MAX)]
     passed: bool
@@ -166,9 +170,10 @@ class PassedTold(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeavesStand(msgspec.Struct, frozen=True, array_like=True):
-    """The documents that have their leaf."""
+    """The documents that have their leaf, and those whose leaf is being written: it may stand already."""
 
     digests: list[bytes]
+    writing: list[bytes] = []
 
 
 # -- asking --------------------------------------------------------------------------------------------
@@ -457,7 +462,7 @@ class RemoteLeaves:
 
     def __init__(self, home: _Home) -> None:
         self._home = home
-        self._asked: dict[bool, dict[bytes, asyncio.Future[bool]]] = {}
+        self._asked: dict[bool, dict[bytes, asyncio.Future[bool | None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def all_passed(
@@ -468,8 +473,8 @@ class RemoteLeaves:
     def written(self, digest: bytes) -> None:
         """Nothing: nobody told this broker anything."""
 
-    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
-        """Whether a document has its leaf. Waits for the broker that writes it; with `passed`, also for the leaf, for a while. Questions of one
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
+        """Whether a document has its leaf; None while that is being written. Waits for the broker that writes it; with `passed`, also for the leaf, for a while. Questions of one
         moment share a request."""
         loop = asyncio.get_running_loop()
         asked = self._asked.get(passed)
@@ -480,7 +485,7 @@ class RemoteLeaves:
             task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(asked.setdefault(digest, loop.create_future()))
 
-    async def _ask(self, passed: bool, asked: dict[bytes, asyncio.Future[bool]]) -> None:
+    async def _ask(self, passed: bool, asked: dict[bytes, asyncio.Future[bool | None]]) -> None:
         await asyncio.sleep(0)
         if self._asked.get(passed) is asked:
             del self._asked[passed]
@@ -489,10 +494,10 @@ class RemoteLeaves:
             lambda home: self._home.requests.ask(home, request, LeavesStand),
             "which documents have their leaf waits",
         )
-        stand = set(answer.digests)
+        stand, writing = set(answer.digests), set(answer.writing)
         for digest, waiting in asked.items():
             if not waiting.done():
-                waiting.set_result(digest in stand)
+                waiting.set_result(None if digest in writing else digest in stand)
 
     async def close(self) -> None:
         """Ask no more."""
@@ -530,15 +535,24 @@ class HomeLeaves:
         """when each broker asked last for a document's leaf, by the loop's clock"""
         self._news = News()
 
-    def asked(self, digest: bytes, broker: str) -> None:
-        """Another broker has seen the document, and lets pass what it stops."""
-        self._asked.put(digest, (self._asked.use(digest) or {}) | {broker: asyncio.get_running_loop().time()})
-
-    def passed(self, digest: bytes, broker: str) -> None:
-        """At another broker nothing is on its way any more that this document stops."""
+    def heard(self, digests: Iterable[bytes], broker: str, *, passed: bool) -> None:
+        """Another broker has seen these documents, and lets pass what they stop; `passed`: at it nothing is on its way any more that they stop."""
         # What is forgotten for another is said again: whoever asked asks until the leaf stands.
-        self._passed.put(digest, (self._passed.use(digest) or set()) | {broker})
-        self._news.tell()
+        now, is_news = asyncio.get_running_loop().time(), False
+        for digest in digests:
+            asked = self._asked.use(digest)
+            if asked is None:
+                self._asked.put(digest, {broker: now})
+            else:
+                asked[broker] = now
+            if passed:
+                held = self._passed.use(digest) or set()
+                if broker not in held:
+                    held.add(broker)
+                    self._passed.put(digest, held)
+                    is_news = True
+        if is_news:
+            self._news.tell()
 
     def written(self, digest: bytes) -> None:
         """It has its leaf."""
@@ -635,7 +649,7 @@ class HomeLeaves:
             and (address or any(map(leads_to, self._streams_of(broker))))
         ]
 
-    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
         """Never asked here."""
         raise AssertionError("the log is here")
 
@@ -657,7 +671,7 @@ class MovingLeaves:
         if self._is_home():
             await self._here.all_passed(digest, leads_to, is_stored)
 
-    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
         """As the broker that is home says."""
         return await self._elsewhere.has_leaf(digest, passed=passed)
 
@@ -894,23 +908,17 @@ class AuditServer:
         def stand() -> list[bytes]:
             return [digest for digest in asked.digests if digest in self._logged]
 
-        def may_stand() -> bool:
-            return any(map(self._logged.may_stand, asked.digests))
-
-        for digest in asked.digests:
-            if digest not in self._logged:
-                self._leaves.asked(digest, peer)
-                if asked.passed:
-                    self._leaves.passed(digest, peer)
-        try:
-            async with asyncio.timeout(FOLLOW_S):
-                await self._logged.news.until(lambda: not may_stand() and (not asked.passed or bool(stand())))
-        except TimeoutError:
-            if may_stand():
-                raise AuditUnavailableError(
-                    "A document's leaf is being written.", retry_after_ms=200
-                ) from None
-        return LeavesStand(stand())
+        lacking = [digest for digest in asked.digests if digest not in self._logged]
+        self._leaves.heard(lacking, peer, passed=asked.passed)
+        if asked.passed:
+            enough = 1 + len(asked.digests) // STAND_SHARE
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FOLLOW_S):
+                    while len(stand()) < enough:
+                        await self._logged.news.following.wait()
+                        if enough > 1:
+                            await asyncio.sleep(COLLECT_S)
+        return LeavesStand(stand(), list(filter(self._logged.may_stand, asked.digests)))
 
 
 def _shard_of(group: list[EncodedLeaf]) -> ShardName | None:

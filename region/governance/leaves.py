@@ -64,8 +64,8 @@ class Neighbours(Protocol):
         """Before a document's leaf is written here: what it stops, and the others had taken before, has its leaves. `leads_to`: whether that
         may have arrived in a stream. `is_stored`: whether the store has the document, so that each of them sees it."""
 
-    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
-        """Where it is written elsewhere: whether it stands. `passed`: what the document stops here has its leaves; then the answer waits for the
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
+        """Where it is written elsewhere: whether it stands; None where it may. `passed`: what the document stops here has its leaves; then the answer waits for the
         leaf, for less than KNOWN_MS_MAX."""
 
     def written(self, digest: bytes) -> None:
@@ -82,7 +82,7 @@ class Alone:
     ) -> None:
         """There are no others."""
 
-    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool:
+    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
         """Never asked."""
         raise AssertionError("the log is here")
 
@@ -255,12 +255,14 @@ class DocumentLeaves:
         try:
             while not self._neighbours.writes_here:
                 asked_ms = self._now_ms()
-                if await self._neighbours.has_leaf(digest, passed=passed):
+                stands = await self._neighbours.has_leaf(digest, passed=passed)
+                if stands:
                     self._logged.learn(digest)
                     return True
-                self._logged.lacks(digest)
-                self._lacked[digest] = max(asked_ms, self._lacked[digest])
-                self._asked(digest)
+                if stands is False:
+                    self._logged.lacks(digest)
+                    self._lacked[digest] = max(asked_ms, self._lacked[digest])
+                    self._asked(digest)
                 passing = passing or asyncio.ensure_future(self._let_pass(document))
                 passed = passed or await _ends(passing)
             return False

@@ -443,12 +443,34 @@ async def test_nobody_is_told_that_a_document_has_no_leaf_while_that_is_being_wr
     monkeypatch.setattr(remote_audit, "FOLLOW_S", 0.01)
     region.logged._writing[digest] = 0
     for passed in (False, True):
-        with pytest.raises(UnavailableError, match="being written"):
-            await region.wire.ends["b2"].ask("b1", AwaitLeaves([digest], passed), LeavesStand)
-    asks = asyncio.ensure_future(region.remote.leaves.has_leaf(digest, passed=False))
-    await asyncio.sleep(0)
+        assert await region.remote.leaves.has_leaf(digest, passed=passed) is None
+    region.logged.lacks(digest)
+    assert await region.remote.leaves.has_leaf(digest, passed=True) is False
     region.logged.learn(digest)
-    assert await asks
+    assert await region.remote.leaves.has_leaf(digest, passed=False) is True
+
+
+async def test_of_many_documents_is_asked_a_few_times_while_their_leaves_are_written(region: Region) -> None:
+    """Each answer is one to all of them."""
+    digests = [sha256(b"%d" % number).digest() for number in range(DIGESTS_MAX)]
+    questions = 0
+
+    def count(message: Asked | Answered) -> bool:
+        nonlocal questions
+        questions += isinstance(message, Asked)
+        return False
+
+    async def follow(digest: bytes) -> None:
+        while not await region.remote.leaves.has_leaf(digest, passed=True):
+            pass
+
+    region.wire.lose = count
+    follows = asyncio.gather(*map(follow, digests))
+    for digest in digests:
+        await asyncio.sleep(0.0005)
+        region.logged.learn(digest)
+    await follows
+    assert questions < 200
 
 
 @pytest.mark.parametrize("chunks", [PAGE_CHUNKS, 1], ids=["one page", "many pages"])
