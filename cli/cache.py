@@ -13,7 +13,7 @@ import felix
 from cli.exits import EXIT_NOT_FOUND
 from cli.output import counted, data_value, iso, out, print_json, table, write_data, write_json_line
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, read_file, run
-from cli.stream import format_durability, parse_durability
+from cli.stream import copies_said, format_durability, parse_durability
 from felix.cache import Change, Entry
 from felix.cache_messages import CacheStats
 from felix.errors import Code, RequestError
@@ -85,7 +85,7 @@ def create(
         print_json(state)
     else:
         out.print(
-            f"{state.stream} is created, {counted(shards, 'shard')} of {Size.parse(size)}, {durability}, eviction {eviction}, "
+            f"{state.stream} is created, {counted(shards, 'shard')} of {Size.parse(size)}, {copies_said(state)}{durability}, eviction {eviction}, "
             f"ttl {ttl or 'none'}"
         )
 

@@ -40,8 +40,8 @@ def drain(
 ) -> None:
     """Move all copies off a broker, and place nothing more there.
 
-    What cannot be moved stays on it: streams of one copy that are ephemeral, offloaded or fed by another region. Their number is told, and
-    the command ends with 4.
+    What cannot be moved stays on it: streams of one copy that are offloaded or fed by another region. Their number is told, and the command
+    ends with 4. Ephemeral streams stay while the broker runs, and begin anew on another one once it has stopped.
     """
     state = run(_drain(region, identity, broker, int(Duration.parse(wait))))
     if json:
@@ -52,7 +52,7 @@ def drain(
     if state.alone:
         raise UnavailableError(
             f"{counted(state.alone, 'stream')} cannot be moved and stay on {broker}: they are not served while it is down.",
-            hint="These are streams of one copy that are ephemeral, offloaded or fed by another region; felix stream describe says which.",
+            hint="These are streams of one copy that are offloaded or fed by another region; felix stream describe shows where each is.",
         )
 
 
@@ -285,7 +285,7 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
                 raise RequestError(
                     f"{name} has {counted(found.alone, 'stream')} that cannot be moved, so it stays.",
                     code=Code.CONFLICT,
-                    hint="These are streams of one copy that are ephemeral, offloaded or fed by another region: delete those that are "
+                    hint="These are streams of one copy that are offloaded or fed by another region: delete those that are "
                     "not needed any more, or copy their records into another stream.",
                 )
     for name in names:

@@ -30,7 +30,7 @@ from cli.output import (
 )
 from cli.publish import Summary, Tally, publish_lines
 from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
-from cli.stream import Name, format_durability, parse_durability, parse_retention
+from cli.stream import Name, copies_said, format_durability, parse_durability, parse_retention
 from felix.errors import Code, RequestError
 from felix.messages import StreamState
 from felix.queue import Job, job_headers
@@ -106,7 +106,7 @@ def create(
         print_json(state)
     else:
         out.print(
-            f"queue {state.stream} is created, {counted(state.shards, 'shard')}, {format_durability(state)}"
+            f"queue {state.stream} is created, {counted(state.shards, 'shard')}, {copies_said(state)}{format_durability(state)}"
         )
 
 

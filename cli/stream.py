@@ -116,9 +116,8 @@ def create(
     if json:
         print_json(state)
     else:
-        copies = f"{state.replicas} copies, " if state.replicas > 1 else ""
         out.print(
-            f"{state.stream} is created, {counted(shards, 'shard')}, {copies}{durability}, incarnation {state.incarnation.hex()}"
+            f"{state.stream} is created, {counted(shards, 'shard')}, {copies_said(state)}{durability}, incarnation {state.incarnation.hex()}"
         )
 
 
@@ -147,6 +146,13 @@ async def _create(
             min_in_sync=min_in_sync,
             acks=acks,
         )
+
+
+def copies_said(state: StreamState) -> str:
+    """How many copies a new stream has, before a comma; empty in a region of one broker."""
+    if state.replicas > 1:
+        return f"{state.replicas} copies (at least {state.min_in_sync} in sync), "
+    return "one copy, " if any(shard.replicas for shard in state.state) else ""
 
 
 def parse_durability(text: str) -> felix.Durability:

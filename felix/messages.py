@@ -509,8 +509,8 @@ class ExpiryState(Message, frozen=True, tag="expiry"):
 class BrokerState(Message, frozen=True, tag="broker"):
     """One of a region's several brokers. `address`: where clients reach it, empty while it is not alive. `leads`: streams that it leads,
     whether it is alive or not. `is_controller`: it places and elects. `has_audit_log`: it writes the region's audit log. `copies`: shards of
-    streams that it has a copy of, or is to get, but those of `alone`: streams whose only copy it has, and which cannot be moved (ephemeral,
-    offloaded or fed by another region). `is_drained`: it gets nothing, and its copies move away."""
+    streams that it has a copy of, or is to get, but those of `alone`: streams whose only copy it has, and which cannot be moved
+    (offloaded or fed by another region). `is_drained`: it gets nothing, and its copies move away."""
 
     broker: Name
     address: Name = ""

@@ -55,9 +55,6 @@ BRIDGES_S: Final = 1.0
 """How long a broker is waited for that is asked which bridges it knows."""
 DEFAULT_REPLICAS: Final = 3
 """With three copies, one may be away for maintenance while another fails."""
-COPIES_HAVE_ALL_VIEWS: Final = False
-"""Whether a stream with several copies may be altered to whatever one with one copy may: compaction and offload are still missing. Until
-they are there, a stream gets several only where its maker or region.yaml says so: it would lose what it has with one."""
 _RECOVER_HINTS: Final = {
     Reason.NOT_NAMED: "Name each with --lost, if its data is lost for good; else bring it back.",
     Reason.TOO_EARLY: "Wait so long, or say --powered-off if those machines surely run no more.",
@@ -179,7 +176,7 @@ class Clustered:
         """Copies of a new stream where neither it nor region.yaml says how many: DEFAULT_REPLICAS, but no two on one host, which would
         outlive no more than one. Of a region of one machine, 1."""
         hosts = {node.host for node in self.member.mirror.view.nodes.values()}
-        return min(DEFAULT_REPLICAS, len(hosts)) if COPIES_HAVE_ALL_VIEWS else 1
+        return max(1, min(DEFAULT_REPLICAS, len(hosts)))
 
     def leader_of(self, record: Stream, shard: int) -> str:
         """The broker that leads a shard; empty while none does."""
@@ -263,7 +260,8 @@ class Clustered:
             leads[placed] += 1
             if self.why_it_stays(record):
                 staying.add(record.incarnation)
-                alone[placed] += 1
+                # What is in memory goes on elsewhere once its broker has stopped, without what it held.
+                alone[placed] += record.config.durability.kind != "ephemeral"
         for shard, held in view.shards.items():
             if shard.incarnation not in staying:
                 copies.update({*held.replicas, *held.target})

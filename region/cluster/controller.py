@@ -20,7 +20,7 @@ from typing import Final
 from region.cluster import transactions
 from region.cluster.election import LogEnd, has_yielded, longest, may_ask_for_ends
 from region.cluster.membership import has_arrived, moves_leader_alone, without_replaced
-from region.cluster.placement import Planning, Site, Wish, place
+from region.cluster.placement import Planning, Site, Wish, of_equals, place
 from region.cluster.records import ClusterKeys, ShardDurability, ShardId, ShardRecord
 from region.cluster.transactions import (
     SHARDS_PER_TRANSACTION,
@@ -62,6 +62,8 @@ class StreamWish:
     groups: tuple[str, ...] = ()
     stays: bool = False
     """its copies cannot be moved"""
+    in_memory: bool = False
+    """nothing of it outlives its leader's process, so any other may go on once that has stopped"""
 
 
 # What happens
@@ -531,9 +533,13 @@ class ControllerCore:
         if leader_has_stopped(view, record):
             if self._holds(record, now_ms):
                 return None
-            made = transactions.elect(view, shard, next(self._elections))
-            if isinstance(made, Refusal):
-                made = self._elect_longest(shard, now_ms)
+            wish = self._wishes.get(shard.incarnation)
+            if wish is not None and wish.in_memory:
+                made = self._begin_anew(shard)
+            else:
+                made = transactions.elect(view, shard, next(self._elections))
+                if isinstance(made, Refusal):
+                    made = self._elect_longest(shard, now_ms)
         elif has_arrived(record):
             made = transactions.arrive(view, shard)
         if isinstance(made, Refusal) and without_replaced(record, view.nodes) != record:
@@ -542,6 +548,24 @@ class ControllerCore:
         is_led = bool(record.leader) or isinstance(made, Transaction)
         self._alarm(_subject(shard), "" if is_led else transactions.why_vacant(view, shard))
         return made if isinstance(made, Transaction) else None
+
+    def _begin_anew(self, shard: ShardId) -> Transaction | Refusal:
+        """Where a shard that is in memory alone goes on: with its broker if that is back, else with any other; all shards of a stream with one."""
+        view, first = self.view, ShardId(shard.incarnation, 0)
+        alive = view.brokers.registrations()
+        usable = [broker for broker in alive if not view.nodes[broker].drain] or list(alive)
+        if shard != first and first in self._busy:
+            return Refusal(Reason.CHANGED, "", retry=True)
+        led = view.shards.get(first)
+        if led is not None and not leader_has_stopped(view, led):
+            broker = led.leader
+        elif view.shards[shard].replicas[0] in usable:
+            broker = view.shards[shard].replicas[0]
+        elif usable:
+            broker = of_equals(usable, shard.incarnation)
+        else:
+            return Refusal(Reason.NOBODY_ELIGIBLE, "", retry=True)
+        return transactions.begin_anew(view, shard, broker, next(self._elections))
 
     def _elect_longest(self, shard: ShardId, now_ms: int) -> Transaction | Refusal:
         view, record = self.view, self.view.shards[shard]

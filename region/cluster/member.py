@@ -336,4 +336,5 @@ def _wish(stream: Stream, groups: tuple[str, ...], *, stays: bool) -> StreamWish
         "fsync" if kind == "fsync" else "interval",
         groups=groups,
         stays=stays,
+        in_memory=kind == "ephemeral",
     )

@@ -121,6 +121,22 @@ def elected_unclean(
     )
 
 
+def begun_anew(record: ShardRecord, broker: str, registration: int, election: str) -> ShardRecord:
+    """`broker` leads the next epoch of a shard that is in memory alone, with nothing: what the last leader had is gone with it."""
+    return msgspec.structs.replace(
+        record,
+        epoch=elected_epoch(record.epoch, election),
+        election=election,
+        leader=broker,
+        yielded=None,
+        replicas=(broker,),
+        isr={broker: registration},
+        elr={},
+        failed={},
+        target=(),
+    )
+
+
 def vacant(record: ShardRecord) -> ShardRecord:
     """Nobody leads; the epoch stays, and who has all that is committed."""
     return msgspec.structs.replace(record, leader="")

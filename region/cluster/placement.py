@@ -443,6 +443,11 @@ def _least(copies: int, places: int) -> int:
     return more * (each + 1) * each + (places - more) * each * (each - 1)
 
 
+def of_equals(brokers: Iterable[str], name: str) -> str:
+    """One of brokers that are equally good for `name`, the same whoever asks; other names have others (rendezvous hashing)."""
+    return min(brokers, key=lambda broker: xxhash.xxh64_intdigest(f"{name} {broker}".encode()))
+
+
 def _affinity(unit: _Unit, broker: str) -> int:
     """Rendezvous hash: among brokers that are equally good, each unit has an order of its own."""
     return xxhash.xxh64_intdigest(f"{unit.name} {broker}".encode())

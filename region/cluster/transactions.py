@@ -162,6 +162,17 @@ def elect_longest(view: ClusterView, shard: ShardId, winner: str, election: str)
     return Transaction((*_stopped(view, shard), *_nodes(view, record.members())), (_put(view, shard, after),))
 
 
+def begin_anew(view: ClusterView, shard: ShardId, broker: str, election: str) -> Transaction | Refusal:
+    """After the leader of a shard that is in memory alone has stopped: `broker` leads it, without anything."""
+    record, registration = view.shards[shard], view.brokers.registration(broker)
+    if not leader_has_stopped(view, record):
+        return Refusal(Reason.CHANGED, f"{record.leader} leads the shard.", retry=True)
+    if not registration:
+        return Refusal(Reason.NOT_REGISTERED, f"{broker} is not alive.", retry=True)
+    after = membership.begun_anew(record, broker, registration, election)
+    return Transaction((*_stopped(view, shard), *_nodes(view, [broker])), (_put(view, shard, after),))
+
+
 def take_out_replaced(view: ClusterView, shard: ShardId) -> Transaction | Refusal:
     """Remove the members whose folders were replaced from all sets."""
     record = view.shards[shard]

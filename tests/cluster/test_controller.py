@@ -459,6 +459,32 @@ def test_a_leader_that_leaves_goes_once_all_shards_that_it_is_to_lead_have_their
     assert all(len(record.replicas) == copies and leader not in record.replicas for record in records)
 
 
+def test_what_is_in_memory_goes_on_with_one_other_broker_once_its_leader_has_stopped() -> None:
+    region = Region("abcd", controllers="d")
+    wish = dataclasses.replace(
+        changed_wish(shards=100, replicas=1), spread=False, stays=True, in_memory=True, durability="interval"
+    )
+    region.wants(wish)
+    region.until(lambda: len(region.view().shards) == 100)
+    (leader,) = set(region.leaders())
+    if leader == "d":
+        leader = "a"
+        region.die("d")
+        region.until(lambda: "d" not in region.leaders())
+        (leader,) = set(region.leaders())
+    assert region.do(registration.drain(region.view(), leader, on=True))
+    region.pass_ms(500)
+    assert {*region.leaders()} == {leader}, "not while it runs"
+    epoch = next(iter(region.view().shards.values())).epoch
+    region.die(leader)
+    region.until(lambda: leader not in region.leaders(), 20_000)
+    records = region.view().shards.values()
+    (after,) = {record.replicas for record in records}
+    assert after != (leader,) and all(
+        record.epoch > epoch and record.isr.keys() == {*after} for record in records
+    )
+
+
 def test_a_rebalance_moves_streams_of_several_shards_as_one() -> None:
     region = Region("abc", controllers="a")
     wishes = [

@@ -15,7 +15,6 @@ from region_peer import payloads, until
 import felix
 from felix.errors import Code, RequestError
 from felix.messages import BrokerState, RegionState
-from felix.settings import Durability
 from region.cluster.election import has_yielded
 from region.cluster.records import ShardId, ShardRecord
 from region.log.directory import shard_folder
@@ -80,7 +79,9 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
 ) -> None:
     async with region.client("b1") as client:
         await client.create_stream(STREAM, replicas=3)
-        await client.create_stream("acme/ops/alone", durability=Durability("ephemeral"))
+        for name in NAMES:
+            region.clustered(name).receives = lambda stream: stream.name == "fed"
+        await client.create_stream("acme/ops/fed")
         published: list[bytes] = []
         goes_on = asyncio.Event()
         goes_on.set()
@@ -114,7 +115,7 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
         goes_on.clear()
         await publishing
         assert await payloads(client, STREAM, len(published)) == published
-        # What is in memory alone stays where it is.
+        # What another region feeds stays where it is.
         assert sum(each.alone for each in state.brokers) == 1
         await client.create_stream("acme/ops/later", replicas=3)
         assert of(await client.describe(), drained).copies == 0, "nothing more is placed there"

@@ -173,6 +173,26 @@ async def test_a_region_that_says_so_gives_new_streams_several_copies_where_they
         assert (await client.describe_stream("acme/ops/one")).replicas == 1
 
 
+async def test_brokers_on_several_hosts_give_new_streams_up_to_three_copies(region: ClusteredRegion) -> None:
+    shown = region.clustered("b1").member.mirror.view.nodes
+    hosts = {name: msgspec.structs.replace(node, host=f"host-of-{name}") for name, node in shown.items()}
+    async with region.client("b1") as client:
+        assert (await client.describe()).replicas == 1, "all are on this machine"
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(region.clustered("b1").member.mirror.view, "nodes", hosts)
+            assert (await client.describe()).replicas == 3
+            made = await client.create_stream(STREAM)
+            assert (made.replicas, made.min_in_sync) == (3, 2)
+            assert (await client.create_queue("acme/ops/jobs")).replicas == 3
+            await client.create_cache("acme/ops/prices")
+            assert (await client.describe_stream("acme/ops/prices")).replicas == 3
+            assert (await client.create_stream("acme/ops/one", replicas=1)).replicas == 1
+            kept = await client.create_stream("acme/ops/kept", durability=Durability("ephemeral"))
+            assert kept.replicas == 1
+        state = (await client.describe_stream("acme/ops/one")).state[0]
+        assert state.replicas == state.in_sync and len(state.replicas) == 1
+
+
 async def test_a_region_of_one_broker_keeps_one_copy(tmp_path: Path) -> None:
     folder = make_region(tmp_path, "us-east")
     async with running(folder), operator_of(folder) as client:

@@ -12,6 +12,7 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
 
 import felix
+from felix.settings import Durability
 from region.cluster.records import ShardId, ShardRecord
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -146,3 +147,20 @@ async def test_views_go_along_with_the_only_copy_of_several_shards(region: Clust
         assert (await prices.get("a")).value == b"3" and (await prices.get("b")).value == b"2"
         for name in before:
             assert len({record.leader for record in records_of(region, name)}) == 1
+
+
+async def test_what_is_in_memory_goes_on_with_another_broker_once_its_own_has_stopped(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        made = await client.create_stream(STREAM, shards=2, durability=Durability("ephemeral"))
+        assert await client.stream(STREAM).publish(b"0", key=b"k") == 0
+        leader = records_of(region)[0].leader
+        await client.drain_broker(leader)
+        assert await client.stream(STREAM).publish(b"1", key=b"k") == 1, "it stays while its broker runs"
+    await region.stop(leader)
+    async with region.client(next(iter(region.nodes))) as client:
+        assert await client.stream(STREAM).publish(b"2", key=b"k") == 0
+        state = await client.describe_stream(STREAM)
+        assert state.incarnation != made.incarnation
+        assert len({record.leader for record in records_of(region)} - {leader}) == 1
