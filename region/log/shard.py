@@ -13,8 +13,8 @@ What the core decides is said there. Here:
 - one writer has the folder at a time; after a failed sync or write the shard is FAILED for good, and no sync is tried again;
 - pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
 
-States and what moves between them are in region.log.states, reading from disk and store in
-region.log.disk_reader, compaction and offload in region.log.maintenance.
+States and what moves between them are in region.log.states, reading from disk and store in region.log.disk_reader, other changes of the
+folder in region.log.folder_writer, compaction and offload in region.log.maintenance, followers in region.log.tail.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
-from typing import Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol
 
 from felix.batch import FLAG_HEADERS, HEADER_BYTES, Batch
-from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files, is_full
 from region.log import core
@@ -43,7 +43,8 @@ from region.log.counters import ShardCounters
 from region.log.disk import DiskLog
 from region.log.disk_reader import DiskReader
 from region.log.epochs import EpochHistory, next_epoch
-from region.log.errors import OffsetOutOfRangeError, StorageFailedError, storage_error
+from region.log.errors import OffsetOutOfRangeError, storage_error
+from region.log.folder_writer import FolderWriter
 from region.log.frame import Frame, SealedBatch, note_frames
 from region.log.group_commit import GroupCommit
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
@@ -56,6 +57,7 @@ from region.log.ring import Entry, Ring
 from region.log.segment import ShardIdentity
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import TRANSITIONS, Event, State
+from region.log.tail import Tail
 
 __all__ = [
     "TRANSITIONS",
@@ -73,8 +75,6 @@ __all__ = [
 
 IDS_READ_BYTES: Final = 4 << 20
 """Read at a time where the window of message ids is read from the log."""
-
-_T = TypeVar("_T")
 
 
 class AppendObserver(Protocol):
@@ -131,8 +131,7 @@ class ShardLog:
         self._read_pool = read_pool
         self._loop = asyncio.get_running_loop()
         self._ephemeral = kept is None
-        self._tail_callbacks: list[Callable[[], None]] = []
-        self._tail_scheduled = False
+        self._tail = Tail(self._loop, self._report)
         self._start_scheduled = False
         self._drained = asyncio.Event()
         self._drained.set()
@@ -162,8 +161,7 @@ class ShardLog:
             self._log_start = settings.first_offset
             self._segments_seen = 1
             self._ring = self._new_ring(settings.first_offset)
-            # One writer of the folder at a time.
-            self._writer = Lock()
+            self._folder_writer = self._new_folder_writer(Lock())
         else:
             self._adopt(kept, settings, commit)
 
@@ -296,12 +294,15 @@ class ShardLog:
             pool=None if self._ephemeral else self._hooks.rings,
         )
 
+    def _new_folder_writer(self, lock: Lock) -> FolderWriter:
+        return FolderWriter(self._folder, lock, self._commit_pool, self._loop, self.stop)
+
     def _adopt(self, kept: _Kept, settings: ShardSettings, commit: CommitPort | None) -> None:
         disk, recovered = kept.disk, kept.recovered
         self._folder, self._files = kept.folder, kept.files
         self._ahead, self._notes_found = kept.ahead, kept.notes
         self._disk = disk
-        self._writer = disk.writer
+        self._folder_writer = self._new_folder_writer(disk.writer)
         self.report = recovered.report
         self._epochs = recovered.epochs
         self._core = LogCore.beginning(
@@ -337,7 +338,7 @@ class ShardLog:
             self._hooks,
             self._store,
             folder=self._folder,
-            writer=self._writer,
+            writer=disk.writer,
             ending=self._ending,
         )
 
@@ -564,7 +565,7 @@ class ShardLog:
     async def clear_notes(self) -> None:
         """What `take_notes_found` gave is done."""
         if self._ahead is not None:
-            await self._change(self._ahead.clear)
+            await self._folder_writer.change(self._ahead.clear)
 
     def free_slot_nowait(self, slot: int, done: Done) -> None:
         """Let go of a slot's annotation; `done` is called as for an append. Nothing is written where the slot is free."""
@@ -599,7 +600,7 @@ class ShardLog:
         self._happened(core.Dropped(error, waiting))
         if self._copies is not None:
             self._copies.failed(error)
-        self._wake_tail()
+        self._tail.wake()
 
     # What the core decided.
 
@@ -636,9 +637,9 @@ class ShardLog:
             self._submit(self._disk.sync_mark)
         if readable:
             if type(event) is core.Written:
-                self._wake_tail()
+                self._tail.wake()
             else:
-                self._wake_tail_soon()
+                self._tail.wake_soon()
         if not self._core.writing:
             self._drained.set()
 
@@ -663,7 +664,7 @@ class ShardLog:
 
     def _write(self, group: Sequence[Pending]) -> int:
         """In a commit thread: seal, write and, where acknowledgements ask for it, sync a group; ns the sync took."""
-        with self._writer:
+        with self._folder_writer.lock:
             disk, ahead = self._disk, self._ahead
             assert disk is not None and ahead is not None
             notes = [item.note for item in group if item.note]
@@ -699,12 +700,12 @@ class ShardLog:
         prev = disk.end_point
         disk.write(frames, self._hooks.clock_ms())
         # On the loop before the group is told to be written.
-        self._tell(lambda: copies.written(prev, frames))
+        self._folder_writer.tell(lambda: copies.written(prev, frames))
         return 0
 
     def _tell_written(self, event: core.Written | core.WriteRefused) -> None:
         """In a commit thread: what became of a group."""
-        self._tell(lambda: self._group_ended(event))
+        self._folder_writer.tell(lambda: self._group_ended(event))
 
     def _group_ended(self, event: core.Written | core.WriteRefused) -> None:
         if isinstance(event, core.WriteRefused):
@@ -719,7 +720,7 @@ class ShardLog:
         elif event.failed:
             if self._copies is not None:
                 self._copies.failed(event.error)
-            self._wake_tail()
+            self._tail.wake()
 
     def _save_producers_of_a_rolled_segment(self) -> None:
         disk, reader = self._disk, self._reader
@@ -746,7 +747,7 @@ class ShardLog:
             begun = clock.monotonic_ns()
             sync()
             elapsed = clock.monotonic_ns() - begun
-            self._tell(lambda: self._count_sync(elapsed))
+            self._folder_writer.tell(lambda: self._count_sync(elapsed))
 
         self._submit(timed)
 
@@ -754,30 +755,12 @@ class ShardLog:
         self.counters.syncs += 1
         self.counters.sync_ns += elapsed_ns
         # Who may read only what is synced has something to read now.
-        self._wake_tail()
+        self._tail.wake()
 
     def _submit(self, work: Callable[[], None], *, optional: bool = False) -> None:
-        """Do something to the folder in a commit thread. A failure stops the shard, unless the work is a shortcut."""
-        if self.state not in (State.SERVING, State.FULL):
-            return
-
-        def run() -> None:
-            try:
-                with self._writer:
-                    work()
-            except (OSError, FelixError) as error:
-                if not optional:
-                    failure = error if isinstance(error, FelixError) else storage_error(error, self._folder)
-                    self._tell(lambda: self.stop(failure))
-
-        self._commit_pool.submit(run)
-
-    def _tell(self, callback: Callable[[], None]) -> None:
-        try:
-            self._loop.call_soon_threadsafe(callback)
-        except RuntimeError:
-            # The loop is closed: the process is going down, and nobody waits any more.
-            return
+        """As `FolderWriter.submit`, while the shard serves."""
+        if self.state in (State.SERVING, State.FULL):
+            self._folder_writer.submit(work, optional=optional)
 
     def _report(self, what: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": f"{what} ({self.identity.stream})", "exception": error})
@@ -789,26 +772,7 @@ class ShardLog:
 
         Returns what ends it.
         """
-        self._tail_callbacks.append(callback)
-
-        def unsubscribe() -> None:
-            if callback in self._tail_callbacks:
-                self._tail_callbacks.remove(callback)
-
-        return unsubscribe
-
-    def _wake_tail_soon(self) -> None:
-        if not self._tail_scheduled:
-            self._tail_scheduled = True
-            self._loop.call_soon(self._wake_tail)
-
-    def _wake_tail(self) -> None:
-        self._tail_scheduled = False
-        for callback in tuple(self._tail_callbacks):
-            try:
-                callback()
-            except Exception as error:
-                self._report("A follower of the tail failed", error)
+        return self._tail.follow(callback)
 
     def _check_readable(self, offset: int) -> None:
         if self.state not in (State.SERVING, State.FULL):
@@ -902,7 +866,7 @@ class ShardLog:
             if not history.begin(epoch, self.log_end_offset):
                 return
             if self._disk:
-                await self._change(self._disk.save_epochs, history)
+                await self._folder_writer.change(self._disk.save_epochs, history)
             self._epochs = history
             self._epoch_due = False
             self._happened(core.EpochBegan(history.current))
@@ -931,7 +895,7 @@ class ShardLog:
             self._ring.truncate(min(cut.offset, self._ring.next_offset))
             assert self._reader is not None
             with self._reader.truncating():
-                producers = await self._change(self._disk.truncate, cut)
+                producers = await self._folder_writer.change(self._disk.truncate, cut)
             self._happened(core.Truncated(self._disk.end_point, producers, dict(self._disk.annotations)))
             self.segments_changed()
             self._ring.truncate(min(self.high_watermark, self._ring.next_offset))
@@ -1002,7 +966,7 @@ class ShardLog:
                     disk.save_producers(snapshot, offset)
             return delete()
 
-        count = await self._change(work)
+        count = await self._folder_writer.change(work)
         self._log_start = disk.start_offset
         self.counters.segments_deleted += count
         self.segments_changed()
@@ -1078,24 +1042,6 @@ class ShardLog:
         self._segments_seen = self._disk.segment_count
         self.disk_bytes_changed()
 
-    async def _change(self, work: Callable[..., _T], *arguments: object) -> _T:
-        """Change the folder in a commit thread, as its only writer."""
-
-        def run() -> _T:
-            with self._writer:
-                return work(*arguments)
-
-        try:
-            return await self._loop.run_in_executor(self._commit_pool, run)
-        except OSError as error:
-            failure = storage_error(error, self._folder)
-            if not is_full(error):
-                self.stop(failure)
-            raise failure from error
-        except (StorageFailedError, CorruptionError) as error:
-            self.stop(error)
-            raise
-
     @property
     def has_copies(self) -> bool:
         """Whether other brokers have copies of it, so that its disk is not this log's to close."""
@@ -1130,8 +1076,8 @@ class ShardLog:
         if disk is None or ahead is None:
             return
         if failed:
-            await self._change(disk.abandon)
-            await self._change(ahead.close)
+            await self._folder_writer.change(disk.abandon)
+            await self._folder_writer.change(ahead.close)
             return
         # An empty log tells all there is to know of its producers.
         snapshot = self.producers_snapshot() if self.log_end_offset else b""
@@ -1148,7 +1094,7 @@ class ShardLog:
                 ahead.close()
                 disk.close()
 
-        await self._change(finish)
+        await self._folder_writer.change(finish)
 
 
 class _Held:

@@ -332,7 +332,7 @@ async def test_a_gap_at_the_source_is_logged_alarmed_and_passed(mesh: Mesh) -> N
     # Only segments that are not written to any more are deleted; the next one is begun here, not in an hour.
     shard = mesh.nodes["us-east"].broker.stream(StreamName.parse(STREAM)).shard(0)
     assert shard._disk is not None
-    await shard._change(shard._disk.roll, now_ms())
+    await shard._folder_writer.change(shard._disk.roll, now_ms())
 
     async def expired() -> bool:
         return (await mesh.describe("us-east")).state[0].log_start == 60

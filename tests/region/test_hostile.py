@@ -356,7 +356,7 @@ async def test_subscriptions_come_and_go_without_growth(node: Node, operator: fe
             peer.frames.clear()
         stream = node.broker.streams.get(felix.StreamName.parse(CREW))
         assert stream is not None
-        assert not stream.serving[0]._tail_callbacks
+        assert not stream.serving[0]._tail.followers
         assert node.broker.gauges()["subscriptions"] == 0
 
 
@@ -417,7 +417,7 @@ async def test_a_peer_that_vanishes_in_the_middle_leaves_nothing(
     await until(lambda: not budgets.catch_up.used_bytes and not budgets.delivery.used_bytes)
     stream_held = node.broker.streams.get(felix.StreamName.parse(CREW))
     assert stream_held is not None
-    assert not any(shard._tail_callbacks for shard in stream_held.serving)
+    assert not any(shard._tail.followers for shard in stream_held.serving)
     waiting = [
         task for task in asyncio.all_tasks() if "Subscription" in repr(task) or "ClientSession" in repr(task)
     ]
