@@ -1,6 +1,7 @@
-"""`felix top`: what goes through a region's broker now, as a picture that keeps itself up to date.
+"""`felix top`: what goes through a region's brokers now, as a picture that keeps itself up to date.
 
-`sample` asks the broker, `figures` makes rates of two samples, `picture` draws them; the last two are pure.
+`sample` asks a broker, `figures` makes rates of two samples of it, `together` one of those of several brokers, `picture` draws them; the last
+three are pure.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import termios
 import time
 import tty
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
+from dataclasses import replace
 from operator import mul
 from typing import Annotated, Final, Literal, NamedTuple
 
@@ -26,7 +28,7 @@ from rich.text import Text
 
 import felix
 from cli.output import format_cell, out, print_json
-from cli.setting import IdentityOption, JsonOption, RegionOption, connect, run, stop_signals
+from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region, connect, run, stop_signals
 from felix.errors import FelixError, RequestError
 from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.names import StreamName
@@ -139,7 +141,7 @@ def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str =
         readers = [each for each in readers if each.stream.startswith(f"{tenant}/")]
         streams = [each for each in streams if each.stream.startswith(f"{tenant}/")]
     streams.sort(key=_ORDERS[sort])
-    readers.sort(key=lambda each: (-each.lag_records, -each.bytes, each.stream, each.name))
+    readers.sort(key=_most_behind)
     held = {each.stream: each for each in before.caches}
     caches = [
         _cache(each, held.get(each.stream), passed)
@@ -181,6 +183,74 @@ def figures(before: Sample, after: Sample, *, sort: SortBy = "in", tenant: str =
         ],
         links=after.links,
     )
+
+
+def together(found: Sequence[TopStats], sort: SortBy = "in") -> TopStats:
+    """The figures of a region's brokers as one: what is counted at several is added up, of links and certificates each broker knows the same."""
+    first = found[0]
+    if len(found) == 1:
+        return first
+    streams: dict[str, StreamStats] = {}
+    for each in (stream for broker in found for stream in broker.streams):
+        held = streams.get(each.stream)
+        streams[each.stream] = each if held is None else _added(held, each)
+    caches: dict[str, CacheStats] = {}
+    for cache in (cache for broker in found for cache in broker.caches):
+        # Its leader alone has its keys.
+        if (other := caches.get(cache.cache)) is None or (cache.keys, cache.gets) > (other.keys, other.gets):
+            caches[cache.cache] = cache
+    budgets: dict[str, BudgetStats] = {}
+    for budget in (budget for broker in found for budget in broker.budgets):
+        known = budgets.get(budget.name, BudgetStats(budget.name, 0, 0))
+        budgets[budget.name] = BudgetStats(
+            budget.name, known.used_bytes + budget.used_bytes, known.limit_bytes + budget.limit_bytes
+        )
+    readers = [
+        # Subscriptions are numbered at each broker; the others have names, and are at their stream's leader.
+        msgspec.structs.replace(each, name=f"{each.name} at {broker.broker}")
+        if each.kind == "subscription"
+        else each
+        for broker in found
+        for each in broker.readers
+    ]
+    return msgspec.structs.replace(
+        first,
+        broker=", ".join(each.broker for each in found),
+        sessions=sum(each.sessions for each in found),
+        sessions_limit=sum(each.sessions_limit for each in found),
+        subscriptions=sum(each.subscriptions for each in found),
+        in_records=sum(each.in_records for each in found),
+        in_bytes=sum(each.in_bytes for each in found),
+        out_records=sum(each.out_records for each in found),
+        out_bytes=sum(each.out_bytes for each in found),
+        stored_bytes=sum(each.stored_bytes for each in found),
+        budgets=list(budgets.values()),
+        streams=sorted(streams.values(), key=_ORDERS[sort]),
+        readers=sorted(readers, key=_most_behind),
+        caches=sorted(caches.values(), key=lambda each: (-each.gets, -each.size_bytes, each.cache)),
+        throttled=[each for broker in found for each in broker.throttled],
+    )
+
+
+def _added(one: StreamStats, other: StreamStats) -> StreamStats:
+    return StreamStats(
+        stream=one.stream,
+        shards=max(one.shards, other.shards),
+        in_records=one.in_records + other.in_records,
+        in_bytes=one.in_bytes + other.in_bytes,
+        out_records=one.out_records + other.out_records,
+        out_bytes=one.out_bytes + other.out_bytes,
+        readers=one.readers + other.readers,
+        lag_records=max(one.lag_records, other.lag_records),
+        stored_bytes=one.stored_bytes + other.stored_bytes,
+        held_bytes=one.held_bytes + other.held_bytes,
+        pending_bytes=one.pending_bytes + other.pending_bytes,
+        stopped=one.stopped + other.stopped,
+    )
+
+
+def _most_behind(reader: ReaderStats) -> tuple[float, float, str, str]:
+    return -reader.lag_records, -reader.bytes, reader.stream, reader.name
 
 
 def _per_second(after: int, before: int, passed: float) -> float:
@@ -465,7 +535,7 @@ def top(
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Show what goes through a region's broker now: rates, lag, memory, quotas and links. `q` or Ctrl-C ends it."""
+    """Show what goes through a region's brokers now: rates, lag, memory, quotas and links. `q` or Ctrl-C ends it."""
     prefix = str(StreamName.parse(stream)) if stream else f"{tenant}/" if tenant else ""
     if tenant and stream and not stream.startswith(f"{tenant}/"):
         raise RequestError(f"{stream} is no stream of the tenant {tenant}.")
@@ -488,6 +558,49 @@ async def sample(client: felix.RegionClient, prefix: str) -> Sample:
     )
 
 
+class _Brokers:
+    """A client for each broker of the region that is there, and what each said last. The first is whichever answers."""
+
+    def __init__(self, region: str, identity: str, first: felix.RegionClient, stack: AsyncExitStack) -> None:
+        self._region, self._identity = region, identity
+        self._first = first
+        self._stack = stack
+        self._others: dict[str, tuple[str, felix.RegionClient]] = {}
+        """by broker, its address and client"""
+        self._before: dict[str, Sample] = {}
+
+    async def look(self, prefix: str, tenant: str, sort: SortBy) -> TopStats | None:
+        """The figures since the look before; None at the first. Raises what the first broker's client raises: of others one that does not answer is left
+        out."""
+        own = await sample(self._first, prefix)
+        samples = {own.region.broker: own}
+        there = {each.broker: each.address for each in own.region.brokers if each.address}
+        for broker, address in sorted(there.items()):
+            if broker != own.region.broker and broker not in samples:
+                with suppress(FelixError):
+                    samples[broker] = await sample(await self._client(broker, address), prefix)
+        before, self._before = self._before, samples
+        found = [
+            figures(before[broker], after, sort=sort, tenant=tenant)
+            for broker, after in samples.items()
+            if broker in before
+        ]
+        return together(found, sort) if found else None
+
+    async def _client(self, broker: str, address: str) -> felix.RegionClient:
+        held = self._others.get(broker)
+        if held is not None and held[0] == address:
+            return held[1]
+        profile = await asyncio.to_thread(
+            felix.load_profile, choose_region(self._region), identity=self._identity
+        )
+        client = await self._stack.enter_async_context(
+            felix.connect(profile=replace(profile, addresses=(address,)), wait_for_broker=False)
+        )
+        self._others[broker] = address, client
+        return client
+
+
 async def _watch(
     region: str,
     identity: str,
@@ -500,11 +613,14 @@ async def _watch(
     once: bool,
     json: bool,
 ) -> None:
-    async with connect(region, identity) as client:
-        before = await sample(client, prefix)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(connect(region, identity))
+        brokers = _Brokers(region, identity, client, stack)
+        await brokers.look(prefix, tenant, sort)
         if once:
             await asyncio.sleep(interval_s)
-            found = figures(before, await sample(client, prefix), sort=sort, tenant=tenant)
+            found = await brokers.look(prefix, tenant, sort)
+            assert found is not None
             if json:
                 print_json(found)
             else:
@@ -525,18 +641,18 @@ async def _watch(
                 except TimeoutError:
                     pass
                 try:
-                    after = await sample(client, prefix)
+                    found = await brokers.look(prefix, tenant, sort)
                 except FelixError as error:
                     live.update(Text(f"{error}  Looking again …", style="red"), refresh=True)
                     continue
-                found = figures(before, after, sort=sort, tenant=tenant)
+                if found is None:
+                    continue
                 screen = (
                     (out.console.width, out.console.height)
                     if out.console.is_terminal
                     else (out.console.width, None)
                 )
                 live.update(picture(found, rows, *screen), refresh=True)
-                before = after
 
 
 @contextmanager

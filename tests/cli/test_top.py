@@ -7,6 +7,7 @@ import io
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 from region_home import make_region, running
 from region_peer import take
@@ -15,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 import felix
 from cli.main import app
-from cli.top import Sample, TopStats, figures, picture, size
+from cli.top import Sample, TopStats, figures, picture, size, together
 from felix.errors import RequestError
 from felix.messages import CacheTraffic, LinkState, QuotaState, ReaderTraffic, RegionState, StreamTraffic
 from felix.quota import QuotaLimits
@@ -42,6 +43,29 @@ def sample_of(at_s: float, *streams: StreamTraffic, **more: list[object]) -> Sam
         more.get("links", []),  # type: ignore[arg-type]
         more.get("caches", []),  # type: ignore[arg-type]
     )
+
+
+def test_the_figures_of_several_brokers_are_added_up_and_caches_are_their_leaders() -> None:
+    def at(broker: str, published: int, keys: int) -> TopStats:
+        caches = [CacheTraffic("acme/ops/state", keys, keys, 100)]
+        readers = [ReaderTraffic("subscription", "1", CREW, lag_records=keys)]
+        before, after = (
+            sample_of(at_s, StreamTraffic(CREW, 2, count, stored_bytes=count), caches=caches, readers=readers)
+            for at_s, count in ((10.0, 0), (11.0, published))
+        )
+        region = RegionState("us-east", "acme", broker, 0, GAUGES)
+        return figures(
+            msgspec.structs.replace(before, region=region), msgspec.structs.replace(after, region=region)
+        )
+
+    found = together([at("b1", 10, 0), at("b2", 30, 7)])
+    assert (found.broker, found.sessions, found.in_records, found.stored_bytes) == ("b1, b2", 6, 40, 40)
+    (crew,) = found.streams
+    assert (crew.in_records, crew.shards, crew.readers, crew.lag_records) == (40, 2, 2, 7)
+    assert [each.name for each in found.readers] == ["1 at b2", "1 at b1"]
+    assert [each.keys for each in found.caches] == [7]
+    assert [(each.used_bytes, each.limit_bytes) for each in found.budgets] == [(10, 20)]
+    assert "b1, b2" in drawn(found)
 
 
 def drawn(found: TopStats, rows: int = 15) -> str:

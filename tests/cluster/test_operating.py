@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
 
 import felix
+from cli.top import _Brokers
 from felix.errors import Code, RequestError
 from felix.messages import BrokerState, RegionState
 from region.cluster.election import has_yielded
@@ -219,3 +221,26 @@ async def test_a_broker_that_is_gone_for_good_is_retired_once_no_shard_names_it(
         await region.stop(gone)
         await client.retire_broker(gone)
         assert gone not in {each.broker for each in (await client.describe()).brokers}
+
+
+async def test_top_shows_what_goes_through_all_brokers(
+    region: ClusteredRegion, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(region.folder.root.parent))
+    names = [f"acme/ops/s{number}" for number in range(4)]
+    async with region.client("b1") as client, AsyncExitStack() as stack:
+        for name in names:
+            await client.create_stream(name, replicas=1)
+        assert len({region.leader("b1", name) for name in names}) > 1
+        brokers = _Brokers("us-east", "", client, stack)
+        assert await brokers.look("", "", "in") is None
+        for name in names:
+            await client.stream(name).publish(b"record")
+        found = await brokers.look("", "", "in")
+        assert found is not None and found.broker == "b1, b2, b3, b4"
+        assert sorted(each.stream for each in found.streams if each.in_records) == names
+        # One that is away is left out.
+        await region.stop("b4")
+        async with asyncio.timeout(60):
+            while found is None or found.broker != "b1, b2, b3":
+                found = await brokers.look("", "", "in")
