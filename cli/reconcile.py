@@ -39,6 +39,10 @@ def reconcile(
         list[str] | None,
         typer.Option(help="A broker whose folder will not be heard; say it for each."),
     ] = None,
+    retired: Annotated[
+        list[str] | None,
+        typer.Option(help="A broker that was drained and retired since the backup; say it for each."),
+    ] = None,
     accept_loss: Annotated[
         bool, typer.Option("--accept-loss", help="Needed where something that was acknowledged may be lost.")
     ] = False,
@@ -75,7 +79,15 @@ def reconcile(
         for path in report or ():
             reports |= _reported(path, reports)
         plan = run(
-            _reconcile(folder, config, reports, without or [], dry_run=dry_run, accept_loss=accept_loss)
+            _reconcile(
+                folder,
+                config,
+                reports,
+                without or [],
+                retired or [],
+                dry_run=dry_run,
+                accept_loss=accept_loss,
+            )
         )
     if json:
         print_json(_plain(plan), written=not dry_run)
@@ -123,6 +135,7 @@ async def _reconcile(
     config: RegionConfig,
     reports: dict[str, FolderReport],
     without: Sequence[str],
+    retired: Sequence[str],
     *,
     dry_run: bool,
     accept_loss: bool,
@@ -143,13 +156,13 @@ async def _reconcile(
         reconciler = Reconciler(store, config.region, REAL, note)
         stack.push_async_callback(reconciler.close)
         await reconciler.open()
-        plan = await reconciler.plan(reports, expected, without)
+        plan = await reconciler.plan(reports, expected, without, retired)
         if dry_run:
             return plan
         if plan.losses and not accept_loss:
             await asyncio.to_thread(_print, config.region, plan, dry_run=True)
             raise RequestError(
-                f"{counted(len(plan.losses), 'thing')} that was acknowledged may be lost, or cannot be served; nothing was written.",
+                f"{counted(len(plan.losses), 'thing')} that was acknowledged may be lost, cannot be served, or comes back; nothing was written.",
                 code=Code.CONFLICT,
                 hint="Hear every folder, or put a newer backup back. If it is to be so all the same: --accept-loss.",
             )

@@ -82,7 +82,11 @@ class Reconciler:
         await self._mirror.close()
 
     async def plan(
-        self, reports: Mapping[str, FolderReport], expected: Iterable[str], without: Collection[str]
+        self,
+        reports: Mapping[str, FolderReport],
+        expected: Iterable[str],
+        without: Collection[str],
+        retired: Collection[str] = (),
     ) -> Plan:
         """What is to be written, and what an operator should know before. Raises RequestError(CONFLICT) where too little was heard."""
         for report in reports.values():
@@ -102,6 +106,7 @@ class Reconciler:
             reports,
             expected,
             without=without,
+            retired=retired,
             election=lambda: self._runtime.random.randbytes(ELECTION_CHARS // 2).hex(),
         )
         if isinstance(made, Refusal):

@@ -6,9 +6,9 @@ records of shards, each above every epoch that a folder knows; 5. `thaw`. A cras
 
 Invariants:
 - nothing is cut or deleted, neither in the store nor in a folder;
-- a shard is led from a copy that has all that was committed, as far as the folders that were heard can tell: every record that was
-  committed in an epoch stands in each log that has something of a later one, and in the longest of that epoch. Where that cannot be
-  told, or a copy that is away may have more, the plan says what may be lost (`Plan.losses`);
+- a shard is led from a copy that has all that was committed in each of its logs, as far as the folders that were heard can tell: what it
+  lacks stands in fewer copies, heard or away, than a commit needs. Where that cannot be told, the plan says what may be lost
+  (`Plan.losses`);
 - the audit log goes on from such a copy alone: it is led by nobody before it would become a second history.
 
 Pure; used by `felix region reconcile`.
@@ -115,8 +115,8 @@ class ShardPlan:
 
 @dataclass(slots=True)
 class Plan:
-    """`nodes` and `pulses`: as they are to be. `notes`: what an operator should know. `losses`: what was acknowledged and may be lost, or
-    cannot be served again; it needs his word."""
+    """`nodes` and `pulses`: as they are to be. `notes`: what an operator should know. `losses`: what was acknowledged and may be lost, cannot
+    be served again, or is served again although it was deleted; it needs his word."""
 
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     pulses: dict[str, int] = field(default_factory=dict)
@@ -133,21 +133,20 @@ def reconcile(
     expected: Iterable[str],
     *,
     without: Collection[str],
+    retired: Collection[str] = (),
     election: Callable[[], str],
 ) -> Plan | Refusal:
     """What is to be written. `streams`: those of the catalog and of the region itself, by incarnation; `deleted`: incarnations with the mark of
     a deletion; `expected`: brokers that may have records, beside those that the store knows; `without`: those whose folders will not be heard;
-    `election`: gives a fresh election id."""
-    missing = sorted({*view.nodes, *expected} - reports.keys() - set(without))
+    `retired`: those that had no copy any more when they were taken away; `election`: gives a fresh election id."""
+    missing = sorted({*view.nodes, *expected} - reports.keys() - {*without, *retired})
     if missing:
         return Refusal(
             Reason.NO_REPORT,
             f"Of {', '.join(missing)} no folder was heard, and it may have more than the others.",
         )
-    if named := sorted(reports.keys() & set(without)):
-        return Refusal(
-            Reason.CHANGED, f"The folder of {', '.join(named)} was heard, so it is not without it."
-        )
+    if named := sorted(reports.keys() & {*without, *retired}):
+        return Refusal(Reason.CHANGED, f"The folder of {', '.join(named)} was heard, so it is not away.")
     plan = Plan()
     for report in reports.values():
         if refusal := _broker(plan, view, report):
@@ -223,7 +222,12 @@ def _shard(
     if before is not None:
         has_copies = has_copies or len(before.replicas) > 1
     why = "; ".join(f"the copy of {broker} cannot be read: {damaged[broker]}" for broker in sorted(damaged))
-    winners, doubt = _best({broker: each for broker, each in whole.items() if each.has_records})
+    winners, doubt = _best(
+        {broker: each for broker, each in whole.items() if each.has_records},
+        minimum,
+        len(away),
+        {broker for broker in whole if _is_of_store(view, plan, broker)},
+    )
     if not winners:
         if before is None:
             # It is placed as a new one.
@@ -268,11 +272,30 @@ def _shard(
         return
     if doubt:
         plan.losses.append(f"{what}: {doubt}; what {winners[0]} lacks of it is lost.")
+    elif before is not None and (gone := _gone(view, plan, before, told)):
+        plan.losses.append(
+            f"{what}: {', '.join(gone)} had a copy at the backup and {'has' if len(gone) == 1 else 'have'} none now, so it has fewer "
+            f"copies since, or was deleted. If it was deleted, its records come back from {', '.join(winners)}: delete it again, "
+            f"`felix stream delete {name}`, before clients come in."
+        )
     if before is not None and _fits(before, winners, plan, last):
         plan.shards.append(ShardPlan(shard, before, before, tuple(winners)))
         return
     after = _record(plan, name, epoch, election(), before, stream, winners, minimum, unclean=doubt != "")
     plan.shards.append(ShardPlan(shard, before, after, tuple(winners)))
+
+
+def _gone(view: ClusterView, plan: Plan, before: ShardRecord, told: Mapping[str, ShardTold]) -> list[str]:
+    """Who had a copy at the backup and has none, where no other broker has it instead."""
+    if not told or len(told) >= len(before.replicas):
+        return []
+    return [broker for broker in sorted(before.isr.keys() - told.keys()) if _is_of_store(view, plan, broker)]
+
+
+def _is_of_store(view: ClusterView, plan: Plan, broker: str) -> bool:
+    """Whether the folder that was heard of it is the one that it had when the store was saved."""
+    before = view.nodes.get(broker)
+    return before is not None and broker in plan.nodes and before.folder == plan.nodes[broker].folder
 
 
 def _more_than(copies: Mapping[str, ShardTold], winner: str) -> str:
@@ -330,34 +353,54 @@ def _fits(before: ShardRecord, winners: Sequence[str], plan: Plan, told: int) ->
     )
 
 
-def _best(copies: Mapping[str, ShardTold]) -> tuple[list[str], str]:
-    """The copies that have all, and why that is not sure, or nothing.
-
-    Who has something of the last epoch led it, or was cut to what its leader had when it began: no earlier epoch's end counts.
-    """
-    last = max((each.epoch for each in copies.values()), default=0)
-    latest = {broker: each for broker, each in sorted(copies.items()) if each.epoch == last}
-    if not latest:
+def _best(
+    copies: Mapping[str, ShardTold], minimum: int, away: int, same: Collection[str]
+) -> tuple[list[str], str]:
+    """The copies that have all, and why that is not sure, or nothing. `minimum`: copies that a commit needs; `away`: how many may have what no
+    other has; `same`: copies that were not begun anew since the backup."""
+    if not copies:
         return [], ""
-    ends = {broker: _ends(each) for broker, each in latest.items()}
+    ends = {broker: _ends(each) for broker, each in sorted(copies.items())}
     kinds = sorted({kind for found in ends.values() for kind in found})
-    nothing = (0, BEGINNING)
-    tops = {kind: max(found.get(kind, nothing) for found in ends.values()) for kind in kinds}
-    whole = [
-        broker
-        for broker, found in ends.items()
-        if all(found.get(kind, nothing) == tops[kind] for kind in kinds)
-    ]
+    at = {broker: [found.get(kind, (0, BEGINNING)) for kind in kinds] for broker, found in ends.items()}
+
+    def lacks(broker: str) -> bool:
+        """Whether others may have committed what it has not."""
+        for number, mine in enumerate(at[broker]):
+            having = [
+                other
+                for other, theirs in at.items()
+                if theirs[number] > mine
+                and not (other in same and _was_behind(copies, other, theirs[number][0]))
+            ]
+            if having and len(having) + away >= minimum:
+                return True
+        return False
+
     why = ""
-    if not whole:
-        whole = [max(ends, key=lambda broker: [ends[broker].get(kind, nothing) for kind in kinds])]
-        why = f"of {', '.join(ends)} none has every log to its end"
+    safe = [broker for broker in at if not lacks(broker)]
+    if not safe:
+        safe = list(at)
+        why = f"of {', '.join(at)} none surely has every log to its end"
+    most = max(at[broker] for broker in safe)
+    whole = [broker for broker in safe if at[broker] == most]
     # One epoch that was elected twice, before and after the store went back, has two contents.
-    elections = {broker: {log.kind: log.election for log in latest[broker].logs} for broker in whole}
+    elections = {broker: {log.kind: log.election for log in copies[broker].logs} for broker in whole}
     if any(elections[broker] != elections[whole[0]] for broker in whole):
-        why = f"{', '.join(whole)} have epoch {last} of two elections"
+        why = f"{', '.join(whole)} have epoch {max(epoch for epoch, _ in most)} of two elections"
         whole = [broker for broker in whole if elections[broker] == elections[whole[0]]]
     return whole, why
+
+
+def _was_behind(copies: Mapping[str, ShardTold], broker: str, epoch: int) -> bool:
+    """Whether a copy lacks in another log what was committed before `epoch`: then it was brought up in that epoch, and what it has of it was
+    committed without it or not at all."""
+    ends = {log.kind: log.end for log in copies[broker].logs}
+    return any(
+        log.epoch < epoch and log.kept > ends.get(log.kind, BEGINNING)
+        for each in copies.values()
+        for log in each.logs
+    )
 
 
 def _ends(copy: ShardTold) -> dict[int, tuple[int, LogPoint]]:

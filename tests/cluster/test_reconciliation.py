@@ -49,6 +49,7 @@ def planned(
     told: dict[str, tuple[LogTold, ...]],
     without: Collection[str] = (),
     *,
+    retired: Collection[str] = (),
     stream: str = NAME,
     replicas: int = 3,
 ) -> Plan | Refusal:
@@ -56,7 +57,14 @@ def planned(
     streams = {STREAM: Stream(name=stream, incarnation=STREAM, created_ms=0, config=config)}
     reports = {broker: report(stage, broker, *logs) for broker, logs in told.items()}
     return reconciliation.reconcile(
-        stage.view(), streams, (), reports, (), without=without, election=lambda: "2" * 16
+        stage.view(),
+        streams,
+        (),
+        reports,
+        (),
+        without=without,
+        retired=retired,
+        election=lambda: "2" * 16,
     )
 
 
@@ -138,9 +146,66 @@ def test_all_logs_of_a_shard_count_and_who_has_something_of_the_last_epoch_was_c
     made = planned(stage, {"a": deposed, "b": (log(9, 50), log(7, 30, kind=2)), "c": (log(9, 50),)})
     assert isinstance(made, Plan) and not made.losses and made.shards[0].copies == ("b",)
     crossed = planned(
-        stage, {"a": (log(9, 50), log(9, 3, kind=2)), "b": (log(9, 49), log(9, 4, kind=2)), "c": ()}
+        stage, {"a": (log(9, 50), log(9, 3, kind=2)), "b": (log(9, 49), log(9, 4, kind=2))}, ["c"]
     )
-    assert isinstance(crossed, Plan) and "none has every log to its end" in crossed.losses[0]
+    assert isinstance(crossed, Plan) and "none surely has every log to its end" in crossed.losses[0]
+
+
+BROUGHT_UP = (log(7, 100), log(9, 51, kind=1, kept=50))
+
+
+@pytest.mark.parametrize("stream", [NAME, str(AUDIT_STREAM)])
+def test_a_copy_that_was_being_brought_up_leads_nothing_although_one_of_its_logs_is_the_newest(
+    stage: Stage, stream: str
+) -> None:
+    whole = (log(8, 900, kept=900), log(8, 50, kind=1, kept=50))
+    made = planned(stage, {"b": whole, "c": BROUGHT_UP}, ["a"], stream=stream)
+    assert isinstance(made, Plan) and not made.losses
+    assert made.shards[0].copies == ("b",) and made.shards[0].after.isr == {"b": 5}
+
+
+def test_where_two_copies_lack_something_of_each_other_it_says_so(stage: Stage) -> None:
+    unsure = (log(8, 900, kept=100), log(8, 50, kind=1, kept=50))
+    made = planned(stage, {"b": unsure, "c": BROUGHT_UP}, ["a"])
+    assert isinstance(made, Plan) and "of b, c none surely has every log" in made.losses[0]
+    made = planned(stage, {"a": (log(7, 5),), "b": unsure, "c": BROUGHT_UP})
+    assert isinstance(made, Plan) and not made.losses, "a was heard: each of them has its own alone"
+    assert made.shards[0].copies == ("b",)
+
+
+def test_a_copy_that_was_begun_anew_may_have_been_in_sync_before(stage: Stage) -> None:
+    whole = (log(8, 900, kept=900), log(8, 50, kind=1, kept=50))
+    stage.files["c"] = msgspec.structs.replace(stage.files["c"], folder="another")
+    made = planned(stage, {"b": whole, "c": BROUGHT_UP}, ["a"])
+    assert isinstance(made, Plan) and "of b, c none surely has every log" in made.losses[0]
+
+
+def test_who_was_retired_since_has_nothing_that_others_lack(stage: Stage) -> None:
+    heard = {name: (log(9, 90), log(9, 5, kind=1)) for name in "abc"}
+    made = planned(stage, heard, ["d", "e"])
+    assert isinstance(made, Plan) and "may have been d, e" in made.losses[0]
+    made = planned(stage, heard, retired=["d", "e"])
+    assert isinstance(made, Plan) and not made.losses and made.shards[0].copies == ("a", "b", "c")
+    assert refused(planned(stage, heard, retired=["c"]), Reason.CHANGED)
+    lone = planned(stage, {"a": heard["a"]}, ["b"], retired=["c"])
+    assert isinstance(lone, Plan) and not lone.losses, "one is away, and a commit needs two"
+
+
+def test_a_stream_that_comes_back_from_one_copy_where_others_have_none_any_more_needs_a_word(
+    stage: Stage,
+) -> None:
+    made = planned(stage, {"a": (), "b": (), "c": (log(7, 5),)})
+    assert isinstance(made, Plan) and "a, b had a copy at the backup" in made.losses[0]
+    assert "felix stream delete acme/payments/orders" in made.losses[0]
+    assert not made.shards[0].after.unclean
+    stage.files["d"] = msgspec.structs.replace(stage.files["c"], folder="of d")
+    stage.boots["d"] = 1
+    moved = planned(stage, {"a": (), "b": (log(7, 5),), "c": (log(7, 5),), "d": (log(7, 5),)})
+    assert isinstance(moved, Plan) and not moved.losses
+    for name in "ab":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=f"new {name}")
+    anew = planned(stage, {"a": (), "b": (), "c": (log(7, 5),), "d": ()})
+    assert isinstance(anew, Plan) and not anew.losses, "their folders were lost, and that says nothing"
 
 
 def test_one_epoch_of_two_elections_and_what_was_committed_and_is_gone_need_a_word(stage: Stage) -> None:
