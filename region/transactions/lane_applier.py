@@ -158,11 +158,19 @@ class LaneApplier:
         self._carry_out(self._rounds.applied(lane))
 
     async def _show(self, lane: str, number: int) -> None:
-        try:
-            await self._leaders.show(lane, number)
-        except FelixError as error:
-            # Who led it is gone, or shows it by itself after a while.
-            log.info("%s was not told to show transaction %d: %s", lane, number, error.sentence)
+        """For TOGETHER_S at most: who led it is gone by then, or shows it by itself."""
+        loop = asyncio.get_running_loop()
+        backoff, deadline = Backoff(AGAIN, self._runtime.random), loop.time() + TOGETHER_S
+        while True:
+            try:
+                await self._leaders.show(lane, number)
+                break
+            except FelixError as error:
+                wait_s = backoff.next_ms(error.retry_after_ms) / 1000
+                if loop.time() + wait_s > deadline:
+                    log.info("%s was not told to show transaction %d: %s", lane, number, error.sentence)
+                    break
+                await asyncio.sleep(wait_s)
         self._carry_out(self._rounds.shown(lane))
 
     def _conclude(self, number: int) -> None:

@@ -36,8 +36,8 @@ from region.transactions.state import UNKNOWN_OFFSET, Part
 
 ASK_BYTES: Final = 4 << 20
 """Of batches in one request: a third of the largest (replication.wire.ASK_BYTES_MAX), and a part of a link's backlog."""
-SHOW_S: Final = 5.0
-"""A leader that does not answer by then shows what it hides by itself (lanes.HIDDEN_S)."""
+SHOW_S: Final = 3.0
+"""A leader that does not answer by then shows what it hides by itself, some time later (lanes.HIDDEN_S)."""
 
 Offsets = dict[tuple[int, int], tuple[int, ...]]
 _AnswerT = TypeVar("_AnswerT", bound=msgspec.Struct)

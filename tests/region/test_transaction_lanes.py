@@ -1,0 +1,344 @@
+"""Both ends of a lane: the coordinator with leaders of the test's, and a leader with requests of the test's, over real logs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from region_peer import until
+from transaction_home import OWNER, Home
+
+from felix.batch import NewRecord, encode_batch
+from felix.errors import Code, RequestError, UnavailableError
+from felix.names import SpiffeId, StreamName
+from region.clustered import Clustered
+from region.metadata.records import StreamConfig
+from region.peer_requests import PeerRequest, PeerRequests
+from region.streams import HostedStream
+from region.transactions import lanes as lanes_module
+from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
+from region.transactions.lane_messages import (
+    AbandonAcknowledgements,
+    Acknowledged,
+    ApplyLane,
+    AskDecision,
+    CheckLane,
+    Decision,
+    LaneApplied,
+    LaneChecked,
+    Placed,
+    PrepareAcknowledgements,
+    Prepared,
+    ShowLane,
+)
+from region.transactions.lanes import Lanes
+from region.transactions.placing import Step
+from region.transactions.state import Part
+from region.transactions.stream_leaders import Offsets
+
+A, B = "acme/payments/a", "acme/payments/b"
+
+
+class Jobs:
+    """A view whose acknowledgements name their stream and what is acknowledged."""
+
+    def __init__(self) -> None:
+        self.prepared: list[bytes] = []
+        self.applied: list[bytes] = []
+
+    def stream_of(self, body: bytes) -> StreamName:
+        return StreamName.parse(body.decode().partition(":")[0])
+
+    def stage(self, identity: SpiffeId, body: bytes) -> None: ...
+
+    async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
+        self.prepared.append(body)
+        return body
+
+    def abandon(self, body: bytes) -> None:
+        self.prepared.remove(body)
+
+    async def apply(self, body: bytes) -> None:
+        self.applied.append(body)
+
+
+class Leaders:
+    """They note what they are asked, and answer as the test says."""
+
+    def __init__(self) -> None:
+        self.newest = self.lost = 0
+        self.epoch = 1
+        self.refusal: Exception | None = None
+        self.may_apply = asyncio.Event()
+        self.may_apply.set()
+        self.applied: list[tuple[str, int, list[int]]] = []
+        self.abandoned: list[bytes] = []
+        self.shown: list[tuple[str, int]] = []
+
+    async def check(self, stream: str, incarnation: bytes, shards: Sequence[int]) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        return self.newest
+
+    async def prepare(
+        self, stream: str, view: str, owner: SpiffeId, body: bytes, transaction: bytes
+    ) -> Prepared:
+        return Prepared(body, self.epoch)
+
+    async def abandon(self, stream: str, view: str, body: bytes) -> None:
+        self.abandoned.append(body)
+
+    async def apply(
+        self, stream: str, term: int, parts: Sequence[Part], acknowledged: Sequence[Acknowledged], number: int
+    ) -> Offsets:
+        await self.may_apply.wait()
+        self.applied.append((stream, number, [part.number for part in parts]))
+        return {(part.number, part.index): (7,) for part in parts}
+
+    async def show(self, stream: str, number: int) -> None:
+        if self.lost:
+            self.lost -= 1
+            raise UnavailableError("The link was lost.", retry_after_ms=1)
+        self.shown.append((stream, number))
+
+
+class Coordinating:
+    """A broker's coordinator among several, whose leaders are the test's."""
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.leaders = Leaders()
+
+    async def begin(self) -> None:
+        """A term."""
+        self.stream = await self.home.broker.ensure_stream(SYSTEM_STREAM, StreamConfig())
+        self.home.coordinator = Coordinator(self.home.broker, {"jobs": Jobs()}, leaders=self.leaders)
+        await self.home.coordinator.lead(self.stream)
+
+    async def end(self) -> None:
+        await self.home.broker.streams._close_views(self.stream)
+        for number in list(self.stream.companions):
+            await self.home.streams.close_companion(self.stream, number)
+
+    async def commit(self, *names: str, acknowledged: Sequence[bytes] = ()) -> tuple[tuple[int, ...], ...]:
+        transaction = self.home.begin()
+        for index, name in enumerate(names):
+            self.home.stage(transaction, index, name, b"x")
+        for index, body in enumerate(acknowledged, len(names)):
+            self.home.coordinator.open.acknowledge(OWNER, transaction, index, "jobs", body)
+        staged = len(names) + len(acknowledged)
+        return (await self.home.coordinator.commit(OWNER, transaction, staged, self.home.clock)).offsets
+
+
+@pytest.fixture
+async def home(tmp_path: Path) -> AsyncIterator[Home]:
+    home = Home(tmp_path)
+    await home.open()
+    await home.create(A, shards=2)
+    await home.create(B)
+    yield home
+    await home.close()
+
+
+@pytest.fixture
+async def coordinating(home: Home) -> Coordinating:
+    made = Coordinating(home)
+    await made.begin()
+    return made
+
+
+async def test_a_commit_is_applied_and_shown_by_every_leader(coordinating: Coordinating) -> None:
+    assert await coordinating.commit(A, B, acknowledged=[b"acme/payments/c:1"]) == ((7,), (7,))
+    leaders = coordinating.leaders
+    assert sorted(leaders.applied) == [(A, 1, [1]), (B, 1, [1]), ("acme/payments/c", 1, [])]
+    assert sorted(leaders.shown) == [(A, 1), (B, 1), ("acme/payments/c", 1)]
+
+
+async def test_a_leader_that_was_not_reached_is_told_again_to_show(coordinating: Coordinating) -> None:
+    coordinating.leaders.lost = 2
+    await coordinating.commit(A, B)
+    assert sorted(coordinating.leaders.shown) == [(A, 1), (B, 1)]
+
+
+async def test_a_number_is_above_all_that_shards_know(coordinating: Coordinating) -> None:
+    await coordinating.commit(A)
+    coordinating.leaders.newest = 40
+    await coordinating.commit(A)
+    await coordinating.commit(A)
+    assert [number for _, number, _ in coordinating.leaders.applied] == [1, 41, 42]
+
+
+async def test_what_a_leader_refuses_is_not_decided(coordinating: Coordinating) -> None:
+    coordinating.leaders.refusal = UnavailableError("No room.")
+    with pytest.raises(UnavailableError, match="No room"):
+        await coordinating.commit(A, acknowledged=[b"acme/payments/c:1"])
+    assert len(coordinating.home.coordinator.state) == 0 and coordinating.leaders.applied == []
+
+
+async def test_a_new_leader_prepares_only_once_the_last_ones_acknowledgements_are_applied(
+    coordinating: Coordinating,
+) -> None:
+    leaders = coordinating.leaders
+    leaders.may_apply.clear()
+    first = asyncio.ensure_future(coordinating.commit(acknowledged=[b"acme/payments/c:1"]))
+    await until(lambda: coordinating.home.coordinator.owed_count)
+    leaders.epoch = 2
+    with pytest.raises(UnavailableError, match="not applied there yet"):
+        await coordinating.commit(acknowledged=[b"acme/payments/c:2"])
+    await until(lambda: leaders.abandoned == [b"acme/payments/c:2"])
+    leaders.may_apply.set()
+    await first
+    await coordinating.commit(acknowledged=[b"acme/payments/c:2"])
+
+
+async def test_the_next_term_carries_on_what_was_decided_and_drops_what_was_open(
+    coordinating: Coordinating,
+) -> None:
+    leaders, coordinator = coordinating.leaders, coordinating.home.coordinator
+    leaders.may_apply.clear()
+    opened = coordinating.home.begin()
+    coordinating.home.stage(opened, 0, A, b"open")
+    committing = asyncio.ensure_future(coordinating.commit(A, B))
+    await until(lambda: coordinator.owed_count)
+    await coordinating.end()
+    with pytest.raises(UnavailableError) as moved:
+        await committing
+    assert moved.value.code is Code.NOT_LEADER and coordinator.elsewhere is not None
+    leaders.may_apply.set()
+    await coordinator.lead(coordinating.stream)
+    (owed,) = coordinator.state.owed
+    found = await coordinator.commit(OWNER, owed.committed.id, 2, coordinating.home.clock)
+    assert found.offsets == ((7,), (7,))
+    with pytest.raises(RequestError) as aborted:
+        await coordinator.commit(OWNER, opened, 1, coordinating.home.clock)
+    assert aborted.value.code is Code.TRANSACTION_ABORTED
+
+
+# -- the leader's end
+
+
+class Links:
+    """What is served here, and what the coordinator would answer."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[type[PeerRequest], Callable[[str, Any], Awaitable[msgspec.Struct]]] = {}
+        self.asked: list[PeerRequest] = []
+        self.may_be = True
+
+    def serve(self, request: type[PeerRequest], handler: Callable[[str, Any], Awaitable[Any]]) -> None:
+        self.handlers[request] = handler
+
+    async def ask(self, peer: str, request: PeerRequest, answer: type, **_: object) -> Decision:
+        self.asked.append(request)
+        return Decision(self.may_be)
+
+    def leader_of(self, record: object, shard: int) -> str:
+        return "b2"
+
+    async def do(self, request: PeerRequest) -> Any:
+        """As a coordinator asks, over the wire's encoding."""
+        decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=type(request))
+        return await self.handlers[type(request)]("b2", decoded)
+
+
+class Leading:
+    def __init__(self, home: Home, step: Step = lambda _: None) -> None:
+        self.home, self.links, self.jobs = home, Links(), Jobs()
+        self.lanes = Lanes(
+            home.broker,
+            cast(Clustered, self.links),
+            cast(PeerRequests, self.links),
+            {"jobs": self.jobs},
+            lambda _: True,
+            step,
+        )
+
+    def hosted(self, name: str = A) -> HostedStream:
+        found = self.home.streams.get(StreamName.parse(name))
+        assert found is not None
+        return found
+
+    async def apply(self, number: int, *payloads: bytes, term: int = 1, acknowledged: bytes = b"") -> Any:
+        incarnation = self.hosted().record.incarnation
+        parts = [
+            Placed(
+                Part(
+                    number,
+                    index,
+                    A,
+                    bytes.fromhex(incarnation),
+                    0,
+                    encode_batch([NewRecord(payload)], shard=0).encode(),
+                ),
+                index,
+            )
+            for index, payload in enumerate(payloads)
+        ]
+        some = [Acknowledged("jobs", acknowledged)] if acknowledged else []
+        return await self.links.do(ApplyLane(A, incarnation, term, number, parts, some))
+
+    async def show(self, number: int) -> None:
+        await self.links.do(ShowLane(A, self.hosted().record.incarnation, number))
+
+
+@pytest.fixture
+async def leading(home: Home) -> AsyncIterator[Leading]:
+    made = Leading(home)
+    yield made
+    await made.lanes.close()
+
+
+async def test_what_is_applied_is_hidden_until_it_is_to_be_shown_and_stands_once(leading: Leading) -> None:
+    home = leading.home
+    assert await leading.apply(1, b"0", b"1") == LaneApplied([(0,), (1,)])
+    # Asked again, as by a coordinator that did not hear the answer, or its successor.
+    assert await leading.apply(1, b"0", b"1", term=2) == LaneApplied([(0,), (1,)])
+    await home.publish(A, b"between")
+    assert await home.records(A) == []
+    await leading.show(1)
+    assert await home.records(A) == [b"0", b"1", b"between"]
+    # One that came late hides nothing.
+    await leading.apply(1, b"0", b"1", term=2)
+    assert len(await home.records(A)) == 3
+    with pytest.raises(RequestError, match="another one is"):
+        await leading.apply(2, b"late", term=1)
+    incarnation = leading.hosted().record.incarnation
+    assert await leading.links.do(CheckLane(A, incarnation, [0, 1])) == LaneChecked(1)
+
+
+async def test_what_nobody_shows_is_shown_after_a_while(
+    leading: Leading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes_module, "HIDDEN_S", 0.01)
+    await leading.apply(1, b"0")
+    await until(lambda: leading.home.shard(A).high_watermark == 1)
+
+
+async def test_what_a_transaction_needs_is_refused_before_it_is_decided(leading: Leading) -> None:
+    incarnation = leading.hosted().record.incarnation
+    with pytest.raises(UnavailableError, match="does not know this incarnation"):
+        await leading.links.do(CheckLane(A, "00" * 16, [0]))
+    leading.home.shard(A).stop(UnavailableError("broken"))
+    with pytest.raises(UnavailableError, match="broken"):
+        await leading.links.do(CheckLane(A, incarnation, [0]))
+
+
+async def test_what_was_prepared_is_kept_until_its_coordinator_says_that_it_was_never_decided(
+    leading: Leading, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lanes_module, "PREPARED_LOOK_S", 0.005)
+    await leading.home.broker.ensure_stream(SYSTEM_STREAM, StreamConfig())
+    bodies = [f"{A}:{number}".encode() for number in range(3)]
+    for body in bodies:
+        await leading.links.do(PrepareAcknowledgements(A, "jobs", str(OWNER), body, b"t" * 16))
+    await leading.apply(1, acknowledged=bodies[0])
+    await leading.links.do(AbandonAcknowledgements("jobs", bodies[1]))
+    assert leading.jobs.applied == [bodies[0]] and leading.jobs.prepared == [bodies[0], bodies[2]]
+    await until(lambda: len(leading.links.asked) > 1)
+    assert set(leading.links.asked) == {AskDecision(b"t" * 16)} and bodies[2] in leading.jobs.prepared
+    leading.links.may_be = False
+    await until(lambda: leading.jobs.prepared == [bodies[0]])
