@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from felix.bounded import BoundedMap
@@ -81,6 +81,14 @@ class _Hidden:
         return shards
 
 
+class _Kept(NamedTuple):
+    """Acknowledgements that are prepared: for which transaction, what it asked for, and since when."""
+
+    transaction: bytes
+    asked: bytes
+    since: float
+
+
 class Lanes:
     """One per broker of several. On the event loop; `close` before the streams are closed."""
 
@@ -106,8 +114,10 @@ class Lanes:
         """by incarnation"""
         self._terms: BoundedMap[str, int] = BoundedMap(LANES_MAX)
         self._shown: BoundedMap[str, int] = BoundedMap(LANES_MAX)
-        self._prepared: dict[tuple[str, bytes], tuple[bytes, float]] = {}
-        """by view and body: the transaction, and since when"""
+        self._prepared: dict[tuple[str, bytes], _Kept] = {}
+        """by view and what is to be applied"""
+        self._answered: dict[tuple[bytes, str, bytes], Prepared] = {}
+        """what each of these was told, by transaction, view and what it asked for: one whose answer was lost is told the same again"""
         self._looking: asyncio.Task[None] | None = None
         requests.serve(CheckLane, self._check)
         requests.serve(ApplyLane, self._apply)
@@ -181,7 +191,7 @@ class Lanes:
             self._step("placed")
             for each in asked.acknowledged:
                 await self._participant(each.view).apply(each.body)
-                self._prepared.pop((each.view, each.body), None)
+                self._let_go(each.view, each.body)
         parts = [each.part for each in asked.parts]
         if any((part.number, part.index) not in found for part in parts):
             raise UnavailableError(
@@ -247,21 +257,33 @@ class Lanes:
     async def _prepare(self, peer: str, asked: PrepareAcknowledgements) -> Prepared:
         hosted = self._broker.use_stream(StreamName.parse(asked.stream))
         self._broker.require_led(hosted)
+        epoch = max(hosted.epochs.values(), default=0)
+        kept = _Kept(asked.transaction, asked.body, asyncio.get_running_loop().time())
+        again = self._answered.get((asked.transaction, asked.view, asked.body))
+        if again is not None and again.epoch == epoch:
+            self._prepared[asked.view, again.body] = kept
+            return again
         if len(self._prepared) >= PREPARED_MAX:
             raise UnavailableError(
                 f"{PREPARED_MAX} acknowledgements of transactions are being committed.",
                 code=Code.LIMIT_RATE,
                 retry_after_ms=100,
             )
-        epoch = max(hosted.epochs.values(), default=0)
         body = await self._participant(asked.view).prepare(SpiffeId.parse(asked.owner), asked.body)
-        self._prepared[asked.view, body] = asked.transaction, asyncio.get_running_loop().time()
+        self._prepared[asked.view, body] = kept
+        answer = self._answered[asked.transaction, asked.view, asked.body] = Prepared(body, epoch)
         if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self._look(), name="prepared")
-        return Prepared(body, epoch)
+        return answer
+
+    def _let_go(self, view: str, body: bytes) -> bool:
+        kept = self._prepared.pop((view, body), None)
+        if kept is not None:
+            self._answered.pop((kept.transaction, view, kept.asked), None)
+        return kept is not None
 
     async def _abandon(self, peer: str, asked: AbandonAcknowledgements) -> Abandoned:
-        if self._prepared.pop((asked.view, asked.body), None) is not None:
+        if self._let_go(asked.view, asked.body):
             self._participant(asked.view).abandon(asked.body)
         return Abandoned()
 
@@ -270,11 +292,14 @@ class Lanes:
         while self._prepared:
             await asyncio.sleep(PREPARED_LOOK_S)
             before = asyncio.get_running_loop().time() - PREPARED_LOOK_S
-            for key, (transaction, since) in list(self._prepared.items()):
-                if since <= before and not await self._may_be_decided(transaction):
+            for (view, body), kept in list(self._prepared.items()):
+                if kept.since > before or await self._may_be_decided(kept.transaction):
+                    continue
+                # Not what was prepared anew meanwhile.
+                if self._prepared.get((view, body)) is kept:
                     log.warning("acknowledgements of a transaction that was never decided are given back")
-                    if self._prepared.pop(key, None) is not None:
-                        self._participant(key[0]).abandon(key[1])
+                    self._let_go(view, body)
+                    self._participant(view).abandon(body)
 
     async def _may_be_decided(self, transaction: bytes) -> bool:
         coordinator = coordinator_of(self._broker, self._clustered)

@@ -335,6 +335,9 @@ async def test_what_was_prepared_is_kept_until_its_coordinator_says_that_it_was_
     bodies = [f"{A}:{number}".encode() for number in range(3)]
     for body in bodies:
         await leading.links.do(PrepareAcknowledgements(A, "jobs", str(OWNER), body, b"t" * 16))
+    # One whose answer was lost, and that is asked again, has reserved nothing against itself.
+    await leading.links.do(PrepareAcknowledgements(A, "jobs", str(OWNER), bodies[2], b"t" * 16))
+    assert leading.jobs.prepared == bodies
     await leading.apply(1, acknowledged=bodies[0])
     await leading.links.do(AbandonAcknowledgements("jobs", bodies[1]))
     assert leading.jobs.applied == [bodies[0]] and leading.jobs.prepared == [bodies[0], bodies[2]]
