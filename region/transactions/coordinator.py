@@ -19,6 +19,7 @@ was open ends with the term; what was committed is carried on by the next one.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Final
@@ -27,6 +28,7 @@ import msgspec
 
 from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId
+from felix.tasks import end_tasks
 from region.broker import Broker
 from region.gather import ignore
 from region.log.companions import JournalKind
@@ -59,6 +61,8 @@ from region.transactions.state import (
 )
 from region.transactions.stream_leaders import Leaders
 from region.views.journal import Journal
+
+log = logging.getLogger("felix.region.transactions")
 
 SYSTEM_STREAM: Final = TRANSACTIONS_STREAM
 COPIES: Final = 3
@@ -97,6 +101,7 @@ class Coordinator:
         self._leaders = leaders
         self.lanes: LaneApplier | None = None
         """of several brokers, while this one coordinates"""
+        self._growing: asyncio.Task[None] | None = None
         self._reserved: dict[str, _Reserved] = {}
         self._newest = 0
         """the last transaction that a shard was seen to know"""
@@ -152,6 +157,24 @@ class Coordinator:
                 # By whom they were prepared is not known any more.
                 self._reserve(self._stream_of(each), 0, transaction.committed.id)
             self.lanes.enqueue(transaction)
+        if stream.record.config.replicas < self._copies and self._growing is None:
+            self._growing = asyncio.ensure_future(self._grow(stream))
+
+    async def _grow(self, stream: HostedStream) -> None:
+        """A journal of fewer copies than the region has brokers for: of one that had fewer, or that one broker alone had served."""
+        copies = self._copies
+        try:
+            self._broker.check_more_copies(stream, copies)
+            await self._broker.catalog.alter_stream(
+                stream.name,
+                stream.record.incarnation,
+                lambda config: msgspec.structs.replace(config, replicas=max(copies, config.replicas)),
+            )
+            log.info("the journal of transactions gets %d copies", copies)
+        except FelixError as error:
+            log.warning("the journal of transactions has fewer copies than it could have: %s", error)
+        finally:
+            self._growing = None
 
     async def _cease(self) -> None:
         """Another broker coordinates, or this one stops: what is committed is carried on there, and what is open is not."""
@@ -197,9 +220,12 @@ class Coordinator:
             raise elsewhere
 
     async def _make_stream(self) -> HostedStream:
+        return await self._broker.ensure_stream(SYSTEM_STREAM, StreamConfig(replicas=self._copies))
+
+    @property
+    def _copies(self) -> int:
         cluster = self._broker.config.cluster
-        copies = 1 if cluster is None else min(COPIES, len(cluster.brokers))
-        return await self._broker.ensure_stream(SYSTEM_STREAM, StreamConfig(replicas=copies))
+        return 1 if cluster is None else min(COPIES, len(cluster.brokers))
 
     def may_be_decided(self, transaction_id: bytes) -> bool:
         """Whether a transaction is committed, or is being committed. Raises NotLeaderError where another broker may know better."""
@@ -227,6 +253,8 @@ class Coordinator:
         """Let what is committed be applied; what is open is dropped."""
         self.open.closed = True
         if self._leaders is not None:
+            if self._growing is not None:
+                await end_tasks(self._growing)
             await self._cease()
             return
         self.applier.stop()

@@ -10,10 +10,12 @@ from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from long_runs import count
 from region_peer import client as client_of
+from region_peer import until
 
 import felix
 from felix.errors import Code, RequestError
 from region.bootstrap import write_profile
+from region.metadata.records import StreamConfig
 from region.transactions import lane_applier
 from region.transactions.stream_leaders import StreamLeaders
 
@@ -226,3 +228,23 @@ async def test_a_stream_whose_leader_is_lost_gets_its_part_from_the_next_one_and
         await region.start(lost)
         await asyncio.gather(commit, late.commit())
         assert await payloads(client, streams[lost], 2) == [b"1", b"2"]
+
+
+async def test_a_journal_of_one_copy_gets_more_where_the_region_has_brokers_for_them(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """As of a region that one broker alone had served before."""
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region, connected(region) as client:
+        system = felix.StreamName.parse(SYSTEM)
+        await region.nodes["b1"].broker.ensure_stream(system, StreamConfig(replicas=1))
+        await client.create_stream("acme/ops/orders", replicas=3)
+        async with client.transaction() as tx:
+            await tx.publish("acme/ops/orders", b"0")
+        for broker in NAMES:
+            hosted = await region.nodes[broker].broker.find_stream(system)
+            await until(lambda hosted=hosted: hosted.record.config.replicas == len(NAMES))  # type: ignore[misc]
+        await region.in_sync("b1", SYSTEM)
+        await region.stop(leader(region, SYSTEM))
+        async with client.transaction() as tx:
+            await tx.publish("acme/ops/orders", b"1")
+        assert await payloads(client, "acme/ops/orders", 2) == [b"0", b"1"]
