@@ -459,6 +459,12 @@ def test_a_leader_that_leaves_goes_once_all_shards_that_it_is_to_lead_have_their
     assert all(len(record.replicas) == copies and leader not in record.replicas for record in records)
 
 
+def test_handing_over_shard_by_shard_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller.ControllerCore, "_step_to", lambda self, shard, target, *of: target)
+    with pytest.raises(AssertionError):
+        test_a_leader_that_leaves_goes_once_all_shards_that_it_is_to_lead_have_their_copies(1)
+
+
 def test_what_is_in_memory_goes_on_with_one_other_broker_once_its_leader_has_stopped() -> None:
     region = Region("abcd", controllers="d")
     wish = dataclasses.replace(

@@ -229,6 +229,48 @@ def test_a_log_that_becomes_a_copy_while_it_is_led_goes_on_in_its_epoch() -> Non
     assert found.history.last[:2] == (5, "5" * 16) and found.log.end_offset == 3
 
 
+@pytest.mark.parametrize("loses_power", [False, True])
+def test_a_log_that_becomes_a_copy_keeps_all_wherever_it_is_cut_off(loses_power: bool) -> None:
+    class EndsError(Exception):
+        pass
+
+    led, calls, goes_through = replace(PLAN, led=(5, "5" * 16)), 0, False
+    while not goes_through:
+        disk = MemoryDisk()
+        files = disk.mount()
+        alone, _ = DiskLog.open(FOLDER, IDENTITY, now_ms=1_000, files=files)
+        files.sync_folder(FOLDER.parent)
+        alone.begin_epoch(5)
+        alone.write_frames(alone.end_point, [entry(at, epoch=5) for at in range(3)], 1_000)
+        alone.close()
+        left = calls
+
+        def ends(call: str, path: Path) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise EndsError
+
+        disk.on_call = ends
+        try:
+            ReplicaDisk.open(led, files=files)
+            goes_through = True
+        except EndsError:
+            pass
+        disk.on_call = None
+        if loses_power:
+            disk.lose_power(Random(calls))
+        # Its next start is before the next election, or behind it.
+        log = ReplicaDisk.open(
+            replace(PLAN, led=[(5, "5" * 16), (9, "9" * 16)][calls % 2]), files=disk.mount()
+        )
+        assert not log.is_anew and not log.is_short and log.log.end_offset == 3
+        assert log.history.last.epoch == 5
+        assert calls % 2 or log.history.last.election == "5" * 16
+        calls += 1
+    assert calls > 10
+
+
 def test_a_copy_begins_where_the_leaders_log_does_and_goes_on_with_its_frames() -> None:
     leader, follower = opened(MemoryDisk()), opened(disk := MemoryDisk())
     for epoch in (1, 2):
