@@ -118,6 +118,8 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
         await publishing
         assert await payloads(client, STREAM, len(published)) == published
         # What another region feeds stays where it is.
+        with pytest.raises(RequestError, match="is fed by another region"):
+            await client.alter_stream("acme/ops/fed", replicas=2)
         assert sum(each.alone for each in state.brokers) == 1
         await client.create_stream("acme/ops/later", replicas=3)
         assert of(await client.describe(), drained).copies == 0, "nothing more is placed there"
