@@ -63,7 +63,7 @@ async def leader_of(region: felix.RegionClient, name: str) -> str:
 async def test_who_knows_another_broker_alone_goes_on_over_kills_of_the_leader(tmp_path: Path) -> None:
     if etcd_binary() is None:
         pytest.skip("no etcd")
-    folder = several(tmp_path, 3)
+    folder = several(tmp_path, 3, lease="2s")
     only_through(folder, "b1")
     recorded: Counter[bytes] = Counter()
     faults: list[str] = []
