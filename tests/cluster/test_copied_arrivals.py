@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from bridge_mesh import STREAM, flight, until
 from cluster.clustered_mesh import ClusteredMesh, two_clusters
-from long_runs import IS_LONG, count
+from long_runs import IS_LONG, count, only_long
 
 from audit.leaf import Kind
 from region.ingest import IngestStream
@@ -147,3 +147,56 @@ async def nobody_reads_before_the_leaf(
         assert mesh.led("eu-west") == [], "it is not served yet"
         goes_on.set()
         await losing
+
+
+@only_long
+async def test_with_too_few_copies_in_sync_its_link_waits_and_others_go_on_and_copies_come_and_go(
+    tmp_path: Path,
+) -> None:
+    other = "acme/ops/crew"
+    async with two_clusters(tmp_path, 3, source=1, lease_ms=LEASE_MS) as mesh:
+        cluster = mesh.clusters["eu-west"]
+        for stream, least in ((STREAM, 3), (other, 2)):
+            await mesh.create(stream)
+            async with mesh.operator("eu-west") as client:
+                await client.create_stream(stream, replicas=3, min_in_sync=least)
+            await mesh.grant(stream=stream)
+
+        async with mesh.operator("us-east") as client:
+            rights = [f"bridge-read {stream}" for stream in (STREAM, other)]
+            await client.put_rights(str(mesh.bridge_id), rights)
+
+        async def publish(stream: str, first: int) -> None:
+            await mesh.publish([flight(first + number) for number in range(STEP)], stream, batch=10)
+
+        async with mesh.agent():
+            for stream in (STREAM, other):
+                await publish(stream, 0)
+                await mesh.crossed(STEP, stream)
+            gone = next(
+                name
+                for name in cluster.names
+                if name not in (mesh.leader("eu-west"), mesh.leader("eu-west", other))
+            )
+            await cluster.stop(gone)
+            for stream in (STREAM, other):
+                await publish(stream, STEP)
+            await mesh.crossed(2 * STEP, other)
+            assert await mesh.arrived() == STEP, "two of three copies are not enough"
+            async with mesh.operator("eu-west") as client:
+                await client.alter_stream(STREAM, min_in_sync=2)
+            await mesh.crossed(2 * STEP)
+            await cluster.start(gone)
+            for copies in (2, 3):
+                async with mesh.operator("eu-west") as client:
+                    await client.alter_stream(STREAM, replicas=copies)
+                await publish(STREAM, copies * STEP)
+                await mesh.crossed((copies + 1) * STEP)
+            async with mesh.operator("eu-west") as client:
+                await client.drain_broker(leader := mesh.leader("eu-west"))
+                await until(lambda: mesh.leader("eu-west") not in ("", leader), "another leader")
+            await publish(STREAM, 4 * STEP)
+            await mesh.crossed(5 * STEP)
+            found = await mesh.read("eu-west", 5 * STEP)
+            assert mesh.numbers(found) == list(range(5 * STEP)), "each once, and in order"
+    assert mesh.verify_egress().ok and mesh.verify_ingress().ok
