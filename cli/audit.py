@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 import typer
 
-from audit.checkpoint import note_size
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.merkle import HASH_BYTES
 from audit.note import parse_note
@@ -24,6 +23,7 @@ from audit.trust import COSIGNATURES_MIN, Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from audit.witness_policy import WitnessPolicy, format_policy
+from cli.audit_copies import furthest_copy
 from cli.exits import EXIT_DAMAGED, EXIT_VERSION_1
 from cli.grants import known_bundles, parse_moment
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
@@ -140,21 +140,9 @@ def local_logs(region: str = "") -> list[Path]:
 
 
 def own_log(folder: RegionFolder, config: RegionConfig) -> Path:
-    """The region's own log; of several brokers, the copy on this machine that goes furthest."""
+    """The region's own log; of several brokers, the copy on this machine that goes furthest. Raises TamperError where two copies here are of
+    different histories."""
     return furthest_copy([folder.root / data / "audit" for data in config.data_folders])
-
-
-def furthest_copy(paths: Sequence[Path]) -> Path:
-    """Of the same log; the first one where none is there."""
-
-    def size(path: Path) -> int:
-        try:
-            return note_size((path / CHECKPOINT_PATH).read_bytes())
-        except (OSError, ValueError, IndexError):
-            return 0
-
-    # Of equal ones, the first.
-    return max((path for path in paths if path.is_dir()), key=size, default=paths[0])
 
 
 def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:
