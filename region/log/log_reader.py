@@ -101,9 +101,13 @@ class LogReader:
         if offset < first.offset:
             raise OffsetOutOfRangeError(offset, first.offset, limit.offset)
         point = max(LogPoint(offset), first)
-        notes, pieces = list[bytes](), list[bytes]()
+        notes, pieces, epoch = list[bytes](), list[bytes](), -1
         while point < limit:
             for frame in self.read_frames(point, NOTES_READ_BYTES, limit):
+                if frame.leader_epoch != epoch:
+                    # Of a note whose leader was lost before what it is for was on this copy.
+                    pieces.clear()
+                    epoch = frame.leader_epoch
                 if frame.is_note:
                     pieces.append(frame.annotation)
                 elif pieces:

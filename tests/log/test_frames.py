@@ -314,6 +314,18 @@ def test_a_note_is_read_whole_beside_what_it_is_for_and_no_slot_has_it(tmp_path:
         again.close()
 
 
+@pytest.mark.parametrize("records", [0, 1])
+def test_a_note_without_what_it_is_for_is_no_part_of_the_next_leaders(tmp_path: Path, records: int) -> None:
+    log = open_disk(tmp_path)
+    log.write(note_frames(bytes(70_000), 0, 1)[:1], 1_000)
+    batch = placed(batch_of(b"it"), 0, epoch=2) if records else None
+    log.write([*note_frames(b"n", 0, 2), Frame(batch, 0, 2, 7, b"@")], 1_000)
+    assert log.read_notes(0, lambda note: True) == [b"n"]
+    log.write([Frame(None, log.end_point.offset, 3, 7, b"@")], 1_000)
+    assert log.read_notes(0, lambda note: True) == [b"n"]
+    log.close()
+
+
 def test_a_segment_is_not_ended_between_a_note_and_what_it_is_for(tmp_path: Path) -> None:
     log = open_disk(tmp_path, limits=SegmentLimits(segment_bytes_max=100))
     append(log, batch_of(b"before"))
