@@ -121,6 +121,15 @@ def read_tile(files: Files, level: int, index: int, size: int) -> bytes:
 
 def read_bundle(files: Files, index: int, size: int) -> list[memoryview]:
     """The leaves of bundle `index` of a log of `size` leaves. Raises TamperError."""
+    found = find_bundle(files, index, size)
+    if found is None:
+        path = bundle_path(index, min(TILE_WIDTH, size - index * TILE_WIDTH))
+        raise TamperError(f"The entry bundle {path} is missing.")
+    return found
+
+
+def find_bundle(files: Files, index: int, size: int) -> list[memoryview] | None:
+    """As `read_bundle`; None where no file has that bundle's leaves."""
     width = min(TILE_WIDTH, size - index * TILE_WIDTH)
     assert width > 0
     for path, held in ((bundle_path(index, width), width), (bundle_path(index), TILE_WIDTH)):
@@ -130,7 +139,7 @@ def read_bundle(files: Files, index: int, size: int) -> list[memoryview]:
     for held in partial_widths(files, "entries", index):
         if held > width and (data := files.read(bundle_path(index, held))) is not None:
             return decode_bundle(data, held)[:width]
-    raise TamperError(f"The entry bundle {bundle_path(index, width)} is missing.")
+    return None
 
 
 def read_entries(files: Files, start: int, end: int, size: int) -> Iterator[tuple[int, memoryview]]:

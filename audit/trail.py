@@ -41,7 +41,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, note_size, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
 from audit.document_disk import keep_document
 from audit.document_leaf import stands_beside
 from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError
@@ -57,6 +57,7 @@ from audit.tile import (
     WAL_FOLDER,
     WITNESSED_PATH,
     TileHashes,
+    find_bundle,
     read_bundle,
     read_entries,
     read_tree,
@@ -194,6 +195,7 @@ class Trail:
         self._lost = False
         self._shown: SignedCheckpoint | None = None
         self._unkept: FelixError | None = None
+        self._lacks_newest = state.tree.size < state.checkpoint.checkpoint.size
 
         # The publisher's own: nobody else touches these after the workers run, but for asking how many leaves the tree has.
         self._checkpoint_due: float | None = None
@@ -454,6 +456,19 @@ class Trail:
             )
         return prove_consistency(old, new, TileHashes(self._folder, new))
 
+    @property
+    def lacks_newest(self) -> bool:
+        """Whether this copy lacks the leaves of its newest entry bundle, which `take` is to bring first."""
+        return self._lacks_newest
+
+    @property
+    def readable_size(self) -> int:
+        """How many leaves the checkpoint covers whose files are here: all, but in a copy that lacks its newest entry bundle and has not taken
+        those leaves from the other copies yet."""
+        with self._lock:
+            size = self._current.checkpoint.size
+            return size // TILE_WIDTH * TILE_WIDTH if self._lacks_newest else size
+
     # Checkpoints
 
     def publish(self, timeout_s: float = 30.0) -> bytes:
@@ -481,7 +496,8 @@ class Trail:
 
     def leaves(self, start: int = 0) -> Iterator[tuple[int, memoryview]]:
         """Every leaf from index `start` on that is durable at the first step, with its index. Blocks, as `publish` does."""
-        size = note_size(self.publish())
+        self.publish()
+        size = self.readable_size
         yield from read_entries(self.files, start, size, size)
 
     def expect_cosigners(self, number: int) -> None:
@@ -622,9 +638,13 @@ class Trail:
 
     def settled(self, timeout_s: float = 60.0) -> None:
         """Return once all that was taken is in the tree. Blocks. Raises AuditUnavailableError."""
-        self._publisher.wait(lambda: self._tree.size >= self._durable or self._failure is not None, timeout_s)
+        self._publisher.wait(lambda: self._is_settled() or self._failure is not None, timeout_s)
         if self._failure is not None:
             raise self._failure
+
+    def _is_settled(self) -> bool:
+        size = self._tree.size
+        return size >= self._durable and (size < self._current.checkpoint.size or not self._lacks_newest)
 
     def show(self, note: bytes, timeout_s: float = 60.0) -> None:
         """Take over the checkpoint that another broker has signed over exactly the leaves that were taken. Blocks.
@@ -649,7 +669,7 @@ class Trail:
     def lead(self, copies: Copies) -> None:
         """Sign from now on, over what is committed: this broker leads the copies, and has taken all that they have."""
         with self._lock:
-            assert self._copies is None
+            assert self._copies is None and not self._lacks_newest
             self._copies, self._unkept, self._lost = copies, None, False
             self._size = self._durable
 
@@ -804,9 +824,11 @@ class Trail:
         for leaf, header in taken:
             self._tree_positions.apply(self._tree.size, header)
             self._tree.take(leaf, header)
+            if self._lacks_newest and self._tree.size == self._current.checkpoint.size:
+                self._restore_newest()
         if shown is not None:
             self._write_shown(shown)
-        uncovered = self._tree.size - self._current.checkpoint.size
+        uncovered = max(0, self._tree.size - self._current.checkpoint.size)
         if uncovered and self._checkpoint_due is None:
             self._put_off()
         with self._lock:
@@ -855,14 +877,23 @@ class Trail:
         self._write_checkpoint(signed)
         return True
 
-    def _write_shown(self, signed: SignedCheckpoint) -> None:
-        tree, checkpoint = self._tree, signed.checkpoint
-        if (checkpoint.size, checkpoint.root) != (tree.size, tree.root()):
+    def _restore_newest(self) -> None:
+        """The leaves of the newest bundle came from the copies again."""
+        self._check_root(self._current.checkpoint)
+        self._tree.write_edge()
+        with self._lock:
+            self._lacks_newest = False
+
+    def _check_root(self, checkpoint: Checkpoint) -> None:
+        if (checkpoint.size, checkpoint.root) != (self._tree.size, self._tree.root()):
             raise RolledBackError(
                 f"The leaves of {self.key.name} here differ from what was signed at {checkpoint.size} leaves.",
                 hint=VERIFY_HINT,
             )
-        tree.write_edge()
+
+    def _write_shown(self, signed: SignedCheckpoint) -> None:
+        self._check_root(signed.checkpoint)
+        self._tree.write_edge()
         self._write_checkpoint(signed)
         self._checkpoint_due = None
         with self._lock:
@@ -1010,11 +1041,14 @@ class _Opening:
         self._check_remembered(checkpoint, remembered)
         cosigned = self._check_own(COSIGNED_PATH, checkpoint)
         witnessed = self._check_own(WITNESSED_PATH, checkpoint)
-        # 4. The leaves of the last, partial bundle are those of the tiles.
+        # 4. The leaves of the last, partial bundle are those of the tiles. Where several brokers have copies of the log, one that lacks the file
+        # begins at the last full bundle: the tree has to come to the checkpoint's root again.
+        if copied and tree.edge[0] and find_bundle(self._folder, tree.size // TILE_WIDTH, tree.size) is None:
+            tree = read_tree(self._folder, tree.size // TILE_WIDTH * TILE_WIDTH)
         bundle = self._read_bundle(tree)
         # 5. Positions, from the snapshot and the leaves after it.
-        positions, snapshot_size = self._read_positions(checkpoint.size)
-        self._mend_index(checkpoint.size)
+        positions, snapshot_size = self._read_positions(tree.size)
+        self._mend_index(tree.size)
         # 6. The write-ahead file from the checkpoint on; what lies below it must be the same leaves.
         state = _Opened(
             self._witnesses,

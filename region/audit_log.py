@@ -32,7 +32,7 @@ from audit.checkpoint import note_size
 from audit.document_disk import keep_document
 from audit.document_leaf import document_path
 from audit.errors import RolledBackError
-from audit.trail import Trail
+from audit.trail import APPEND_LEAVES_MAX, Trail
 from felix.batch import Batch, NewRecord, decode_payloads, encode_batch
 from felix.errors import Code, CorruptionError, FelixError, TamperError, UnavailableError
 from felix.names import StreamName
@@ -42,6 +42,7 @@ from felix.tasks import end_tasks
 from region.cluster.records import ShardId, YieldReason
 from region.log.companions import RECORDS, log_number
 from region.log.copies import Copies
+from region.log.errors import OffsetOutOfRangeError
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
 from region.log.seal import LogSeal
@@ -344,6 +345,11 @@ class AuditLog:
                     await self._lead()
                 else:
                     await self._take_shown()
+                    if self._trail.lacks_newest:
+                        raise UnavailableError(
+                            "The newest entry bundle of this broker's copy of the audit log is missing.",
+                            hint="It is written again from the other brokers' copies once these are reached.",
+                        )
                 self.trouble, self._failing_since = "", None
                 await self._pause(FOLLOW_S)
             except Exception as error:
@@ -429,7 +435,7 @@ class AuditLog:
         """Take all that is committed. Raises RolledBackError where that is less than what was signed."""
         await self._take_shown()
         end = self._host.committed(self._shard, LEAVES).offset
-        signed = note_size(self._newest) if self._newest is not None else self._trail.status().durable
+        signed = max(note_size(self._newest or self._trail.checkpoint()), self._trail.status().durable)
         if signed > end:
             raise RolledBackError(
                 f"The audit log has {end} leaves, and {signed} were signed: it was rolled back.",
@@ -454,6 +460,14 @@ class AuditLog:
         """Take what the newest checkpoint covers, as far as it is known to be committed."""
         await self._read_checkpoints()
         await self._read_documents()
+        if self._trail.lacks_newest:
+            signed = note_size(self._trail.checkpoint())
+            if self._host.committed(self._shard, LEAVES).offset >= signed:
+                await self._take_leaves(signed)
+                log.warning(
+                    "the newest entry bundle of the audit log was missing here; its leaves came from the stream"
+                )
+                await self._taken()
         if self._newest is not None:
             size = note_size(self._newest)
             if self._host.committed(self._shard, LEAVES).offset >= size:
@@ -472,19 +486,36 @@ class AuditLog:
 
     async def _take_leaves(self, end: int) -> None:
         trail = self._trail
+        begin = trail.status().durable
+        if trail.lacks_newest:
+            # The files begin at a full bundle, anywhere in an append.
+            begin = await self._append_around(begin)
         while (at := trail.status().durable) < end:
             taken = 0
-            for first, leaves in await self._read(LEAVES, LogPoint(at)):
+            for first, leaves in await self._read(LEAVES, LogPoint(min(begin, at))):
                 if first + len(leaves) > end:
                     break
-                trail.take(first, leaves)
+                trail.take(max(first, at), leaves[max(0, at - first) :])
                 taken += len(leaves)
+            begin = end
             if not taken:
                 raise CorruptionError(
                     f"This broker's copy of the audit log has no append that ends at leaf {end}, and the log was signed there.",
                     hint="Run `felix audit verify` on the copies of the other brokers.",
                 )
             await asyncio.to_thread(trail.settled)
+
+    async def _append_around(self, index: int) -> int:
+        """Where the append begins that has this leaf. Raises CorruptionError where none does."""
+        for first in range(index, max(-1, index - APPEND_LEAVES_MAX), -1):
+            # Nothing else is read from.
+            with suppress(OffsetOutOfRangeError):
+                await self._host.read_committed(self._shard, LEAVES, LogPoint(first), 1)
+                return first
+        raise CorruptionError(
+            f"This broker's copy of the audit log has no append with leaf {index}.",
+            hint="Run `felix audit verify` on the copies of the other brokers.",
+        )
 
     async def _read_checkpoints(self) -> None:
         if self._parted is not None:

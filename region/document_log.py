@@ -85,14 +85,15 @@ class DocumentLog:
     @classmethod
     def open(cls, trail: Trail, path: Path, clock: Clock = REAL.clock) -> DocumentLog:
         """Read the log from where the snapshot at `path` ends."""
-        size = note_size(trail.publish())
+        trail.publish()
+        size = trail.readable_size
         logged, start = _read_snapshot(trail, path, size)
         _read(trail, logged, start, size)
         return cls(trail, path, logged, start, size, clock)
 
     def refresh(self) -> int:
         """Take in what other brokers have written, up to the newest checkpoint; how many documents that were. Blocks."""
-        size = note_size(self._trail.checkpoint())
+        size = self._trail.readable_size
         if size <= self._read_to:
             return 0
         found = _Logged(set(), {})
@@ -106,7 +107,7 @@ class DocumentLog:
 
     def recent_keys(self) -> list[Header]:
         """The KEY leaves among the newest RECENT_LEAVES. Blocks."""
-        size = note_size(self._trail.checkpoint())
+        size = self._trail.readable_size
         headers = (
             read_header(data)
             for _, data in read_entries(self._trail.files, max(0, size - RECENT_LEAVES), size, size)
@@ -174,7 +175,7 @@ class DocumentLog:
 
     def save(self, *, at_once: bool = False) -> None:
         """Bring the snapshot up to the newest checkpoint, where it is far behind. Raises OSError, CorruptionError."""
-        size = note_size(self._trail.checkpoint())
+        size = self._trail.readable_size
         if size > self._saved_to and (at_once or size - self._saved_to >= SNAPSHOT_LEAVES):
             # Read from the files again: the state in memory may be behind the checkpoint.
             logged, start = _read_snapshot(self._trail, self._path, size)

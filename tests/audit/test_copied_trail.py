@@ -374,3 +374,53 @@ async def test_an_append_that_is_longer_than_the_copies_take_is_refused_before_a
     assert told.value.code is Code.BATCH_TOO_LARGE and not copies.leaves
     assert await trail.append([one] * 2) == 0
     await asyncio.to_thread(trail.close)
+
+
+@pytest.mark.parametrize("size", [3, 256, 300, 600])
+async def test_a_copy_without_its_newest_bundle_opens_and_takes_those_leaves_from_the_copies(
+    tmp_path: Path, size: int
+) -> None:
+    copies, whole = Committed(), size // 256 * 256
+    trail = open_copy(tmp_path)
+    lead(trail, copies)
+    await trail.append([leaf(number) for number in range(size)])
+    note = await asyncio.to_thread(trail.publish)
+    await asyncio.to_thread(trail.close)
+    if size > whole:
+        (tmp_path / bundle_path(size // 256, size - whole)).unlink()
+    copy = open_copy(tmp_path)
+    assert copy.checkpoint() == note and copy.status().durable == copy.readable_size == whole
+    assert copy.lacks_newest is (size > whole)
+    await asyncio.to_thread(lead, copy, copies)
+    assert not copy.lacks_newest and copy.checkpoint() == note and copy.readable_size == size
+    assert [bytes(data) for _, data in copy.leaves()] == copies.leaves
+    await copy.append([leaf(size)])
+    await asyncio.to_thread(copy.close)
+    report = verify_log(Folder(tmp_path), trust(), cosignatures_min=0)
+    assert report.ok and report.size == size + 1, report.findings
+
+
+async def test_a_copy_without_its_newest_bundle_takes_no_other_leaves_and_signs_nothing(
+    tmp_path: Path,
+) -> None:
+    copies = Committed()
+    trail = open_copy(tmp_path)
+    lead(trail, copies)
+    await trail.append([leaf(number) for number in range(3)])
+    note = await asyncio.to_thread(trail.publish)
+    await asyncio.to_thread(trail.close)
+    (tmp_path / bundle_path(0, 3)).unlink()
+    for taken in (copies.leaves[:2], [*copies.leaves[:2], encode_for_log(leaf(7)).data]):
+        copy = open_copy(tmp_path)
+        copy.take(0, taken)
+        if len(taken) == 3:
+            with pytest.raises(AuditUnavailableError, match="differ from what was signed"):
+                await asyncio.to_thread(copy.settled)
+        else:
+            await asyncio.to_thread(copy.settled)
+            with pytest.raises(AssertionError):
+                copy.lead(copies)
+        assert copy.lacks_newest
+        await asyncio.to_thread(copy.close)
+        assert (tmp_path / "checkpoint").read_bytes() == note
+        assert not (tmp_path / bundle_path(0, 2)).exists() and not (tmp_path / bundle_path(0, 3)).exists()
