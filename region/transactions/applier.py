@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Final, NamedTuple, Protocol
 
 from felix.errors import Code, FelixError, UnavailableError
@@ -25,13 +26,11 @@ from felix.tasks import end_tasks
 from region.log.shard import ShardLog
 from region.streams import HostedStream, StreamTable
 from region.transactions.placing import RETRY_S, Step, StoppingError, cannot_apply, place, still_owed
-from region.transactions.positions import PARTS_PER_SHARD_MAX, SLOT, newest, placings
+from region.transactions.positions import SLOT, group_length, newest, placings
 from region.transactions.state import UNKNOWN_OFFSET, Part, Transaction
 
 log = logging.getLogger("felix.region.transactions")
 
-GROUP_TRANSACTIONS_MAX: Final = 256
-"""Applied together: bounds how long the first of a group waits for the last."""
 START_PATIENCE_S: Final = 5.0
 """At the start: a shard that does not take what is owed to it by then (disk full) is not served until the next one."""
 
@@ -145,20 +144,11 @@ class Applier:
 
     def _next_group(self) -> list[_Waiting]:
         """As many, in order, as the annotation of each shard can name."""
-        group: list[_Waiting] = []
-        counts: dict[tuple[str, int], int] = {}
-        for waiting in self._waiting:
-            wanted = dict(counts)
-            for part in waiting.transaction.parts:
-                key = (part.stream, part.shard)
-                wanted[key] = wanted.get(key, 0) + 1
-            if group and (
-                len(group) >= GROUP_TRANSACTIONS_MAX or max(wanted.values(), default=0) > PARTS_PER_SHARD_MAX
-            ):
-                break
-            counts = wanted
-            group.append(waiting)
-        return group
+        length = group_length(
+            Counter((part.stream, part.shard) for part in waiting.transaction.parts)
+            for waiting in self._waiting
+        )
+        return list(islice(self._waiting, length))
 
     async def _apply_group(self, group: Sequence[_Waiting]) -> None:
         self.groups += 1

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple, TypeVar
 
 import xxhash
 
@@ -20,10 +20,13 @@ from region.transactions.state import UNKNOWN_OFFSET, Part
 
 PARTS_PER_SHARD_MAX: Final = 30
 """Batches of one transaction in one shard, and of one group: an annotation names them all, in 480 of its 512 bytes."""
+GROUP_TRANSACTIONS_MAX: Final = 256
+"""Applied together: bounds how long the first of a group waits for the last."""
 SLOT: Final = int(xxhash.xxh3_64_intdigest(b"felix/transactions"))
 """The annotation slot of every shard that says how far transactions have come in it."""
 
 _POSITION: Final = struct.Struct(">Qq")
+_ShardT = TypeVar("_ShardT", bound=Hashable)
 
 
 class Placing(NamedTuple):
@@ -48,6 +51,21 @@ def decode_positions(annotation: bytes) -> list[tuple[int, int]]:
 
 def encode_positions(positions: Sequence[tuple[int, int]]) -> bytes:
     return b"".join(_POSITION.pack(*entry) for entry in positions[-PARTS_PER_SHARD_MAX:])
+
+
+def group_length(batches: Iterable[Mapping[_ShardT, int]]) -> int:
+    """How many transactions, from the first on, are applied together: as many as the annotation of each shard can name, and one at least. Of
+    each, how many batches it has in each shard."""
+    counts: Counter[_ShardT] = Counter()
+    length = 0
+    for each in batches:
+        counts.update(each)
+        if length and (
+            length >= GROUP_TRANSACTIONS_MAX or any(counts[shard] > PARTS_PER_SHARD_MAX for shard in each)
+        ):
+            break
+        length += 1
+    return length
 
 
 def newest(annotation: bytes) -> int:

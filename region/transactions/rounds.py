@@ -15,13 +15,10 @@ What happened goes in, what is to be done comes out. Invariants:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
-from region.transactions.positions import PARTS_PER_SHARD_MAX
-
-GROUP_TRANSACTIONS_MAX: Final = 256
-"""Applied together: bounds how long the first of a group waits for the last."""
+from region.transactions.positions import group_length
 
 
 class Apply(NamedTuple):
@@ -71,10 +68,6 @@ class Rounds:
         self._behind: dict[str, deque[int]] = {}
         """what lanes that fell behind are to be asked for next"""
 
-    def __contains__(self, number: int) -> bool:
-        """Whether a transaction is to be applied, or is being applied."""
-        return number in self._lanes
-
     def __len__(self) -> int:
         return len(self._lanes)
 
@@ -122,7 +115,8 @@ class Rounds:
             return effects + self._begin()
         queue = self._behind[lane]
         if queue:
-            effects.append(self._ask(lane, _first(queue, [self._lanes[each][lane] for each in queue])))
+            length = group_length(self._lanes[each][lane] for each in queue)
+            effects.append(self._ask(lane, _taken(queue, length)))
         else:
             del self._behind[lane]
         return effects
@@ -132,9 +126,9 @@ class Rounds:
         effects: list[Effect] = []
         while self._waiting and not self._applying and not self._showing:
             self._round += 1
-            numbers = self._next()
+            length = group_length(map(self._batches, self._waiting))
             wanted: dict[str, list[int]] = {}
-            for number in numbers:
+            for number in _taken(self._waiting, length):
                 for lane in self._lanes[number]:
                     if lane in self._behind:
                         self._behind[lane].append(number)
@@ -150,18 +144,13 @@ class Rounds:
                 effects.append(Wait(self._round))
         return effects
 
-    def _next(self) -> list[int]:
-        """As many of those that wait as the annotation of each shard can name."""
-        counts: dict[str, Counter[int]] = {}
-        found: list[int] = []
-        while self._waiting:
-            number = self._waiting[0]
-            grown = {lane: counts.get(lane, Counter()) + each for lane, each in self._lanes[number].items()}
-            if found and (len(found) >= GROUP_TRANSACTIONS_MAX or _is_full(grown.values())):
-                break
-            counts |= grown
-            found.append(self._waiting.popleft())
-        return found
+    def _batches(self, number: int) -> dict[tuple[str, int], int]:
+        """How many a transaction has in each shard, of all lanes."""
+        return {
+            (lane, shard): count
+            for lane, shards in self._lanes[number].items()
+            for shard, count in shards.items()
+        }
 
     def _ask(self, lane: str, numbers: Sequence[int]) -> Apply:
         assert lane not in self._asked
@@ -178,17 +167,5 @@ class Rounds:
         return Show(lane, self._asked[lane][-1])
 
 
-def _is_full(counts: Iterable[Counter[int]]) -> bool:
-    return any(count > PARTS_PER_SHARD_MAX for each in counts for count in each.values())
-
-
-def _first(queue: deque[int], counts: Sequence[Counter[int]]) -> list[int]:
-    """As many of a lane's own as the annotation of each shard can name."""
-    grown: Counter[int] = Counter()
-    found: list[int] = []
-    for each in counts:
-        grown = grown + each
-        if found and (len(found) >= GROUP_TRANSACTIONS_MAX or _is_full([grown])):
-            break
-        found.append(queue.popleft())
-    return found
+def _taken(queue: deque[int], length: int) -> list[int]:
+    return [queue.popleft() for _ in range(length)]
