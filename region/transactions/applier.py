@@ -16,16 +16,24 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Final, NamedTuple, Protocol
 
-from felix.errors import Code, FelixError, UnavailableError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.tasks import end_tasks
 from region.log.shard import ShardLog
 from region.streams import HostedStream, StreamTable
-from region.transactions.placing import RETRY_S, Step, StoppingError, cannot_apply, place, still_owed
+from region.transactions.placing import (
+    RETRY_S,
+    Step,
+    StoppingError,
+    cannot_apply,
+    place,
+    release_all,
+    still_owed,
+)
 from region.transactions.positions import SLOT, group_length, newest, placings
 from region.transactions.state import UNKNOWN_OFFSET, Part, Transaction
 
@@ -54,6 +62,14 @@ class Participant(Protocol):
     async def apply(self, body: bytes) -> None:
         """It is committed: durably so when this returns. Called again after a crash: then it changes nothing. Raises
         UnavailableError where it should be tried again; of what is gone there is nothing to do."""
+
+
+def find_participant(participants: Mapping[str, Participant], view: str) -> Participant:
+    """The view of this kind. Raises RequestError(UNSUPPORTED)."""
+    found = participants.get(view)
+    if found is None:
+        raise RequestError(f"A transaction cannot carry acknowledgements of {view!r}.", code=Code.UNSUPPORTED)
+    return found
 
 
 class Outcome(NamedTuple):
@@ -172,9 +188,9 @@ class Applier:
         except StoppingError:
             raise  # the shards stay held: they are closed next
         except BaseException:
-            _release_all(partitions)
+            release_all(partitions)
             raise
-        _release_all(partitions)
+        release_all(partitions)
         for placed in found:
             offsets |= placed
         self._step("applied")
@@ -284,12 +300,6 @@ class Applier:
             offsets.append(found)
         if await self._apply_acknowledgements(transaction, patience_s=START_PATIENCE_S):
             self._record(transaction, offsets)
-
-
-def _release_all(shards: Iterable[ShardLog]) -> None:
-    """In one iteration of the event loop: nobody sees one of them without the others."""
-    for shard in shards:
-        shard.release_visibility()
 
 
 def ignored(future: asyncio.Future[Outcome]) -> None:

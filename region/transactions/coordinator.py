@@ -22,6 +22,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final
 
 import msgspec
@@ -34,7 +35,7 @@ from region.gather import ignore
 from region.log.companions import JournalKind
 from region.metadata.records import TRANSACTIONS_STREAM, StreamConfig
 from region.streams import HostedStream, StreamTable
-from region.transactions.applier import Applier, Outcome, Participant, ignored
+from region.transactions.applier import Applier, Outcome, Participant, find_participant, ignored
 from region.transactions.lane_applier import LaneApplier
 from region.transactions.open_transactions import (
     OpenTransaction,
@@ -94,7 +95,7 @@ class Coordinator:
         several brokers. `step` is called at each step of a commit: tests crash there."""
         self._broker = broker
         self._step = step
-        self._participants = participants
+        self._participant = partial(find_participant, participants)
         self.open = OpenTransactions(broker, self._participant, lambda: self.state)
         self.applier = Applier(broker.streams, self._participant, self._record, step)
         """where one broker is alone"""
@@ -347,14 +348,6 @@ class Coordinator:
         self.state.apply(entry)
         await journal.written(encode(entry))
         return epoch
-
-    def _participant(self, view: str) -> Participant:
-        found = self._participants.get(view)
-        if found is None:
-            raise RequestError(
-                f"A transaction cannot carry acknowledgements of {view!r}.", code=Code.UNSUPPORTED
-            )
-        return found
 
     async def abort(self, owner: SpiffeId, transaction_id: bytes) -> None:
         """Drop it. One that has ended without a commit is aborted already. Raises RequestError(CONFLICT) where it is committed."""

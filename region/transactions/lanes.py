@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -24,12 +25,11 @@ from felix.names import SpiffeId, StreamName
 from felix.tasks import end_tasks
 from region.broker import Broker
 from region.clustered import Clustered
-from region.log.segment import ANNOTATION_SLOTS_MAX
 from region.log.shard import ShardLog
 from region.metadata.records import TRANSACTIONS_STREAM
 from region.peer_requests import PeerRequests
 from region.streams import HostedStream
-from region.transactions.applier import Participant
+from region.transactions.applier import Participant, find_participant
 from region.transactions.lane_messages import (
     AbandonAcknowledgements,
     Abandoned,
@@ -44,7 +44,7 @@ from region.transactions.lane_messages import (
     Prepared,
     ShowLane,
 )
-from region.transactions.placing import Step, StoppingError, no_step, place
+from region.transactions.placing import Step, StoppingError, check_takes, no_step, place, release_all
 from region.transactions.positions import SLOT, Placing, newest
 
 log = logging.getLogger("felix.region.transactions")
@@ -106,7 +106,7 @@ class Lanes:
         self._broker = broker
         self._clustered = clustered
         self._requests = requests
-        self._participants = participants
+        self._participant = partial(find_participant, participants)
         self._step = step
         self._closed = False
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -158,11 +158,10 @@ class Lanes:
         known = 0
         for number in asked.shards:
             shard = hosted.shard(number)
-            for refused in (shard.failure, shard.held_back(), shard.no_room()):
+            check_takes(shard)
+            for refused in (shard.held_back(), shard.no_room()):
                 if refused is not None:
                     raise refused.with_traceback(None)
-            if SLOT not in shard.annotations and len(shard.annotations) >= ANNOTATION_SLOTS_MAX:
-                raise RequestError(f"{asked.stream} takes no more sources.", code=Code.UNSUPPORTED)
             known = max(known, newest(shard.annotations.get(SLOT, b"")))
         return LaneChecked(known)
 
@@ -235,24 +234,16 @@ class Lanes:
             hidden.number,
             HIDDEN_S,
         )
-        _release(hidden.settle())
+        release_all(hidden.settle())
 
     async def _show(self, peer: str, asked: ShowLane) -> LaneShown:
         self._shown.put(asked.incarnation, max(asked.number, self._shown.look(asked.incarnation) or 0))
         hidden = self._hidden.get(asked.incarnation)
         if hidden is not None and hidden.number <= asked.number:
-            _release(hidden.settle())
+            release_all(hidden.settle())
         return LaneShown()
 
     # -- acknowledgements ------------------------------------------------------------------------------
-
-    def _participant(self, view: str) -> Participant:
-        found = self._participants.get(view)
-        if found is None:
-            raise RequestError(
-                f"A transaction cannot carry acknowledgements of {view!r}.", code=Code.UNSUPPORTED
-            )
-        return found
 
     async def _prepare(self, peer: str, asked: PrepareAcknowledgements) -> Prepared:
         hosted = self._broker.use_stream(StreamName.parse(asked.stream))
@@ -310,12 +301,6 @@ class Lanes:
         except FelixError:
             return True
         return answer.may_be
-
-
-def _release(shards: list[ShardLog]) -> None:
-    """In one iteration of the event loop: nobody sees one of them without the others."""
-    for shard in shards:
-        shard.release_visibility()
 
 
 def coordinator_of(broker: Broker, clustered: Clustered) -> str:

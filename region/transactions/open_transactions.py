@@ -22,11 +22,11 @@ from keys.envelope import SEAL_BYTES
 from policy.access import Verb
 from region.broker import Broker
 from region.log.message_ids import message_ids
-from region.log.segment import ANNOTATION_SLOTS_MAX
 from region.log.shard import ShardLog
 from region.streams import HostedStream
 from region.transactions.applier import Participant
-from region.transactions.positions import PARTS_PER_SHARD_MAX, SLOT
+from region.transactions.placing import check_takes
+from region.transactions.positions import PARTS_PER_SHARD_MAX
 from region.transactions.state import Acknowledgement, Part, TransactionState
 from region.views.journal import ENTRY_BYTES_MAX
 
@@ -294,12 +294,8 @@ class OpenTransactions:
         for part in transaction.parts:
             hosted = self._publishable(transaction.owner, StreamName.parse(part.stream), part.incarnation)
             shard = self._shard(hosted, part.shard)
-            if shard is None:
-                continue  # its leader was asked
-            if shard.failure is not None:
-                raise shard.failure.with_traceback(None)
-            if SLOT not in shard.annotations and len(shard.annotations) >= ANNOTATION_SLOTS_MAX:
-                raise RequestError(f"{part.stream} takes no more sources.", code=Code.UNSUPPORTED)
+            if shard is not None:  # else its leader was asked
+                check_takes(shard)
 
     def expire(self, transaction: OpenTransaction) -> None:
         """Its time is over: it is dropped, unless it is being committed."""

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from felix.batch import Batch, decode_batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from region.log.message_ids import message_ids
+from region.log.segment import ANNOTATION_SLOTS_MAX
 from region.log.shard import Appended, ShardLog, State
 from region.transactions.positions import SLOT, Placing, compare, encode_positions
 from region.transactions.state import UNKNOWN_OFFSET, Part
@@ -30,6 +31,20 @@ class StoppingError(Exception):
 
 
 def no_step(_: str) -> None: ...
+
+
+def check_takes(shard: ShardLog) -> None:
+    """Before the decision. Raises why a shard that has stopped, or has annotations of as many sources as it may, takes no transaction."""
+    if shard.failure is not None:
+        raise shard.failure.with_traceback(None)
+    if SLOT not in shard.annotations and len(shard.annotations) >= ANNOTATION_SLOTS_MAX:
+        raise RequestError(f"{shard.identity.stream} takes no more sources.", code=Code.UNSUPPORTED)
+
+
+def release_all(shards: Iterable[ShardLog]) -> None:
+    """Show what was appended, in one iteration of the event loop: nobody sees one of them without the others."""
+    for shard in shards:
+        shard.release_visibility()
 
 
 async def place(
