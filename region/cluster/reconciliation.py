@@ -110,6 +110,7 @@ class ShardPlan:
 
     @property
     def changes(self) -> bool:
+        """Whether its record is to be written."""
         return self.before != self.after
 
 
@@ -229,10 +230,11 @@ def _shard(
         {broker for broker in whole if _is_of_store(view, plan, broker)},
     )
     if not winners:
-        if before is None:
+        if before is None and not damaged:
             # It is placed as a new one.
             return
-        winners = [broker for broker in before.replicas if broker in plan.nodes and broker not in damaged]
+        replicas = () if before is None else before.replicas
+        winners = [broker for broker in replicas if broker in plan.nodes and broker not in damaged]
         if not told and not away and (stream is None or stream.config.durability.kind != "ephemeral"):
             plan.notes.append(
                 f"{what} has no folder at any broker: nothing was written to it, or it was deleted since. It is there again, and empty; "
@@ -245,7 +247,8 @@ def _shard(
 
     def led_by_nobody() -> None:
         # Whoever was in sync at the backup could be elected by what the record said then.
-        after = _record(plan, name, epoch, election(), before, stream, winners, minimum, unclean=False)
+        places = sorted(damaged) if before is None and not winners else winners
+        after = _record(plan, name, epoch, election(), before, stream, places, minimum, unclean=False)
         after = msgspec.structs.replace(after, isr={})
         if before is not None and _fits(before, (), plan, last):
             after = before

@@ -261,6 +261,31 @@ def test_streams_that_the_store_lacks_and_those_that_no_folder_has_are_told(stag
     )
 
 
+def test_a_shard_that_the_store_lacks_and_whose_one_copy_cannot_be_read_is_not_begun_anew(
+    stage: Stage,
+) -> None:
+    stage.store.transact([], [reconciliation.Delete(KEYS.shard(SHARD))])
+    config = StreamConfig(durability=Durability("fsync"))
+    streams = {STREAM: Stream(name=NAME, incarnation=STREAM, created_ms=0, config=config)}
+
+    def made(*told: ShardTold) -> Plan:
+        reports = {name: report(stage, name) for name in "ab"} | {"c": report(stage, "c", shards=told)}
+        plan = reconciliation.reconcile(
+            stage.view(), streams, (), reports, (), without=(), election=lambda: OTHER
+        )
+        assert isinstance(plan, Plan)
+        return plan
+
+    damaged = made(ShardTold(stream=NAME, incarnation=STREAM, number=0, damaged="a frame is torn."))
+    assert "led by nobody until c" in damaged.losses[0] and "a frame is torn" in damaged.losses[0]
+    assert is_led_by_nobody(damaged) and damaged.shards[0].after.replicas == ("c",)
+    assert all(stage.do(each) for each in reconciliation.brokers(stage.view(), damaged))
+    assert all(stage.do(each) for each in reconciliation.shards(stage.view(), damaged))
+    repaired = made(ShardTold(stream=NAME, incarnation=STREAM, number=0, logs=(log(400, 5, election=""),)))
+    assert not repaired.losses and repaired.shards[0].after.isr == {"c": 5}
+    assert made().losses == [] and made().shards[0].after.replicas == ("c",)
+
+
 def test_there_is_always_a_next_epoch(stage: Stage) -> None:
     made = planned(stage, {name: (log(EPOCH_MAX - 4, 5),) for name in "abc"})
     assert isinstance(made, Plan) and made.shards[0].after.epoch == EPOCH_MAX - 2
