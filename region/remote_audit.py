@@ -703,7 +703,8 @@ class AuditServer:
         self._own_under_way: Counter[ShardName] = Counter()
         """groups of this broker's own that are accepted and not durable"""
         self._own_news = News()
-        self._own: set[asyncio.Task[None]] = set()
+        self._own: dict[asyncio.Task[None], asyncio.Lock] = {}
+        """groups of this broker's own that wait, each with its shard's lock: what comes after it waits for it, also before it has begun"""
         self._telling: BoundedMap[tuple[object, ...], Iterator[Page]] = BoundedMap(TELLING_MAX)
         """by what the next question will be: the pages that are left"""
         for request, handler in (
@@ -742,13 +743,13 @@ class AuditServer:
         """As `AuditPort`."""
         encoded = [leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf) for leaf in leaves]
         name = _shard_of(encoded)
-        if not self._may_stand(encoded) and (name is None or name not in self._appending):
+        if name is None or (name not in self._appending and not self._may_stand(encoded)):
             return self._append_at_once(name, encoded, done, loop)
         if (failure := self._trail.failure) is not None:
             raise failure
-        task = asyncio.get_running_loop().create_task(self._append_own(encoded, done))
-        self._own.add(task)
-        task.add_done_callback(self._own.discard)
+        task = asyncio.get_running_loop().create_task(self._append_own(name, encoded, done))
+        self._own[task] = self._appending.setdefault(name, asyncio.Lock())
+        task.add_done_callback(self._own.pop)
         return -1
 
     def _append_at_once(
@@ -772,9 +773,7 @@ class AuditServer:
         self._own_under_way[name] += 1
         return index
 
-    async def _append_own(self, leaves: list[EncodedLeaf], done: Done) -> None:
-        name = _shard_of(leaves)
-        assert name is not None
+    async def _append_own(self, name: ShardName, leaves: list[EncodedLeaf], done: Done) -> None:
         async with self._in_turn(name):
             while not (found := await self._arrivals.find_groups(0, [leaves])):
                 try:

@@ -399,6 +399,21 @@ async def test_what_the_broker_with_the_log_led_itself_and_another_settles_leave
     assert len(region.arrived()) == 1
 
 
+async def test_what_the_broker_with_the_log_brings_itself_stands_in_the_order_in_which_it_came(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the first range it has to look whether it stands, of the others it knows that they do not."""
+    groups = ranges(3)
+    monkeypatch.setattr(region.server, "_may_stand", lambda leaves: leaves[0] is groups[0][0])
+    said: list[int] = []
+    for leaves in groups:
+        region.server.append_nowait(
+            leaves, lambda index, error: said.append(index), asyncio.get_running_loop()
+        )
+    await until(lambda: len(said) == 3, "the index of each")
+    assert said == [0, 1, 2] and region.arrived() == [0, 3, 6]
+
+
 async def test_a_leaf_does_not_wait_for_ever_for_a_broker_that_never_saw_the_document(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
