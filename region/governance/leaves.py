@@ -133,6 +133,8 @@ class DocumentLeaves:
         self._writing: dict[bytes, asyncio.Task[None]] = {}
         self._without_leaf: dict[bytes, Document] = {}
         """what this broker judges by and has asked for the leaf of, until that stands"""
+        self._arriving: tuple[GrantBook | None, tuple[NamePattern, ...]] = None, ()
+        """of a book, the streams in which something may arrive"""
         self._closed = False
 
     @property
@@ -315,7 +317,7 @@ class DocumentLeaves:
         if isinstance(document, Approval):
             return None
         if document.purpose is Purpose.POLICY:
-            return lambda grant: True, self._may_arrive
+            return lambda grant: True, self.may_arrive
         if document.purpose is Purpose.DENY:
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             if entry.lifted:
@@ -350,15 +352,23 @@ class DocumentLeaves:
         terms = self._terms(grant)
         return terms is not None and self._leads_to(terms, arriving)
 
-    def _may_arrive(self, arriving: StreamName) -> bool:
-        """Whether records under any grant may arrive in this stream here."""
-        return any(self._arrives(grant, arriving) for grant in self._book().grants())
+    def may_arrive(self, arriving: StreamName) -> bool:
+        """Whether records under any grant that is known may arrive in this stream here."""
+        book = self._book()
+        if self._arriving[0] is not book:
+            known = (self._terms(grant) for grant in book.grants())
+            self._arriving = (
+                book,
+                tuple(_destinations(terms) for terms in known if terms is not None and self._is_here(terms)),
+            )
+        return any(pattern.matches(arriving) for pattern in self._arriving[1])
 
     def _leads_to(self, terms: GrantTerms, arriving: StreamName) -> bool:
+        return self._is_here(terms) and _destinations(terms).matches(arriving)
+
+    def _is_here(self, terms: GrantTerms) -> bool:
         """Under a grant out of this region nothing arrives here, whatever streams have that name."""
-        if terms.to_region != self._identity.region:
-            return False
-        return NamePattern(terms.stream if terms.wildcard else terms.destination_stream).matches(arriving)
+        return terms.to_region == self._identity.region
 
     def _may_deny(self, entry: DenyEntry, grant: str) -> bool:
         """Whether the entry may name what crosses under the grant: nobody else's traffic keeps it from its leaf."""
@@ -387,6 +397,11 @@ async def _ends(task: asyncio.Task[None]) -> bool:
     if task.done():
         task.result()
     return task.done()
+
+
+def _destinations(terms: GrantTerms) -> NamePattern:
+    """The streams in which something may arrive under these terms."""
+    return NamePattern(terms.stream if terms.wildcard else terms.destination_stream)
 
 
 def _names(entry: DenyEntry, terms: GrantTerms, arriving: StreamName | None) -> bool:

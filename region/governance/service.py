@@ -23,13 +23,13 @@ from audit.trust import RegionTrust
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.identity import Binding, Proof
 from felix.messages import DocumentPage, ListDocuments
-from felix.names import NamePattern, SpiffeId, StreamName
+from felix.names import SpiffeId, StreamName
 from felix.pace import Pace
 from felix.peer import Peer, verify_peer
 from keys.bundle import RegionBundle
 from policy.access import Verb
 from policy.explanation import Explanation, explain_crossing
-from policy.grant import Allowed, Attempt, ExportGrant, GrantBook, GrantError, RefusalKind
+from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
 from policy.residency import ResidencyPolicy
 from policy.terms import GrantTerms
 from region.arrival_index import ArrivalIndex
@@ -126,8 +126,9 @@ class Governance:
         """takes a signed document that somebody brings"""
         self.follow = self._judgement.follow
         self.decide_again = self._judgement.reload
-        self.passed_here = self._judgement.leaves.passed_here
         """after the log has got leaves of other brokers"""
+        self.passed_here = self._judgement.leaves.passed_here
+        self.receives = self._judgement.leaves.may_arrive
         self.denials = Denials(broker, self.audit, own.region, lambda: self.book, lambda: self.bundles)
         self.denied = self.denials.denied
         """hands a DENY leaf for a refusal to the audit log, and gives the refusal back"""
@@ -135,8 +136,6 @@ class Governance:
         self._own = own
         self._mirror = mirror
         self._cut_off_ms: int | None = None
-        self._arriving: tuple[GrantBook | None, tuple[NamePattern, ...]] = None, ()
-        """of a book, the streams in which something may arrive"""
 
     def verify(self, proof: Proof, binding: Binding) -> Peer:
         """Who the client is, by the roots of the regions that are trusted now. Another region's identity is let in only as a bridge."""
@@ -165,21 +164,6 @@ class Governance:
     def bundles(self) -> Mapping[str, RegionBundle]:
         """This region's bundle and those it trusts, by region."""
         return MappingProxyType(self._judgement.regions.bundles)
-
-    def receives(self, stream: StreamName) -> bool:
-        """Whether records of another region may arrive in a stream here, under any grant that is known."""
-        book = self.book
-        if self._arriving[0] is not book:
-            halves = (book.half(grant) for grant in book.grants())
-            self._arriving = (
-                book,
-                tuple(
-                    NamePattern(half.terms.stream if half.terms.wildcard else half.terms.destination_stream)
-                    for half in halves
-                    if isinstance(half, ExportGrant) and half.terms.to_region == self._own.region
-                ),
-            )
-        return any(pattern.matches(stream) for pattern in self._arriving[1])
 
     def trust_of(self, region: str) -> RegionTrust:
         """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""
