@@ -32,11 +32,12 @@ from felix.storage.small_file import TEMPORARY_SUFFIX
 from region.cluster.member import AuditHome
 from region.cluster.node_file import NAME as NODE
 from region.cluster.node_file import NodeFile
+from region.cluster.records import ClusterKeys
 from region.config import MetadataConfig, RegionConfig
 from region.folder import RegionFolder
 from region.inventory import STREAMS, take_inventory
 from region.metadata.embedded import EmbeddedStore
-from region.metadata.genesis import ROOT, region_prefix
+from region.metadata.genesis import ROOT
 from region.metadata.port import MetadataStore
 from region.metadata.transaction import OPERATIONS_MAX, TRANSACTION_BYTES_MAX, Absent, Delete, Entry, Put
 from region.reconciling import Reconciler
@@ -120,8 +121,8 @@ async def _copy_metadata(path: Path, store: MetadataStore, region: str) -> None:
         entries = (await embedded.load(ROOT)).entries
     finally:
         await embedded.close()
-    prefix = region_prefix(region)
-    kept = [each for each in entries if not each.lease and each.key != f"{prefix}registered"]
+    alone = ClusterKeys(region).alone
+    kept = [each for each in entries if not each.lease and each.key != alone]
     for batch in _batches(kept):
         await store.transact(
             [Absent(each.key) for each in batch], [Put(each.key, each.value) for each in batch]
@@ -146,8 +147,7 @@ def _batches(entries: Iterable[Entry]) -> Iterable[list[Entry]]:
 
 
 async def _refuse_served(store: MetadataStore, region: str) -> None:
-    prefix = region_prefix(region)
-    if (await store.range(f"{prefix}brokers/", limit=1)).entries:
+    if (await store.range(ClusterKeys(region).brokers, limit=1)).entries:
         raise UnavailableError(
             f"A broker serves {region}, or its lease has not ended yet.",
             code=Code.SERVED_ELSEWHERE,
@@ -199,11 +199,11 @@ def _move(data: Path, own: Path, step: Step) -> None:
 
 
 async def _write(folder: RegionFolder, config: RegionConfig, own: Path, store: MetadataStore) -> None:
-    prefix = region_prefix(config.region)
-    await store.transact([], [Delete(f"{prefix}registered")])
+    keys = ClusterKeys(config.region)
+    await store.transact([], [Delete(keys.alone)])
     # One disk has the audit log, and goes on with it: it is one history.
-    home = f"{prefix}audit_home"
-    await store.transact([Absent(home)], [Put(home, msgspec.json.encode(AuditHome(config.broker)))])
+    home = msgspec.json.encode(AuditHome(config.broker))
+    await store.transact([Absent(keys.audit_home)], [Put(keys.audit_home, home)])
     report = take_inventory(config.region, config.broker, own, REAL)
     assert report is not None
     reconciler = Reconciler(store, config.region, REAL, note)

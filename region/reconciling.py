@@ -11,15 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Final
 
-import msgspec
-
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from region.cluster import reconciliation
 from region.cluster.member import AuditHome
 from region.cluster.mirror import ClusterMirror
 from region.cluster.reconciliation import FolderReport, Plan
-from region.cluster.records import ELECTION_CHARS, ClusterKeys
+from region.cluster.records import ELECTION_CHARS
 from region.cluster.registry import EXPIRY_SLACK_MS
 from region.cluster.transactions import Reason, Refusal, Transaction, batches
 from region.document_log import LASTING
@@ -136,18 +134,13 @@ class Reconciler:
             )
 
     async def _audit_stream(self) -> Stream | None:
-        entry = await self._store.get(f"{ClusterKeys(self._region).prefix}audit_home")
-        if entry is None:
-            return None
-        try:
-            return msgspec.json.decode(entry.value, type=AuditHome).stream
-        except msgspec.MsgspecError as error:
-            raise CorruptionError(f"{entry.key} does not say where the audit log is: {error}.") from error
+        entry = await self._store.get(self._mirror.view.keys.audit_home)
+        return None if entry is None else AuditHome.of(entry).stream
 
     async def _documents(self, reports: Mapping[str, FolderReport]) -> str:
         """The signed documents that the audit log has behind the last one that the store has."""
         logged = max((report.documents for report in reports.values()), key=len, default={})
-        prefix = ClusterKeys(self._region).prefix
+        prefix = self._mirror.view.keys.prefix
         stored = set[str]()
         for section in ("grants", "revocations", "denies", "policy/versions"):
             found = await self._store.load(f"{prefix}{section}/")

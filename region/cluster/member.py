@@ -37,7 +37,7 @@ from region.metadata.records import (
     StreamConfig,
     min_in_sync,
 )
-from region.metadata.transaction import Absent, Change, Put, Snapshot
+from region.metadata.transaction import Absent, Change, Entry, Put, Snapshot
 
 log = logging.getLogger("felix.region.cluster")
 
@@ -63,6 +63,14 @@ class AuditHome(msgspec.Struct, frozen=True, omit_defaults=True):
     incarnation: str = ""
     replicas: int = 0
     created_ms: int = 0
+
+    @classmethod
+    def of(cls, entry: Entry) -> Self:
+        """As the store has it. Raises CorruptionError."""
+        try:
+            return msgspec.json.decode(entry.value, type=cls)
+        except msgspec.MsgspecError as error:
+            raise CorruptionError(f"{entry.key} does not say where the audit log is: {error}.") from error
 
     @property
     def stream(self) -> Stream | None:
@@ -132,10 +140,10 @@ class ClusterMember:
         try:
             await mirror.start()
             if replace:
-                await member._refuse_second_history(f"{mirror.view.keys.prefix}audit_home")
+                await member._refuse_second_history()
             member._known_audit = (await asyncio.to_thread(node_file.load)).audit
             # Before it is registered: the first broker of a region finds no other.
-            member.audit = await member._claim_audit(f"{mirror.view.keys.prefix}audit_home", audit_copies)
+            member.audit = await member._claim_audit(audit_copies)
             await registry.open(replace=replace)
             if not registry.audit:
                 await registry.remember_audit(_encode(member.audit))
@@ -146,18 +154,19 @@ class ClusterMember:
             member._system.append(stream)
         return member
 
-    async def _refuse_second_history(self, key: str) -> None:
-        entry = await self._store.get(key)
-        if entry is not None and msgspec.json.decode(entry.value, type=AuditHome).broker == self.broker:
+    async def _refuse_second_history(self) -> None:
+        entry = await self._store.get(self._mirror.view.keys.audit_home)
+        if entry is not None and AuditHome.of(entry).broker == self.broker:
             raise RequestError(
                 f"Broker {self.broker} has the region's audit log in its data folder: with an empty one it would begin a second history.",
                 code=Code.CONFLICT,
                 hint="Put its folder back, or at least a backup of the folder audit in it.",
             )
 
-    async def _claim_audit(self, key: str, copies: int) -> AuditHome:
+    async def _claim_audit(self, copies: int) -> AuditHome:
         """Where the audit log is; a new one for the first broker of a region. What the store lost is put back as this folder knows it. Raises
         CorruptionError where it does not, and there were others: who administers the store could have a second history begun."""
+        key = self._mirror.view.keys.audit_home
         while True:
             entry = await self._store.get(key)
             if entry is not None:
@@ -173,10 +182,7 @@ class ClusterMember:
             home = AuditHome("", incarnation, copies, self._runtime.clock.now_ms())
             where = self._known_audit.encode() or msgspec.json.encode(home)
             await self._store.transact([Absent(key)], [Put(key, where)])
-        try:
-            found = msgspec.json.decode(entry.value, type=AuditHome)
-        except msgspec.MsgspecError as error:
-            raise CorruptionError(f"{key} does not say where the audit log is: {error}.") from error
+        found = AuditHome.of(entry)
         if self._known_audit and _encode(found) != self._known_audit:
             raise CorruptionError(
                 f"The metadata store names another audit log ({_encode(found)}) than broker {self.broker} knows ({self._known_audit}): it was changed "

@@ -167,6 +167,8 @@ class ClusterKeys:
         self.shards = f"{self.prefix}shards/"
         self.controller = f"{self.prefix}controller"
         self.frozen = f"{self.prefix}frozen"
+        self.audit_home = f"{self.prefix}audit_home"
+        """of where the audit log is (region.cluster.member)"""
         self.alone = f"{self.prefix}registered"
         """of the last broker that served the region alone, or of the last of a cluster (region.metadata.registration)"""
 

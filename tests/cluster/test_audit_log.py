@@ -344,7 +344,7 @@ async def test_a_store_that_names_no_audit_log_any_more_or_another_one_begins_no
         member = region.clustered(home).member
         audited, keys = member.audit, member.mirror.view.keys
         assert audited.stream is not None
-        key, shard = f"{keys.prefix}audit_home", keys.shard(ShardId(audited.stream.incarnation, 0))
+        key, shard = keys.audit_home, keys.shard(ShardId(audited.stream.incarnation, 0))
         await region.stop()
         store = await EtcdStore.open(EtcdConfig(endpoints=(etcd.endpoint.removeprefix("http://"),)))
         try:
