@@ -236,10 +236,15 @@ class Clustered:
             "copy_lag_records": self.replicas.lag_records(record, number),
         }
 
-    def leaders(self, streams: Mapping[StreamName, Stream]) -> dict[StreamName, str]:
-        """Of these streams those with copies, or that move, each with the broker that serves it if one does; empty where none leads all of its shards."""
+    def leaders(
+        self, streams: Mapping[StreamName, Stream], concerned: Callable[[StreamName], bool]
+    ) -> dict[StreamName, str]:
+        """Of these streams those that are concerned and have copies, or move, each with the broker that serves it if one does; empty where none leads all of
+        its shards."""
         found = {}
         for name, record in streams.items():
+            if not concerned(name):
+                continue
             members = (self.members(record, number)[0] for number in range(record.config.shards))
             if is_replicated(record.config) or any(len(each) > 1 for each in members):
                 by = {self.leader_of(record, number) for number in range(record.config.shards)}

@@ -518,12 +518,12 @@ class HomeLeaves:
         brokers: Callable[[], Mapping[str, str]],
         streams_of: Callable[[str], Iterable[StreamName]],
         is_up: Callable[[str], bool],
-        copied: Callable[[], Mapping[StreamName, str]],
+        copied: Callable[[Callable[[StreamName], bool]], Mapping[StreamName, str]],
         ask: Callable[[str, StreamsPassed], Awaitable[PassedTold]],
     ) -> None:
         """`brokers`: every broker of the region, with the address of each that is alive. `streams_of`: those of which a broker's disk may have
-        records without a leaf, and no other one's. `is_up`: whether a link to one stands. `copied`: the streams with several copies, each with the broker that leads
-        it, or none. `ask` asks a broker, which may be this one."""
+        records without a leaf, and no other one's. `is_up`: whether a link to one stands. `copied`: of the streams that are asked for those with several
+        copies, each with the broker that leads it, or none. `ask` asks a broker, which may be this one."""
         self._own = own
         self._copied = copied
         self._ask = ask
@@ -576,13 +576,11 @@ class HomeLeaves:
         served again."""
         told, now = False, asyncio.get_running_loop().time
         silent_from = now() + SILENT_S
-        wanted = {name for name in self._copied() if leads_to(name)}
-        while wanted:
-            led, unknown = defaultdict[str, list[str]](list), set[str]()
-            copied = self._copied()
-            wanted &= copied.keys()
-            for name in sorted(wanted):
-                led[copied[name]].append(str(name))
+        copied = self._copied(leads_to)
+        while copied:
+            led, wanted, unknown = defaultdict[str, list[str]](list), set(copied), set[str]()
+            for name, leader in sorted(copied.items()):
+                led[leader].append(str(name))
             for leader, names in led.items():
                 if not leader or not self._is_up(leader):
                     continue
@@ -606,6 +604,7 @@ class HomeLeaves:
                     )  # fmt: skip
                     told = True
             await asyncio.sleep(AGAIN_S)
+            copied = self._copied(wanted.__contains__)
 
     async def _all_brokers_passed(
         self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]

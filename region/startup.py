@@ -551,7 +551,7 @@ def _among_others(
             lambda: member.brokers,
             partial(_may_hold_arrivals, clustered, mirror),
             requests.is_up,
-            lambda: clustered.leaders(mirror.streams),
+            lambda concerned: clustered.leaders(mirror.streams, concerned),
             lambda broker, asked: requests.ask(broker, asked, PassedTold),
         )
         server = AuditServer(region, requests, trail, index, logged, here, lambda: clustered.has_audit_log)

@@ -117,7 +117,7 @@ class Region:
             lambda: self.brokers,
             lambda broker: iter((ARRIVES,)),
             lambda broker: self.wire.up,
-            lambda: self.copied,
+            lambda concerned: {name: self.copied[name] for name in filter(concerned, self.copied)},
             self.passed,
         )
         self.server = AuditServer(
