@@ -110,7 +110,7 @@ format: $(STAMP) ## format, and fix what the linter can fix
 
 bench: $(STAMP) ## throughput and latency on this machine, beside a raw QUIC relay; across a border, audited; beside Redis and NATS
 	@$(BIN)/felix bench publish && $(BIN)/felix bench deliver && $(BIN)/felix bench bridge \
-	  && $(BIN)/felix bench report && for each in fanout queue cache fairness slow-consumer shards sessions; do $(BIN)/python -m benchmarks $$each || exit; done
+	  && $(BIN)/felix bench report && for each in fanout queue cache fairness slow-consumer shards sessions cluster failover; do $(BIN)/python -m benchmarks $$each || exit; done
 
 clean: ## remove what make made
 	rm -rf $(VENV) demo-state bench-results .mypy_cache .ruff_cache .pytest_cache

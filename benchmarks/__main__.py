@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import typer
 
-from benchmarks import beside, light, tenants
+from benchmarks import beside, clusters, light, tenants
 from cli.command import Command
 from cli.main import main
 
@@ -27,6 +27,8 @@ app.command("fairness", cls=Command)(tenants.fairness)
 app.command("slow-consumer", cls=Command)(tenants.slow_consumer)
 app.command("shards", cls=Command)(light.shards)
 app.command("sessions", cls=Command)(light.sessions)
+app.command("cluster", cls=Command)(clusters.cluster)
+app.command("failover", cls=Command)(clusters.failover)
 
 if __name__ == "__main__":
     main(app)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,8 +26,7 @@ class ProcessUse(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, pid: int) -> ProcessUse:
         """Raises OSError where the process is gone, or the system has no `/proc`."""
         folder = _PROC / str(pid)
-        # Behind the name in parentheses, which may hold anything.
-        after = (folder / "stat").read_text().rpartition(")")[2].split()
+        after = _stat(folder)
         return cls(
             private_bytes=_field(folder / "status", "RssAnon") << 10,
             cpu_s=(int(after[11]) + int(after[12])) / _TICKS_PER_S,
@@ -35,6 +35,22 @@ class ProcessUse(msgspec.Struct, frozen=True, kw_only=True):
             ),
             files=sum(1 for _ in (folder / "fd").iterdir()),
         )
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that this one started and that are there still."""
+    found = []
+    for folder in _PROC.iterdir():
+        if folder.name.isdecimal():
+            with suppress(OSError):
+                if int(_stat(folder)[1]) == pid:
+                    found.append(int(folder.name))
+    return found
+
+
+def _stat(folder: Path) -> list[str]:
+    """The fields behind the name in parentheses, which may hold anything; the first is the state."""
+    return (folder / "stat").read_text().rpartition(")")[2].split()
 
 
 def _field(path: Path, name: str) -> int:

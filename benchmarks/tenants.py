@@ -68,7 +68,7 @@ def fairness(
         repeats=repeats or plan.repeats,
     )
     report = measured(lambda said: measure_fairness(plan, folder, said), LOGGED)
-    _settle([(result.phase, result.account) for result in report.results])
+    settle([(result.phase, result.account) for result in report.results])
     print_json(report, kind="Benchmark") if json else print_fairness(report)
 
 
@@ -101,7 +101,7 @@ def slow_consumer(
             hint=f"At least {Size(BACKLOG_BYTES_MIN)}, ten times what a shard keeps in memory.",
         )
     report = measured(lambda said: measure_slow_consumer(plan, folder, said), LOGGED)
-    _settle([("the one that reads", report.reader), ("the slow one", report.slow)])
+    settle([("the one that reads", report.reader), ("the slow one", report.slow)])
     print_json(report, kind="Benchmark") if json else print_slow(report)
     if not report.memory.is_within:
         err.print("The broker took more memory than its limits allow.", style="bold red")
@@ -118,7 +118,7 @@ def _known(engine: str) -> str:
     return engine
 
 
-def _settle(books: list[tuple[str, Account]]) -> None:
+def settle(books: list[tuple[str, Account]]) -> None:
     """Exit code 6 where a record was lost, repeated, changed or out of order."""
     wrong = [(what, account) for what, account in books if not account.is_lossless]
     for what, account in wrong:
@@ -143,9 +143,9 @@ def print_fairness(report: FairnessReport) -> None:
         table.add_row(
             result.phase,
             _latency(result.latency),
-            _spread(result.p50_ratio),
-            _spread(result.p99_ratio),
-            _spread(result.p99_of_control),
+            spread_of(result.p50_ratio),
+            spread_of(result.p99_ratio),
+            spread_of(result.p99_of_control),
             f"{result.noise.median / 1e6:,.1f}" if result.noise.median else "",
         )
     out.print(table)
@@ -164,7 +164,7 @@ def print_slow(report: SlowReport) -> None:
     )
     for phase in report.phases:
         table.add_row(
-            phase.phase, _latency(phase.latency), _spread(phase.p50_ratio), _spread(phase.p99_ratio)
+            phase.phase, _latency(phase.latency), spread_of(phase.p50_ratio), spread_of(phase.p99_ratio)
         )
     out.print(table)
     out.print(f"the slow one caught up with {report.catch_up.median / 1e6:,.0f} MB/s")
@@ -197,7 +197,7 @@ def _closing(account: Account, rounds: int, seconds: float) -> None:
     )
 
 
-def _spread(spread: Spread) -> str:
+def spread_of(spread: Spread) -> str:
     if len(spread.values) == 1:
         return f"{spread.median:.2f}"
     return f"{spread.median:.2f} ({spread.low:.2f} – {spread.high:.2f})"

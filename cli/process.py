@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
@@ -89,11 +89,17 @@ def read_state(path: Path) -> dict[str, Any] | None:
 
 
 def start_detached(
-    command: Sequence[str], pid_file: Path, log_file: Path, what: str, how_to_stop: str
+    command: Sequence[str],
+    pid_file: Path,
+    log_file: Path,
+    what: str,
+    how_to_stop: str,
+    *,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Start `felix COMMAND` apart from this terminal and wait until it serves. Raises UnavailableError.
 
-    `how_to_stop`: the command that stops one that runs already.
+    `how_to_stop`: the command that stops one that runs already. `environment`: of the new process, if not as this one's.
     """
     if (state := read_state(pid_file)) is not None:
         raise RequestError(
@@ -110,6 +116,7 @@ def start_detached(
             stdout=log,
             stderr=log,
             start_new_session=True,
+            env=environment,
         )
     limit = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < limit:

@@ -52,7 +52,7 @@ def test_memory_beyond_a_limit_and_lost_records_are_said(capsys: pytest.CaptureF
     assert not msgspec.structs.replace(within, resident_most=10).is_within
     assert not msgspec.structs.replace(within, budgets={"ring": (4, 3)}).is_within
     with pytest.raises(tenants.typer.Exit) as caught:
-        tenants._settle([("the noise", Account(published=5, received=4, lost=1))])
+        tenants.settle([("the noise", Account(published=5, received=4, lost=1))])
     assert caught.value.exit_code == tenants.EXIT_UNRECONCILED
     assert "the noise: not lossless" in capsys.readouterr().err
 

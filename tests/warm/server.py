@@ -27,6 +27,7 @@ import sys
 import tempfile
 import threading
 import traceback
+from collections.abc import Mapping
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
@@ -77,7 +78,14 @@ class Detached:
     starts it, where a true one imports everything anew. tests/packaging/test_wheels.py starts a true one."""
 
     def __init__(
-        self, command: list[str], *, stdin: int, stdout: IO[bytes], stderr: IO[bytes], start_new_session: bool
+        self,
+        command: list[str],
+        *,
+        stdin: int,
+        stdout: IO[bytes],
+        stderr: IO[bytes],
+        start_new_session: bool,
+        env: Mapping[str, str] | None,
     ) -> None:
         assert command[:3] == [sys.executable, "-m", "cli.main"] and stdin == subprocess.DEVNULL
         self._code: int | None = None
@@ -86,6 +94,9 @@ class Detached:
         self.pid = os.fork()
         if self.pid:
             return
+        if env is not None:
+            os.environ.clear()
+            os.environ.update(env)
         if start_new_session:
             os.setsid()
         for number, stream in enumerate((os.open(os.devnull, os.O_RDONLY), stdout.fileno(), stderr.fileno())):

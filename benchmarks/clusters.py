@@ -1,0 +1,120 @@
+"""`python -m benchmarks cluster` and `failover`: a region of several brokers. The modules copies and failover say how it is measured."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Final
+
+import msgspec
+import typer
+
+from benchmarks.copies import CopiesPlan, CopiesReport, measure_copies
+from benchmarks.failover import FailoverPlan, FailoverReport, measure_failover
+from benchmarks.options import FolderOption, JsonOption, QuickOption, measured
+from benchmarks.tenants import settle, spread_of
+from cli.benchmark.figures import LatencySpread
+from cli.output import out, print_json, table
+from policy.quantity import Duration
+
+QUICK_COPIES: Final = CopiesPlan(seconds=1.0, records_max=20_000, lone=100, repeats=1)
+QUICK_FAILOVER: Final = FailoverPlan(kills=1, lease_ms=2_000)
+LOGGED: Final = logging.CRITICAL
+"""Clients say that brokers went, as they should; here it is what is asked for."""
+
+
+def cluster(
+    batch: Annotated[
+        int, typer.Option("--batch", help="Records in a batch.", min=1, max=1000)
+    ] = CopiesPlan().batch_records,
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", help="Of load for each case; 0: 2, or 1 with --quick.", min=0, max=60),
+    ] = 0.0,
+    repeats: Annotated[
+        int, typer.Option("--repeats", help="Rounds; 0: 3, or 1 with --quick.", min=0, max=100)
+    ] = 0,
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Rate and processor time of one, two and three brokers, with one copy and with several."""
+    plan = QUICK_COPIES if quick else CopiesPlan()
+    plan = msgspec.structs.replace(
+        plan, batch_records=batch, seconds=seconds or plan.seconds, repeats=repeats or plan.repeats
+    )
+    report = measured(lambda said: measure_copies(plan, folder, said), LOGGED)
+    settle([(str(result.case), result.account) for result in report.results])
+    print_json(report, kind="Benchmark") if json else print_copies(report)
+
+
+def failover(
+    kills: Annotated[
+        int, typer.Option("--kills", help="Of each signal; 0: 5, or 1 with --quick.", min=0, max=1000)
+    ] = 0,
+    lease: Annotated[
+        str,
+        typer.Option(
+            "--lease", help="Of a broker, as in 2s; unless said: as by default, or 2s with --quick."
+        ),
+    ] = "",
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """How long writers wait when the leader of their stream is killed, or stopped in order."""
+    plan = QUICK_FAILOVER if quick else FailoverPlan()
+    plan = msgspec.structs.replace(
+        plan, kills=kills or plan.kills, lease_ms=int(Duration.parse(lease)) if lease else plan.lease_ms
+    )
+    report = measured(lambda said: measure_failover(plan, folder, said), LOGGED)
+    settle([("the stream with three copies", report.account)])
+    print_json(report, kind="Benchmark") if json else print_failover(report)
+
+
+def print_copies(report: CopiesReport) -> None:
+    """A table for people."""
+    plan = report.plan
+    table(
+        f"Batches of {plan.batch_records} records of {plan.payload_bytes} bytes, fsync: median of the rounds (lowest – highest)",
+        ("", "records/s#", "of first#", "CPU µs a record#", "of first#", "etcd's#", "lone p50 / p99 ms#", "led"),
+        [
+            (
+                str(result.case),
+                f"{result.rate.median:,.0f}",
+                spread_of(result.rate_ratio),
+                spread_of(result.broker_cpu_us),
+                spread_of(result.cpu_ratio),
+                f"{result.etcd_cpu_us.median:.2f}",
+                "" if result.lone is None else _latency(result.lone),
+                "/".join(map(str, result.led)),
+            )
+            for result in report.results
+        ],
+    )  # fmt: skip
+    if report.third_copy_cpu_us is not None:
+        out.print(f"the third copy: {spread_of(report.third_copy_cpu_us)} µs of the brokers' CPU a record")
+    if report.sync is not None:
+        out.print(f"a write with fdatasync: p50 {report.sync.p50_us.median / 1e3:.2f} ms")
+    count = sum(result.account.received for result in report.results)
+    out.print(
+        f"{count:,} records, each found once, in order and unchanged; {plan.repeats} rounds in {report.seconds:.0f} s"
+    )
+
+
+def print_failover(report: FailoverReport) -> None:
+    """Lines for people."""
+    out.print(
+        f"lease {Duration(report.lease_ms)}; longest time without an acknowledgement, seconds: {report.undisturbed_s:.2f} undisturbed"
+    )
+    for each in report.pauses:
+        found = each.seconds
+        out.print(
+            f"{each.signal} to the leader, {len(found.values)} times: median {found.median:.2f}, worst {found.high:.2f}, best {found.low:.2f}"
+        )
+    out.print(
+        f"{report.account.received:,} acknowledged records, each found once, in order, at its offset; {report.seconds:.0f} s"
+    )
+
+
+def _latency(latency: LatencySpread) -> str:
+    return f"{latency.p50_us.median / 1e3:.2f} / {latency.p99_us.median / 1e3:.2f}"
