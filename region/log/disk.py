@@ -79,8 +79,8 @@ class DiskLog:
         self.identity = identity
         self.report = recovered.report
         self.annotations = recovered.annotations
-        self._note_is_open = False
-        """whether the last entry written is a piece of a note"""
+        self._note_is_open = recovered.note_is_open
+        """whether the last entry is a piece of a note"""
         self._files = files
         self.limits = limits
         """When a segment is closed."""
@@ -620,7 +620,7 @@ class DiskLog:
             self.save_compaction(msgspec.structs.replace(self.compaction, clean_to=offset))
         segments = self._segments.now
         target, later = segments[at], segments[at + 1 :]
-        index, annotations, note, epoch = self._reader.rescan(target, target.segment_bytes, cut)
+        index, annotations, note, epoch, is_note = self._reader.rescan(target, target.segment_bytes, cut)
         end = index.next_offset
         producers = self._producers_at(end)
         # What no longer holds goes first: snapshots, then the claim that these bytes are there.
@@ -643,7 +643,7 @@ class DiskLog:
         self._files.remove(target.index_path)
         self._files.sync_folder(self.folder)
         self._written.cut(target.path, index.segment_bytes)
-        self.annotations = annotations
+        self.annotations, self._note_is_open = annotations, is_note
         history = EpochHistory(list(self.epochs.starts))
         history.truncate(end, epoch)
         self.save_epochs(history)

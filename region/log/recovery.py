@@ -108,6 +108,8 @@ class Recovered:
     report: RecoveryReport = field(default_factory=RecoveryReport)
     compaction: CompactionState = field(default_factory=CompactionState)
     offload: OffloadState = field(default_factory=OffloadState)
+    note_is_open: bool = False
+    """the last entry is a piece of a note"""
 
 
 def evidence_beyond(
@@ -208,6 +210,7 @@ class _Recovery:
         self.indexes_rebuilt = 0
         self.verified_bytes = 0
         self.cut: tuple[Path, int, int, int, str] | None = None
+        self.note_is_open = False
 
     def _load(self, name: str) -> bytes | None:
         """A small file's payload; None where it is missing or damaged."""
@@ -388,6 +391,7 @@ class _Recovery:
                 for entry in scan_file(self.files, descriptor, header, start, size, verify_bodies=True):
                     self.visit(index, path, entry, counter)
                     evidence = max(evidence, entry.synced_to)
+                    self.note_is_open = entry.is_note
                     annotate(
                         annotations,
                         entry.slot,
@@ -485,8 +489,9 @@ class _Recovery:
             epochs_rebuilt=self.epochs_rebuilt,
         )
         return Recovered(
-            segments, annotations, self.epochs, self.producers, report, self.compaction, self.offload
-        )
+            segments, annotations, self.epochs, self.producers, report, self.compaction, self.offload,
+            self.note_is_open,
+        )  # fmt: skip
 
     def forget_above(self, end: int) -> None:
         """Other batches will get the offsets from `end` on: no snapshot that knows of them is left."""

@@ -37,12 +37,13 @@ _INDEXES_HELD_MAX: Final = 16
 
 
 class Rescanned(NamedTuple):
-    """What is in a segment; `note` and `epoch` are those of its last entry."""
+    """What is in a segment; `note`, `epoch` and `is_note` are those of its last entry."""
 
     places: SparseIndex
     annotations: dict[int, bytes]
     note: int
     epoch: int
+    is_note: bool
 
 
 class SegmentReader:
@@ -253,7 +254,7 @@ class SegmentReader:
         index = SparseIndex(segment.base_offset, segment.start)
         annotations: dict[int, bytes] = {}
         counter = PointCounter(segment.header, segment.base_note)
-        note, epoch = counter.note, 0
+        note, epoch, is_note = counter.note, 0, False
         descriptor = self._open(segment)
         try:
             for entry in scan_file(
@@ -261,7 +262,7 @@ class SegmentReader:
             ):
                 if counter.follow(entry) and cut is not None and counter.point > cut:
                     break
-                note, epoch = counter.note, entry.leader_epoch
+                note, epoch, is_note = counter.note, entry.leader_epoch, entry.is_note
                 if header := entry.header:
                     index.add(
                         header.base_offset,
@@ -281,7 +282,7 @@ class SegmentReader:
             self._files.close(descriptor)
         if segment.header.span:
             index.end_at(segment.header.span.end_offset)
-        return Rescanned(index, annotations, note, epoch)
+        return Rescanned(index, annotations, note, epoch, is_note)
 
     def index(self, segment: SegmentState) -> SparseIndex:
         """A segment's index: the active one's own, a closed one's from a small cache, its file, or made anew."""

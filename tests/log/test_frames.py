@@ -343,6 +343,26 @@ def test_a_segment_is_not_ended_between_a_note_and_what_it_is_for(tmp_path: Path
     assert bounds == [2]
 
 
+@pytest.mark.parametrize("begins", ["restart", "cut"])
+def test_a_segment_is_not_ended_behind_a_note_that_a_log_ends_with(begins: str, tmp_path: Path) -> None:
+    log = open_disk(tmp_path)
+    append(log, batch_of(b"before"))
+    limits = log.limits = SegmentLimits(segment_bytes_max=log.segments[0].segment_bytes + 1)
+    log.write(note_frames(b"n", 1, 0), 1_000)
+    if begins == "cut":
+        log.write([Frame(None, 1, 0, 7, b"@")], 1_000)
+        log.truncate(LogPoint(1, 1))
+    else:
+        log.close()
+        log = open_disk(tmp_path, limits=limits)
+    log.trim(1, 1_000)
+    log.write([Frame(placed(batch_of(b"it"), 1), 1, 0)], 1_000)
+    assert [segment.base_offset for segment in log.segments] == [0]
+    append(log, batch_of(b"behind"))
+    assert [segment.base_offset for segment in log.segments] == [0, 2]
+    log.close()
+
+
 def test_frames_are_taken_only_where_the_log_ends_and_of_no_older_leader(tmp_path: Path) -> None:
     log = open_disk(tmp_path)
     first = Frame(placed(batch_of(b"1"), 0, epoch=2), 0, 2)
