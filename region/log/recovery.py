@@ -48,7 +48,6 @@ from typing import Final
 
 import msgspec
 
-from felix.batch import HEADER_BYTES
 from felix.errors import CorruptionError
 from felix.storage.port import Files, write_all
 from felix.storage.small_file import TEMPORARY_SUFFIX, load_checked, read_file, save_checked
@@ -61,8 +60,7 @@ from region.log.point import PointCounter
 from region.log.producer_snapshots import ProducerSnapshots
 from region.log.producers import ProducerTable
 from region.log.segment import (
-    ANNOTATION_BYTES_MAX,
-    ENTRY_HEADER_BYTES,
+    ENTRY_HEAD_BYTES_MAX,
     HEADER_BYTES_MAX,
     SEGMENT_SUFFIX,
     EntryDamagedError,
@@ -116,18 +114,20 @@ def evidence_beyond(
     files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int
 ) -> tuple[int, int]:
     """Past damage at `start`: the highest `synced_to` of any entry that decodes, and how many did."""
-    overlap = ENTRY_HEADER_BYTES + ANNOTATION_BYTES_MAX + HEADER_BYTES
     highest, count, position = 0, 0, start + 1
     while position < end:
         window = files.pread(descriptor, min(WINDOW_BYTES, end - position), position)
+        is_last = len(window) < WINDOW_BYTES
+        following = position + len(window) - ENTRY_HEAD_BYTES_MAX
         for entry in find_entries(
             window, at=position, salt=segment.salt, shard=segment.identity.shard, whole=False
         ):
-            highest = max(highest, entry.synced_to)
-            count += 1
-        if len(window) < WINDOW_BYTES:
+            if is_last or entry.position < following:
+                highest = max(highest, entry.synced_to)
+                count += 1
+        if is_last:
             break
-        position += len(window) - overlap
+        position = following
     return highest, count
 
 

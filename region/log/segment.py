@@ -59,6 +59,10 @@ ANNOTATION_SLOTS_MAX: Final = 384
 COMMITMENT_BYTES_MAX: Final = 256
 """A key commitment is a hash or two."""
 ENTRY_BYTES_MAX: Final = ENTRY_HEADER_BYTES + ANNOTATION_BYTES_MAX + BATCH_BYTES_MAX
+ENTRY_HEAD_BYTES_MAX: Final = ENTRY_HEADER_BYTES + max(
+    ANNOTATION_BYTES_MAX + HEADER_BYTES, NOTE_PIECE_BYTES_MAX
+)
+"""Of an entry without the body of its batch: what it takes to tell that it is one."""
 HEADER_PREFIX_BYTES: Final = 60
 HEADER_BYTES_MAX: Final = HEADER_PREFIX_BYTES + 255 + 255 + COMMITMENT_BYTES_MAX + 36 + 8
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,8 +19,9 @@ from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME
 from region.log.frame import Frame
 from region.log.point import LogPoint
-from region.log.recovery import judge_tail, recover
-from region.log.segment import ShardIdentity
+from region.log.recovery import evidence_beyond, judge_tail, recover
+from region.log.segment import NOTE_PIECE_BYTES_MAX, Kind, ShardIdentity, encode_entry_header
+from region.log.segment_scan import WINDOW_BYTES
 
 
 def only_segment(folder: Path) -> Path:
@@ -184,6 +186,25 @@ def test_later_group_proves_that_a_damaged_one_was_synced_even_with_a_stale_mark
     path.write_bytes(whole)
     with pytest.raises(CorruptionError, match="acknowledged"):
         recover(folder, IDENTITY, files=DiskFiles())
+
+
+def test_an_entry_at_the_end_of_what_is_read_at_a_time_is_evidence_once(tmp_path: Path) -> None:
+    log = open_disk(tmp_path)
+    header, path = log.segments[0].header, only_segment(tmp_path)
+    log.close()
+
+    def note(synced_to: int, size: int) -> bytes:
+        return encode_entry_header(
+            Kind.NOTE, base_offset=0, leader_epoch=1, synced_to=synced_to, batch_length=0, slot=0,
+            annotation=bytes(size), salt=header.salt,
+        )  # fmt: skip
+
+    whole, cut_off = note(7, 100), note(9, NOTE_PIECE_BYTES_MAX)
+    path.write_bytes(data := bytes(WINDOW_BYTES - 30_000 - len(whole)) + whole + cut_off)
+    files = DiskFiles()
+    descriptor = files.open(path, os.O_RDONLY)
+    assert evidence_beyond(files, descriptor, header, 0, len(data)) == (9, 2)
+    files.close(descriptor)
 
 
 def test_entry_inside_a_payload_is_no_evidence(tmp_path: Path) -> None:
