@@ -23,7 +23,7 @@ from felix.batch import Batch
 from felix.storage.memory import MemoryFiles
 from keys.envelope import BatchSealer
 from policy.grant import GrantBook, Standing, StandingAction
-from region import ingest
+from region import stated_link
 from region.cache.state import CacheState
 from region.gather import Done, ignore
 from region.log import recovery
@@ -115,7 +115,7 @@ def seal_anew(self: BatchSealer, batch: Batch, *, seal: Any = BatchSealer.seal) 
 
 def compare_nothing(patch: pytest.MonkeyPatch) -> None:
     """Neither side compares the epochs that a source states with those that were read."""
-    for module in (ingest, link_worker):
+    for module in (stated_link, link_worker):
         patch.setattr(module, "cut_of", lambda *_: None)
 
 
