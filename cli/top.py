@@ -576,7 +576,7 @@ class _Brokers:
         samples = {own.region.broker: own}
         there = {each.broker: each.address for each in own.region.brokers if each.address}
         for broker, address in sorted(there.items()):
-            if broker != own.region.broker and broker not in samples:
+            if broker not in samples:
                 with suppress(FelixError):
                     samples[broker] = await sample(await self._client(broker, address), prefix)
         before, self._before = self._before, samples

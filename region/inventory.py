@@ -29,7 +29,7 @@ from region.cluster.reconciliation import FolderReport, LogTold, ShardTold
 from region.cluster.records import ShardId
 from region.log.clean_stop import CLEAN_STOP_NAME
 from region.log.companions import kind_of, log_number, shard_of
-from region.log.directory import parse_folder_name, shard_folder
+from region.log.directory import COPIES, parse_folder_name, shard_folder
 from region.log.disk import DiskLog
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
@@ -40,13 +40,13 @@ from region.replication.disk import (
     OLD_SUFFIX,
     LogPlan,
     ReplicaDisk,
+    kept_name,
+    parse_kept_name,
     rewrite_unsynced,
 )
 
 STREAMS: Final = "streams"
 """Of a data folder: the logs of streams, and their lock."""
-COPIES: Final = "copies"
-"""Of a data folder: what is known to be committed of each copy, outside of its folder."""
 AUDIT: Final = "audit"
 
 
@@ -123,7 +123,7 @@ def _log(
     number = log_number(kind, shard)
     folder = shard_folder(data / STREAMS, name, incarnation, number)
     identity = ShardIdentity(region, str(name), incarnation, number)
-    kept = data / COPIES / f"{incarnation.hex()}-{shard}-{kind}"
+    kept = data / COPIES / kept_name(ShardId(incarnation.hex(), shard), kind)
     if files.exists(folder / ELECTIONS_NAME) or files.exists(kept):
         disk = ReplicaDisk.open(LogPlan(kind, folder, identity, kept=kept), files=files, runtime=runtime)
         told = disk.beginning()
@@ -145,10 +145,9 @@ def _lost(copies: Path, seen: set[ShardId], files: Files) -> Iterator[ShardTold]
     """Copies of which nothing is there but what was committed."""
     lost: dict[ShardId, list[LogTold]] = {}
     for each in sorted(files.names(copies)) if files.exists(copies) else ():
-        incarnation, *numbers = each.split("-")
-        if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        if (parsed := parse_kept_name(each)) is None:
             continue
-        shard, kind = ShardId(incarnation, int(numbers[0])), int(numbers[1])
+        shard, kind = parsed
         payload = load_checked(files, copies / each)
         if shard not in seen and payload is not None:
             point = msgspec.json.decode(payload, type=LogPoint)

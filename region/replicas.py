@@ -49,7 +49,7 @@ from region.metadata.records import (
     min_in_sync,
     one_copy_since,
 )
-from region.replication.disk import LogPlan
+from region.replication.disk import LogPlan, kept_name
 from region.replication.host import Links, ReplicaHost, ShardPlan
 
 log = logging.getLogger("felix.region.replicas")
@@ -415,7 +415,7 @@ class Replicas:
                 self.host.want_min(shard, min_in_sync(stream.config))
 
     def _kept(self, shard: ShardId, number: int) -> Path:
-        return self._folders.copies / f"{shard.incarnation}-{shard.number}-{number}"
+        return self._folders.copies / kept_name(shard, number)
 
     async def _drop(self, stream: Stream, shard: ShardId) -> None:
         """The shard has moved away: the record names this broker neither as a replica nor, so, as a member of a set."""

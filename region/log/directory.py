@@ -50,6 +50,8 @@ READ_THREADS_MAX: Final = 4
 OFFLOAD_THREADS_MAX: Final = 2
 """One upload at a time, and a fetch beside it: a store that does not answer holds up no read of what is local."""
 
+COPIES: Final = "copies"
+"""Beside the folder of logs: what is known of copies outside of their own folders."""
 _SEPARATOR: Final = "~"
 _DELETED_SUFFIX: Final = ".deleted"
 
@@ -170,7 +172,7 @@ class LogDirectory:
     @property
     def copies(self) -> Path:
         """The folder for what is known of copies of shards outside of their own folders."""
-        return self._data.parent / "copies"
+        return self._data.parent / COPIES
 
     def stored(self) -> list[StoredStream]:
         """The streams that have a folder here, in the order of their names. Blocking."""

@@ -31,6 +31,7 @@ from felix.runtime.real import REAL
 from felix.settings import Compaction
 from felix.storage.port import Files, write_all
 from felix.storage.small_file import TEMPORARY_SUFFIX, load_checked, save_checked
+from region.cluster.records import ShardId
 from region.log.adoption import adopt_segments
 from region.log.compaction import CompactionReport, CompactionState, is_due
 from region.log.compactor import Compactor, PassSettings, Transform, WorkEndedError
@@ -81,6 +82,19 @@ class LogPlan:
     def kept_file(self) -> Path:
         """Outside of the log's folder: it tells of a folder that is gone, or was put back as it was earlier."""
         return self.kept or self.folder.with_name(f"{self.folder.name}.{COMMIT_NAME}")
+
+
+def kept_name(shard: ShardId, kind: int) -> str:
+    """The file among what is known of copies that has a log's commit point."""
+    return f"{shard.incarnation}-{shard.number}-{kind}"
+
+
+def parse_kept_name(name: str) -> tuple[ShardId, int] | None:
+    """The shard, and the kind of the log; None for another file."""
+    incarnation, *numbers = name.split("-")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        return None
+    return ShardId(incarnation, int(numbers[0])), int(numbers[1])
 
 
 class ReplicaDisk:
