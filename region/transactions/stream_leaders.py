@@ -7,6 +7,7 @@ asked again without harm (region.transactions.lanes).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Final, Protocol, TypeVar
 
 import msgspec
@@ -35,7 +36,7 @@ from region.transactions.positions import placings
 from region.transactions.state import UNKNOWN_OFFSET, Part
 
 ASK_BYTES: Final = 4 << 20
-"""Of batches in one request: a third of the largest (replication.wire.ASK_BYTES_MAX), and a part of a link's backlog."""
+"""Of batches and acknowledgements in one request: a third of the largest (replication.wire.ASK_BYTES_MAX), and a part of a link's backlog."""
 SHOW_S: Final = 3.0
 """A leader that does not answer by then shows what it hides by itself, some time later (lanes.HIDDEN_S)."""
 
@@ -96,13 +97,12 @@ class StreamLeaders:
         found: Offsets = {(part.number, part.index): (UNKNOWN_OFFSET,) for part in parts}
         if record is None:
             return found
-        groups = list(_groups(here)) or [[]]
-        for group in groups:
-            asked = ApplyLane(
-                stream, incarnation, term, number, group, list(acknowledged) if group is groups[-1] else []
-            )
+        for group in _groups(here, acknowledged):
+            batches = [each for each in group if isinstance(each, Placed)]
+            settled = [each for each in group if isinstance(each, Acknowledged)]
+            asked = ApplyLane(stream, incarnation, term, number, batches, settled)
             answer = await self._ask(stream, asked, LaneApplied)
-            for placed, offsets in zip(group, answer.offsets, strict=True):
+            for placed, offsets in zip(batches, answer.offsets, strict=True):
                 found[placed.part.number, placed.part.index] = offsets
         return found
 
@@ -149,19 +149,22 @@ def not_served(stream: str) -> UnavailableError:
     )
 
 
-def _groups(parts: Sequence[Part]) -> Iterator[list[Placed]]:
-    """In order, each within ASK_BYTES or one part."""
+def _groups(
+    parts: Sequence[Part], acknowledged: Sequence[Acknowledged]
+) -> Iterator[list[Placed | Acknowledged]]:
+    """What is asked at a time: in order, acknowledgements last, each within ASK_BYTES or one of them; one group where there is nothing."""
     shards: dict[int, list[Part]] = {}
     for part in parts:
         shards.setdefault(part.shard, []).append(part)
-    group: list[Placed] = []
+    placed = (Placed(part, before) for some in shards.values() for part, before in placings(some))
+    wanted: Iterator[Placed | Acknowledged] = chain(placed, acknowledged)
+    group: list[Placed | Acknowledged] = []
     size = 0
-    for some in shards.values():
-        for part, before in placings(some):
-            if group and size + len(part.batch) > ASK_BYTES:
-                yield group
-                group, size = [], 0
-            group.append(Placed(part, before))
-            size += len(part.batch)
-    if group:
-        yield group
+    for each in wanted:
+        length = len(each.part.batch if isinstance(each, Placed) else each.body)
+        if group and size + length > ASK_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(each)
+        size += length
+    yield group

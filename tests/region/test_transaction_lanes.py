@@ -38,7 +38,7 @@ from region.transactions.lane_messages import (
 from region.transactions.lanes import Lanes
 from region.transactions.placing import Step
 from region.transactions.state import Part
-from region.transactions.stream_leaders import Offsets
+from region.transactions.stream_leaders import ASK_BYTES, Offsets, StreamLeaders
 
 A, B = "acme/payments/a", "acme/payments/b"
 
@@ -308,6 +308,33 @@ async def test_what_is_applied_is_hidden_until_it_is_to_be_shown_and_stands_once
         await leading.apply(2, b"late", term=1)
     incarnation = leading.hosted().record.incarnation
     assert await leading.links.do(CheckLane(A, incarnation, [0, 1])) == LaneChecked(1)
+
+
+async def test_what_is_asked_at_a_time_is_bounded_and_acknowledgements_come_last(home: Home) -> None:
+    hosted = home.streams.get(StreamName.parse(A))
+    assert hosted is not None
+    parts = [Part(1, number, A, hosted.incarnation, number % 2, bytes(1 << 20)) for number in range(5)]
+    acknowledged = [Acknowledged("jobs", b"%d" % number + bytes(1 << 20)) for number in range(5)]
+
+    class Answering(Links):
+        async def ask(self, peer: str, request: PeerRequest, answer: type, **_: object) -> Any:
+            assert isinstance(request, ApplyLane)
+            self.asked.append(request)
+            return LaneApplied([(each.part.index,) for each in request.parts])
+
+    links = Answering()
+    leaders = StreamLeaders(home.broker, cast(Clustered, links), cast(PeerRequests, links))
+    offsets = await leaders.apply(A, 1, parts, acknowledged, 1)
+    assert offsets == {(1, number): (number,) for number in range(5)}
+    asked = [request for request in links.asked if isinstance(request, ApplyLane)]
+    for request in asked:
+        assert len(msgspec.msgpack.encode(request)) < ASK_BYTES + 1_000
+    assert [each.part.index for request in asked for each in request.parts] == [0, 2, 4, 1, 3]
+    assert [each for request in asked for each in request.acknowledged] == acknowledged
+    assert [bool(request.parts) for request in asked] == [True, True, False]
+    assert await leaders.apply(A, 1, [], [], 2) == {} and links.asked[-1] == ApplyLane(
+        A, hosted.record.incarnation, 1, 2, [], []
+    )
 
 
 async def test_what_nobody_shows_is_shown_after_a_while(
