@@ -171,6 +171,10 @@ class LaneApplier:
                     log.info("%s was not told to show transaction %d: %s", lane, number, error.sentence)
                     break
                 await asyncio.sleep(wait_s)
+            except Exception:
+                # Nor must one keep what is committed later waiting for ever.
+                log.exception("%s could not be told to show transaction %d", lane, number)
+                break
         self._carry_out(self._rounds.shown(lane))
 
     def _conclude(self, number: int) -> None:

@@ -73,6 +73,7 @@ class Leaders:
         self.newest = self.lost = 0
         self.epoch = 1
         self.refusal: Exception | None = None
+        self.mistake: Exception | None = None
         self.may_apply = asyncio.Event()
         self.may_apply.set()
         self.applied: list[tuple[str, int, list[int]]] = []
@@ -100,6 +101,8 @@ class Leaders:
         return {(part.number, part.index): (7,) for part in parts}
 
     async def show(self, stream: str, number: int) -> None:
+        if self.mistake is not None:
+            raise self.mistake
         if self.lost:
             self.lost -= 1
             raise UnavailableError("The link was lost.", retry_after_ms=1)
@@ -162,6 +165,14 @@ async def test_a_leader_that_was_not_reached_is_told_again_to_show(coordinating:
     coordinating.leaders.lost = 2
     await coordinating.commit(A, B)
     assert sorted(coordinating.leaders.shown) == [(A, 1), (B, 1)]
+
+
+async def test_a_mistake_while_one_is_shown_keeps_no_later_one_waiting(coordinating: Coordinating) -> None:
+    coordinating.leaders.mistake = ValueError("ours")
+    assert await coordinating.commit(A, B) == ((7,), (7,))
+    coordinating.leaders.mistake = None
+    assert await coordinating.commit(A, B) == ((7,), (7,))
+    assert sorted(coordinating.leaders.shown) == [(A, 2), (B, 2)]
 
 
 async def test_a_number_is_above_all_that_shards_know(coordinating: Coordinating) -> None:
