@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -78,7 +77,7 @@ def reconcile(
             return
         for path in report or ():
             reports |= _reported(path, reports)
-        plan = run(
+        plan, is_written = run(
             _reconcile(
                 folder,
                 config,
@@ -90,9 +89,15 @@ def reconcile(
             )
         )
     if json:
-        print_json(_plain(plan), written=not dry_run)
+        print_json(_plain(plan), written=is_written)
     else:
-        _print(region, plan, dry_run=dry_run)
+        _print(region, plan, is_written=is_written)
+    if not is_written and not dry_run:
+        raise RequestError(
+            f"{counted(len(plan.losses), 'thing')} that was acknowledged may be lost, cannot be served, or comes back; nothing was written.",
+            code=Code.CONFLICT,
+            hint="Hear every folder, or put a newer backup back. If it is to be so all the same: --accept-loss.",
+        )
 
 
 def _heard(folder: RegionFolder, config: RegionConfig, held: ExitStack) -> dict[str, FolderReport]:
@@ -139,7 +144,8 @@ async def _reconcile(
     *,
     dry_run: bool,
     accept_loss: bool,
-) -> Plan:
+) -> tuple[Plan, bool]:
+    """The plan, and whether it was carried out."""
     from cli.several import ETCD_FOLDER, start_etcd
     from region.reconciling import Reconciler
     from region.startup import open_store
@@ -157,17 +163,10 @@ async def _reconcile(
         stack.push_async_callback(reconciler.close)
         await reconciler.open()
         plan = await reconciler.plan(reports, expected, without, retired)
-        if dry_run:
-            return plan
-        if plan.losses and not accept_loss:
-            await asyncio.to_thread(_print, config.region, plan, dry_run=True)
-            raise RequestError(
-                f"{counted(len(plan.losses), 'thing')} that was acknowledged may be lost, cannot be served, or comes back; nothing was written.",
-                code=Code.CONFLICT,
-                hint="Hear every folder, or put a newer backup back. If it is to be so all the same: --accept-loss.",
-            )
-        await reconciler.write(plan)
-        return plan
+        is_to_be = not dry_run and (accept_loss or not plan.losses)
+        if is_to_be:
+            await reconciler.write(plan)
+        return plan, is_to_be
 
 
 def _plain(plan: Plan) -> dict[str, Any]:
@@ -189,9 +188,9 @@ def _plain(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _print(region: str, plan: Plan, *, dry_run: bool) -> None:
+def _print(region: str, plan: Plan, *, is_written: bool) -> None:
     changed = [each for each in plan.shards if each.changes]
-    would = "would be" if dry_run else "was"
+    would = "was" if is_written else "would be"
     out.print(f"heard: {', '.join(sorted(plan.nodes)) or 'no folder'}")
     out.print(
         f"{counted(len(changed), 'shard')} of {len(plan.shards)} {would} given an epoch above all that were seen"
@@ -206,5 +205,5 @@ def _print(region: str, plan: Plan, *, dry_run: bool) -> None:
         out.print(sentence)
     for sentence in plan.losses:
         err.print(f"lost: {sentence}", style="bold red", markup=False)
-    if not dry_run:
+    if is_written:
         out.print(f"{region} is reconciled; start its brokers: felix region up {region}")

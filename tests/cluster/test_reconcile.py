@@ -4,6 +4,7 @@ streams that the store knows is there."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import subprocess
 from collections.abc import AsyncIterator
@@ -191,6 +192,9 @@ async def test_the_command_reconciles_a_region_whose_brokers_are_processes(tmp_p
     assert "is told of twice" in run("reconcile", "us-east", "--report", str(saved), code=2)
     assert f"lost: {LATER}" in run("reconcile", "us-east", "--dry-run")
     assert "nothing was written" in run("reconcile", "us-east", code=1)
+    refused = felix_command(home, "region", "reconcile", "us-east", "--json", code=1)
+    told = json.loads(refused.out)
+    assert not told["written"] and LATER in told["losses"][0] and "nothing was written" in refused.err
     run("reconcile", "us-east", "--accept-loss")
     async with running(folder), client_of(folder) as client:
         await publish(client, ORDERS, 10, 12)
