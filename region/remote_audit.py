@@ -773,12 +773,19 @@ class AuditServer:
         return index
 
     async def _append_own(self, name: ShardName, leaves: list[EncodedLeaf], done: Done) -> None:
+        """Until they stand, as another broker asks until they do."""
+        told = ""
         async with self._in_turn(name):
-            while not (found := await self._arrivals.find_groups(0, [leaves])):
+            while True:
                 try:
+                    if found := await self._arrivals.find_groups(0, [leaves]):
+                        break
                     self._append_at_once(name, leaves, done, asyncio.get_running_loop())
                     return
-                except AuditUnavailableError:
+                except (FelixError, OSError) as error:
+                    if str(error) != told:
+                        told = str(error)
+                        log.warning("leaves of this broker's own streams wait: %s", error)
                     await asyncio.sleep(AGAIN_S)
         done(found[0], None)
 

@@ -414,6 +414,29 @@ async def test_what_the_broker_with_the_log_brings_itself_stands_in_the_order_in
     assert said == [0, 1, 2] and region.arrived() == [0, 3, 6]
 
 
+async def test_what_the_broker_with_the_log_brings_itself_waits_for_a_log_that_cannot_be_read(
+    region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote_audit, "AGAIN_S", 0.001)
+    first, second = ranges(2)
+    monkeypatch.setattr(region.server, "_may_stand", lambda leaves: True)
+    read, failures = ArrivalIndex.find_groups, [OSError("a disk hangs"), UnavailableError("It is read.")]
+
+    async def find_groups(index: ArrivalIndex, *asked: Any) -> dict[int, int]:
+        if failures:
+            raise failures.pop()
+        return await read(index, *asked)
+
+    monkeypatch.setattr(ArrivalIndex, "find_groups", find_groups)
+    said: list[int] = []
+    for leaves in (first, second, first):
+        region.server.append_nowait(
+            leaves, lambda index, error: said.append(index), asyncio.get_running_loop()
+        )
+    await until(lambda: len(said) == 3, "the index of each")
+    assert sorted(said) == [0, 0, 1] and region.arrived() == [0, 3] and "a disk hangs" in caplog.text
+
+
 async def test_a_leaf_does_not_wait_for_ever_for_a_broker_that_never_saw_the_document(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
