@@ -280,7 +280,7 @@ class Coordinator:
         companion = await self._broker.streams.open_companion(stream, number)
         journal = Journal(companion, lambda: self.state.snapshot())
         try:
-            await self._replay(journal)
+            self.state = await _replayed(journal)
         except BaseException:
             # Nothing is decided before all that was decided is known.
             await self._broker.streams.close_companion(stream, number)
@@ -289,12 +289,6 @@ class Coordinator:
         if self._leaders is None:
             self.applier.start()
         return journal
-
-    async def _replay(self, journal: Journal) -> None:
-        state = TransactionState()
-        async for entry in journal.replay():
-            state.apply(decode(entry))
-        self.state = state
 
     async def _ready(self) -> Journal:
         """The journal, made with the first transaction, and replayed where an append to it was refused. Raises why not."""
@@ -308,7 +302,10 @@ class Coordinator:
                 # Decisions whose entries were refused do not exist: only the journal is authoritative.
                 if self._leaders is None:
                     await self.applier.idle()
-                await self._replay(journal)
+                state = await _replayed(journal)
+                if self._journal is not journal:
+                    raise self._not_here()  # the term has ended meanwhile, and perhaps another one has begun
+                self.state = state
                 for transaction in self.state.owed:
                     self._applies.enqueue(transaction)
             refused = journal.refusal()
@@ -585,6 +582,13 @@ class Coordinator:
         if self._journal is not None:
             # If it is refused, the next start, or the next replay, finds the parts in their shards and writes it again.
             self._journal.append(encode(entry), ignore)
+
+
+async def _replayed(journal: Journal) -> TransactionState:
+    state = TransactionState()
+    async for entry in journal.replay():
+        state.apply(decode(entry))
+    return state
 
 
 def _numbered(entry: Part | Acknowledgement, number: int) -> Part | Acknowledgement:

@@ -13,7 +13,7 @@ from region_peer import until
 from transaction_home import OWNER, Home
 
 from felix.batch import NewRecord, encode_batch
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from region.clustered import Clustered
 from region.metadata.records import StreamConfig
@@ -227,6 +227,35 @@ async def test_the_next_term_carries_on_what_was_decided_and_drops_what_was_open
     with pytest.raises(RequestError) as aborted:
         await coordinator.commit(OWNER, opened, 1, coordinating.home.clock)
     assert aborted.value.code is Code.TRANSACTION_ABORTED
+
+
+async def test_a_journal_that_is_read_anew_while_its_term_ends_says_nothing_to_the_next_one(
+    coordinating: Coordinating, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = coordinating.home.coordinator
+    await coordinating.commit(A)
+    journal = coordinator._journal
+    assert journal is not None
+    replay, is_read, may_end = journal.replay, asyncio.Event(), asyncio.Event()
+
+    async def late() -> AsyncIterator[bytes]:
+        async for entry in replay():
+            yield entry
+        is_read.set()
+        await may_end.wait()
+
+    monkeypatch.setattr(journal, "replay", late)
+    journal._lost = UnavailableError("refused")
+    asking = asyncio.ensure_future(coordinator.abort(OWNER, b"x" * 16))
+    await is_read.wait()
+    await coordinating.end()
+    await coordinator.lead(coordinating.stream)
+    state = coordinator.state
+    may_end.set()
+    with pytest.raises(NotLeaderError):
+        await asking
+    assert coordinator.state is state
+    await coordinating.commit(B)
 
 
 # -- the leader's end
