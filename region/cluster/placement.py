@@ -230,7 +230,7 @@ class _Plan:
         self._resize(unit)
         if is_new and unit.replicas:
             self._spread(unit)
-            unit.replicas.sort(key=lambda broker: (leads[broker], _affinity(unit, broker)))
+            unit.replicas.sort(key=lambda broker: (leads[broker], _affinity(unit.name, broker)))
             leads[unit.replicas[0]] += unit.weight
 
     def _resize(self, unit: _Unit) -> int:
@@ -264,7 +264,7 @@ class _Plan:
         least = min(ranks)
         others = (broker for broker in self.open if broker not in unit.replicas)
         equal = [broker for broker, rank in zip(others, ranks, strict=True) if rank == least]
-        return equal[0] if len(equal) == 1 else min(equal, key=lambda broker: _affinity(unit, broker))
+        return equal[0] if len(equal) == 1 else of_equals(equal, unit.name)
 
     def _spread(self, unit: _Unit) -> int:
         """Move copies while that puts fewer of them on one host, or in one zone."""
@@ -279,7 +279,7 @@ class _Plan:
                     (
                         self._crowding_with(unit, crowding, old, new),
                         self.load[new],
-                        _affinity(unit, new),
+                        _affinity(unit.name, new),
                         old,
                         new,
                     )
@@ -444,10 +444,10 @@ def _least(copies: int, places: int) -> int:
 
 
 def of_equals(brokers: Iterable[str], name: str) -> str:
-    """One of brokers that are equally good for `name`, the same whoever asks; other names have others (rendezvous hashing)."""
-    return min(brokers, key=lambda broker: xxhash.xxh64_intdigest(f"{name} {broker}".encode()))
+    """One of brokers that are equally good for `name`, the same whoever asks."""
+    return min(brokers, key=lambda broker: _affinity(name, broker))
 
 
-def _affinity(unit: _Unit, broker: str) -> int:
-    """Rendezvous hash: among brokers that are equally good, each unit has an order of its own."""
-    return xxhash.xxh64_intdigest(f"{unit.name} {broker}".encode())
+def _affinity(name: str, broker: str) -> int:
+    """Rendezvous hash: among brokers that are equally good, each name has an order of its own."""
+    return xxhash.xxh64_intdigest(f"{name} {broker}".encode())
