@@ -203,9 +203,10 @@ async def test_requests_that_write_into_the_audit_log_reach_its_one_writer_from_
 async def test_a_region_of_before_brokers_copied_the_log_keeps_it_on_the_disk_of_the_broker_that_has_it(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def before(self: ClusterMember, key: str, copies: int) -> AuditHome:
+    async def before(self: ClusterMember, copies: int) -> AuditHome:
+        key = self.mirror.view.keys.audit_home
         await self._store.transact([Absent(key)], [Put(key, b'{"broker":"b1"}')])
-        return await claim(self, key, copies)
+        return await claim(self, copies)
 
     claim = ClusterMember._claim_audit
     monkeypatch.setattr(ClusterMember, "_claim_audit", before)
