@@ -755,6 +755,9 @@ class LeaderCore:
                 follower.back_after_ms = now + min(EXPAND_BACKOFF_MS * follower.left, EXPAND_BACKOFF_MS_MAX)
             if follower.lost and not any(peer in each.members() for each in self.standing.all):
                 follower.lost = False
+        # Of whoever has no copy any more nothing is heard: that its link came up neither.
+        named = {peer for each in self.standing.all for peer in (*each.replicas, *each.target)}
+        self.followers = {peer: each for peer, each in self.followers.items() if peer in named}
         self._hand_over(now, ready)
         self._advance(ready)
 

@@ -217,3 +217,22 @@ async def test_what_moved_can_be_offloaded_and_stays_from_then_on(
             await until(lambda: not [each for each in place.rglob("*") if each.is_file()])
     finally:
         await region.stop()
+
+
+async def test_a_copy_that_was_taken_away_while_its_broker_was_down_is_made_again(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        for number in range(10):
+            await client.stream(STREAM).publish(b"%d" % number)
+        await until_all(region, lambda record: len(record.isr) == 3)
+        await region.stop("b3")
+        await client.drain_broker("b3")
+        await until_all(region, lambda record: "b3" not in record.replicas and not record.target)
+        for number in range(10, 20):
+            await client.stream(STREAM).publish(b"%d" % number)
+        await region.start("b3")
+        await client.drain_broker("b3", drain=False)
+        await until_all(region, lambda record: len(record.isr) == 3 and not record.target)
+        assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]

@@ -347,6 +347,20 @@ def test_r23_a_member_that_left_waits_before_it_joins() -> None:
     assert joined == [] or joined[0].record.isr == members("a1 b1 c1")
 
 
+def test_a_member_whose_link_came_up_while_it_had_no_copy_joins_once_it_has_one() -> None:
+    shard = serving()
+    shard.tell(Linked("c", False))
+    answer(shard, swaps(shard.wait(1_500))[0])
+    without = record(isr="a1 b1", replicas=("a", "b"))
+    shard.read(without)
+    shard.tell(Linked("c", True))
+    shard.read(record(isr="a1 b1", replicas=("a", "b"), target=("a", "b", "c")))
+    shard.place("c", 0, registration=2, ask=1)
+    shard.ack("b", 0)
+    joined = swaps([shard.ack("c", 0, registration=2, ask=1), *shard.wait(200)])
+    assert [swap.record.isr for swap in joined] == [members("a1 b1 c2")]
+
+
 def test_a_shrink_counts_only_once_it_is_known() -> None:
     shard = serving()
     shard.write()
