@@ -49,6 +49,7 @@ from felix.ranges import RangeSet
 from felix.settings import TRANSACTION_TIMEOUT_S
 from felix.transaction_messages import (
     ID_BYTES,
+    TRANSACTIONS_STREAM,
     Abort,
     Begin,
     Begun,
@@ -64,8 +65,6 @@ from felix.transaction_messages import (
     decode_reply,
 )
 
-COORDINATED_BY: Final = StreamName("felix", "system", "transactions")
-"""The stream whose leader decides transactions, in a region of several brokers."""
 STAGE_BYTES: Final = 512 * 1024
 """A shard's records are sent to the broker once there are so many bytes of them: 16 batches are the largest transaction."""
 _STAGED_RECORD_BYTES_MAX: Final = (1 << 20) - 8_192
@@ -100,7 +99,7 @@ class Transactions:
             if exchange is not None:
                 exchange.close()
             exchange = self._exchange = Exchange(
-                self._connection, OpenTransactions, decode_reply, stream=COORDINATED_BY
+                self._connection, OpenTransactions, decode_reply, stream=TRANSACTIONS_STREAM
             )
             opening = self._opening = asyncio.ensure_future(exchange.open())
         await asyncio.shield(opening)

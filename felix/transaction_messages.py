@@ -9,8 +9,12 @@ import msgspec
 
 from felix.errors import Code, ProtocolError
 from felix.messages import Message, Name, Natural
+from felix.names import StreamName
 from felix.queue_messages import RUNS_MAX, Held
 
+TRANSACTIONS_STREAM: Final = StreamName("felix", "system", "transactions")
+"""Its companion log is the journal of transactions, and of several brokers its leader decides them. It has no records, and nobody but the brokers
+may open it."""
 ID_BYTES: Final = 16
 PARTS_MAX: Final = 512
 """Batches and acknowledgements of one transaction."""

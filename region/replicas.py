@@ -26,6 +26,7 @@ from felix.runtime.port import Runtime
 from felix.storage.port import Files
 from felix.storage.small_file import read_file
 from felix.tasks import end_tasks
+from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.cluster.election import has_yielded
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardDurability, ShardId, ShardRecord
@@ -42,7 +43,6 @@ from region.log.segment_limits import SegmentLimits
 from region.log.shard_settings import ShardSettings
 from region.metadata.records import (
     REMOVED_REMEMBERED_MAX,
-    TRANSACTIONS_STREAM,
     Stream,
     StreamConfig,
     is_replicated,

@@ -40,6 +40,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES, boot_id
 from felix.storage.port import Files
+from felix.transaction_messages import TRANSACTIONS_STREAM
 from felix.transport.port import Engine, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
 from keys.certification import load_certification
@@ -110,7 +111,7 @@ from region.stream_follower import StreamFollower
 from region.streams import HOT_BYTES, StreamTable, shard_settings
 from region.subscriptions.service import SubscriptionService
 from region.transactions.applier import Participant
-from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
+from region.transactions.coordinator import Coordinator
 from region.transactions.lanes import Lanes
 from region.transactions.participants import QueueParticipant, SubscriptionParticipant
 from region.transactions.service import TransactionService
@@ -445,7 +446,7 @@ async def open_broker(
             if clustered.may_hold_arrivals(record):
                 landings.unopened(StreamName.parse(record.name))
     # Committed transactions are applied before their streams serve.
-    system = records.pop(SYSTEM_STREAM, None)
+    system = records.pop(TRANSACTIONS_STREAM, None)
     if system is not None:
         await streams.open(system)
     if clustered is None:

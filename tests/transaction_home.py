@@ -15,6 +15,7 @@ from felix.frames import FRAME_HEADER_BYTES
 from felix.names import SpiffeId, StreamName
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
+from felix.transaction_messages import TRANSACTIONS_STREAM
 from felix.transport.port import TransportLimits
 from region.broker import Broker
 from region.budget import Budgets
@@ -26,7 +27,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.records import StreamConfig
 from region.streams import StreamTable
-from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
+from region.transactions.coordinator import Coordinator
 
 OWNER = SpiffeId("us-east", "acme", "operator", "operator")
 OTHER = SpiffeId("us-east", "acme", "client", "other")
@@ -90,7 +91,7 @@ class Home:
         )
         self.coordinator = Coordinator(self.broker, {}, step=self._step)
         found = {record.name: record for record in await self.catalog.list_streams()}
-        system = found.pop(str(SYSTEM_STREAM), None)
+        system = found.pop(str(TRANSACTIONS_STREAM), None)
         if system is not None:
             await self.streams.open(system)
         await self.coordinator.start(self.streams)

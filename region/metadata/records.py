@@ -48,8 +48,6 @@ Side = Literal["export", "import", "approval", "state"]
 
 AUDIT_STREAM: Final = StreamName("felix", "system", "audit")
 """Has the leaves of the audit log, where brokers copy it. It stands in no catalog, so nobody reads or writes it but the brokers themselves."""
-TRANSACTIONS_STREAM: Final = StreamName("felix", "system", "transactions")
-"""Its companion log is the journal of transactions. It has no records, and nobody but the brokers may open it."""
 
 _DOCUMENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _Record = TypeVar("_Record", bound=msgspec.Struct)

@@ -30,10 +30,11 @@ import msgspec
 from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId
 from felix.tasks import end_tasks
+from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.broker import Broker
 from region.gather import ignore
 from region.log.companions import JournalKind
-from region.metadata.records import TRANSACTIONS_STREAM, StreamConfig
+from region.metadata.records import StreamConfig
 from region.streams import HostedStream, StreamTable
 from region.transactions.applier import Applier, Outcome, Participant, find_participant, ignored
 from region.transactions.lane_applier import LaneApplier
@@ -65,7 +66,6 @@ from region.views.journal import Journal
 
 log = logging.getLogger("felix.region.transactions")
 
-SYSTEM_STREAM: Final = TRANSACTIONS_STREAM
 COPIES: Final = 3
 """Brokers that have copies of the journal, where the region has so many: any one may be lost."""
 
@@ -122,7 +122,7 @@ class Coordinator:
             await self.applier.settle_stream(opened, self.state.owed)
 
         streams.before_serving.append(settle)
-        stream = streams.get(SYSTEM_STREAM)
+        stream = streams.get(TRANSACTIONS_STREAM)
         if stream is not None:
             await self._open_journal(stream)
 
@@ -135,7 +135,7 @@ class Coordinator:
 
     async def lead(self, stream: HostedStream) -> None:
         """For `StreamTable.before_serving`: this broker coordinates from now on, where the stream is the system's."""
-        if stream.name != SYSTEM_STREAM:
+        if stream.name != TRANSACTIONS_STREAM:
             return
         assert self._leaders is not None
         await self._cease()
@@ -205,9 +205,9 @@ class Coordinator:
         return None if self._leaders is None or self._journal is not None else self._not_here()
 
     def _not_here(self) -> FelixError:
-        stream = self._broker.streams.get(SYSTEM_STREAM)
+        stream = self._broker.streams.get(TRANSACTIONS_STREAM)
         return (stream and stream.elsewhere) or NotLeaderError(
-            "Transactions are about to be served here.", retry_after_ms=100, stream=str(SYSTEM_STREAM)
+            "Transactions are about to be served here.", retry_after_ms=100, stream=str(TRANSACTIONS_STREAM)
         )
 
     async def find(self) -> None:
@@ -215,13 +215,13 @@ class Coordinator:
         if self._leaders is None:
             return
         with suppress(RequestError):
-            await self._broker.find_stream(SYSTEM_STREAM)
+            await self._broker.find_stream(TRANSACTIONS_STREAM)
         await self._make_stream()
         if (elsewhere := self.elsewhere) is not None:
             raise elsewhere
 
     async def _make_stream(self) -> HostedStream:
-        return await self._broker.ensure_stream(SYSTEM_STREAM, StreamConfig(replicas=self._copies))
+        return await self._broker.ensure_stream(TRANSACTIONS_STREAM, StreamConfig(replicas=self._copies))
 
     @property
     def _copies(self) -> int:
@@ -237,7 +237,7 @@ class Coordinator:
         """What is not known here is known nowhere, as long as this returns."""
         if (elsewhere := self.elsewhere) is not None:
             raise elsewhere
-        stream = self._broker.streams.get(SYSTEM_STREAM)
+        stream = self._broker.streams.get(TRANSACTIONS_STREAM)
         if self._leaders is not None and stream is not None:
             self._broker.require_led(stream)
 

@@ -23,10 +23,10 @@ from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.tasks import end_tasks
+from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.broker import Broker
 from region.clustered import Clustered
 from region.log.shard import ShardLog
-from region.metadata.records import TRANSACTIONS_STREAM
 from region.peer_requests import PeerRequests
 from region.streams import HostedStream
 from region.transactions.applier import Participant, find_participant

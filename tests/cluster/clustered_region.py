@@ -111,3 +111,21 @@ async def serving(
         yield region
     finally:
         await region.stop()
+
+
+@asynccontextmanager
+async def publishing(client: felix.RegionClient, stream: str) -> AsyncIterator[list[bytes]]:
+    """Publish to a stream of one shard, one record after the other, each at the next offset, until the block ends: what was published."""
+    published: list[bytes] = []
+    goes_on = True
+
+    async def publish() -> None:
+        async with client.stream(stream).publisher() as publisher:
+            while goes_on:
+                published.append(b"%d" % len(published))
+                assert await publisher.publish(published[-1]) == len(published) - 1
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(publish())
+        yield published
+        goes_on = False

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from cluster.clustered_region import ClusteredRegion, serving
+from cluster.clustered_region import ClusteredRegion, publishing, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
 
@@ -84,38 +84,26 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
         for name in NAMES:
             region.clustered(name).receives = lambda stream: stream.name == "fed"
         await client.create_stream("acme/ops/fed")
-        published: list[bytes] = []
-        goes_on = asyncio.Event()
-        goes_on.set()
+        async with publishing(client, STREAM) as published:
+            drained = record_of(region).leader
+            home = folder_of(region, drained)
+            others = [name for name in NAMES if name != drained]
+            await client.drain_broker(drained)
+            await until_it(region, settled(*others))
+            # The audit log's copy moves, too.
+            async with asyncio.timeout(90):
+                await region.clustered("b1").member.until(lambda: not copies(region, drained))
 
-        async def publish() -> None:
-            async with client.stream(STREAM).publisher() as publisher:
-                while goes_on.is_set():
-                    published.append(b"%d" % len(published))
-                    assert await publisher.publish(published[-1]) == len(published) - 1
+            async def nothing_moves() -> bool:
+                return not (await client.describe()).moving
 
-        publishing = asyncio.ensure_future(publish())
-        drained = record_of(region).leader
-        home = folder_of(region, drained)
-        others = [name for name in NAMES if name != drained]
-        await client.drain_broker(drained)
-        await until_it(region, settled(*others))
-        # The audit log's copy moves, too.
-        async with asyncio.timeout(90):
-            await region.clustered("b1").member.until(lambda: not copies(region, drained))
-
-        async def nothing_moves() -> bool:
-            return not (await client.describe()).moving
-
-        # Another broker is asked, which may hear of it later.
-        await until(nothing_moves)
-        state = await client.describe()
-        assert of(state, drained).is_drained and of(state, drained).copies == 0
-        await until(lambda: not home.exists())
-        before = len(published)
-        await until(lambda: len(published) >= before + 20)
-        goes_on.clear()
-        await publishing
+            # Another broker is asked, which may hear of it later.
+            await until(nothing_moves)
+            state = await client.describe()
+            assert of(state, drained).is_drained and of(state, drained).copies == 0
+            await until(lambda: not home.exists())
+            before = len(published)
+            await until(lambda: len(published) >= before + 20)
         assert await payloads(client, STREAM, len(published)) == published
         # What another region feeds stays where it is.
         with pytest.raises(RequestError, match="is fed by another region"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from cluster.clustered_region import ClusteredRegion, serving
+from cluster.clustered_region import ClusteredRegion, publishing, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
 
@@ -52,25 +52,13 @@ async def until_all(
 async def test_the_only_copy_leaves_a_drained_broker_under_load(region: ClusteredRegion) -> None:
     async with region.client("b1") as client:
         await client.create_stream(STREAM, replicas=1)
-        published: list[bytes] = []
-        goes_on = asyncio.Event()
-        goes_on.set()
-
-        async def publish() -> None:
-            async with client.stream(STREAM).publisher() as publisher:
-                while goes_on.is_set():
-                    published.append(b"%d" % len(published))
-                    assert await publisher.publish(published[-1]) == len(published) - 1
-
-        publishing = asyncio.ensure_future(publish())
-        await until(lambda: len(published) >= 20)
-        (before,) = records_of(region)
-        await client.drain_broker(before.leader)
-        await until_all(region, lambda record: before.leader not in record.replicas and not record.target)
-        there = len(published)
-        await until(lambda: len(published) >= there + 20)
-        goes_on.clear()
-        await publishing
+        async with publishing(client, STREAM) as published:
+            await until(lambda: len(published) >= 20)
+            (before,) = records_of(region)
+            await client.drain_broker(before.leader)
+            await until_all(region, lambda record: before.leader not in record.replicas and not record.target)
+            there = len(published)
+            await until(lambda: len(published) >= there + 20)
         (after,) = records_of(region)
         assert len(after.replicas) == len(after.isr) == 1 and after.leader in after.replicas
         assert await payloads(client, STREAM, len(published)) == published

@@ -15,12 +15,13 @@ from transaction_home import OWNER, Home
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
+from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.clustered import Clustered
 from region.metadata.records import StreamConfig
 from region.peer_requests import PeerRequest, PeerRequests
 from region.streams import HostedStream
 from region.transactions import lanes as lanes_module
-from region.transactions.coordinator import SYSTEM_STREAM, Coordinator
+from region.transactions.coordinator import Coordinator
 from region.transactions.lane_messages import (
     AbandonAcknowledgements,
     Acknowledged,
@@ -118,7 +119,7 @@ class Coordinating:
 
     async def begin(self) -> None:
         """A term."""
-        self.stream = await self.home.broker.ensure_stream(SYSTEM_STREAM, StreamConfig())
+        self.stream = await self.home.broker.ensure_stream(TRANSACTIONS_STREAM, StreamConfig())
         self.home.coordinator = Coordinator(self.home.broker, {"jobs": Jobs()}, leaders=self.leaders)
         await self.home.coordinator.lead(self.stream)
 
@@ -398,7 +399,7 @@ async def test_what_was_prepared_is_kept_until_its_coordinator_says_that_it_was_
     leading: Leading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes_module, "PREPARED_LOOK_S", 0.005)
-    await leading.home.broker.ensure_stream(SYSTEM_STREAM, StreamConfig())
+    await leading.home.broker.ensure_stream(TRANSACTIONS_STREAM, StreamConfig())
     bodies = [f"{A}:{number}".encode() for number in range(3)]
     for body in bodies:
         await leading.links.do(PrepareAcknowledgements(A, "jobs", str(OWNER), body, b"t" * 16))
