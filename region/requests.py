@@ -546,7 +546,7 @@ class Requests:
             raise RequestError(
                 f"{self._broker.region} has one broker, so there is nothing to move.",
                 code=Code.UNSUPPORTED,
-                hint="Several brokers are docs/metadata.md#several-brokers.",
+                hint="Several brokers are docs/clusters.md.",
             )
         return self._broker.clustered
 
