@@ -1,7 +1,8 @@
 """The copies that this broker has of streams: which they are, and the host and links that keep them (region.replication).
 
 It follows the records of shards and the catalog: a shard that names this broker among its replicas, or as one that it moves to, is opened as a
-copy; one that names it no more is closed and deleted; one of a deleted stream is let go of before its folder goes.
+copy; one that names it no more is closed and deleted; one of a deleted stream is let go of before its folder goes. What moved away while this
+broker was down is deleted once all that the record names are in sync.
 
 A stream of one copy is opened by the broker that leads it, not as a copy, until it is to move or to have more copies: then its logs are closed
 and opened as copies, in the epoch that is led (`adopt`). What was a copy once stays one, also where it is the only one.
@@ -49,7 +50,7 @@ from region.metadata.records import (
     min_in_sync,
     one_copy_since,
 )
-from region.replication.disk import LogPlan, kept_name
+from region.replication.disk import LogPlan, kept_name, parse_kept_name
 from region.replication.host import Links, ReplicaHost, ShardPlan
 
 log = logging.getLogger("felix.region.replicas")
@@ -102,6 +103,17 @@ def shard_durability(config: StreamConfig) -> ShardDurability:
     return "fsync" if config.durability.kind == "fsync" else "interval"
 
 
+def is_kept_elsewhere(record: ShardRecord) -> bool:
+    """Whether what another broker has of the shard is needed by nobody: it is led, all that are to have it are in sync, and no leader may have lacked
+    anything."""
+    return (
+        bool(record.leader)
+        and not record.target
+        and not record.unclean
+        and {*record.isr} == {*record.replicas}
+    )
+
+
 class Replicas:
     """One per broker of a cluster. One event loop, no locks."""
 
@@ -147,6 +159,8 @@ class Replicas:
         """of the streams that have copies here, by incarnation"""
         self._adopted: set[str] = set()
         """incarnations of streams that are to have one copy, and whose logs are copies here"""
+        self._found: set[ShardId] = set()
+        """shards of which this broker had something when it started, and that were not opened since: what moved away meanwhile is among them"""
         self.release: Callable[[StreamName], Awaitable[None]] | None = None
         """what has a stream that is a copy now not be opened otherwise; None before streams are"""
         self._wanted: set[str] = set()
@@ -158,9 +172,10 @@ class Replicas:
 
     async def open(self) -> None:
         """Open the copies that the records name, all that they hold synced."""
-        self._adopted |= await asyncio.get_running_loop().run_in_executor(
+        self._found = await asyncio.get_running_loop().run_in_executor(
             self._folders.commit_pool, self._make_copies
         )
+        self._adopted |= {shard.incarnation for shard in self._found}
         registry = self._member.registry
         await self.host.open(
             [],
@@ -173,13 +188,13 @@ class Replicas:
             self.look_at(str(name))
         await self._open_wanted()
 
-    def _make_copies(self) -> set[str]:
-        """The folder of what is known of copies; the incarnations of which there is something."""
+    def _make_copies(self) -> set[ShardId]:
+        """The folder of what is known of copies; the shards of which there is something."""
         files, folder = self._folders.files, self._folders.copies
         if not files.exists(folder):
             files.make_folder(folder)
             files.sync_folder(folder.parent)
-        return {name.partition("-")[0] for name in files.names(folder)}
+        return {kept[0] for kept in map(parse_kept_name, files.names(folder)) if kept}
 
     def start(self) -> None:
         """Lead and follow."""
@@ -266,6 +281,7 @@ class Replicas:
         async with self._changing:
             self._names.pop(incarnation, None)
             self._adopted.discard(incarnation)
+            self._found = {shard for shard in self._found if shard.incarnation != incarnation}
             for shard in [each for each in self.host.shards if each.incarnation == incarnation]:
                 await self.host.remove(shard)
             await asyncio.get_running_loop().run_in_executor(
@@ -403,7 +419,10 @@ class Replicas:
                 if record is None or stream.incarnation in self._forgotten:
                     continue
                 if self._member.broker not in (*record.replicas, *record.target):
-                    await self._drop(stream, shard)
+                    if self.host.replica(shard) is not None:
+                        await self._drop(stream, shard)
+                    elif shard in self._found and is_kept_elsewhere(record):
+                        await self._delete(stream, shard, kinds)
                     continue
                 if self.host.replica(shard) is not None:
                     self.host.want_min(shard, min_in_sync(stream.config))
@@ -412,6 +431,7 @@ class Replicas:
                 self._names[stream.incarnation] = stream.name
                 led = record.epoch, record.election
                 await self.host.add(await self._plan(stream, shard, kinds, led))
+                self._found.discard(shard)
                 self.host.want_min(shard, min_in_sync(stream.config))
 
     def _kept(self, shard: ShardId, number: int) -> Path:
@@ -419,19 +439,29 @@ class Replicas:
 
     async def _drop(self, stream: Stream, shard: ShardId) -> None:
         """The shard has moved away: the record names this broker neither as a replica nor, so, as a member of a set."""
-        if self.host.replica(shard) is None:
-            return
         if self.host.is_used(shard):
             # The stream's logs are still being closed here.
             self._wanted.add(stream.name)
             return
-        plans = self.host.plans(shard)
+        kinds = [plan.number for plan in self.host.plans(shard)]
         await self.host.remove(shard)
-        if not any(each.incarnation == stream.incarnation for each in self.host.shards):
+        await self._delete(stream, shard, kinds)
+
+    async def _delete(self, stream: Stream, shard: ShardId, kinds: Sequence[int]) -> None:
+        """Delete the logs of a shard that others have, and that nobody has open here."""
+        self._found.discard(shard)
+        if not any(each.incarnation == stream.incarnation for each in (*self.host.shards, *self._found)):
             self._adopted.discard(stream.incarnation)
+        folders = [self._log_folder(stream, shard, kind) for kind in kinds]
         # What tells of a copy whose folder is gone goes behind it.
-        await self._folders.delete_copy([plan.folder for plan in plans], [plan.kept_file for plan in plans])
+        await self._folders.delete_copy(folders, [self._kept(shard, kind) for kind in kinds])
         log.info("the copy of shard %d of %s has moved away and is deleted", shard.number, stream.name)
+
+    def _log_folder(self, stream: Stream, shard: ShardId, kind: int) -> Path:
+        incarnation = bytes.fromhex(shard.incarnation)
+        return self._folders.shard_folder(
+            StreamName.parse(stream.name), incarnation, log_number(kind, shard.number)
+        )
 
     async def _plan(
         self, stream: Stream, shard: ShardId, kinds: Sequence[int], led: tuple[int, str]

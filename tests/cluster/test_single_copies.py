@@ -19,6 +19,7 @@ from region import node, streams
 from region.cluster.records import ShardId, ShardRecord
 from region.config import StorageConfig
 from region.log.segment_limits import SegmentLimits
+from region.replicas import is_kept_elsewhere
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -220,7 +221,29 @@ async def test_a_copy_that_was_taken_away_while_its_broker_was_down_is_made_agai
         await until_all(region, lambda record: "b3" not in record.replicas and not record.target)
         for number in range(10, 20):
             await client.stream(STREAM).publish(b"%d" % number)
+        data = region.folder.root / region.config.of_broker("b3").data / "streams"
+        assert [*data.glob("*orders*/*/*.seg")]
         await region.start("b3")
+        # What stayed on its disk goes once it is back.
+        await until(lambda: not [*data.glob("*orders*/*")])
         await client.drain_broker("b3", drain=False)
         await until_all(region, lambda record: len(record.isr) == 3 and not record.target)
         assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]
+
+
+def test_what_a_broker_has_is_kept_while_others_may_lack_something() -> None:
+    whole = ShardRecord(
+        stream=STREAM,
+        epoch=3,
+        election="0" * 16,
+        leader="b1",
+        replicas=("b1", "b2"),
+        isr={"b1": 1, "b2": 1},
+        min=2,
+    )
+    changed = msgspec.structs.replace
+    assert is_kept_elsewhere(whole)
+    assert not is_kept_elsewhere(changed(whole, leader=""))
+    assert not is_kept_elsewhere(changed(whole, isr={"b1": 1}))
+    assert not is_kept_elsewhere(changed(whole, target=("b1", "b2", "b3")))
+    assert not is_kept_elsewhere(changed(whole, unclean=2))
