@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -303,6 +304,12 @@ def _pid_file(folder: RegionFolder, broker: str) -> Path:
     return folder.run / f"{broker}.pid" if broker else folder.broker_pid
 
 
+def _brokers_here(folder: RegionFolder, config: RegionConfig) -> list[tuple[Path, str]]:
+    """The process files of a region's several brokers, and what each is; of those that run elsewhere, too."""
+    brokers = [] if config.cluster is None else [str(each.id) for each in config.cluster.brokers]
+    return [(_pid_file(folder, broker), f"Broker {broker} of {config.region}") for broker in brokers]
+
+
 async def _serve(
     folder: RegionFolder, config: RegionConfig, pid: PidFile, *, replace_folder: bool = False
 ) -> None:
@@ -318,9 +325,14 @@ async def _serve(
         node = await Node.start(folder, config, replace_folder=replace_folder)
         try:
             address = node.address
-            is_alone = config.cluster is None
-            if is_alone and (config.listen.port == 0 or _is_outdated(folder, config.region, address)):
-                await asyncio.to_thread(write_profile, folder, config.region, config.mesh, address)
+            # What region.yaml says of several brokers is where clients reach each.
+            several = (
+                [] if config.cluster is None else [each.client_address for each in config.cluster.brokers]
+            )
+            if config.listen.port == 0 or _is_outdated(folder, config.region, address, several):
+                await asyncio.to_thread(
+                    write_profile, folder, config.region, config.mesh, *(several or [address])
+                )
                 await asyncio.to_thread(_tell_of_agents)
             health = node.health.address if node.health is not None else None
             pid.announce(
@@ -376,13 +388,15 @@ def _status_line(node: Node) -> str:
     )
 
 
-def _is_outdated(folder: RegionFolder, region: str, address: Address) -> bool:
-    """Whether the profile names the broker's host with another port, as after somebody edited region.yaml. A profile that
-    names other hosts is how people reach the region from elsewhere: it stays."""
+def _is_outdated(folder: RegionFolder, region: str, address: Address, several: Sequence[Address]) -> bool:
+    """Whether the profile names other brokers than the `several` of the region; of one broker, its host with another port, as after somebody edited
+    region.yaml. A profile that names other hosts is then how people reach the region from elsewhere: it stays."""
     try:
         known = load_profile(region, home=folder.root.parent).parsed_addresses()
     except RequestError:
         return False
+    if several:
+        return {*known} != {*several}
     return address not in known and all(each.host == address.host for each in known)
 
 
@@ -390,9 +404,15 @@ def _is_outdated(folder: RegionFolder, region: str, address: Address) -> bool:
 def down(name: OptionalName = "") -> None:
     """Stop the region's broker, all of them where several run here; what is under way is answered first."""
     name = choose_region(name)
-    folder, _ = folder_of(name)
-    pid = stop(folder.broker_pid, f"The broker of {name}")
-    out.print(f"{name} stopped (process {pid})")
+    folder, config = folder_of(name)
+    running = [(folder.broker_pid, f"The broker of {name}")]
+    if read_state(folder.broker_pid) is None:
+        # Those that were started by themselves: felix region up --broker.
+        running = [
+            each for each in _brokers_here(folder, config) if read_state(each[0]) is not None
+        ] or running
+    for path, what in running:
+        out.print(f"{name} stopped (process {stop(path, what)})")
 
 
 @app.command()
@@ -411,16 +431,8 @@ def ready(
 
     region = choose_region(name)
     folder, config = folder_of(region)
-    running: list[tuple[Path, str]] = []
-    if config.cluster is not None:
-        from cli.several import pid_file
-
-        named = [
-            (pid_file(folder, str(each.id)), f"Broker {each.id} of {region}")
-            for each in config.cluster.brokers
-        ]
-        # Of several machines' brokers, those that run here; where all run here, all of them.
-        running = [each for each in named if _has_own_etcd(folder) or each[0].exists()]
+    # Of several machines' brokers, those that run here; where all run here, all of them.
+    running = [each for each in _brokers_here(folder, config) if _has_own_etcd(folder) or each[0].exists()]
     for path, what in running or [(folder.broker_pid, f"The broker of {region}")]:
         check_ready(path, what, in_sync=in_sync)
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from cluster.processes import kill, running, several
+from cluster.processes import kill, own_places, running, several, write_cluster
 from e2e.command_mesh import felix_command
-from etcd_process import etcd_binary
+from etcd_process import etcd_binary, running_etcd
 from region_home import make_region
 from region_peer import client, until
 
@@ -26,6 +26,8 @@ from felix.backoff import BackoffPolicy
 from felix.errors import RequestError
 from felix.messages import RegionState
 from felix.names import StreamName
+from felix.profile import load_profile
+from region.bootstrap import write_profile
 from region.config import load_config
 from region.folder import RegionFolder
 
@@ -68,6 +70,20 @@ def test_an_etcd_that_is_named_is_used(tmp_path: Path) -> None:
     folder.config.write_text(text)
     made = make_cluster(folder, load_config(folder.config), 2, free_address)
     assert made.metadata.endpoints == ("10.0.0.1:2379",) and not (folder.root / ETCD_FOLDER).exists()
+
+
+def test_a_broker_that_is_started_by_itself_names_all_that_region_yaml_names_in_the_profile(
+    tmp_path: Path,
+) -> None:
+    folder, places = make_region(tmp_path, "us-east"), own_places(2)
+    with running_etcd(tmp_path) as etcd:
+        write_cluster(folder, [etcd.endpoint.removeprefix("http://")], places)
+        write_profile(folder, "us-east", "acme", Address("127.0.0.1", 9))
+        felix_command(tmp_path, "region", "up", "us-east", "--broker", "b1", "--detach")
+        try:
+            assert load_profile("us-east", home=tmp_path).addresses == tuple(places.values())
+        finally:
+            felix_command(tmp_path, "region", "down", "us-east")
 
 
 def test_a_region_that_one_broker_served_is_not_begun_anew(tmp_path: Path) -> None:
