@@ -71,9 +71,7 @@ def reconcile(
         reports = _heard(folder, config, held)
         if save is not None:
             replace_file(save, msgspec.json.encode(list(reports.values())), PRIVATE)
-            out.print(
-                f"What {counted(len(reports), 'folder')} here have is in {save}: {', '.join(reports) or 'none'}"
-            )
+            out.print(f"{save} says what is in the data folders of {', '.join(reports) or 'no broker'}")
             return
         for path in report or ():
             reports |= _reported(path, reports)
