@@ -96,6 +96,8 @@ class Registry:
         self._ended: FelixError | None = None
         self._over = asyncio.Event()
         self._alive_revision = 0
+        self._untold: Lease | None = None
+        """a new lease that the watch has not shown yet"""
         self._announcing = asyncio.Lock()
         self._listeners: list[Callable[[Lease | None], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -169,7 +171,8 @@ class Registry:
         )
 
     def on_lease(self, listener: Callable[[Lease | None], None]) -> None:
-        """Tell `listener` of each new lease that the broker is alive under, and None once it is lost, or may be."""
+        """Tell `listener` of each new lease that the broker is alive under, once the watch has shown that: what was elected while it was not
+        alive is known by then. And None once the lease is lost, or may be."""
         self._listeners.append(listener)
 
     # A broker's life
@@ -291,10 +294,8 @@ class Registry:
                         await lease.revoke()
                 raise
             if is_new:
-                self._alive_revision = revision
+                self._alive_revision, self._untold = revision, lease
             self._lease, self._is_announced = lease, True
-            if is_new:
-                self._tell(lease)
         # What the watch brought meanwhile was not looked at.
         self._look()
 
@@ -353,6 +354,7 @@ class Registry:
         if self._is_announced:
             self._is_announced = False
             self._why = why.removesuffix(".")
+            self._untold = None
             self._tell(None)
 
     def _tell(self, lease: Lease | None) -> None:
@@ -369,6 +371,9 @@ class Registry:
             self._refused(refusal)
         elif alive is None or alive.registration != self._file.registration:
             self._give_up("Its record is gone from the metadata store.")
+        elif self._untold is not None and self._mirror.view.revision >= self._alive_revision:
+            lease, self._untold = self._untold, None
+            self._tell(lease)
 
     def _refused(self, refusal: Refusal) -> None:
         if refusal.reason in _GONE_FOR_GOOD and self._ended is None:

@@ -21,6 +21,7 @@ from region.cluster.records import ClusterKeys, Health, decode_node, decode_puls
 from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
 from region.metadata.lease import Lease
+from region.metadata.local import Batch
 from region.metadata.memory import MemoryStore
 from region.metadata.port import OutcomeUnknownError
 from region.metadata.transaction import Compare, Page, TransactResult, Write
@@ -31,11 +32,12 @@ FOLDER = Path("/data")
 
 
 class Store(MemoryStore):
-    """One that is away while the test wants it so, or loses answers: of requests that happened, or that did not."""
+    """One that is away while the test wants it so, whose watches lag, or which loses answers: of requests that happened, or that did not."""
 
     def __init__(self, loop: SimulatedLoop) -> None:
         super().__init__(runtime=simulated(loop, 1))
         self.is_away = False
+        self.watches_lag = False
         self.loses: list[bool] = []
         self.meanwhile: list[Callable[[], Awaitable[None]]] = []
         """each is done once, while a transaction is under way"""
@@ -57,6 +59,11 @@ class Store(MemoryStore):
                 await super()._transact(compares, writes)
             raise OutcomeUnknownError("The answer was lost.")
         return await super()._transact(compares, writes)
+
+    async def _changes(self, prefix: str, from_revision: int) -> Batch:
+        while self.watches_lag:  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.01)
+        return await super()._changes(prefix, from_revision)
 
     async def _lease_grant(self, ttl_ms: int) -> tuple[int, int]:
         self._check()

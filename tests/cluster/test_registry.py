@@ -176,6 +176,23 @@ def test_a_store_that_was_away_gets_the_broker_back_under_its_number_and_its_lat
     play(scene)
 
 
+def test_a_new_lease_is_told_once_the_watch_has_shown_what_was_elected_before_it() -> None:
+    async def scene(region: Region) -> None:
+        broker = region.broker()
+        registry = await broker.start()
+        await region.until(lambda: len(broker.leases) == 1)
+        region.store.watches_lag = True
+        assert registry._lease is not None
+        registry._lease.lose("It was lost.")
+        await region.until(lambda: registry._is_announced and registry._lease.remaining_ms() > 0)
+        assert not registry.may_answer() and broker.leases[-1] is None
+        region.store.watches_lag = False
+        await region.until(lambda: broker.leases[-1] is registry._lease)
+        assert registry.may_answer()
+
+    play(scene)
+
+
 def test_what_is_told_while_the_broker_is_being_announced_again_is_not_lost() -> None:
     async def scene(region: Region) -> None:
         broker = region.broker()

@@ -11,7 +11,7 @@ from typing import Any, Final, NamedTuple
 import pytest
 from replication import test_follower, test_leader
 from simulation.cluster_checks import BrokenError
-from simulation.cluster_world import simulate_cluster
+from simulation.cluster_world import ClusterWorld, simulate_cluster
 from simulation.log_model import LogModel
 from simulation.switching import missed, patched, switched_off
 
@@ -259,6 +259,11 @@ TWINS: Final = (
         "L1: what rests on no commit needs a lease",
         24,
         patched(LeaderCore, "may_answer", answer_without_lease),
+    ),
+    Twin(
+        "L1: a new lease counts once the watch has shown what was elected before it",
+        1369,
+        patched(ClusterWorld, "_is_shown", always),
     ),
     Twin("L2: the leader's own disk counts, too", 1, patched(LeaderCore, "_held_by", held_before_the_sync)),
     Twin("L4: below min nothing is committed", 9, patched(LeaderCore, "_enough", always)),

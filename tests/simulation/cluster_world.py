@@ -182,6 +182,11 @@ class Machine:
     watch: Watch | None = None
     registration: int = 0
     lease: int = 0
+    sent: int = 0
+    """when the newest renewal of the lease was asked for, by the machine's clock"""
+    announced_at: int = 0
+    is_told: bool = False
+    """whether the cores know of the lease: once the watch has reached `announced_at`, and what was elected before it"""
     cores: dict[ShardId, ReplicaCore] = field(default_factory=dict)
     appends: dict[ShardId, deque[Append]] = field(default_factory=dict)
     syncing: set[tuple[ShardId, int]] = field(default_factory=set)
@@ -431,6 +436,7 @@ class ClusterWorld:
         machine.cores, machine.appends = {}, {}
         machine.syncing, machine.again = set(), set()
         machine.lease = machine.registration = 0
+        machine.is_told = True
         machine.controller = ControllerCore(self.keys, machine.name, LEASE_MS, self._elections)
         self.counts["starts"] += 1
         self.note(machine.name, "starts")
@@ -530,6 +536,7 @@ class ClusterWorld:
             machine.view = core.view
             self.steer(machine, controller.Loaded(answer))
             self._hear_records(machine, self.shards)
+            self._look_for_lease(machine)
             machine.watch = client.watch((self.keys.prefix,), answer.revision + 1, changed, lost)
             if not machine.lease:
                 self._announce(machine)
@@ -558,6 +565,7 @@ class ClusterWorld:
             living = machine.view.brokers.registrations()
             for shard in self.shards:
                 self.step(machine, shard, Living(living))
+        self._look_for_lease(machine)
 
     def _hear_records(self, machine: Machine, shards: list[ShardId]) -> None:
         view = machine.view
@@ -601,19 +609,35 @@ class ClusterWorld:
 
         def announced(answer: Answer) -> None:
             if isinstance(answer, TransactResult) and answer.succeeded:
-                self.steer(machine, controller.Leased(machine.lease))
+                machine.announced_at, machine.is_told = answer.revision, False
                 self._hold(machine, sent)
             else:
                 again()
 
-        machine.lease = -1
+        machine.lease, machine.is_told = -1, True
         client.grant(LEASE_MS, self.within(machine, granted))
 
     def _hold(self, machine: Machine, sent: int) -> None:
         """The lease was taken or renewed by a request sent at `sent`."""
-        for shard in self.shards:
-            self.step(machine, shard, Lease(sent + LEASE_MS))
+        machine.sent = sent
+        if machine.is_told or self._is_shown(machine):
+            self._tell_lease(machine)
         self.on(machine, LEASE_MS // 3, lambda: self._renew(machine))
+
+    def _is_shown(self, machine: Machine) -> bool:
+        """Whether what was elected while the broker was not alive is known to it."""
+        return machine.view.revision >= machine.announced_at
+
+    def _tell_lease(self, machine: Machine) -> None:
+        if not machine.is_told:
+            machine.is_told = True
+            self.steer(machine, controller.Leased(machine.lease))
+        for shard in self.shards:
+            self.step(machine, shard, Lease(machine.sent + LEASE_MS))
+
+    def _look_for_lease(self, machine: Machine) -> None:
+        if machine.lease > 0 and not machine.is_told and self._is_shown(machine):
+            self._tell_lease(machine)
 
     def _renew(self, machine: Machine) -> None:
         client, sent = machine.client, self.local(machine)
