@@ -151,6 +151,13 @@ class Machine:
             with suppress(ProcessLookupError):
                 os.kill(self.process.pid, number)
 
+    def stop(self) -> None:
+        """SIGTERM, and wait until it has ended."""
+        self.signal(signal.SIGTERM)
+        if self.process is not None:
+            self.process.wait(END_S)
+            self.process = None
+
     def kill(self) -> None:
         """SIGKILL; what it wrote stays in the kernel's page cache."""
         self.signal(signal.SIGKILL)

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import os
 import random
+import shutil
 import signal
 import statistics
 import subprocess
@@ -30,6 +31,7 @@ from cluster.history import History
 from cluster.load import Load, stored_in
 from cluster.machines import Machine, begin_network, cut_power
 from cluster.processes import write_cluster
+from cluster.transaction_load import TransactionLoad
 from e2e.command_mesh import command, environment
 from etcd_process import etcd_binary
 from region_home import make_region
@@ -43,16 +45,23 @@ from felix.messages import ListStreams
 from region.folder import RegionFolder
 
 STREAM: Final = "acme/ops/orders"
+TOGETHER: Final = ("acme/ops/together0", "acme/ops/together1")
+"""Streams of transactions."""
 BROKERS: Final = ("b1", "b2", "b3")
 PORT: Final = 7443
 LEASE_S: Final = 3
 AWAY_S: Final = 60.0
-"""The store is away for so long, once; a minute of etcd's restarts."""
+"""As long as restarts of etcd's machines take."""
 GOES_ON: Final = 60
 """Records that are acknowledged and read after a fault, before the next one."""
+TRANSACTIONS: Final = 5
+"""That are committed after a fault, before the next one."""
+TRANSACTION_PAUSE_S: Final = 0.1
 PAUSE_S: Final = 0.01
 """Between a writer's answers: a few hundred records a second in all, of which a long run can hold the history."""
 WAIT_S: Final = 120.0
+UNAVAILABLE: Final = 4
+"""The exit code of a command that what it needs did not answer."""
 
 
 class Etcd:
@@ -112,6 +121,32 @@ class Etcd:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def put_back(self, snapshot: Path) -> None:
+        """All members end, and begin anew with what the snapshot has."""
+        binary = etcd_binary("etcdutl")
+        assert binary is not None
+        self.token = f"{self.token}+"
+        for machine in self.machines.values():
+            machine.kill()
+        for name, machine in self.machines.items():
+            shutil.rmtree(machine.folder / "data")
+            subprocess.run(
+                [
+                    binary,
+                    "snapshot",
+                    "restore",
+                    str(snapshot),
+                    f"--name={name}",
+                    f"--data-dir={machine.folder / 'data'}",
+                    f"--initial-cluster={self.cluster}",
+                    f"--initial-cluster-token={self.token}",
+                    f"--initial-advertise-peer-urls=http://{machine.address}:2380",
+                ],
+                check=True,
+                capture_output=True,
+            )
+        self.start()
+
     async def serves(self) -> None:
         """Wait until a write is taken."""
         async with asyncio.timeout(WAIT_S):
@@ -159,6 +194,7 @@ class Play:
         self.history = History()
         self.region: felix.RegionClient
         self.load: Load
+        self.transactions = TransactionLoad(TOGETHER, 1, seed, pause_s=TRANSACTION_PAUSE_S)
         self.clients: dict[str, felix.RegionClient] = {}
 
     # -- brokers ---------------------------------------------------------------------------------------
@@ -175,8 +211,12 @@ class Play:
 
     def is_serving(self, name: str) -> bool:
         process = self.brokers[name].process
-        if process is not None and process.poll() is not None:
+        if process is not None and process.poll() == UNAVAILABLE:
+            self.brokers[name].process = None
+            self.start(name)
+        elif process is not None and process.poll() is not None:
             raise AssertionError(f"{name} ended with {process.returncode}:\n{self.words(name)}")
+        process = self.brokers[name].process
         state = read_state(pid_file(self.folder, name))
         return process is not None and state is not None and state.get("pid") == process.pid
 
@@ -185,6 +225,7 @@ class Play:
         return log_file(self.folder, name).read_text()[-3_000:]
 
     async def serve(self, *names: str) -> None:
+        """Wait until they do. Whoever did not get through to the store at its start is started again, as services are."""
         async with asyncio.timeout(WAIT_S):
             while not all(self.is_serving(name) for name in names or BROKERS):  # noqa: ASYNC110 - no event is set for it
                 await asyncio.sleep(0.05)
@@ -216,9 +257,14 @@ class Play:
             async with asyncio.timeout(WAIT_S):
                 while True:
                     with contextlib.suppress(FelixError):
-                        state = (await self.region.describe_stream(STREAM)).state[0]
-                        seen = state
-                        if not state.stopped and sorted(state.in_sync) == sorted(BROKERS):
+                        states = [
+                            (await self.region.describe_stream(stream)).state[0]
+                            for stream in (STREAM, *TOGETHER)
+                        ]
+                        seen = states
+                        if all(
+                            not each.stopped and sorted(each.in_sync) == sorted(BROKERS) for each in states
+                        ):
                             return
                     await asyncio.sleep(0.1)
         except TimeoutError:
@@ -256,12 +302,19 @@ class Play:
                         request_timeout_s=2,
                     )
                 )  # fmt: skip
-            await self.region.create_stream(STREAM, replicas=3)
+            for stream in (STREAM, *TOGETHER):
+                await self.region.create_stream(stream, replicas=3)
             await self.in_sync()
             self.load = Load(self.region, STREAM, self.history, pause_s=PAUSE_S)
-            async with self.load.going_on(writers=2, readers=2, brokers=self.clients):
+            writer = await stack.enter_async_context(client(self.folder))
+            async with (
+                self.load.going_on(writers=2, readers=2, brokers=self.clients),
+                self.transactions.going_on([writer]),
+            ):
+                await self.transactions.goes_on(1)
                 yield
             self.history.check(await stored_in(self.region, STREAM))
+            await self.transactions.check(self.region)
 
     async def round(self, name: str) -> float:
         """One fault; seconds without an acknowledgement, at the longest."""
@@ -270,6 +323,7 @@ class Play:
         self.heal()
         try:
             await self.load.goes_on(GOES_ON)
+            await self.transactions.goes_on(TRANSACTIONS)
             await self.in_sync()
         except (TimeoutError, AssertionError) as error:
             said = "\n".join(f"-- {broker}\n{self.words(broker)}" for broker in BROKERS)
@@ -443,6 +497,57 @@ async def the_store_is_away_and_the_leader_killed(play: Play) -> None:
     await play.start_again(leader)
 
 
+async def the_store_is_away_for_a_minute(play: Play) -> None:
+    await the_store_is_away(play, AWAY_S)
+
+
+async def the_stores_members_restart_in_turn(play: Play) -> None:
+    """As for an update of etcd: the next one once the last serves."""
+    for name, machine in play.etcd.machines.items():
+        await asyncio.to_thread(machine.stop)
+        play.etcd.start(name)
+        await play.etcd.serves()
+
+
+async def the_brokers_restart_in_turn(play: Play) -> None:
+    """As for an update of Felix: the next one once all copies are in sync. No publish fails: a writer that is told so ends the play."""
+    for name, machine in play.brokers.items():
+        await asyncio.to_thread(machine.stop)
+        await play.start_again(name)
+        await play.in_sync()
+
+
+async def the_store_goes_back(play: Play) -> None:
+    """It is put back from a backup of before two elections, and the region is reconciled from the brokers' folders."""
+    snapshot = play.home / "snapshot"
+    snapshot.unlink(missing_ok=True)
+    endpoint = f"--endpoints={play.etcd.endpoints[0]}"
+    await asyncio.to_thread(play.etcd.ctl, endpoint, "snapshot", "save", str(snapshot))
+    for _ in range(2):
+        leader, _ = await play.led()
+        play.brokers[leader].kill()
+        await play.load.goes_on(GOES_ON)
+        await play.start_again(leader)
+        await play.in_sync()
+    await play.load.goes_on(GOES_ON)
+    for machine in play.brokers.values():
+        if play.random.random() < 0.5:
+            await asyncio.to_thread(machine.stop)
+        else:
+            machine.kill()
+    await asyncio.to_thread(play.etcd.put_back, snapshot)
+    await play.etcd.serves()
+    said = await asyncio.to_thread(
+        subprocess.run,
+        command("region", "reconcile", "us-east"),
+        env=environment(play.home),
+        capture_output=True,
+        text=True,
+    )
+    assert said.returncode == 0, said.stdout + said.stderr
+    await play.start_again()
+
+
 FAULTS: Final[dict[str, Fault]] = {
     fault.__name__: fault
     for fault in (
@@ -451,6 +556,7 @@ FAULTS: Final[dict[str, Fault]] = {
         a_follower_does_not_reach_the_leader, the_leader_and_a_follower_are_parted, the_leader_reaches_no_follower,
         the_leader_hears_no_follower, the_leader_does_not_reach_the_store, the_leader_is_alone, the_stores_leader_is_killed,
         a_member_of_the_store_stands_still, the_store_loses_its_quorum, the_store_is_away, the_store_is_away_and_the_leader_killed,
+        the_store_is_away_for_a_minute, the_stores_members_restart_in_turn, the_brokers_restart_in_turn, the_store_goes_back,
     )
 }  # fmt: skip
 
@@ -480,7 +586,9 @@ async def run(play: Play, rounds: int, only: Sequence[str]) -> None:
         print(
             f"{name}: {len(found)} times, pause {statistics.median(found):.1f} s, at most {max(found):.1f} s"
         )
-    print(f"{len(play.history.acknowledged)} acknowledged, {rounds} rounds, the history holds")
+    print(
+        f"{len(play.history.acknowledged)} acknowledged, {play.transactions}; {rounds} rounds, the histories hold"
+    )
 
 
 def main() -> int:

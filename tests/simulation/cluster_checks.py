@@ -44,6 +44,8 @@ class Checks:
         self._fence = 0
         self._phase = Phase.IDLE
         self._folders: dict[str, str] = {}
+        self._ill: dict[tuple[str, ShardId], int] = {}
+        """copies that were lost, by the registration under which they were"""
 
     # -- after each step -------------------------------------------------------------------------------
 
@@ -162,7 +164,11 @@ class Checks:
             )
         for member, registration in record.members().items():
             other = self.world.by_name[member]
-            if is_replaced(self.world.node(member), registration) or self._is_replaced(other):
+            if (
+                is_replaced(self.world.node(member), registration)
+                or self._is_replaced(other)
+                or registration <= self._ill.get((member, shard), 0)
+            ):
                 continue
             log = other.disk.log(shard, number)
             if self._differs(log.stable, log.start, known):
@@ -216,7 +222,9 @@ class Checks:
             if not key.startswith(keys.shards) or old_entry is None or new_entry is None:
                 continue
             old, new = decode_shard(old_entry.value, key), decode_shard(new_entry.value, key)
-            if (old.epoch, old.leader, old.replicas) != (new.epoch, new.leader, new.replicas):
+            self._can_be_read(keys.shard_of(key), new)
+            left = client == old.leader and not new.leader and client not in new.members()
+            if (old.epoch, old.leader, old.replicas) != (new.epoch, new.leader, new.replicas) and not left:
                 office = entries.get(keys.controller)
                 holder = "" if office is None else decode_controller(office.value, office.key).broker
                 if holder != client:
@@ -231,6 +239,17 @@ class Checks:
                         f"15: a move left {new.isr} in sync of {new.replicas}, and there were {old.isr}"
                     )
 
+    def _can_be_read(self, shard: ShardId, record: ShardRecord) -> None:
+        """14: a copy that its broker cannot read, and has said so of, is not led while there are others."""
+        machine = self.world.by_name.get(record.leader)
+        if (
+            machine is not None
+            and shard in machine.disk.damaged
+            and record.isr.get(machine.name) == machine.registration
+            and len(record.members()) > 1
+        ):
+            raise BrokenError(f"14: {machine.name} leads {record}, and cannot read its copy")
+
     # -- what the world tells --------------------------------------------------------------------------
 
     def acknowledged(self, client: Client, append: Append) -> None:
@@ -243,7 +262,9 @@ class Checks:
         if "went back" in alarm:
             raise BrokenError(f"10: {machine.name}: {alarm}")
         if "has lost" in alarm and not any(
-            self._is_replaced(each) for each in self.world.machines if alarm.startswith(f"{each.name} ")
+            self._is_replaced(each) or (each.name, shard) in self._ill
+            for each in self.world.machines
+            if alarm.startswith(f"{each.name} ")
         ):
             raise BrokenError(f"14: {alarm}")
 
@@ -251,13 +272,17 @@ class Checks:
         """What this broker had is gone, as far as it was not copied again since."""
         self._folders[machine.name] = machine.disk.file.folder
 
+    def is_ill(self, machine: Machine, shard: ShardId) -> None:
+        """What this broker had of a shard is gone, or cannot be read, as far as it was not copied again since."""
+        self._ill[machine.name, shard] = machine.disk.file.registration
+
     def _is_replaced(self, machine: Machine) -> bool:
         """Whether the broker's folder is not the one that the store knows of: its members' entries are of the folder that was."""
         return machine.name in self._folders and (not machine.registration or not machine.up)
 
     def may_replace(self, machine: Machine) -> bool:
-        """Whether somebody else has what this broker has: more loss than that no rule can make good. At most one folder in a run."""
-        if not machine.up or self._folders:
+        """Whether somebody else has what this broker has: more loss than that no rule can make good. At most one folder, or copy, in a run."""
+        if not machine.up or self._folders or self._ill:
             return False
         others = [each for each in self.world.machines if each is not machine]
         for shard in self.world.shards:

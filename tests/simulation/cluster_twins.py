@@ -10,9 +10,10 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 from replication import test_follower, test_leader
+from simulation import cluster_world
 from simulation.cluster_checks import BrokenError
-from simulation.cluster_world import ClusterWorld, simulate_cluster
-from simulation.log_model import LogModel
+from simulation.cluster_world import ClusterWorld, Fault, Scene, simulate_cluster
+from simulation.log_model import DiskModel, LogModel
 from simulation.switching import missed, patched, switched_off
 
 from region.cluster import membership, registration, transactions
@@ -26,7 +27,7 @@ from region.replication.core import ReplicaCore
 from region.replication.follower import FollowerCore
 from region.replication.leader import Follower, LeaderCore, Phase
 from region.replication.messages import Append, Durable, Placed
-from region.replication.ready import Outcome, Ready, RecordRead, Send, SwapAnswered
+from region.replication.ready import Outcome, Ready, RecordRead, Send, SwapAnswered, YieldAsked
 from region.replication.replica import Fence, Log, Replica
 from region.replication.standing import Standing
 
@@ -216,6 +217,36 @@ def never(*asked: object) -> bool:
     return False
 
 
+def nothing(*asked: object, **how: object) -> None:
+    return None
+
+
+def an_ill_copy_comes_back_alone(what: str) -> None:
+    """One of three copies is lost, older or damaged; its broker starts again, and is the only one that lives for a while."""
+    at, lasts = (2_500, 50) if what == "older copy" else (4_000, 6_000)
+    ill = Fault(at, what, 1, 1, lasts, 0)
+    others = (Fault(4_070, "crash", 0, 0, 8_000, 0), Fault(4_080, "crash", 2, 2, 8_000, 0))
+    assert simulate_cluster(0, Scene(faults=(ill, *others))).counts["ill copies left"] == 1
+
+
+def a_lost_copy_comes_back_alone() -> None:
+    an_ill_copy_comes_back_alone("lost copy")
+
+
+def an_older_copy_comes_back_alone() -> None:
+    an_ill_copy_comes_back_alone("older copy")
+
+
+def a_damaged_copy_comes_back_alone() -> None:
+    an_ill_copy_comes_back_alone("damaged copy")
+
+
+def stop_when_asked(self: LeaderCore, event: YieldAsked, now: int, ready: Ready) -> None:
+    """Gives up although nobody can go on."""
+    if self.standing is not None:
+        self._stop(event.why, now, ready)
+
+
 def always(*asked: object) -> bool:
     return True
 
@@ -346,6 +377,36 @@ TWINS: Final = (
         None,
         patched(LeaderCore, "_look_for_loss", lambda *_: None),
         test_leader.test_r8_who_ends_below_what_it_acknowledged_leaves_all_sets,
+    ),
+    Twin(
+        "J9: a copy that is gone leaves the sets, and leads nothing",
+        None,
+        patched(DiskModel, "is_short", never),
+        a_lost_copy_comes_back_alone,
+    ),
+    Twin(
+        "J9: a copy that is older than what it acknowledged leaves the sets, and leads nothing",
+        None,
+        patched(DiskModel, "is_short", never),
+        an_older_copy_comes_back_alone,
+    ),
+    Twin(
+        "J14: a copy that cannot be read leaves the sets",
+        None,
+        patched(cluster_world, "leave_sets", nothing),
+        a_damaged_copy_comes_back_alone,
+    ),
+    Twin(
+        "a move that leads to another leader ends with the leader's word",
+        None,
+        patched(LeaderCore, "_hand_over", nothing),
+        test_leader.test_a_move_ends_with_the_leader_giving_way,
+    ),
+    Twin(
+        "a drained leader goes only where somebody else is alive and eligible",
+        None,
+        patched(LeaderCore, "_handlers", LeaderCore._handlers | {YieldAsked: stop_when_asked}),
+        test_leader.test_a_leader_with_nobody_else_stays_when_it_is_to_be_drained,
     ),
     Twin(
         "R10: a store that went back freezes the shard",

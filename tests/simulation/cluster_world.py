@@ -50,6 +50,7 @@ from region.cluster.transactions import (
     Reason,
     Refusal,
     change,
+    leave_sets,
     move,
 )  # fmt: skip
 from region.cluster.view import ClusterView
@@ -125,6 +126,8 @@ FAULTS: Final = {
     "crash": 6, "power": 6, "pause": 5, "link": 6, "deaf": 6, "alone": 4, "store": 5, "store deaf": 3, "outage": 2, "doubt": 5, "lag": 3,
     "fail": 3, "hang": 2, "slow": 4, "replace": 2, "snapshot": 2, "net": 5, "min": 2, "yield": 3, "move": 2, "trim": 2, "all power": 1,
 }  # fmt: skip
+ILL_COPIES: Final = 0.2
+"""Of so many seeds, one copy of a shard is gone, older than it was, or damaged."""
 
 
 def draw(seed: int) -> Scene:
@@ -147,12 +150,14 @@ def draw(seed: int) -> Scene:
                 random.getrandbits(16),
             )
         )
-    return Scene(
-        brokers,
-        random.choice((1, 1, 2)),
-        random.choice((2, 2, 2, 1)),
-        tuple(sorted(faults)),
-    )
+    shards, minimum = random.choice((1, 1, 2)), random.choice((2, 2, 2, 1))
+    # Apart from the rest, which seeds are remembered by.
+    random = Random(f"ill copies {seed}")
+    if random.random() < ILL_COPIES:
+        what, where = random.choice(("lost copy", "older copy", "damaged copy")), random.randrange(brokers)
+        at, lasts = random.randrange(2_000, FAULTS_MS), random.randrange(50, 3_000)
+        faults.append(Fault(at, what, where, where, lasts, random.getrandbits(16)))
+    return Scene(brokers, shards, minimum, tuple(sorted(faults)))
 
 
 @dataclass
@@ -359,6 +364,7 @@ class ClusterWorld:
             disk.slow_ms = 0
             if machine.up and bad:
                 self.crash(machine, power=False)
+            self._repair(machine)
             if not machine.up:
                 self.start(machine)
         begun = self.now
@@ -494,9 +500,49 @@ class ClusterWorld:
     def _open(self, machine: Machine, revision: int) -> None:
         """The logs, as they are found; then everything that was told since the registration."""
         self.note(machine.name, "is registered as", machine.registration)
+        ill = [
+            shard for shard in self.shards if shard in machine.disk.damaged or machine.disk.is_short(shard)
+        ]
+        if ill:
+            self._leave_sets(machine, ill, lambda: self._opened(machine, revision, ill))
+        else:
+            self._opened(machine, revision, ill)
+
+    def _leave_sets(self, machine: Machine, shards: list[ShardId], done: Callable[[], None]) -> None:
+        """Before it is alive, it is no member of these shards' sets: nobody is to elect it for what it had."""
+        client = machine.client
+        assert client is not None
+
+        def loaded(answer: Answer) -> None:
+            if not isinstance(answer, Snapshot):
+                self.on(machine, 300, again)
+                return
+            machine.view.load(answer)
+            for shard in shards:
+                is_damaged = shard in machine.disk.damaged
+                made = leave_sets(machine.view, shard, machine.name, if_alone=not is_damaged)
+                if made is not None:
+                    self.note(machine.name, "leaves the sets of", shard.incarnation[-1])
+                    self.counts["ill copies left"] += 1
+                    client.transact(
+                        made.compares,
+                        made.writes,
+                        self.within(machine, lambda _: self.on(machine, 10, again)),
+                    )
+                    return
+            done()
+
+        def again() -> None:
+            client.load((self.keys.prefix,), self.within(machine, loaded))
+
+        again()
+
+    def _opened(self, machine: Machine, revision: int, ill: list[ShardId]) -> None:
         for shard in self.shards:
-            machine.cores[shard] = self._core(machine, shard, revision)
             machine.appends[shard] = deque()
+            if shard not in machine.disk.damaged:
+                core = machine.cores[shard] = self._core(machine, shard, revision)
+                core.replica.lost = shard in ill
         self._load(machine)
         self.on(machine, TICK_MS, lambda: self._tick(machine))
         self.on(machine, PULSE_MS, lambda: self._pulse(machine))
@@ -797,6 +843,7 @@ class ClusterWorld:
             )  # fmt: skip
         for keep in ready.keep:
             disk.log(shard, keep.log).kept = keep.point
+            disk.marks[shard, keep.log] = keep.point
         for trim in ready.trim:
             disk.log(shard, trim.log).trim(trim.point)
         if ready.swap is not None:
@@ -1126,6 +1173,8 @@ class ClusterWorld:
                     self.loss = self.doubles = self.shuffle = 0.0
 
                 self.later(lasts, clear)
+            case "lost copy" | "older copy" | "damaged copy":
+                self._make_ill(machine, fault)
             case "min":
                 for shard in machine.cores:
                     for each in self.machines:
@@ -1170,6 +1219,52 @@ class ClusterWorld:
         machine.disk = copy
         self.checks.replaced(machine)
         self._start_after(machine, 500)
+
+    def _make_ill(self, machine: Machine, fault: Fault) -> None:
+        """The folder of one shard is gone, is put back as it was earlier, or cannot be read; that of the broker is as it was."""
+        shard = self.shards[fault.number % len(self.shards)]
+        older = machine.disk.copy().logs.get(shard, {})
+
+        def happens() -> None:
+            disk = machine.disk
+            if self.calm or shard not in disk.logs or not self.checks.may_replace(machine):
+                return
+            # What was committed since its commit point was kept last is not noticed: the docs say so.
+            if fault.what == "older copy" and not any(
+                log.end < disk.marks.get((shard, number), LogPoint(0)) for number, log in older.items()
+            ):
+                return
+            if fault.what == "lost copy" and not any(
+                mark > LogPoint(0) for at, mark in disk.marks.items() if at[0] == shard
+            ):
+                return
+            self.crash(machine, power=True)
+            self.note(machine.name, "has a", fault.what, "of", shard.incarnation[-1])
+            self.counts[fault.what] += 1
+            self.checks.is_ill(machine, shard)
+            if fault.what == "older copy":
+                disk.logs[shard] = older
+            elif fault.what == "lost copy":
+                del disk.logs[shard]
+            else:
+                disk.damaged.add(shard)
+                self.later(fault.lasts_ms + 3_000, lambda: self._repair(machine))
+            self._start_after(machine, 100 + fault.number % 700)
+
+        if fault.what == "older copy":
+            self.later(fault.lasts_ms + 1_500, happens)
+        else:
+            happens()
+
+    def _repair(self, machine: Machine) -> None:
+        """What an operator does with damaged copies: the broker is stopped, they are removed, and it is started."""
+        disk = machine.disk
+        if disk.damaged:
+            self.crash(machine, power=False)
+            for shard in disk.damaged:
+                disk.logs.pop(shard, None)
+            disk.damaged.clear()
+            self.start(machine)
 
     def _move(self, machine: Machine, fault: Fault) -> None:
         """An operator moves a shard to other brokers."""

@@ -119,16 +119,23 @@ class LogModel:
 
 @dataclass
 class DiskModel:
-    """A data folder. `fails`: the next syncs do; `hangs`: they never return; `slow_ms`: they take up to so long."""
+    """A data folder. `fails`: the next syncs do; `hangs`: they never return; `slow_ms`: they take up to so long. `marks`: the commit points that are kept
+    outside of the shards' folders. `damaged`: shards whose logs cannot be opened."""
 
     file: FolderRecord
     logs: dict[ShardId, dict[int, LogModel]] = field(default_factory=dict)
+    marks: dict[tuple[ShardId, int], LogPoint] = field(default_factory=dict)
+    damaged: set[ShardId] = field(default_factory=set)
     fails: bool = False
     hangs: bool = False
     slow_ms: int = 0
 
     def log(self, shard: ShardId, number: int) -> LogModel:
         return self.logs.setdefault(shard, {}).setdefault(number, LogModel())
+
+    def is_short(self, shard: ShardId) -> bool:
+        """Whether a log of the shard ends before what is known to be committed of it."""
+        return any(mark > self.log(*at).end for at, mark in self.marks.items() if at[0] == shard)
 
     def every(self) -> list[LogModel]:
         return [log for logs in self.logs.values() for log in logs.values()]
@@ -141,4 +148,5 @@ class DiskModel:
                 shard: {number: log.copy() for number, log in logs.items()}
                 for shard, logs in self.logs.items()
             },
+            dict(self.marks),
         )
