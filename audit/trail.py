@@ -48,7 +48,7 @@ from audit.errors import VERIFY_HINT, AuditUnavailableError, RolledBackError
 from audit.leaf import EncodedLeaf, Header, Leaf, encode_for_log, read_header
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash, root_from_nodes
 from audit.merkle import consistency_proof as prove_consistency
-from audit.note import Note, NoteSigner, VerifierKey, encode_note
+from audit.note import Note, NoteSigner, VerifierKey, encode_note, parse_note
 from audit.position import Crossing, LinkShard, Positions, ShardName
 from audit.range_index import INDEX_PATH, ROW_BYTES, bundle_rows, bundles_indexed, cut_index
 from audit.tile import (
@@ -65,7 +65,7 @@ from audit.tile import (
 from audit.tile_disk import Folder
 from audit.tree_disk import TreeFiles
 from audit.unjudged import Unjudged
-from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal
+from audit.wal_disk import SEGMENT_BYTES_MAX, Recovery, Torn, Wal, segment_name, segments
 from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
 from felix.runtime.port import Clock, Runtime
 from felix.runtime.real import REAL
@@ -608,6 +608,10 @@ class Trail:
             self._begin(state)
         self._start()
 
+    def check_holds(self, size: int, root: bytes) -> None:
+        """Raises RolledBackError unless the log's first `size` leaves have this root. Blocks."""
+        _check_continues(self._folder, self._current.checkpoint, Checkpoint(self.key.name, size, root))
+
     def check_continues(self, note: bytes) -> None:
         """Raises RolledBackError unless the log continues a checkpoint that was signed before, TamperError where it did not sign that. Blocks."""
         before = open_checkpoint(note, self._known_keys, self._witnesses).checkpoint
@@ -966,16 +970,58 @@ def _require_kind(folder: Folder, *, copied: bool) -> None:
             hint="Move the folder aside: the leaves come from the other brokers.",
         )
     if copied and folder.read(COPIED_PATH) is None:
-        folder.write(
-            COPIED_PATH, b"Several brokers have copies of this log; its leaves are in felix/system/audit.\n"
-        )
-        folder.flush()
+        _mark_copied(folder)
     elif not copied and folder.read(COPIED_PATH) is not None:
         raise RequestError(
             f"The audit log {folder.path} is one of several brokers' copies: written here alone, it would be another history.",
             code=Code.CONFLICT,
             hint="Write it through the region's brokers.",
         )
+
+
+def become_copied(path: Path, size: int, root: bytes, files: Files = SHARED_FILES) -> None:
+    """Have the log in this folder, which one process alone wrote, be one of several brokers' copies from now on. Blocks. What was cut off is finished
+    by the next call.
+
+    Raises RequestError(CONFLICT) where another process has it open, RolledBackError where its last checkpoint is another one than that of `size` leaves
+    and `root`, or where it has leaves behind that; CorruptionError where its write-ahead file is damaged.
+    """
+    folder = Folder(path, files)
+    try:
+        lock = files.lock(path)
+    except UnavailableError as error:
+        raise RequestError(f"The audit log {path} is open in another process.", code=Code.CONFLICT) from error
+    try:
+        if folder.read(COPIED_PATH) is None:
+            note = folder.read(CHECKPOINT_PATH)
+            # A folder that takes the place of a lost one has nothing, and gets all from the other copies.
+            is_new = note is None and not segments(files, path / WAL_FOLDER)
+            signed = None if note is None else Checkpoint.parse(parse_note(note).text)
+            recovery = Recovery(path / WAL_FOLDER, size, files)
+            for _ in recovery:
+                pass
+            is_same = signed is not None and (signed.size, signed.root, recovery.size) == (size, root, size)
+            if not is_same and not is_new:
+                has = 0 if signed is None else max(signed.size, recovery.size)
+                raise RolledBackError(
+                    f"The audit log {path} has {has} leaves, and it went on as copies from {size} with another checkpoint.",
+                    hint="This is not the folder that the log was in then. Put that one back; `felix audit verify` tells them apart.",
+                )
+            _mark_copied(folder)
+        # All of it is in bundles, under the checkpoint.
+        for first in segments(files, path / WAL_FOLDER):
+            files.remove(path / WAL_FOLDER / segment_name(first))
+        folder.remove_folder(WAL_FOLDER)
+        folder.flush()
+    finally:
+        lock.release()
+
+
+def _mark_copied(folder: Folder) -> None:
+    folder.write(
+        COPIED_PATH, b"Several brokers have copies of this log; its leaves are in felix/system/audit.\n"
+    )
+    folder.flush()
 
 
 def _check_continues(folder: Folder, current: Checkpoint, before: Checkpoint) -> None:

@@ -29,7 +29,7 @@ from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES, FileLock
 from felix.storage.small_file import TEMPORARY_SUFFIX
-from region.cluster.member import AuditHome
+from region.cluster.audit_home import AuditHome
 from region.cluster.node_file import NAME as NODE
 from region.cluster.node_file import NodeFile
 from region.cluster.records import ClusterKeys
@@ -202,7 +202,7 @@ async def _write(folder: RegionFolder, config: RegionConfig, own: Path, store: M
     keys = ClusterKeys(config.region)
     await store.transact([], [Delete(keys.alone)])
     # One disk has the audit log, and goes on with it: it is one history.
-    home = msgspec.json.encode(AuditHome(config.broker))
+    home = AuditHome(config.broker).encode().encode()
     await store.transact([Absent(keys.audit_home)], [Put(keys.audit_home, home)])
     report = take_inventory(config.region, config.broker, own, REAL)
     assert report is not None

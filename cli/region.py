@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from cli.copy_audit_log import copy_audit_log
 from cli.notify import Notifier
 from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
 from cli.output import iso, lines, note, out, print_json, styled, table
@@ -57,6 +58,7 @@ app.command("scale")(scale)
 app.command("recover-shard")(recover_shard)
 app.command("reconcile")(reconcile)
 app.command("to-cluster")(to_cluster)
+app.command("copy-audit-log")(copy_audit_log)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
 LOCAL: Final = "127.0.0.1"

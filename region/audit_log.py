@@ -10,7 +10,8 @@ Invariants:
   it, compared its root, and signed all that is committed, before it answers for the log: so no size is below, and no root other than, one
   that was shown;
 - a document is committed before its leaf is appended, and a leaf before the checkpoint that covers it;
-- on a broker that is not home the files end at a checkpoint of the home's.
+- on a broker that is not home the files end at a checkpoint of the home's;
+- of a log that one broker's disk had before (decision 0132), that broker alone is home until all of it is in the shard.
 
 Order: `start` once the copies are opened; `close` before they are closed. Event loop; `Leading` is called from the trail's threads.
 """
@@ -20,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
@@ -30,8 +31,11 @@ import msgspec
 
 from audit.checkpoint import note_size
 from audit.document_disk import keep_document
-from audit.document_leaf import document_path
+from audit.document_leaf import DOCUMENTS_FOLDER, document_path
 from audit.errors import RolledBackError
+from audit.note import encode_note
+from audit.tile import read_entries
+from audit.tile_disk import Folder
 from audit.trail import APPEND_LEAVES_MAX, Trail
 from felix.batch import Batch, NewRecord, decode_payloads, encode_batch
 from felix.errors import Code, CorruptionError, FelixError, TamperError, UnavailableError
@@ -39,6 +43,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.settings import FSYNC
 from felix.tasks import end_tasks
+from region.cluster.audit_home import Before
 from region.cluster.records import ShardId, YieldReason
 from region.log.companions import RECORDS, log_number
 from region.log.copies import Copies
@@ -248,6 +253,22 @@ def _parts(data: bytes, first: int) -> list[bytes]:
     ]
 
 
+def _batch_from(files: Folder, at: int, end: int) -> Batch:
+    """The next leaves of a log's files, as many as one append may have. Blocks."""
+    records: list[NewRecord] = []
+    size = 0
+    for _, leaf in read_entries(files, at, min(end, at + APPEND_LEAVES_MAX), end):
+        if records and size + len(leaf) > BATCH_BYTES:
+            break
+        records.append(NewRecord(payload=bytes(leaf)))
+        size += len(leaf)
+    return encode_batch(records)
+
+
+def _leaves_of(files: Folder, begin: int, end: int, size: int) -> list[bytes]:
+    return [bytes(leaf) for _, leaf in read_entries(files, begin, end, size)]
+
+
 async def finish(log: ShardLog, first: int, batches: Sequence[Batch]) -> None:
     """Append those batches of an append from leaf `first` on that the log does not have. Raises the refusal, where nothing of it stands or
     this broker takes no more: what has begun is tried again until then."""
@@ -279,11 +300,12 @@ class AuditLog:
         has_key: Callable[[], Awaitable[None]],
         taken: Callable[[], Awaitable[None]],
         became_home: Callable[[], None],
+        before: Before | None = None,
         runtime: Runtime,
     ) -> None:
         """`copies`: what one of the logs is led by, by its kind. `make_seal` and `hooks`: of one of the logs, by its number. `has_key`: awaited before
         anything is opened: the stream's key is there. `taken`: awaited where the files have more of other brokers' leaves, before this
-        one is home. `became_home`: called once it is."""
+        one is home. `became_home`: called once it is. `before`: where the log was before it was copied; None where it began so."""
         self.is_home = False
         """whether this broker answers for the log"""
         self.trouble = ""
@@ -300,6 +322,8 @@ class AuditLog:
         self._is_keyed = False
         self._taken = taken
         self._became_home = became_home
+        self._before = before
+        self._is_before_checked = before is None
         self._runtime = runtime
         self._read_to = {kind: LogPoint(0) for kind in (DOCUMENTS, CHECKPOINTS)}
         self._parts: dict[bytes, dict[int, bytes]] = {}
@@ -387,7 +411,7 @@ class AuditLog:
                     self._hooks(self._seals[kind]),
                     self._copies(kind),
                 )
-            await self._while_served(self._take_over(leading, logs[LEAVES]))
+            await self._while_served(self._take_over(leading, logs))
             self._trail.admit()
             self.is_home = True
             self.trouble = ""
@@ -407,11 +431,70 @@ class AuditLog:
             self._trail.follow()
             await asyncio.shield(asyncio.ensure_future(self._close(leading, logs)))
 
-    async def _take_over(self, leading: Leading, leaves: ShardLog) -> None:
-        await self._catch_up(leaves)
+    async def _take_over(self, leading: Leading, logs: Mapping[int, ShardLog]) -> None:
+        if self._before is not None and not self._host.committed(self._shard, CHECKPOINTS).offset:
+            await self._bring_in(self._before, logs)
+        await self._catch_up(logs[LEAVES])
         self._trail.lead(leading)
         await asyncio.to_thread(self._trail.publish)
+        await self._check_before()
         await self._taken()
+
+    async def _bring_in(self, before: Before, logs: Mapping[int, ShardLog]) -> None:
+        """Write into the shard what one broker's disk alone had: documents, then leaves under their indexes, then the checkpoint that covers them, which
+        ends it. What an earlier run wrote is compared. Raises UnavailableError on a broker that has not got it all."""
+        trail, files, size = self._trail, self._trail.files, before.size
+        if min(note_size(trail.checkpoint()), trail.readable_size) < size:
+            raise UnavailableError(
+                f"Not all leaves that broker {before.broker} alone had are in {AUDIT_STREAM} yet.",
+                hint=f"Broker {before.broker} goes on with that: start it, with its data folder.",
+            )
+        await asyncio.to_thread(trail.check_holds, size, bytes.fromhex(before.root))
+        at = logs[LEAVES].log_end_offset
+        await self._compare(at, before)
+        if not at:
+            for name in await asyncio.to_thread(files.names, DOCUMENTS_FOLDER):
+                document = await asyncio.to_thread(files.read, f"{DOCUMENTS_FOLDER}/{name}")
+                for part in _parts(document or b"", -1):
+                    await logs[DOCUMENTS].append(encode_batch([NewRecord(payload=part)]))
+        while at < size:
+            self.trouble = f"{at} of the {size} leaves that broker {before.broker} alone had are in {AUDIT_STREAM}; nothing crosses until all are."
+            batch = await asyncio.to_thread(_batch_from, files, at, size)
+            await logs[LEAVES].append(batch, expected_offset=at)
+            at += batch.header.records
+        notes = [_Checkpoint(trail.checkpoint(), False)]
+        notes += [_Checkpoint(encode_note(each.note), True) for each in trail.cosigned()[:1]]
+        await logs[CHECKPOINTS].append(
+            encode_batch([NewRecord(payload=msgspec.msgpack.encode(each)) for each in notes])
+        )
+        log.info("the audit log's %d leaves of before are in %s", size, AUDIT_STREAM)
+
+    async def _compare(self, end: int, before: Before) -> None:
+        """What stands in the stream is the beginning of what the files have. Raises CorruptionError."""
+        at = 0
+        while at < end:
+            for first, leaves in await self._read(LEAVES, LogPoint(at)):
+                kept = await asyncio.to_thread(
+                    _leaves_of, self._trail.files, first, first + len(leaves), before.size
+                )
+                if first != at or kept != leaves:
+                    raise CorruptionError(
+                        f"{AUDIT_STREAM} has other leaves from {first} on than the audit log that broker {before.broker} alone had.",
+                        hint="Another broker wrote them: find out which, and run `felix audit verify` on this one's copy.",
+                    )
+                at += len(leaves)
+
+    async def _check_before(self) -> None:
+        """Once what is shown reaches as far: it is the log that one broker's disk had. Raises RolledBackError."""
+        before = self._before
+        if self._is_before_checked or before is None or note_size(self._trail.checkpoint()) < before.size:
+            return
+        try:
+            await asyncio.to_thread(self._trail.check_holds, before.size, bytes.fromhex(before.root))
+        except RolledBackError as error:
+            self._parted = error
+            raise
+        self._is_before_checked = True
 
     async def _while_served(self, work: Coroutine[None, None, None]) -> None:
         """Raises UnavailableError once this broker is to lead no more: what it has appended and could not commit is answered when the logs are
@@ -483,6 +566,8 @@ class AuditLog:
                 except FelixError as error:
                     # Of a witness that this broker does not know yet: the next one may be.
                     log.warning("a cosigned checkpoint is not taken over: %s", error)
+        if not self._trail.lacks_newest:
+            await self._check_before()
 
     async def _take_leaves(self, end: int) -> None:
         trail = self._trail

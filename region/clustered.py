@@ -40,7 +40,7 @@ from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.log.copies import Copies
 from region.log.epochs import elected_epoch
-from region.metadata.records import Stream, is_replicated, one_copy_since
+from region.metadata.records import AUDIT_STREAM, Stream, is_replicated, one_copy_since
 from region.peer_requests import PeerRequest, PeerRequests
 from region.replicas import Replicas
 from region.replication.leader import DETACHED_MS
@@ -211,9 +211,18 @@ class Clustered:
                 f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {self.member.broker}: {sentence}."
                 for shard, sentence in sorted(self.replicas.host.alarms.items())
             )
+        if own is None and len(self.member.brokers) > 1:
+            found.append(self._one_disk())
         if self.audit is not None and self.audit.trouble:
             found.append(f"The audit log's copy at broker {self.member.broker}: {self.audit.trouble}")
         return [*found, *sorted(self.member.alarms.values())]
+
+    def _one_disk(self) -> str:
+        """What a person should do about an audit log without copies, as this broker knows it."""
+        home, shards = self.member.audit.broker, self.member.mirror.view.shards.values()
+        if any(record.stream == str(AUDIT_STREAM) for record in shards):
+            return f"Broker {self.member.broker} was started before the audit log got copies: restart it, or nothing crosses here once another broker than {home} leads that."
+        return f"The audit log is on the disk of broker {home} alone, and lost with it: felix region copy-audit-log has the others copy it."
 
     def gauges(self) -> dict[str, float]:
         """Of the broker as a whole, and where it is the controller of the region, by name. From every thread."""
@@ -344,7 +353,7 @@ class Clustered:
             raise RequestError(
                 f"Broker {broker} alone has the region's audit log.",
                 code=Code.CONFLICT,
-                hint="It cannot go: put its folder back and start it.",
+                hint="Have others copy it first, with its folder: felix region copy-audit-log.",
             )
         while True:
             made = registration.retire(member.mirror.view, broker)

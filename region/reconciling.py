@@ -14,7 +14,7 @@ from typing import Final
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from region.cluster import reconciliation
-from region.cluster.member import AuditHome
+from region.cluster.audit_home import AuditHome
 from region.cluster.mirror import ClusterMirror
 from region.cluster.reconciliation import FolderReport, Plan
 from region.cluster.records import ELECTION_CHARS

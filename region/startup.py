@@ -12,7 +12,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +22,7 @@ from typing import Final, Protocol
 from audit.note import Algorithm
 from audit.origin import region_origin
 from audit.submission import Submissions
-from audit.trail import Trail
+from audit.trail import Trail, become_copied
 from audit.trust import RegionTrust
 from audit.witness import DiskWitnessStore
 from felix import __version__
@@ -43,6 +43,7 @@ from felix.storage.port import Files
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from felix.transport.port import Engine, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
+from keys.bundle import RegionBundle
 from keys.certification import load_certification
 from keys.file_provider import FileKeyProvider
 from keys.key_file import load_key_pair, load_signing_key
@@ -59,6 +60,7 @@ from region.broker_certificate import BrokerCertificate
 from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
+from region.cluster.audit_home import Before
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.member import Catalogued, ClusterMember
 from region.cluster.node_file import NAME as NODE_FILE
@@ -69,6 +71,7 @@ from region.cluster.registry import Address as MemberAddress
 from region.cluster.stream_keys import StreamKeys
 from region.clustered import Clustered
 from region.config import RegionConfig
+from region.copying_audit_log import AUDIT, AUDIT_COPIES
 from region.document_log import DocumentLog
 from region.evidence import open_evidence
 from region.export import ExportService
@@ -124,12 +127,8 @@ from region.witnessing import Witnessing
 
 log = logging.getLogger("felix.region.startup")
 
-AUDIT: Final = "audit"
-"""The folder of the region's audit log, in the data folder of the broker that writes it."""
 NO_AUDIT: Final = "no-audit"
 """That of a broker of several which has not got it: a log that nothing is ever written to, and that nobody takes for the region's."""
-AUDIT_COPIES: Final = 3
-"""Brokers that have copies of the audit log, where the region has so many: any one may be lost."""
 SWITCH_S: Final = 0.0005
 """How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
 that seals and writes a noisy tenant's batches; measured with `python -m benchmarks fairness`."""
@@ -235,6 +234,7 @@ async def open_broker(
             machine.files,
             runtime,
             stack,
+            log_keys=await asyncio.to_thread(_log_keys, folder, config, own),
             replace=replace_folder,
         )
         shared, rotation = await _share_keys(store, folder, config, machine, clustered.member, runtime, stack)
@@ -271,6 +271,11 @@ async def open_broker(
             return f"The region's audit log is written by broker {home}"
         return _why(registered)
 
+    before = None if clustered is None else clustered.member.audit.before
+    if before is not None and before.broker == config.broker:
+        await asyncio.to_thread(
+            become_copied, data / AUDIT, before.size, bytes.fromhex(before.root), machine.evidence
+        )
     witness, trail = await asyncio.to_thread(
         open_evidence,
         folder,
@@ -433,7 +438,15 @@ async def open_broker(
         if audited is not None:
             assert shared is not None
             clustered.audit = _copy_audit_log(
-                audited, peers.replicas, directory, governance, shared, clustered.member, open_logs, runtime
+                audited,
+                before,
+                peers.replicas,
+                directory,
+                governance,
+                shared,
+                clustered.member,
+                open_logs,
+                runtime,
             )
             clustered.audit.start()
             stack.push_async_callback(clustered.audit.close)
@@ -569,6 +582,7 @@ def _among_others(
 
 def _copy_audit_log(
     record: Stream,
+    before: Before | None,
     replicas: Replicas,
     directory: LogDirectory,
     governance: Governance,
@@ -604,6 +618,7 @@ def _copy_audit_log(
         taken=taken,
         # What the store has without a leaf gets it now.
         became_home=governance.decide_again,
+        before=before,
         runtime=runtime,
     )
 
@@ -697,6 +712,7 @@ async def _join(
     runtime: Runtime,
     stack: AsyncExitStack,
     *,
+    log_keys: Sequence[VerifyKey],
     replace: bool,
 ) -> Clustered:
     """Become a member of the region's cluster. Raises as `ClusterMember.open`, and RequestError where the region was served by one broker
@@ -719,6 +735,7 @@ async def _join(
         MemberAddress(address, address),
         lease_ms=cluster.lease,
         audit_copies=min(AUDIT_COPIES, len(cluster.brokers)),
+        log_keys=log_keys,
         runtime=runtime,
         replace=replace,
     )
@@ -754,12 +771,20 @@ async def _claim(
     audit_key = await asyncio.to_thread(load_signing_key, folder.audit_key)
     root = hashlib.sha256(own.bundle.root_pem.encode()).hexdigest()
     genesis = sign_genesis(config.region, config.mesh, root, now_ms, audit_key)
-    earlier = [
+    await claim_or_verify(store, genesis, audit_key.verify_key, _earlier_log_keys(config, own))
+
+
+def _log_keys(folder: RegionFolder, config: RegionConfig, own: RegionBundle) -> list[VerifyKey]:
+    """The Ed25519 keys of the region's own audit log, the one that signs it first. Blocks."""
+    return [load_signing_key(folder.audit_key).verify_key, *_earlier_log_keys(config, RegionTrust(own))]
+
+
+def _earlier_log_keys(config: RegionConfig, own: RegionTrust) -> list[VerifyKey]:
+    return [
         VerifyKey(key.public)
         for key in own.logs
         if key.name == region_origin(config.region, config.mesh) and key.algorithm is Algorithm.ED25519
     ]
-    await claim_or_verify(store, genesis, audit_key.verify_key, earlier)
 
 
 async def open_store(folder: RegionFolder, config: RegionConfig, runtime: Runtime) -> MetadataStore:

@@ -11,33 +11,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final, NamedTuple, Self
-
-import msgspec
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
-from felix.settings import Durability
 from felix.tasks import end_tasks
+from keys.signing import VerifyKey
 from region.cluster.assignments import Assignments
+from region.cluster.audit_home import AuditHome
 from region.cluster.controller import AskEnds, StreamWish
 from region.cluster.controller_service import ControllerService
 from region.cluster.mirror import ClusterMirror
 from region.cluster.node_file import NodeFile
-from region.cluster.records import ELECTION_CHARS, Health
+from region.cluster.records import ELECTION_CHARS, Health, ShardId
 from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
 from region.metadata.lease import Lease
 from region.metadata.port import MetadataStore
-from region.metadata.records import (
-    AUDIT_STREAM,
-    INCARNATION_BYTES,
-    Stream,
-    StreamConfig,
-    min_in_sync,
-)
-from region.metadata.transaction import Absent, Change, Entry, Put, Snapshot
+from region.metadata.records import INCARNATION_BYTES, Stream, min_in_sync
+from region.metadata.transaction import Absent, Change, Put, Snapshot
 
 log = logging.getLogger("felix.region.cluster")
 
@@ -55,41 +48,12 @@ class Catalogued(NamedTuple):
     stays: Callable[[Stream], bool]
 
 
-class AuditHome(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Where the region's audit log is, since the region began: `broker`, the one whose disk has it, in regions of before brokers copied it;
-    else the incarnation of the stream that has its leaves, and its copies."""
-
-    broker: str
-    incarnation: str = ""
-    replicas: int = 0
-    created_ms: int = 0
-
-    @classmethod
-    def of(cls, entry: Entry) -> Self:
-        """As the store has it. Raises CorruptionError."""
-        try:
-            return msgspec.json.decode(entry.value, type=cls)
-        except msgspec.MsgspecError as error:
-            raise CorruptionError(f"{entry.key} does not say where the audit log is: {error}.") from error
-
-    @property
-    def stream(self) -> Stream | None:
-        """The stream that has the leaves; None where one broker's disk has them."""
-        if not self.incarnation:
-            return None
-        return Stream(
-            name=str(AUDIT_STREAM),
-            incarnation=self.incarnation,
-            created_ms=self.created_ms,
-            config=StreamConfig(durability=Durability("fsync"), replicas=self.replicas),
-        )
-
-
 class ClusterMember:
     """One broker's. `refusal` may be called from every thread; the rest belongs to one event loop."""
 
     def __init__(self, store: MetadataStore, region: str, start: Start, runtime: Runtime) -> None:
         self._store = store
+        self._region = region
         self._start = start
         self._runtime = runtime
         self._mirror = ClusterMirror(store, region, runtime)
@@ -98,6 +62,7 @@ class ClusterMember:
         self.assignments: Assignments
         self.audit = AuditHome("")
         """where the audit log is"""
+        self._log_keys: tuple[VerifyKey, ...] = ()
         self._known_audit = ""
         """the same, as the data folder saw it first; empty where it does not know"""
         self._listeners: list[Callable[[str], None]] = []
@@ -121,10 +86,12 @@ class ClusterMember:
         *,
         lease_ms: int,
         audit_copies: int,
+        log_keys: Sequence[VerifyKey] = (),
         runtime: Runtime,
         replace: bool = False,
     ) -> Self:
-        """Register. `audit_copies`: how many brokers are to have the audit log, where nobody has it yet. `replace`: as `Registry.open`; refused with
+        """Register. `audit_copies`: how many brokers are to have the audit log, where nobody has it yet. `log_keys`: Ed25519 keys that sign it, or did.
+        `replace`: as `Registry.open`; refused with
         RequestError(CONFLICT) for a broker whose disk alone has the audit log. Raises as `Registry.open`, and
         CorruptionError where the record of the audit log cannot be read, is gone, or is another one than this folder knows."""
         member = cls(store, region, start, runtime)
@@ -142,11 +109,12 @@ class ClusterMember:
             if replace:
                 await member._refuse_second_history()
             member._known_audit = (await asyncio.to_thread(node_file.load)).audit
+            member._log_keys = tuple(log_keys)
             # Before it is registered: the first broker of a region finds no other.
             member.audit = await member._claim_audit(audit_copies)
             await registry.open(replace=replace)
-            if not registry.audit:
-                await registry.remember_audit(_encode(member.audit))
+            if registry.audit != member.audit.encode():
+                await registry.remember_audit(member.audit.encode())
         except BaseException:
             await member.close(in_order=False)
             raise
@@ -156,12 +124,19 @@ class ClusterMember:
 
     async def _refuse_second_history(self) -> None:
         entry = await self._store.get(self._mirror.view.keys.audit_home)
-        if entry is not None and AuditHome.of(entry).broker == self.broker:
+        if entry is not None and self._alone_has_audit(AuditHome.of(entry)):
             raise RequestError(
                 f"Broker {self.broker} has the region's audit log in its data folder: with an empty one it would begin a second history.",
                 code=Code.CONFLICT,
                 hint="Put its folder back, or at least a backup of the folder audit in it.",
             )
+
+    def _alone_has_audit(self, home: AuditHome) -> bool:
+        """Whether no other broker has all of the audit log."""
+        if home.before is None or home.before.broker != self.broker:
+            return home.broker == self.broker
+        record = self._mirror.view.shards.get(ShardId(home.incarnation, 0))
+        return record is None or record.members().keys() <= {self.broker}
 
     async def _claim_audit(self, copies: int) -> AuditHome:
         """Where the audit log is; a new one for the first broker of a region. What the store lost is put back as this folder knows it. Raises
@@ -180,12 +155,13 @@ class ClusterMember:
                 )
             incarnation = self._runtime.random.randbytes(INCARNATION_BYTES).hex()
             home = AuditHome("", incarnation, copies, self._runtime.clock.now_ms())
-            where = self._known_audit.encode() or msgspec.json.encode(home)
+            where = (self._known_audit or home.encode()).encode()
             await self._store.transact([Absent(key)], [Put(key, where)])
         found = AuditHome.of(entry)
-        if self._known_audit and _encode(found) != self._known_audit:
+        known = self._known_audit
+        if known and known != found.encode() and not found.follows(known, self._region, self._log_keys):
             raise CorruptionError(
-                f"The metadata store names another audit log ({_encode(found)}) than broker {self.broker} knows ({self._known_audit}): it was changed "
+                f"The metadata store names another audit log ({found.encode()}) than broker {self.broker} knows ({known}): it was changed "
                 "there, or put back.",
                 code=Code.ROLLED_BACK,
                 hint="Find out who wrote the key audit_home, and delete it: the broker puts it back. A log that begins anew would be a second history.",
@@ -325,10 +301,6 @@ class ClusterMember:
             asked.shard,
             ", ".join(asked.brokers),
         )
-
-
-def _encode(home: AuditHome) -> str:
-    return msgspec.json.encode(home).decode()
 
 
 def _wish(stream: Stream, groups: tuple[str, ...], *, stays: bool) -> StreamWish:

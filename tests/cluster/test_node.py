@@ -17,7 +17,8 @@ from felix.errors import RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability
 from region import stream_follower
-from region.cluster.member import AuditHome, ClusterMember
+from region.cluster.audit_home import AuditHome
+from region.cluster.member import ClusterMember
 from region.config import MetadataConfig
 from region.metadata.transaction import Absent, Put
 from region.node import Node

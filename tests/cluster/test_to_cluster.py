@@ -11,7 +11,9 @@ from pathlib import Path
 
 import long_runs
 import pytest
+from cluster.processes import kill
 from cluster.processes import running as processes
+from cluster.test_audit_log import key_leaf
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary
 from ports import claim_port
@@ -177,9 +179,10 @@ async def test_a_region_of_one_broker_goes_on_as_one_of_several_wherever_its_con
 @long_runs.only_long
 async def test_the_commands_convert_a_region_and_give_it_more_brokers(tmp_path: Path) -> None:
     folder = make_region(tmp_path, "us-east")
-    async with running(folder), client(folder) as region:
+    async with running(folder) as node, client(folder) as region:
         await fill(region)
         await region.stream(QUICK).publish(b"10")
+        await node.services.governance.trail.append([key_leaf(number) for number in range(3)])
     run = asyncio.to_thread
     await run(felix_command, tmp_path, "region", "to-cluster", "us-east")
     async with processes(folder):
@@ -187,3 +190,29 @@ async def test_the_commands_convert_a_region_and_give_it_more_brokers(tmp_path: 
         async with client(folder) as region:
             await check(region)
             await until(lambda: len(json.loads(folder.profile.read_text())["addresses"]) == 3)
+            assert "on the disk of broker b1 alone" in " ".join((await region.describe()).alarms)
+    leaves = audited(folder, "b1")
+    assert leaves == 3
+    await run(felix_command, tmp_path, "region", "copy-audit-log", "us-east", "--dry-run")
+    await run(felix_command, tmp_path, "region", "copy-audit-log", "us-east")
+    again = await run(felix_command, tmp_path, "region", "copy-audit-log", "us-east")
+    assert "copy the audit log of us-east already" in again.out
+    async with processes(folder):
+        # Whatever it has done of it by then, the next process goes on.
+        for _ in range(3):
+            await kill(folder, "b1")
+        copies = [f"b{number}" for number in (1, 2, 3)]
+        paths = [folder.root / "data" / broker / "audit" / "checkpoint" for broker in copies]
+        await until(lambda: all(path.exists() and note_size(path.read_bytes()) == 3 for path in paths), 60)
+        for broker in copies:
+            await run(
+                felix_command,
+                tmp_path,
+                "audit",
+                "verify",
+                str(folder.root / "data" / broker / "audit"),
+                "--cosignatures",
+                "0",
+                "--region",
+                "us-east",
+            )

@@ -1,0 +1,269 @@
+"""An audit log on one broker's disk becomes the one that brokers copy: one history, wherever it was cut off, and whoever meddles (decision 0132)."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from cluster.clustered_region import ClusteredRegion
+from cluster.test_audit_log import home_of, key_leaf, log_of, retried, shows, trail_of, verified
+from etcd_process import EtcdProcess, etcd_of_each_test
+from region_peer import until
+
+from audit import trail as trail_module
+from audit.checkpoint import note_size
+from audit.document_leaf import document_path
+from audit.errors import RolledBackError
+from audit.leaf import encode_for_log
+from audit.note import Algorithm, NoteSigner, encode_note, parse_note
+from audit.tile import WAL_FOLDER
+from audit.trail import COPIED_PATH
+from audit.trust import Trust
+from felix.batch import Batch, NewRecord, encode_batch
+from felix.errors import CorruptionError, RequestError, UnavailableError
+from felix.runtime.real import REAL
+from keys.signing import SigningKey
+from region import audit_log
+from region.cluster.audit_home import AuditHome, Before
+from region.cluster.records import ClusterKeys, ShardId, ShardRecord, encode
+from region.copying_audit_log import Plan, copy_audit_log
+from region.metadata.etcd import EtcdConfig, EtcdStore
+from region.metadata.transaction import Put
+from region.trusted_bundles import own_bundle
+
+__all__ = ["etcd_of_each_test"]  # the fixture
+
+pytestmark = pytest.mark.etcd
+
+KEYS = ClusterKeys("us-east")
+LEAVES = 300
+"""More than a bundle has."""
+DOCUMENT = b"long" * 200_000
+
+
+@asynccontextmanager
+async def store_of(etcd: EtcdProcess) -> AsyncIterator[EtcdStore]:
+    store = await EtcdStore.open(EtcdConfig(endpoints=(etcd.endpoint.removeprefix("http://"),)))
+    try:
+        yield store
+    finally:
+        await store.close()
+
+
+@asynccontextmanager
+async def one_disk(home: Path, etcd: EtcdProcess, brokers: int = 2) -> AsyncIterator[ClusteredRegion]:
+    """A region whose audit log is on the disk of b1, with LEAVES leaves and a long document; b1 was stopped."""
+    region = ClusteredRegion(home, etcd, brokers)
+    async with store_of(etcd) as store:
+        await store.transact([], [Put(KEYS.audit_home, AuditHome("b1").encode().encode())])
+    try:
+        await region.start("b1")
+        trail = trail_of(region, "b1")
+        await asyncio.to_thread(trail.keep_document, DOCUMENT)
+        await trail.append([key_leaf(number) for number in range(LEAVES)])
+        await region.stop()
+        assert len(verified(region, "b1")) == LEAVES
+        yield region
+    finally:
+        await region.stop()
+
+
+async def copied(region: ClusteredRegion, etcd: EtcdProcess, *, dry_run: bool = False) -> Plan:
+    own = own_bundle(region.folder, region.config)
+    async with store_of(etcd) as store:
+        return await copy_audit_log(store, region.folder, region.config, own, REAL, dry_run=dry_run)
+
+
+@contextlib.contextmanager
+def cut_off(monkeypatch: pytest.MonkeyPatch, *calls: tuple[Any, str, int]) -> Iterator[None]:
+    """Each of these functions fails once it was called so often."""
+    with monkeypatch.context() as patched:
+        for owner, name, count in calls:
+            left, function = iter(range(count)), getattr(owner, name)
+
+            def failing(*args: Any, left: Iterator[int] = left, function: Any = function, **more: Any) -> Any:
+                if next(left, None) is None:
+                    raise UnavailableError("Cut off.")
+                return function(*args, **more)
+
+            patched.setattr(owner, name, failing)
+        yield
+
+
+async def troubled(region: ClusteredRegion, broker: str, sentence: str) -> None:
+    await until(lambda: any(sentence in each for each in region.clustered(broker).alarms([])), 60)
+
+
+async def test_a_log_on_one_disk_goes_on_as_copies_wherever_that_was_cut_off(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_log, "BATCH_BYTES", 20_000)
+    witness = NoteSigner.from_key("witness.example/w", SigningKey.generate(), Algorithm.COSIGNATURE)
+    monkeypatch.setattr(Trust, "witnesses_for", lambda trust, name: {witness.key: "w"})
+    async with one_disk(tmp_path, etcd) as region:
+        before = verified(region, "b1")
+        assert await copied(region, etcd, dry_run=True) == Plan("b1", LEAVES, 2)
+        # Before the store says so, nothing was done.
+        with (
+            cut_off(monkeypatch, (AuditHome, "signed", 0)),
+            pytest.raises(UnavailableError, match="Cut off"),
+        ):
+            await copied(region, etcd)
+        await region.start("b1", "b2")
+        trail = trail_of(region, "b1")
+        assert await trail.append([key_leaf(LEAVES)]) == LEAVES
+        note = parse_note(await asyncio.to_thread(trail.publish))
+        cosigned = encode_note(note.with_signatures([witness.cosign(note.text, 1_700_000_000)]))
+        await asyncio.to_thread(trail.add_cosigned, cosigned)
+        await troubled(region, "b2", "is on the disk of broker b1 alone")
+        with pytest.raises(UnavailableError, match="is alive"):
+            await copied(region, etcd)
+        await region.stop("b1")
+        # The other broker runs on, and is told to be restarted.
+        assert await copied(region, etcd) == Plan("b1", LEAVES + 1, 2)
+        await troubled(region, "b2", "restart it")
+        await region.stop("b2")
+        with pytest.raises(RequestError, match="copy the audit log of us-east already"):
+            await copied(region, etcd)
+        # Its folder is a copy from then on.
+        with (
+            cut_off(monkeypatch, (trail_module, "segment_name", 0)),
+            pytest.raises(UnavailableError, match="Cut off"),
+        ):
+            await region.start("b1")
+        log = log_of(region, "b1")
+        assert log.read(COPIED_PATH) and log.names(WAL_FOLDER)
+        assert len(verified(region, "b1")) == LEAVES + 1
+        for calls in (
+            (audit_log, "_parts", 0),
+            (audit_log, "_batch_from", 0),
+            (audit_log, "_batch_from", 2),
+            (audit_log, "_Checkpoint", 0),
+        ):
+            with cut_off(monkeypatch, calls):
+                await region.start("b1")
+                await troubled(region, "b1", "Cut off")
+                assert not region.clustered("b1").has_audit_log
+                await region.stop("b1")
+            assert len(verified(region, "b1")) == LEAVES + 1
+        await region.start("b1", "b2")
+        assert await home_of(region) == "b1"
+        assert not log.names(WAL_FOLDER)
+        assert await retried(lambda: trail_of(region, "b1").append([key_leaf(LEAVES + 1)])) == LEAVES + 1
+        for name in region.nodes:
+            await shows(region, name, LEAVES + 2)
+        leaves = verified(region, "b1")
+        assert (
+            leaves
+            == verified(region, "b2")
+            == [*before, *(encode_for_log(key_leaf(each)).data for each in (LEAVES, LEAVES + 1))]
+        )
+        path = document_path(audit_log.sha256(DOCUMENT).digest())
+        await until((log_of(region, "b2").path / path).exists)
+        # Another one goes on with it, also where the disk of before is lost.
+        incarnation = region.clustered("b1").member.audit.incarnation
+        shards = region.clustered("b1").member.mirror.view.shards
+        await until(lambda: len(shards[ShardId(incarnation, 0)].isr) == 2, 60)
+        await until(lambda: shards[ShardId(incarnation, 0)].min == 2, 60)
+        await region.stop("b1")
+        shutil.rmtree(log.path)
+        await region.start("b1")
+        await shows(region, "b1", LEAVES + 2)
+        await home_of(region)
+        assert verified(region, "b1") == leaves
+
+
+async def test_an_older_folder_and_a_store_that_was_changed_begin_no_second_history(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with one_disk(tmp_path, etcd) as region, store_of(etcd) as store:
+        older = tmp_path / "older"
+        shutil.copytree(log_of(region, "b1").path, older)
+        await region.start("b1", "b2")
+        await trail_of(region, "b1").append([key_leaf(LEAVES)])
+        await region.stop()
+        # Whoever writes the store has no key of the log.
+        root = "00" * 32
+        forged = AuditHome("", "ab" * 16, 2, 1, Before("b1", LEAVES, root))
+        for each in (
+            forged,
+            forged.signed("us-east", SigningKey.generate()),
+            msgspec.structs.replace(forged, before=None),
+        ):
+            await store.transact([], [Put(KEYS.audit_home, each.encode().encode())])
+            for broker in ("b1", "b2"):
+                with pytest.raises(CorruptionError, match="names another audit log"):
+                    await region.start(broker)
+        was = AuditHome("b1").encode().encode()
+        await store.transact([], [Put(KEYS.audit_home, was)])
+        await copied(region, etcd)
+        now = await store.get(KEYS.audit_home)
+        assert now is not None
+        # The folder of before its last leaf, and one with leaves that came later.
+        log = log_of(region, "b1").path
+        log.rename(tmp_path / "newest")
+        shutil.copytree(older, log)
+        with pytest.raises(
+            RolledBackError, match=f"has {LEAVES} leaves, and it went on as copies from {LEAVES + 1}"
+        ):
+            await region.start("b1")
+        shutil.rmtree(log)
+        shutil.copytree(tmp_path / "newest", log)
+        await region.start("b1", "b2")
+        assert await home_of(region) == "b1"
+        await region.stop()
+        # A store that was put back, and the folder of a broker that knows better.
+        await store.transact([], [Put(KEYS.audit_home, was)])
+        for broker in ("b1", "b2"):
+            with pytest.raises(CorruptionError, match="names another audit log"):
+                await region.start(broker)
+        await store.transact([], [Put(KEYS.audit_home, now.value)])
+        await region.start("b1", "b2")
+        await home_of(region)
+        assert note_size(trail_of(region, "b1").checkpoint()) == LEAVES + 1
+
+
+async def test_an_ill_broker_that_leads_the_stream_first_gets_nobody_to_sign_another_log(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with one_disk(tmp_path, etcd) as region, store_of(etcd) as store:
+        await region.start("b1", "b2")
+        await region.stop()
+        await copied(region, etcd)
+        entry = await store.get(KEYS.audit_home)
+        assert entry is not None
+        shard = ShardId(AuditHome.of(entry).incarnation, 0)
+        key = KEYS.shard(shard)
+        right = await store.get(key)
+        assert right is not None
+        # It has the store say that it has all, and it has nothing.
+        record = msgspec.json.decode(right.value, type=ShardRecord)
+        wrong = msgspec.structs.replace(record, replicas=("b2",), isr={"b2": 1})
+        await store.transact([], [Put(key, encode(wrong, key))])
+        await region.start("b2")
+        await troubled(region, "b2", "Not all leaves that broker b1 alone had")
+        assert not region.clustered("b2").has_audit_log
+        await region.stop()
+        # It leads, and writes other leaves.
+        await store.transact([], [Put(key, right.value)])
+
+        def junk(files: object, at: int, end: int) -> Batch:
+            return encode_batch([NewRecord(payload=b"junk")])
+
+        with monkeypatch.context() as patched:
+            patched.setattr(audit_log, "_batch_from", junk)
+            patched.setattr(audit_log, "_Checkpoint", None)
+            await region.start("b1")
+            await troubled(region, "b1", "NoneType")
+            await region.stop()
+        await region.start("b1")
+        await troubled(region, "b1", "has other leaves from 0 on")
+        assert not region.clustered("b1").has_audit_log
+        assert len(verified(region, "b1")) == LEAVES
