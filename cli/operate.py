@@ -261,6 +261,12 @@ def scale(
             f"{name} has {counted(count, 'broker')}; `felix region rebalance` gives new ones their share"
         )
         return
+    if config.cluster.replicas > count:
+        raise RequestError(
+            f"{folder.config} gives new streams {copies_text(config.cluster.replicas)}, each on a broker of its own.",
+            code=Code.CONFLICT,
+            hint=f"Change replicas: in cluster: there to {count} or less, and start the brokers again.",
+        )
     run(_leave(region, identity, going, int(Duration.parse(wait))))
     scaled(folder, config, count, free_address)
     run(_gone(region, identity, going, int(Duration.parse(wait))))

@@ -19,7 +19,7 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Final
@@ -34,6 +34,7 @@ from felix.files import PUBLIC, replace_file
 from felix.runtime.real import REAL, now_ms
 from policy.documents import decode_document
 from region.bootstrap import write_profile
+from region.cluster.node_file import NAME as NODE
 from region.config import ClusterBroker, RegionConfig, load_config
 from region.folder import RegionFolder
 
@@ -151,7 +152,11 @@ def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address:
         for line in lines[count:]:
             text = text.replace(line, "", 1)
     else:
-        added = "".join(_line(each) for each in _with_more(brokers, count, free_address)[len(brokers) :])
+        # A broker that was retired has its folder still, and is not registered anew with that.
+        data = folder.root / config.data
+        retired = {path.parent.name for path in data.glob(f"*/{NODE}")}
+        more = _with_more(brokers, count, free_address, retired)[len(brokers) :]
+        added = "".join(map(_line, more))
         text = text.replace(lines[-1], lines[-1] + added, 1)
     made = decode_document(text, RegionConfig, str(folder.config))
     replace_file(folder.config, text.encode(), PUBLIC)
@@ -173,11 +178,11 @@ def _places(config: RegionConfig, first: str, count: int, free_address: FreeAddr
 
 
 def _with_more(
-    brokers: Sequence[ClusterBroker], count: int, free_address: FreeAddress
+    brokers: Sequence[ClusterBroker], count: int, free_address: FreeAddress, used: Collection[str] = ()
 ) -> list[ClusterBroker]:
-    """These, and behind them as many on this machine as make them `count`."""
+    """These, and behind them as many on this machine as make them `count`, under ids that are not in `used`."""
     found = list(brokers)
-    ids = {str(each.id) for each in brokers}
+    ids = {*used, *(str(each.id) for each in brokers)}
     listens = [each.listen for each in brokers]
     healths = [each.health for each in brokers if each.health is not None]
     for number in itertools.count(1):

@@ -15,6 +15,7 @@ Pure: what is to be written is returned.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Final
 
@@ -250,7 +251,7 @@ def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: 
             )
         return None
     if node is None:
-        return _old_store(name) if file.registration else None
+        return _unknown(view, name) if file.registration else None
     if node.folder != file.folder:
         return Refusal(
             Reason.OTHER_FOLDER,
@@ -296,6 +297,18 @@ def _old_folder(broker: str) -> Refusal:
     return Refusal(
         Reason.OLD_FOLDER,
         f"The data folder of broker {broker} is an older copy: the broker has run since it was made. Put its newest folder back.",
+    )
+
+
+def _unknown(view: ClusterView, broker: str) -> Refusal:
+    """A folder that was registered, of a broker that the store does not have."""
+    refusal = _old_store(broker)
+    if not view.nodes:
+        return refusal
+    return dataclasses.replace(
+        refusal,
+        sentence=f"The metadata store does not know broker {broker}. If it was retired, move its data folder away: it begins with a new one. "
+        f"Else: {refusal.sentence}",
     )
 
 

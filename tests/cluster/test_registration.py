@@ -178,6 +178,18 @@ def test_r7_a_process_that_lost_its_lease_is_alive_again_with_its_number_until_a
         assert refused(refusal, Reason.SUPERSEDED)
 
 
+def test_a_retired_broker_begins_with_a_new_folder_and_is_told_so_with_its_old_one() -> None:
+    stage = Stage("ab")
+    stage.stop("b")
+    assert stage.do(registration.retire(stage.view(), "b"))
+    refusal = stage.intend("b")
+    assert isinstance(refusal, Refusal) and refusal.reason is Reason.OLD_STORE
+    assert "If it was retired, move its data folder away" in refusal.sentence
+    replaced(stage, "b")
+    stage.start("b")
+    assert stage.registration("b") == 1
+
+
 def test_r10_a_store_that_went_back_is_told_from_its_numbers_and_pulses() -> None:
     stage = Stage("a")
     empty, first = Stage("").store.backup(), stage.store.backup()

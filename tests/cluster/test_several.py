@@ -28,6 +28,7 @@ from felix.messages import RegionState
 from felix.names import StreamName
 from felix.profile import load_profile
 from region.bootstrap import write_profile
+from region.cluster.node_file import NAME as NODE
 from region.config import load_config
 from region.folder import RegionFolder
 
@@ -256,9 +257,25 @@ def test_brokers_are_added_behind_the_others_and_taken_from_the_end(tmp_path: Pa
     assert four.cluster.brokers[:2] == two.cluster.brokers
     assert len({each.listen for each in four.cluster.brokers}) == 4
     assert scaled(folder, four, 2, free_address) == two == load_config(folder.config)
+    # b3 was served, and retired: it has its folder still.
+    (folder.root / "data" / "b3").mkdir(parents=True)
+    (folder.root / "data" / "b3" / NODE).touch()
+    after = scaled(folder, two, 3, free_address)
+    assert after.cluster is not None and [each.id for each in after.cluster.brokers] == ["b1", "b2", "b4"]
+    scaled(folder, after, 2, free_address)
     folder.config.write_text(folder.config.read_text().replace("- {id: b2", "-  {id: b2"))
     with pytest.raises(RequestError, match="are not written as"):
         scaled(folder, load_config(folder.config), 3, free_address)
+
+
+def test_no_broker_is_drained_where_new_streams_have_more_copies_than_brokers_would_be_left(
+    tmp_path: Path,
+) -> None:
+    folder = make_region(tmp_path, "us-east")
+    three = make_cluster(folder, load_config(folder.config), 3, free_address, replicas=3)
+    said = felix_command(tmp_path, "region", "scale", "2", code=1)
+    assert "gives new streams 3 copies" in said.err and "to 2 or less" in said.err
+    assert load_config(folder.config) == three
 
 
 @pytest.mark.etcd

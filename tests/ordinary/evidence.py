@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, NamedTuple
 
 from audit.leaf import ENTRY_BYTES, Kind, Leaf, Side, decode_leaf
 from audit.position import LinkShard
+from audit.proof import check_proof, prove
 from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.verify import verify_log
+from felix.errors import FelixError
 
 if TYPE_CHECKING:
     from ordinary.world import World
@@ -35,7 +38,7 @@ class Disagreement(NamedTuple):
 def findings(world: World) -> list[str]:
     """What verification finds in each log, and what does not agree between them; empty where all is well. What was lost
     with a log that could not be put back is shown, and no finding."""
-    found = list(world.wrong)
+    found = [*world.wrong, *world.findings_of_its_own()]
     logs = world.logs()
     for origin, path in logs.items():
         remembered = world.notes_of(origin) if origin not in world.ended.keys() | world.forked else []
@@ -45,7 +48,37 @@ def findings(world: World) -> list[str]:
         found += [
             f"{origin}: step {each.step}, leaf {each.leaf}: {each.sentence}" for each in report.findings
         ]
+        if not report.findings:
+            found += unproved(origin, path, world)
     return found + [each.sentence for each in disagreements(logs) if each.envelope not in world.lost]
+
+
+def unproved(origin: str, path: Path, world: World) -> list[str]:
+    """Of one record that an egress log says crossed, drawn by the sequence's number: why there is no proof of it, or why that does not hold."""
+    crossed = [
+        (index, leaf)
+        for index, leaf in enumerate(read_leaves(path))
+        if leaf.header.kind is Kind.INTENT and leaf.entries
+    ]
+    if not crossed:
+        return []
+    index, leaf = Random(world.number).choice(crossed)
+    header, offset = leaf.header, int.from_bytes(leaf.entries[:8], "big")
+    try:
+        proof = prove(
+            Folder(path), world.trust, header.stream, header.shard, offset,
+            destination_region=header.destination_region, incarnation=header.incarnation, leaf=index,
+        )  # fmt: skip
+        proven = check_proof(proof, world.trust, cosignatures_min=0)
+    except FelixError as error:
+        return [f"{origin}: leaf {index}, offset {offset} has no proof: {error.sentence}"]
+    is_it = (proven.stream, proven.shard, proven.offset, proven.intent) == (
+        header.stream,
+        header.shard,
+        offset,
+        header,
+    )
+    return [] if is_it else [f"{origin}: leaf {index}, offset {offset}: the proof is of {proven}"]
 
 
 def shown_losses(world: World) -> set[str]:

@@ -10,12 +10,13 @@ import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Generator
 from contextvars import Context, ContextVar
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
 from ordinary import restores
 from ordinary.evidence import findings
-from ordinary.world import Operation, World
+from ordinary.several import OF_SEVERAL, Several
+from ordinary.world import STEPS, Operation, World
 
 OPERATIONS: Final[dict[Operation, float]] = {
     World.create: 2, World.delete: 1.5, World.publish: 9, World.settle: 5, World.allow: 4, World.accept: 1, World.approve: 1.5,
@@ -26,6 +27,12 @@ OPERATIONS: Final[dict[Operation, float]] = {
     restores.replace_region: 0.2,
 }  # fmt: skip
 """What may be done in a step, and how often beside the others; one that finds nothing to do is drawn again."""
+SEVERAL: Final[dict[Operation, float]] = {
+    **{operation: weight / 2 for operation, weight in OPERATIONS.items()},
+    World.publish: 9, World.settle: 5,
+    **cast("dict[Operation, float]", OF_SEVERAL),
+}  # fmt: skip
+"""The same where regions have several brokers: half of what is done is done to those."""
 STEP_S: Final = 300.0
 """A step takes less than a second on a quiet machine, and the start or the end a few. At the lowest priority beside twenty other processes whole
 sequences took five minutes, so the limit is on the time without a step."""
@@ -36,7 +43,12 @@ _PLAYING: ContextVar[int] = ContextVar("seed", default=0)
 
 
 async def play_all(
-    seeds: list[int], home: Path, at_once: int, tell: Callable[[World, list[str]], Awaitable[None]]
+    seeds: list[int],
+    home: Path,
+    at_once: int,
+    tell: Callable[[World, list[str]], Awaitable[None]],
+    make: type[World] = World,
+    steps: int = STEPS,
 ) -> None:
     """Play sequences side by side; `tell` hears of each as it ends, with what it left that does not hold."""
     gate = asyncio.Semaphore(at_once)
@@ -44,17 +56,17 @@ async def play_all(
 
     async def one(seed: int) -> None:
         async with gate:
-            world = World(home / str(seed), seed)
-            await tell(world, await _play(world, seed_of))
+            world = make(home / str(seed), seed)
+            await tell(world, await _play(world, seed_of, steps))
 
     async with asyncio.TaskGroup() as group:
         for seed in seeds:
             group.create_task(one(seed))
 
 
-async def _play(world: World, seed_of: WeakKeyDictionary[asyncio.Task[Any], int]) -> list[str]:
+async def _play(world: World, seed_of: WeakKeyDictionary[asyncio.Task[Any], int], steps: int) -> list[str]:
     _PLAYING.set(world.number)
-    task = asyncio.create_task(world.play(OPERATIONS))
+    task = asyncio.create_task(world.play(SEVERAL if isinstance(world, Several) else OPERATIONS, steps))
     try:
         while not task.done():
             before = len(world.history)

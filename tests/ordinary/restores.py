@@ -26,7 +26,9 @@ NO_ALARM_S: Final = 1.0
 
 async def back_up(world: World) -> str | None:
     """A cold copy of a broker's data."""
-    region = world.random.choice(world.regions)
+    if not world.alone:
+        return None
+    region = world.random.choice(world.alone)
     kept = world.home / f"backup-{region}"
     await world.stop(region)
     await _copy(_data(world, region), kept)
@@ -230,7 +232,7 @@ def _knowing(world: World, origin: str, size: int) -> set[str]:
 
 
 def _backed_up(world: World) -> str | None:
-    regions = [region for region in world.regions if region in world.backups]
+    regions = [region for region in world.alone if region in world.backups]
     return world.random.choice(regions) if regions else None
 
 

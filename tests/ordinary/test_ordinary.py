@@ -1,7 +1,8 @@
 """Ordinary operation never breaks evidence: random sequences of what operators do leave logs that verify and reconcile.
 
-One in every run. `make ordinary SEQUENCES=500` plays so many, reports them all with Spark, and prints every seed that
-failed with its operations; `make ordinary SEQUENCES=1 SEED=17` plays that one again. What failed is left in its folder.
+One in every run, and a short one of regions with several brokers. `make ordinary SEQUENCES=500` plays so many, and a tenth as many of several brokers
+(FELIX_ORDINARY_SEVERAL: so many), reports them all with Spark, and prints every seed that failed with its operations; `make ordinary SEQUENCES=1 SEED=17`
+plays that one again. What failed is left in its folder.
 It says how each sequence ended, and after each report the totals so far: a run that is cut off has shown what it played, and
 `SEED` goes on from there.
 """
@@ -13,14 +14,16 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_process import etcd_binary
 from ordinary import play
 from ordinary.evidence import read_leaves, shown_losses
 from ordinary.play import OPERATIONS, play_all
+from ordinary.several import Several
 from ordinary.world import World
 
 from audit.leaf import Kind, Side
@@ -29,9 +32,14 @@ from policy.grant import StandingAction
 
 SEQUENCES = int(os.environ.get("FELIX_ORDINARY_SEQUENCES", "1"))
 SEED = int(os.environ.get("FELIX_ORDINARY_SEED", "1"))
+SEVERAL = int(os.environ.get("FELIX_ORDINARY_SEVERAL", (SEQUENCES + 9) // 10))
+"""Sequences of regions with several brokers. Each costs what five of the others do."""
 IS_LONG = "FELIX_ORDINARY_SEQUENCES" in os.environ
 AT_ONCE = 4
 """Sequences side by side: each mostly waits."""
+AT_ONCE_SEVERAL = 2
+"""Of those with several brokers: up to eight processes each."""
+STEPS_SEVERAL = 40 if IS_LONG else 6
 PER_REPORT = 50
 """Sequences whose logs one report shows, 250 logs: a report costs about the same for one sequence as for these."""
 
@@ -39,7 +47,8 @@ PER_REPORT = 50
 class Tally:
     """What sequences did, what they left, and what does not hold about it."""
 
-    def __init__(self) -> None:
+    def __init__(self, wanted: int) -> None:
+        self.wanted = wanted
         self.done: Counter[str] = Counter()
         self.leaves: Counter[str] = Counter()
         self.records: Counter[str] = Counter()
@@ -66,7 +75,7 @@ class Tally:
         if found:
             self.fail(world, found)
         print(
-            f"seed {world.number} {'FAILED' if found else 'holds'}: {self.played} of {SEQUENCES}, {self.pace()}",
+            f"seed {world.number} {'FAILED' if found else 'holds'}: {self.played} of {self.wanted}, {self.pace()}",
             flush=True,
         )
 
@@ -89,31 +98,62 @@ class Tally:
 async def test_ordinary_operation_never_breaks_evidence(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    tally = Tally()
-    report: Report | None = request.getfixturevalue("report") if IS_LONG else None
-    for first in range(SEED, SEED + SEQUENCES, PER_REPORT):
-        seeds = list(range(first, min(first + PER_REPORT, SEED + SEQUENCES)))
-        home, worlds = tmp_path / str(first), []
+    tally = await play_and_report(
+        tmp_path, SEQUENCES, request, lambda seeds, home, tell: play_all(seeds, home, AT_ONCE, tell)
+    )
+    assert tally.records["INTENT"] or not SEQUENCES, "nothing crossed: these sequences show nothing"
+    if SEQUENCES >= 100:
+        assert set(tally.done) == {operation.__name__ for operation in OPERATIONS}, (
+            "some operation was never drawn"
+        )
+
+
+@pytest.mark.etcd
+async def test_ordinary_operation_of_several_brokers_never_breaks_evidence(
+    tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    tally = await play_and_report(
+        tmp_path,
+        SEVERAL,
+        request,
+        lambda seeds, home, tell: play_all(seeds, home, AT_ONCE_SEVERAL, tell, Several, STEPS_SEVERAL),
+    )
+    assert tally.records["INTENT"] or not SEVERAL, "nothing crossed: these sequences show nothing"
+
+
+Tell = Callable[[World, list[str]], Awaitable[None]]
+
+
+async def play_and_report(
+    home: Path,
+    count: int,
+    request: pytest.FixtureRequest,
+    play_some: Callable[[list[int], Path, Tell], Awaitable[None]],
+) -> Tally:
+    """Play so many sequences, from the first seed on, and report them if it is a long run. Fails with what does not hold."""
+    tally = Tally(count)
+    report: Report | None = request.getfixturevalue("report") if IS_LONG and count else None
+    for first in range(SEED, SEED + count, PER_REPORT):
+        seeds = list(range(first, min(first + PER_REPORT, SEED + count)))
+        folder, worlds = home / str(first), list[World]()
 
         async def tell(world: World, found: list[str], worlds: list[World] = worlds) -> None:
             worlds.append(world)
             await tally.take(world, found)
 
-        await play_all(seeds, home, AT_ONCE, tell)
+        await play_some(seeds, folder, tell)
         if report is not None:
             sound = [world for world in worlds if world.number not in tally.failed]
-            for world, wrong in report(sound, home / "report").items():
+            for world, wrong in report(sound, folder / "report").items():
                 tally.fail(world, wrong)
         for world in worlds:
             if world.number not in tally.failed:
                 shutil.rmtree(world.home)
         print(f"seeds {SEED} to {seeds[-1]}: {tally}", flush=True)
     assert not tally.failed, "\n".join(tally.failed.values())
-    assert tally.records["INTENT"], "nothing crossed: these sequences show nothing"
-    if SEQUENCES >= 100:
-        assert set(tally.done) == {operation.__name__ for operation in OPERATIONS}, (
-            "some operation was never drawn"
-        )
+    return tally
 
 
 async def test_a_sequence_that_does_not_go_on_says_where_it_waits(
@@ -122,7 +162,7 @@ async def test_a_sequence_that_does_not_go_on_says_where_it_waits(
     async def never_ends(self: World) -> None:
         await asyncio.Event().wait()
 
-    async def begins(self: World, operations: object) -> None:
+    async def begins(self: World, operations: object, steps: int) -> None:
         self.history.append("create: a stream")
         await never_ends(self)
 

@@ -216,7 +216,7 @@ class World:
             for other in self.others(region):
                 file = self.folder(other).bundle.read_bytes()
                 trust_region(self.folder(region), decode_bundle(file))
-                if region in self._stack:
+                if self.is_up(region):
                     await (await self.client(region)).request(PutDocument("bundle", file))
 
     def write_policy(self, region: str) -> ResidencyPolicy:
@@ -246,6 +246,18 @@ class World:
         ((_, body),) = answer.documents.items()
         return parse_policy(SignedDocument.parse(body).body.decode(), region)
 
+    @property
+    def alone(self) -> list[str]:
+        """The regions of one broker."""
+        return self.regions
+
+    def addresses(self, region: str) -> tuple[str, ...]:
+        """Where its brokers are."""
+        return (f"127.0.0.1:{self._ports[region]}",)
+
+    def is_up(self, region: str) -> bool:
+        return region in self._stack
+
     async def start(self, region: str) -> None:
         if region not in self._ports:
             self._ports[region] = claim_port()
@@ -254,18 +266,22 @@ class World:
         self._stack[region] = context
 
     async def stop(self, region: str) -> None:
-        client = self._clients.pop(region, None)
-        if client is not None:
-            await client.close()
+        await self.leave(region)
         context = self._stack.pop(region, None)
         if context is not None:
             await context.__aexit__(None, None, None)
 
+    async def leave(self, region: str) -> None:
+        """End the operator's session."""
+        client = self._clients.pop(region, None)
+        if client is not None:
+            await client.close()
+
     async def start_agent(self, region: str) -> None:
         config = BridgeConfig(
-            name=self.bridges[region], source=region, mesh="acme", source_addresses=(f"127.0.0.1:{self._ports[region]}",),
+            name=self.bridges[region], source=region, mesh="acme", source_addresses=self.addresses(region),
             destinations=tuple(
-                DestinationConfig(region=other, addresses=(f"127.0.0.1:{self._ports[other]}",))
+                DestinationConfig(region=other, addresses=self.addresses(other))
                 for other in self.others(region)
             ),
         )  # fmt: skip
@@ -298,7 +314,7 @@ class World:
         held = self._clients.get(region)
         if held is None:
             profile = Profile(
-                region=region, mesh="acme", addresses=(f"127.0.0.1:{self._ports[region]}",),
+                region=region, mesh="acme", addresses=self.addresses(region),
                 authority=self.bundle(region).root_pem.encode(),
                 identity=load_identity(self.folder(region).identity("operator")), server_name=f"{region}.acme",
             )  # fmt: skip
@@ -335,10 +351,14 @@ class World:
             for _ in range(steps):
                 await self.step(operations)
             await self.settle(SETTLE_S)
+            await self.look_back()
         finally:
             await self.stop_agents()
             for region in self.regions:
                 await self.stop(region)
+
+    async def look_back(self) -> None:
+        """What must hold while all still runs; `wrong` tells what does not."""
 
     async def begin(self) -> None:
         """One stream that crosses, so that every sequence has something to break."""
@@ -420,8 +440,12 @@ class World:
         if not held:
             return None
         stream = self.random.choice(sorted(held))
-        await client.delete_stream(stream)
+        await self.forget(region, stream)
         return f"{stream} in {region}"
+
+    async def forget(self, region: str, stream: str) -> None:
+        """Delete it."""
+        await (await self.client(region)).delete_stream(stream)
 
     async def publish(self) -> str | None:
         region = self.random.choice(self.sources)
@@ -430,7 +454,13 @@ class World:
         if not held:
             return None
         stream, count = self.random.choice(sorted(held)), self.random.randint(1, 40)
-        publisher = client.stream(stream)
+        records = self.draw_records(count)
+        batch = self.random.choice((3, 40))
+        await self.publish_all(region, stream, [records[at : at + batch] for at in range(0, count, batch)])
+        return f"{count} records to {stream} in {region}"
+
+    def draw_records(self, count: int) -> list[bytes]:
+        """Each with a flight of its own; some lack what most grants pseudonymize."""
         records = []
         for _ in range(count):
             self.published += 1
@@ -438,12 +468,13 @@ class World:
             if self.random.random() < 0.1:
                 del record["tailnum"]
             records.append(json.dumps(record).encode())
-        batch = self.random.choice((3, 40))
-        for at in range(0, count, batch):
-            await asyncio.gather(
-                *(publisher.publish(record, key=record[:12]) for record in records[at : at + batch])
-            )
-        return f"{count} records to {stream} in {region}"
+        return records
+
+    async def publish_all(self, region: str, stream: str, groups: list[list[bytes]]) -> None:
+        """Group after group, the records of one at once."""
+        publisher = (await self.client(region)).stream(stream)
+        for group in groups:
+            await asyncio.gather(*(publisher.publish(record, key=record[:12]) for record in group))
 
     async def allow(self) -> str | None:
         source = self.random.choice(self.sources)
@@ -604,13 +635,19 @@ class World:
         region, stream = grant.terms.from_region, grant.terms.stream
         state = await (await self.client(region)).describe_stream(stream)
         shard = self.random.randrange(state.shards)
-        book = self.nodes[region].services.governance.book
-        live = book.live_incarnation(grant.body.grant, stream, shard, state.incarnation)
+        live = await self.live_incarnation(region, grant.body.grant, stream, shard, state.incarnation)
         first = self.random.choice((0, 0, self.random.randint(0, max(0, state.state[shard].high_watermark))))
         back = Truncation(
-            stream=stream, shard=shard, incarnation=live.incarnation.hex(), epoch=0, offset=max(first, state.state[shard].log_start),
+            stream=stream, shard=shard, incarnation=live.hex(), epoch=0, offset=max(first, state.state[shard].log_start),
         )  # fmt: skip
         return f"from {first}: {await self._stand(grant, StandingAction.RESEND, region, back)}"
+
+    async def live_incarnation(
+        self, region: str, grant: str, stream: str, shard: int, incarnation: bytes
+    ) -> bytes:
+        """What a shard crosses under now."""
+        book = self.nodes[region].services.governance.book
+        return book.live_incarnation(grant, stream, shard, incarnation).incarnation
 
     async def deny(self) -> str | None:
         region, stream = self.random.choice(self.regions), self.random.choice(STREAMS)
@@ -634,7 +671,9 @@ class World:
         return f"{stream} by {region}"
 
     async def restart_broker(self) -> str | None:
-        region = self.random.choice(self.regions)
+        if not self.alone:
+            return None
+        region = self.random.choice(self.alone)
         await self.stop(region)
         await self.start(region)
         return region
@@ -653,6 +692,10 @@ class World:
             await self.exchange_bundles()
         await self.start_agent(region)
         return region
+
+    def findings_of_its_own(self) -> list[str]:
+        """What does not hold of what this kind of mesh has beside its logs, once all is stopped."""
+        return []
 
     # -- logs ------------------------------------------------------------------------------------------
 
@@ -679,7 +722,12 @@ class World:
 
     def notes_of(self, origin: str, region: str = "*") -> list[bytes]:
         """The checkpoints of a log that regions, or one of them, remember to have cosigned."""
-        notes = [path.read_bytes() for path in self.home.glob(f"{region}/data/witness/*.checkpoint")]
+        found = (
+            path
+            for folder in ("data", "data/*")
+            for path in self.home.glob(f"{region}/{folder}/witness/*.checkpoint")
+        )
+        notes = [path.read_bytes() for path in found]
         return [note for note in notes if note.startswith(origin.encode() + b"\n")]
 
 
