@@ -3,7 +3,12 @@
 It brings each event to the core that it concerns, in the order in which the two must hear it: the fence first, then the leader, which
 gives up an epoch that is over, then the follower.
 
-Invariant: a peer is heard as what the record, as it was read, says that it is, in an epoch that a record or a log of this replica tells of.
+A core to which time alone gives nothing to do is *quiescent*, as a quiesced range of CockroachDB is: it needs no ticks until something else
+happens, or the broker is without a lease for DETACHED_MS. Whether a peer is still there is judged by the link to it, once for all shards.
+
+Invariants:
+- a peer is heard as what the record, as it was read, says that it is, in an epoch that a record or a log of this replica tells of;
+- a tick of a quiescent core asks for nothing before DETACHED_MS after the lease (asserted in the simulator).
 """
 
 from __future__ import annotations
@@ -42,6 +47,7 @@ class ReplicaCore:
         self._kept_ms = 0
         self._alarmed = ""
         self._peers: frozenset[str] = frozenset()
+        self.is_quiescent = False
 
     def hears(self, peer: str) -> bool:
         """Whether the newest record read gives this broker a part in the shard; nobody else is heard. Nobody is before a record was read (R7)."""
@@ -61,6 +67,10 @@ class ReplicaCore:
         """One event at `now` (ms of a clock that does not go back)."""
         ready = Ready()
         kind = type(event)
+        if self.is_quiescent and kind is not Tick:
+            # As if it had been ticked all the while.
+            self.is_quiescent = False
+            self.leader.step(Tick(), now, ready)
         if kind is Synced:
             assert isinstance(event, Synced)
             log = self.replica.logs[event.log]
@@ -99,7 +109,18 @@ class ReplicaCore:
                 ready.send.append(Send(event.peer, self.replica.stale_answer()))
         elif self.follower.leader:
             self.follower.leave()
+        if kind is Tick:
+            self.is_quiescent = self._may_rest(now)
         return self._done(ready)
+
+    def _may_rest(self, now: int) -> bool:
+        replica = self.replica
+        return (
+            not replica.copying
+            and all(log.kept >= log.commit for log in replica.logs.values())
+            and self.leader.is_quiescent(now)
+            and (self.leader.leads or self.follower.is_quiescent)
+        )
 
     def _take_record(self, event: RecordRead) -> bool:
         """R7: nothing older than this broker's registration says anything to it. Reads come in the store's order: revisions that fall

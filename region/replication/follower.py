@@ -363,13 +363,13 @@ class FollowerCore:
         if event.peer == self.leader and event.up:
             self._ask(now, ready)
 
+    @property
+    def is_quiescent(self) -> bool:
+        """Whether time alone gives it nothing to do: no question is open that it would ask again."""
+        return not self.leader or self.placed or self._waits or self.replica.stopped
+
     def _tick(self, event: Tick, now: int, ready: Ready) -> None:
-        if (
-            self.leader
-            and not self.placed
-            and not self._waits
-            and now >= max(self._asked_ms + ASK_AGAIN_MS, self._not_before_ms)
-        ):
+        if not self.is_quiescent and now >= max(self._asked_ms + ASK_AGAIN_MS, self._not_before_ms):
             self._ask(now, ready)
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any, int, Ready], None]]] = {

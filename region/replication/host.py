@@ -34,6 +34,7 @@ from region.cluster.election import has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
+from region.cluster.registration import LEASE_MARGIN_MS
 from region.cluster.transactions import Refusal, change, leave_sets
 from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
@@ -42,7 +43,7 @@ from region.log.errors import NotLocalError, StorageFailedError
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
-from region.metadata.lease import Lease as StoreLease
+from region.metadata.lease import Lease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copier import Copier
 from region.replication.copier import Links as CopierLinks
@@ -50,7 +51,7 @@ from region.replication.copies import HostedCopies
 from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING
-from region.replication.leader import TICK_MS, Phase
+from region.replication.leader import DETACHED_MS, TICK_MS, Phase
 from region.replication.log_worker import Collected, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
@@ -60,7 +61,6 @@ from region.replication.ready import (
     CopyFailed,
     DiskFailed,
     FramesRead,
-    Lease,
     Leaving,
     Linked,
     Living,
@@ -79,7 +79,7 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
-from region.replication.replica import Replica
+from region.replication.replica import BrokerLease, Replica
 from region.replication.wire import (
     OriginAsked,
     OriginTold,
@@ -135,7 +135,6 @@ class Hosted:
     """events meanwhile"""
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
-    lease_until_ms: int = 0
     broken: str = ""
     """why nothing is done any more: our own mistake"""
     is_yielding: bool = False
@@ -189,7 +188,10 @@ class ReplicaHost:
         self._listeners: list[Callable[[ShardId], None]] = []
         self._open_logs = OpenLogs() if open_logs is None else open_logs
         self._hosted: dict[ShardId, Hosted] = {}
-        self._lease: StoreLease | None = None
+        self._ticking: dict[ShardId, Hosted] = {}
+        """those that are not quiescent"""
+        self._lease: Lease | None = None
+        self._broker_lease = BrokerLease()
         self._registration = 0
         self._is_started = self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
@@ -228,7 +230,7 @@ class ReplicaHost:
                 raise
         replica = Replica(
             self._broker, self._registration, self._folder, self._registered_at, plan.durability,
-            {number: disk.beginning() for number, disk in disks.items()}, lost=bool(lost),
+            {number: disk.beginning() for number, disk in disks.items()}, lease=self._broker_lease, lost=bool(lost),
         )  # fmt: skip
         hosted = Hosted(plan.shard, ReplicaCore(replica), {}, plan.answers_early)
         for number, disk in disks.items():
@@ -243,7 +245,6 @@ class ReplicaHost:
         )  # fmt: skip
         self._hosted[plan.shard] = hosted
         if self._is_started:
-            self._tell_lease(hosted, self._now())
             self._step(hosted, Living(self._mirror.view.brokers.registrations()))
             self._hear_records([plan.shard])
 
@@ -288,6 +289,7 @@ class ReplicaHost:
     async def remove(self, shard: ShardId) -> None:
         """Have no copy of a shard any more; its files stay. Whoever leads it has been closed."""
         hosted = self._hosted.pop(shard, None)
+        self._ticking.pop(shard, None)
         self.alarms.pop(shard, None)
         self._over.pop(shard, None)
         if hosted is not None:
@@ -322,8 +324,7 @@ class ReplicaHost:
     def start(self) -> None:
         """Lead and follow. The mirror has reached the registration, and the broker is alive."""
         self._is_started = True
-        for hosted in self._hosted.values():
-            self._tell_lease(hosted, self._now())
+        self._read_lease(self._now())
         self._know_peers()
         self._hear_records(list(self._hosted))
         self._ticks = self._loop.create_task(self._tick(), name="replication ticks")
@@ -493,7 +494,7 @@ class ReplicaHost:
         for hosted in self._hosted.values():
             self._step(hosted, Leaving())
 
-    def leased(self, lease: StoreLease | None) -> None:
+    def leased(self, lease: Lease | None) -> None:
         """For `Registry.on_lease`."""
         self._lease = lease
 
@@ -551,12 +552,16 @@ class ReplicaHost:
         except Exception as error:
             self._break(hosted, type(event).__name__, error)
         else:
+            if hosted.core.is_quiescent:
+                self._ticking.pop(hosted.shard, None)
+            else:
+                self._ticking[hosted.shard] = hosted
             if ready.deposed:
                 self._depose(hosted, not_leader(hosted.shard))
             for number in ready.committed:
                 if number in hosted.led:
                     hosted.led[number].moved()
-            if hosted.answers_early and isinstance(event, Synced | Lease):
+            if hosted.answers_early and isinstance(event, Synced):
                 for copies in hosted.led.values():
                     copies.moved()
         self._tell(hosted)
@@ -573,6 +578,7 @@ class ReplicaHost:
         if hosted.broken:
             return
         hosted.broken = f"{type(error).__name__}: {error}"
+        self._ticking.pop(hosted.shard, None)
         self._alarm(hosted, f"it has stopped by a mistake of its own ({hosted.broken})")
         for worker in hosted.workers.values():
             worker.halt(hosted.broken)
@@ -841,18 +847,28 @@ class ReplicaHost:
         while True:
             await asyncio.sleep(TICK_MS / 1_000)
             now = self._now()
-            for hosted in list(self._hosted.values()):
-                self._tell_lease(hosted, now)
+            self._read_lease(now)
+            for shard in list(self._over):
+                self._look_at_alarm(shard)
+            due = self._hosted if now > self._broker_lease.until_ms + DETACHED_MS else self._ticking
+            for hosted in list(due.values()):
                 hosted.copier.fail_late(now)
-                self._look_at_alarm(hosted.shard)
                 if not hosted.is_settling:
                     self._step(hosted, Tick())
 
-    def _tell_lease(self, hosted: Hosted, now: int) -> None:
+    def _read_lease(self, now: int) -> None:
+        known = self._broker_lease
         until_ms = 0 if self._lease is None else now + self._lease.remaining_ms()
-        if until_ms > now and until_ms - hosted.lease_until_ms > TICK_MS:
-            hosted.lease_until_ms = until_ms
-            self._step(hosted, Lease(until_ms))
+        if until_ms <= now or until_ms - known.until_ms <= TICK_MS:
+            return
+        was_over = now >= known.until_ms - LEASE_MARGIN_MS
+        known.until_ms = until_ms
+        if was_over:
+            # What is durable here waits for nothing else where it is answered early.
+            for hosted in self._hosted.values():
+                if hosted.answers_early:
+                    for copies in hosted.led.values():
+                        copies.moved()
 
 
 def _producers(hosted: Hosted, number: int) -> bytes:

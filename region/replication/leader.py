@@ -56,7 +56,6 @@ from region.replication.ready import (
     Begun,
     DiskFailed,
     FramesRead,
-    Lease,
     Linked,
     Living,
     MinWanted,
@@ -195,7 +194,6 @@ class LeaderCore:
         self._attempts = 0
         self._swap_after_ms = 0
         self._min_wanted = 0
-        self._lease_until_ms = 0
         self._living: dict[str, int] = {}
         self._below_since = -1
         self._unreachable_ms = -UNREACHABLE_PAUSE_MS
@@ -222,7 +220,7 @@ class LeaderCore:
 
     def may_answer(self, now: int) -> bool:
         """Whether what rests on no commit may be answered (L1)."""
-        return self.phase is Phase.SERVING and now < self._lease_until_ms - LEASE_MARGIN_MS
+        return self.phase is Phase.SERVING and now < self.replica.lease.until_ms - LEASE_MARGIN_MS
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -776,14 +774,13 @@ class LeaderCore:
         if any(0 <= log.syncing_since < now - HUNG_MS for log in self.replica.logs.values()):
             self._stop("hung", now, ready)
         if self.commits:
-            if now > self._lease_until_ms + DETACHED_MS:
+            if now > self.replica.lease.until_ms + DETACHED_MS:
                 self._stop("unreachable", now, ready)
                 return
             for peer, follower in self.followers.items():
-                if follower.logs and follower.has(
-                    {number: log.end for number, log in self.replica.logs.items()}
-                ):
-                    follower.caught_up_ms = now
+                if self._is_caught_up(follower):
+                    # It owes no answer either.
+                    follower.caught_up_ms = follower.heard_ms = now
                 elif max(follower.heard_ms, follower.probed_ms) + PROBE_MS < now and follower.down_since < 0:
                     self._forget(peer, follower, now, ready)
             if self._is_cut_off(now):
@@ -792,10 +789,41 @@ class LeaderCore:
             self._look_for_others(now, ready)
         self._change(now, ready)
 
+    def _is_caught_up(self, follower: Follower) -> bool:
+        """Whether it has acknowledged all that the logs have."""
+        return bool(follower.logs) and follower.has(
+            {number: log.end for number, log in self.replica.logs.items()}
+        )
+
+    def is_quiescent(self, now: int) -> bool:
+        """Whether time alone gives it nothing to do before DETACHED_MS after the lease: nothing is being synced, the record is as it should be,
+        and each copy has everything and is in sync, or is cut off and counts for nothing. How silent a copy is says its link, not this shard."""
+        if self.phase is Phase.IDLE:
+            return True
+        standing = self.standing
+        if self.phase is not Phase.SERVING or standing is None or standing.unsettled or not self._enough():
+            return False
+        record = standing.record
+        return (
+            all(log.syncing_since < 0 for log in self.replica.logs.values())
+            and self.followers.keys() >= without(record.isr, [self.replica.broker]).keys()
+            and all(self._is_at_rest(peer, each, record) for peer, each in self.followers.items())
+            and self._wanted(record, now) is None
+        )
+
+    def _is_at_rest(self, peer: str, follower: Follower, record: ShardRecord) -> bool:
+        if peer in record.isr:
+            return (
+                follower.down_since < 0
+                and record.isr[peer] == follower.registration
+                and self._is_caught_up(follower)
+            )
+        return follower.down_since >= 0
+
     def _is_cut_off(self, now: int) -> bool:
         """Whether nothing can be committed, by whatever this leader does: its lease is over, and a copy that counts is silent."""
         assert self.standing is not None
-        return now > self._lease_until_ms and any(
+        return now > self.replica.lease.until_ms and any(
             self._is_late(member, now - CUT_OFF_MS)
             for record in self.standing.all
             for member in record.isr
@@ -819,9 +847,6 @@ class LeaderCore:
         ):
             self._unreachable_ms = now
             self._stop("unreachable", now, ready)
-
-    def _lease(self, event: Lease, now: int, ready: Ready) -> None:
-        self._lease_until_ms = event.until_ms
 
     def _alive(self, event: Living, now: int, ready: Ready) -> None:
         self._living = dict(event.brokers)
@@ -850,7 +875,6 @@ class LeaderCore:
         Received: _received,
         Linked: _linked,
         SwapAnswered: _answered,
-        Lease: _lease,
         Living: _alive,
         MinWanted: _wish,
         YieldAsked: _asked,

@@ -236,12 +236,6 @@ class SwapAnswered(NamedTuple):
     revision: int = 0
 
 
-class Lease(NamedTuple):
-    """The broker's lease was renewed: it holds until this time (ms of the monotonic clock), counted from before the asking."""
-
-    until_ms: int
-
-
 class Living(NamedTuple):
     """Brokers that are alive in the store, with their registrations."""
 
@@ -265,10 +259,10 @@ class Leaving(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed. Every TICK_MS, or less often where the process could not."""
+    """Time has passed. Every TICK_MS, or less often where the process could not; none while `ReplicaCore.is_quiescent`."""
 
 
 Event = (
     RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | Compacted | Trimmed | DiskFailed | Received
-    | Linked | SwapAnswered | Lease | Living | MinWanted | YieldAsked | Leaving | Tick
+    | Linked | SwapAnswered | Living | MinWanted | YieldAsked | Leaving | Tick
 )  # fmt: skip

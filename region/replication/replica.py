@@ -105,6 +105,14 @@ class Fence:
 
 
 @dataclass(slots=True)
+class BrokerLease:
+    """Until when the broker's lease holds (ms of the clock that cores are told the time by), counted from before each renewal was sent. One for
+    all copies of a broker, whose host alone moves it, and only forward."""
+
+    until_ms: int = 0
+
+
+@dataclass(slots=True)
 class Replica:
     """This broker's copy of a shard. `registered_at`: the store's revision that registered it: older records say nothing to it (R7)."""
 
@@ -119,6 +127,7 @@ class Replica:
     """why neither leading nor following is possible before a restart (R11)"""
     copying: set[int] = field(default_factory=set)
     """logs that are being replaced by copies of the leader's"""
+    lease: BrokerLease = field(default_factory=BrokerLease)
     lost: bool = False
     """what was acknowledged here is gone from this copy: it leads nothing before a leader has let it into the in-sync set again"""
 

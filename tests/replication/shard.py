@@ -22,7 +22,6 @@ from region.replication.messages import (
 )  # fmt: skip
 from region.replication.ready import (
     Begun,
-    Lease,
     Ready,
     Received,
     RecordRead,
@@ -82,7 +81,7 @@ class Shard:
         self.core = ReplicaCore(self.replica)
         self.leader, self.follower = self.core.leader, self.core.follower
         self.revision = 10
-        self.tell(Lease(10_000_000))
+        self.replica.lease.until_ms = 10_000_000
 
     @property
     def log(self) -> Log:

@@ -11,7 +11,7 @@ from region.log.point import LogPoint
 from region.replication.follower import ASK_AGAIN_MS
 from region.replication.history import STARTS_MAX, EpochStart, History
 from region.replication.messages import Action, Durable, Follow, Probe, Status
-from region.replication.ready import Copied, CopyFailed, DiskFailed, Synced, Truncate
+from region.replication.ready import Copied, CopyFailed, DiskFailed, Linked, Synced, Truncate
 
 
 def following(end: int = 0, starts: tuple[tuple[int, int], ...] = (), **more: object) -> Shard:
@@ -263,3 +263,16 @@ def test_an_epoch_that_its_leader_begins_where_it_ends_comes_again_with_the_firs
     shard.hear("a", placed(2, 3, ask=ask))
     assert shard.hear("a", append(2, 3, 1, ask=ask)).write
     assert [start.epoch for start in shard.log.history.starts] == [1, 2]
+
+
+def test_a_follower_that_knows_its_place_needs_no_ticks() -> None:
+    shard = Shard("b")
+    shard.read(record())
+    shard.tick()
+    assert not shard.core.is_quiescent, "a question is open"
+    shard.hear("a", placed(1, 0, ask=shard.follower.ask))
+    shard.tick()
+    assert shard.core.is_quiescent
+    shard.tell(Linked("a", True))
+    shard.tick()
+    assert not shard.core.is_quiescent, "it has asked again"

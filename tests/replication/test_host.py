@@ -6,6 +6,7 @@ import asyncio
 import errno
 
 import pytest
+from cluster.simulated_brokers import Store
 from long_runs import count
 from replication.replicated_region import NAMES, SimulatedRegion, failing, go_wrong, play
 
@@ -16,10 +17,13 @@ from region.log.errors import FULL_RETRY_MS
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.replication import host as host_module
+from region.replication import leader as leader_module
 from region.replication.copies import HostedCopies
+from region.replication.core import ReplicaCore
 from region.replication.disk import ReplicaDisk
 from region.replication.leader import LINK_DOWN_MS
 from region.replication.messages import Commit, Durable, Follow, LogPlace, Probe
+from region.replication.ready import Ready
 from region.replication.wire import Said
 
 
@@ -335,3 +339,38 @@ def test_what_a_peer_says_of_logs_that_are_not_here_is_not_heard() -> None:
         await region.well()
 
     play(scene, 7)
+
+
+def test_shards_that_nothing_happens_to_take_no_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = list[object]()
+    step = ReplicaCore.step
+
+    def counted(self: ReplicaCore, event: object, now: int) -> Ready:
+        steps.append(event)
+        return step(self, event, now)
+
+    monkeypatch.setattr(ReplicaCore, "step", counted)
+    for module in (leader_module, host_module):
+        monkeypatch.setattr(module, "DETACHED_MS", 30_000)
+
+    async def scene(region: SimulatedRegion) -> None:
+        hosts = [broker.host for broker in region.running.values()]
+        await region.until(lambda: not any(host._ticking for host in hosts))
+        steps.clear()
+        records = [region.record(shard) for shard in region.shards]
+        await asyncio.sleep(60)
+        assert not steps
+        region.append_all_the_time(3)
+        await region.until(lambda: region.acknowledged() > 60)
+        assert [region.record(shard) for shard in region.shards] == records, "nobody left meanwhile"
+        await settle(region)
+        await region.until(lambda: not any(host._ticking for host in hosts))
+        assert isinstance(region.store, Store)
+        region.store.is_away = True
+        await asyncio.sleep(15)
+        assert not any(host._ticking for host in hosts), "the lease is over, and nobody asks anything"
+        await region.until(lambda: not any(host.serves(shard) for host in hosts for shard in region.shards))
+        region.store.is_away = False
+        await region.well()
+
+    play(scene, 11, shards=3)

@@ -13,6 +13,7 @@ from region.replication.leader import (
     EXPAND_BACKOFF_MS,
     HUNG_MS,
     IN_FLIGHT_GROUPS_MAX,
+    LINK_DOWN_MS,
     REPLICA_LAG_MS,
     Phase,
 )  # fmt: skip
@@ -21,11 +22,11 @@ from region.replication.ready import (
     Begun,
     DiskFailed,
     FramesRead,
-    Lease,
     Linked,
     Living,
     MinWanted,
     Outcome,
+    Ready,
     Swap,
     SwapAnswered,
     Synced,
@@ -289,7 +290,7 @@ def test_r11_a_failed_sync_ends_the_epoch_for_good() -> None:
 
 def test_r12_a_leader_without_a_lease_stops_committing_in_the_end() -> None:
     shard = serving()
-    shard.tell(Lease(shard.now + 5_000))
+    shard.replica.lease.until_ms = shard.now + 5_000
     shard.tick(4_800)
     assert not shard.leader.may_answer(shard.now), "what rests on no commit ends with the lease"
     shard.tick(5_000)
@@ -454,3 +455,69 @@ def test_more_members_for_a_commit_are_asked_for_once_there_are_so_many_copies()
     wide = record(isr="a1 b1 c1", replicas=("a", "b", "c", "d"))
     swap = shard.read(wide).swap or shard.tick().swap
     assert swap is not None and swap.record.min == 4
+
+
+def at_rest(**more: object) -> Shard:
+    """As `serving`, of a start in which all that is committed has been kept."""
+    shard = serving(**more)
+    shard.wait(1_500)
+    assert shard.core.is_quiescent
+    return shard
+
+
+def test_a_shard_that_nothing_happens_to_needs_no_ticks() -> None:
+    shard = serving()
+    shard.write()
+    shard.tick()
+    assert not shard.core.is_quiescent, "a sync and two copies are outstanding"
+    shard.sync()
+    shard.ack("b", 1)
+    shard.tick()
+    assert not shard.core.is_quiescent, "one copy is outstanding"
+    shard.ack("c", 1)
+    shard.tick()
+    assert not shard.core.is_quiescent, "where it is committed is not kept"
+    shard.wait(1_000)
+    assert shard.core.is_quiescent
+    assert shard.tick(3_600_000) == Ready()
+
+
+def test_after_an_hour_without_ticks_nobody_is_late() -> None:
+    shard = at_rest()
+    shard.now += 3_600_000
+    shard.replica.lease.until_ms += 3_600_000
+    shard.write()
+    assert not shard.core.is_quiescent
+    assert shard.ack("b", 1).swap is None, "c is not late because it was not asked anything"
+    waited = shard.wait(REPLICA_LAG_MS // 4)
+    assert not swaps(waited) and not any(sent(ready, Probe) for ready in waited), "they have their time"
+    late = swaps(shard.wait(REPLICA_LAG_MS))
+    assert late[0].record.isr == members("a1 b1"), "and no more of it"
+
+
+@pytest.mark.parametrize("asked", [2, 3], ids=["as it is", "more"])
+def test_what_the_catalog_asks_for_is_no_rest(asked: int) -> None:
+    shard = at_rest()
+    told = shard.tell(MinWanted(asked))
+    shard.tick()
+    assert shard.core.is_quiescent is (told.swap is None) is (asked == 2)
+
+
+def test_a_copy_that_is_cut_off_is_waited_for_until_it_counts_for_nothing() -> None:
+    shard = at_rest()
+    shard.tell(Linked("c", False))
+    waited = shard.wait(LINK_DOWN_MS + 200)
+    assert not shard.core.is_quiescent
+    answer(shard, swaps(waited)[0])
+    shard.tick()
+    assert shard.core.is_quiescent, "its link says when it is back"
+    assert sent(shard.tell(Linked("c", True)), Probe)
+    shard.tick()
+    assert not shard.core.is_quiescent, "it may be let in again"
+
+
+def test_an_end_of_the_lease_ends_the_rest() -> None:
+    shard = at_rest()
+    shard.replica.lease.until_ms = shard.now
+    assert not shard.tick(DETACHED_MS).deposed
+    assert shard.tick().deposed

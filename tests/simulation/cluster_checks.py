@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from copy import deepcopy
 from typing import TYPE_CHECKING
 
 from region.cluster.membership import is_replaced
@@ -15,7 +16,7 @@ from region.replication.core import ReplicaCore
 from region.replication.leader import IN_FLIGHT_BYTES_MAX, IN_FLIGHT_GROUPS_MAX, Phase
 from region.replication.messages import Append as AppendMessage
 from region.replication.messages import Frame
-from region.replication.ready import Outcome, Ready, Received, SwapAnswered
+from region.replication.ready import Outcome, Ready, Received, SwapAnswered, Tick
 from region.replication.standing import RECORDS_MAX
 
 if TYPE_CHECKING:
@@ -95,6 +96,14 @@ class Checks:
             self._bounded(machine, core)
             if leader.may_answer(self.world.local(machine)):
                 self._on_answer(machine, shard, core)
+
+    def left_out(self, machine: Machine, core: ReplicaCore) -> None:
+        """A tick that a quiescent core is not given would ask for nothing, and not for what was forgiven because it came late either."""
+        now, twin = self.world.local(machine), deepcopy(core)
+        twin.leader._ticked_ms = now
+        ready = twin.step(Tick(), now)
+        if ready != Ready() or not twin.is_quiescent:
+            raise BrokenError(f"{machine.name} is quiescent, and has to do: {ready}")
 
     def _on_election(self, machine: Machine, shard: ShardId, core: ReplicaCore) -> None:
         key = (shard, core.leader.epoch)

@@ -432,6 +432,7 @@ TWINS: Final = (
         patched(LeaderCore, "_look_for_others", lambda *_: None),
         test_leader.test_r21_a_leader_that_nobody_follows_gives_others_the_chance_if_they_live,
     ),
+    Twin("a leader needs ticks while a copy has not all", 1, patched(LeaderCore, "_is_at_rest", always)),
     Twin(
         "R23: who joins again waits",
         None,

@@ -58,6 +58,7 @@ from region.log.point import LogPoint
 from region.metadata.transaction import Change, Put, TransactResult
 from region.replication.core import ReplicaCore
 from region.replication.history import BEGINNING, History
+from region.replication.leader import DETACHED_MS
 from region.replication.messages import Frame, Message
 from region.replication.ready import (
     Begun,
@@ -65,7 +66,6 @@ from region.replication.ready import (
     CopyFailed,
     DiskFailed,
     FramesRead,
-    Lease,
     Linked,
     Living,
     MinWanted,
@@ -81,10 +81,12 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
-from region.replication.replica import Log, Replica
+from region.replication.replica import BrokerLease, Log, Replica
 
 LEASE_MS: Final = 2_000
 TICK_MS: Final = 250
+LEFT_OUT_CHECKED: Final = 20
+"""Of so many ticks that are left out, one is looked at: a copy of the core has to have nothing to do."""
 PULSE_MS: Final = 2_000
 FAULTS_MS: Final = 9_000
 """So long things go wrong."""
@@ -192,6 +194,7 @@ class Machine:
     announced_at: int = 0
     is_told: bool = False
     """whether the cores know of the lease: once the watch has reached `announced_at`, and what was elected before it"""
+    held: BrokerLease = field(default_factory=BrokerLease)
     cores: dict[ShardId, ReplicaCore] = field(default_factory=dict)
     appends: dict[ShardId, deque[Append]] = field(default_factory=dict)
     syncing: set[tuple[ShardId, int]] = field(default_factory=set)
@@ -443,6 +446,7 @@ class ClusterWorld:
         machine.syncing, machine.again = set(), set()
         machine.lease = machine.registration = 0
         machine.is_told = True
+        machine.held = BrokerLease()
         machine.controller = ControllerCore(self.keys, machine.name, LEASE_MS, self._elections)
         self.counts["starts"] += 1
         self.note(machine.name, "starts")
@@ -565,8 +569,10 @@ class ClusterWorld:
                 kept=model.kept,
             )
         return ReplicaCore(
-            Replica(machine.name, machine.registration, machine.disk.file.folder, revision, "fsync", logs)
-        )
+            Replica(
+                machine.name, machine.registration, machine.disk.file.folder, revision, "fsync", logs, lease=machine.held
+            )
+        )  # fmt: skip
 
     def _load(self, machine: Machine) -> None:
         """All records, and a watch from there."""
@@ -678,8 +684,7 @@ class ClusterWorld:
         if not machine.is_told:
             machine.is_told = True
             self.steer(machine, controller.Leased(machine.lease))
-        for shard in self.shards:
-            self.step(machine, shard, Lease(machine.sent + LEASE_MS))
+        machine.held.until_ms = machine.sent + LEASE_MS
 
     def _look_for_lease(self, machine: Machine) -> None:
         if machine.lease > 0 and not machine.is_told and self._is_shown(machine):
@@ -1003,8 +1008,14 @@ class ClusterWorld:
     # -- time in a process -----------------------------------------------------------------------------
 
     def _tick(self, machine: Machine) -> None:
-        for shard in self.shards:
-            self.step(machine, shard, Tick())
+        is_detached = self.local(machine) > machine.held.until_ms + DETACHED_MS
+        for shard, core in list(machine.cores.items()):
+            if core.is_quiescent and not is_detached:
+                self.counts["ticks left out"] += 1
+                if self.counts["ticks left out"] % LEFT_OUT_CHECKED == 0:
+                    self.checks.left_out(machine, core)
+            else:
+                self.step(machine, shard, Tick())
         self.steer(machine, controller.Tick())
         self.on(machine, TICK_MS, lambda: self._tick(machine))
 

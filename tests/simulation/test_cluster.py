@@ -21,7 +21,7 @@ def test_what_is_promised_is_kept_whatever_fails(number: int) -> None:
         counts.update(simulate_cluster_or_explain(seed).counts)
     assert counts["acknowledged"] > 10 * SLICE
     assert counts["epochs"] > SLICE
-    assert all(counts[what] for what in ("power", "crashes", "swaps applied"))
+    assert all(counts[what] for what in ("power", "crashes", "swaps applied", "ticks left out"))
 
 
 def test_a_seed_replays_exactly() -> None:
