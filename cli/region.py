@@ -237,6 +237,13 @@ def up(
             min=0,
         ),
     ] = 0,
+    host: Annotated[
+        str,
+        typer.Option(
+            help="With --broker: the machine that it runs on, where the host name is not that, as in a container. Copies are on different ones."
+        ),
+    ] = "",
+    zone: Annotated[str, typer.Option(help="With --broker: its zone. Copies are spread over zones.")] = "",
     replace_folder: Annotated[
         bool,
         typer.Option(
@@ -257,6 +264,10 @@ def up(
         brokers = brokers or len(config.cluster.brokers)
     if replace_folder and not broker:
         raise RequestError("--replace-folder is of one of several brokers.", hint="Say which with --broker.")
+    if (host or zone) and not broker:
+        raise RequestError(
+            "--host and --zone are of one of several brokers.", hint="Say which with --broker."
+        )
     if replicas and not brokers:
         raise RequestError(
             "--replicas is of a region that this command gives several brokers.",
@@ -267,9 +278,15 @@ def up(
 
         config = make_cluster(folder, config, brokers, free_address, replicas)
     elif broker or config.cluster is not None:
-        config = config.of_broker(broker or config.broker)
+        config = config.of_broker(broker or config.broker).placed(host, zone)
     if detach:
         words = ["--brokers", str(brokers)] if brokers else ["--broker", broker] if broker else []
+        words += [
+            word
+            for option, value in (("--host", host), ("--zone", zone))
+            if value
+            for word in (option, value)
+        ]
         words += ["--replace-folder"] if replace_folder else []
         state = start_detached(
             ["--log-level", "info", "region", "up", name, *words],
@@ -534,7 +551,7 @@ def _status(region: str) -> dict[str, Any]:
         row |= {"mesh": config.mesh, "country": config.country, "address": str(config.listen)}
         row |= {"entity": config.entity, "contact": config.contact}
         row["expiring"] = expiring(folder, config, now_ms())
-        state = read_state(folder.broker_pid)
+        state = _running(folder, config)
         if state is not None:
             row |= {"state": "up", "address": state["address"], "pid": state["pid"]}
             row["started"] = iso(state["started_ms"])
@@ -559,6 +576,14 @@ def _status(region: str) -> dict[str, Any]:
     except FelixError as error:
         row["problem"] = error.sentence
     return row
+
+
+def _running(folder: RegionFolder, config: RegionConfig) -> dict[str, Any] | None:
+    """What the region's broker said when it began to serve, or one of several on this machine; None where none runs."""
+    if (state := read_state(folder.broker_pid)) is not None or config.cluster is None:
+        return state
+    states = (read_state(_pid_file(folder, str(each.id))) for each in config.cluster.brokers)
+    return next((state for state in states if state is not None), None)
 
 
 async def _describe(region: str) -> RegionState:

@@ -21,7 +21,7 @@ from felix.transport.port import EngineName
 from keys.offer import Line
 from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Rate, Size
-from region.cluster.records import BROKERS_MAX
+from region.cluster.records import BROKERS_MAX, WORD_CHARS_MAX
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
 from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN
 from region.metadata.records import REPLICAS_MAX
@@ -58,6 +58,7 @@ VIEW_BUDGET_BYTES_MIN: Final = 1 << 20
 
 
 Words = Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+Place = Annotated[str, msgspec.Meta(max_length=WORD_CHARS_MAX)]
 Label = Annotated[str, Parsed(parse_region)]
 Amount = Annotated[int, msgspec.Meta(ge=1, le=1 << 53)]
 
@@ -88,12 +89,15 @@ class MetadataConfig(Part, frozen=True):
 
 
 class ClusterBroker(Part, frozen=True):
-    """One of a region's brokers. `address`: where clients reach it, where that is not where it listens."""
+    """One of a region's brokers. `address`: where clients reach it, where that is not where it listens. `host`: the machine that it runs on, else
+    the host name; no two copies of a shard are on one, where there are enough. `zone`: what fails together; copies are spread over zones."""
 
     id: Label
     listen: Address
     address: Address | None = None
     health: Address | None = None
+    host: Place = ""
+    zone: Place = ""
 
     def __post_init__(self) -> None:
         if not self.client_address.port:
@@ -343,6 +347,21 @@ class RegionConfig(Part, frozen=True):
         return msgspec.structs.replace(
             self, broker=broker, listen=named[0].listen, health=named[0].health, data=f"{self.data}/{broker}"
         )
+
+    def placed(self, host: str, zone: str) -> RegionConfig:
+        """The configuration of one of the cluster's brokers, on this machine and in this zone where they are not empty. Raises RequestError of words that
+        are too long."""
+        if (cluster := self.cluster) is None or not (host or zone):
+            return self
+        if max(len(host), len(zone)) > WORD_CHARS_MAX:
+            raise RequestError(f"A host's or a zone's name has {WORD_CHARS_MAX} characters at most.")
+        brokers = tuple(
+            msgspec.structs.replace(each, host=host or each.host, zone=zone or each.zone)
+            if each.id == self.broker
+            else each
+            for each in cluster.brokers
+        )
+        return msgspec.structs.replace(self, cluster=msgspec.structs.replace(cluster, brokers=brokers))
 
     @property
     def data_folders(self) -> tuple[str, ...]:

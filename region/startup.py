@@ -730,7 +730,14 @@ async def _join(
     member = await ClusterMember.open(
         store,
         config.region,
-        Start(config.broker, socket.gethostname(), boot_id(), lock, version=__version__),
+        Start(
+            config.broker,
+            place.host or socket.gethostname(),
+            boot_id(),
+            lock,
+            zone=place.zone,
+            version=__version__,
+        ),
         NodeFile(files, folder.root / config.data, runtime.random),
         MemberAddress(address, address),
         lease_ms=cluster.lease,
