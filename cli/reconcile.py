@@ -150,8 +150,6 @@ async def _reconcile(
 
     assert config.cluster is not None
     is_here = (folder.root / ETCD_FOLDER).is_dir()
-    # Where all run on this machine, one without a folder was never started.
-    expected = [] if is_here else [str(each.id) for each in config.cluster.brokers]
     async with AsyncExitStack() as stack:
         if is_here:
             stack.push_async_callback((await start_etcd(folder, config)).end)
@@ -160,6 +158,9 @@ async def _reconcile(
         reconciler = Reconciler(store, config.region, REAL, note)
         stack.push_async_callback(reconciler.close)
         await reconciler.open()
+        # Where all run on this machine, the store knows of each that was ever started.
+        is_known = is_here and not reconciler.is_empty
+        expected = [] if is_known else [str(each.id) for each in config.cluster.brokers]
         plan = await reconciler.plan(reports, expected, without, retired)
         is_to_be = not dry_run and (accept_loss or not plan.losses)
         if is_to_be:

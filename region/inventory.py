@@ -18,14 +18,14 @@ from audit.leaf import read_header
 from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
 from felix import __version__
-from felix.errors import CorruptionError
+from felix.errors import CorruptionError, TamperError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.disk import PRIVATE_FILES, boot_id
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked
 from region.cluster.node_file import NodeFile
-from region.cluster.reconciliation import FolderReport, LogTold, ShardTold
+from region.cluster.reconciliation import AuditTold, FolderReport, LogTold, ShardTold
 from region.cluster.records import ShardId
 from region.log.clean_stop import CLEAN_STOP_NAME
 from region.log.companions import kind_of, log_number, shard_of
@@ -74,12 +74,14 @@ def take_inventory(
         version=__version__,
         made_ms=runtime.clock.now_ms(),
         shards=tuple(_shards(region, data, runtime, files)),
-        documents=_documents(data / AUDIT),
+        audit=file.audit,
+        audit_log=_audit_log(data / AUDIT),
     )
 
 
 def _shards(region: str, data: Path, runtime: Runtime, files: Files) -> Iterator[ShardTold]:
     seen: set[ShardId] = set()
+    kept = _kept(data / COPIES, files)
     for place in sorted(files.names(data / STREAMS)) if files.exists(data / STREAMS) else ():
         parsed = parse_folder_name(place)
         if parsed is None or not files.is_folder(data / STREAMS / place):
@@ -94,20 +96,22 @@ def _shards(region: str, data: Path, runtime: Runtime, files: Files) -> Iterator
             }
         )
         for shard in sorted({shard_of(number) for number in numbers}):
-            kinds = [kind_of(number) for number in numbers if shard_of(number) == shard]
+            kinds = {kind_of(number) for number in numbers if shard_of(number) == shard}
+            # Of a log whose folder is lost: what was committed of it.
+            kinds |= {kind for held, kind in kept if held == ShardId(incarnation.hex(), shard)}
             told = ShardTold(stream=str(name), incarnation=incarnation.hex(), number=shard)
             seen.add(ShardId(told.incarnation, shard))
             try:
                 logs = tuple(
                     log
-                    for kind in kinds
+                    for kind in sorted(kinds)
                     if (log := _log(region, data, name, incarnation, shard, kind, runtime, files)) is not None
                 )
             except CorruptionError as error:
                 yield msgspec.structs.replace(told, damaged=error.sentence)
             else:
                 yield msgspec.structs.replace(told, logs=logs)
-    yield from _lost(data / COPIES, seen, files)
+    yield from _lost(data / COPIES, kept, seen, files)
 
 
 def _log(
@@ -141,31 +145,43 @@ def _log(
     return LogTold(kind=kind, epoch=epoch, end=end)
 
 
-def _lost(copies: Path, seen: set[ShardId], files: Files) -> Iterator[ShardTold]:
+def _kept(copies: Path, files: Files) -> list[tuple[ShardId, int]]:
+    """The logs, each by shard and kind, whose commit point is known here."""
+    names = sorted(files.names(copies)) if files.exists(copies) else []
+    return [parsed for each in names if (parsed := parse_kept_name(each)) is not None]
+
+
+def _lost(
+    copies: Path, kept: list[tuple[ShardId, int]], seen: set[ShardId], files: Files
+) -> Iterator[ShardTold]:
     """Copies of which nothing is there but what was committed."""
     lost: dict[ShardId, list[LogTold]] = {}
-    for each in sorted(files.names(copies)) if files.exists(copies) else ():
-        if (parsed := parse_kept_name(each)) is None:
-            continue
-        shard, kind = parsed
-        payload = load_checked(files, copies / each)
-        if shard not in seen and payload is not None:
+    for shard, kind in kept:
+        payload = None if shard in seen else load_checked(files, copies / kept_name(shard, kind))
+        if payload is not None:
             point = msgspec.json.decode(payload, type=LogPoint)
             lost.setdefault(shard, []).append(LogTold(kind=kind, kept=point))
     for shard, logs in lost.items():
         yield ShardTold(stream="", incarnation=shard.incarnation, number=shard.number, logs=tuple(logs))
 
 
-def _documents(folder: Path) -> dict[str, str]:
-    """The signed documents that have their leaf in the audit log of this folder, as far as its newest checkpoint."""
+def _audit_log(folder: Path) -> AuditTold:
+    """What the audit log in this folder says, as far as its newest checkpoint."""
     files = Folder(folder)
-    note = files.read(CHECKPOINT_PATH)
-    if note is None:
-        return {}
-    size = note_size(note)
-    headers = (read_header(data) for _, data in read_entries(files, 0, size, size))
-    return {
-        header.document_sha256.hex(): header.kind.name
-        for header in headers
-        if header is not None and header.document_sha256
-    }
+    size = 0
+    try:
+        if (note := files.read(CHECKPOINT_PATH)) is None:
+            return AuditTold()
+        size = note_size(note)
+        headers = [read_header(data) for _, data in read_entries(files, 0, size, size)]
+    except TamperError as error:
+        # The stream that has the leaves may be whole, and its broker writes these files again from there.
+        return AuditTold(signed=size, damaged=error.sentence)
+    return AuditTold(
+        signed=size,
+        documents={
+            header.document_sha256.hex(): header.kind.name
+            for header in headers
+            if header is not None and header.document_sha256
+        },
+    )

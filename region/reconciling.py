@@ -23,7 +23,6 @@ from region.cluster.transactions import Reason, Refusal, Transaction, batches
 from region.document_log import LASTING
 from region.metadata.catalog import Catalog
 from region.metadata.port import MetadataStore
-from region.metadata.records import Stream
 
 ASKED_AGAIN: Final = Transaction((), ())
 _HINTS: Final = {
@@ -75,6 +74,11 @@ class Reconciler:
                 hint="Stop every broker of the region first; its folder may change while it runs.",
             ) from None
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether the store knows no broker of the region."""
+        return not self._mirror.view.nodes
+
     async def close(self) -> None:
         """Follow the store no more."""
         await self._mirror.close()
@@ -94,8 +98,9 @@ class Reconciler:
                 )
         catalog = Catalog(self._store, self._region)
         streams = {stream.incarnation: stream for stream in await catalog.list_streams()}
-        if (audit := await self._audit_stream()) is not None:
-            streams[audit.incarnation] = audit
+        audit = await self._audit_home(reports)
+        if audit is not None and (leaves := audit.stream) is not None:
+            streams[leaves.incarnation] = leaves
         deleted = {stream.incarnation for stream in await catalog.deleted_streams()}
         made = reconciliation.reconcile(
             self._mirror.view,
@@ -109,6 +114,13 @@ class Reconciler:
         )
         if isinstance(made, Refusal):
             raise RequestError(made.sentence, code=Code.CONFLICT, hint=_HINTS.get(made.reason, ""))
+        if audit is not None and (
+            (entry := await self._stored_home()) is None or AuditHome.of(entry) != audit
+        ):
+            made.audit_home, made.audit_revision = audit.encode(), 0 if entry is None else entry.mod_revision
+            made.notes.append(
+                "The store does not say where the region's audit log is: that is put back as the folders know it."
+            )
         if sentence := await self._documents(reports):
             made.notes.append(sentence)
         return made
@@ -119,6 +131,8 @@ class Reconciler:
         if (made := reconciliation.freeze(view, min(plan.nodes, default="b1"))) is not None:
             await self._commit(made)
         for made in reconciliation.brokers(view, plan):
+            await self._commit(made)
+        if (made := reconciliation.audit_home(view, plan)) is not None:
             await self._commit(made)
         for _, made in batches(reconciliation.shards(view, plan), ASKED_AGAIN):
             await self._commit(made)
@@ -133,13 +147,35 @@ class Reconciler:
                 hint="Stop every broker of the region, and reconcile again.",
             )
 
-    async def _audit_stream(self) -> Stream | None:
-        entry = await self._store.get(self._mirror.view.keys.audit_home)
-        return None if entry is None else AuditHome.of(entry).stream
+    async def _stored_home(self) -> Entry | None:
+        return await self._store.get(self._mirror.view.keys.audit_home)
+
+    async def _audit_home(self, reports: Mapping[str, FolderReport]) -> AuditHome | None:
+        """Where the audit log is, as store and folders say. Raises RequestError(CONFLICT) where store and folders differ."""
+        key = self._mirror.view.keys.audit_home
+        entry = await self._stored_home()
+        told = {f"broker {broker}": report.audit for broker, report in reports.items() if report.audit}
+        if entry is not None:
+            told[f"the store ({key})"] = AuditHome.of(entry).encode()
+        homes = {what: AuditHome.decode(what, who) for who, what in told.items()}
+        if not homes:
+            return None
+        # Some may not have heard yet that the log on one disk has copies now, and an older store does not know it.
+        for what, home in homes.items():
+            if all(other == what or home.continues(other) for other in homes):
+                return home
+        raise RequestError(
+            "Which stream has the region's audit log is said differently: "
+            + "; ".join(f"by {who}: {what}" for who, what in sorted(told.items()))
+            + ".",
+            code=Code.CONFLICT,
+            hint="Where a folder is another region's, or a new one, put the right one back. Where the store was changed, delete its key: "
+            "reconciling puts it back.",
+        )
 
     async def _documents(self, reports: Mapping[str, FolderReport]) -> str:
         """The signed documents that the audit log has behind the last one that the store has."""
-        logged = max((report.documents for report in reports.values()), key=len, default={})
+        logged = max((report.audit_log.documents for report in reports.values()), key=len, default={})
         prefix = self._mirror.view.keys.prefix
         stored = set[str]()
         for section in ("grants", "revocations", "denies", "policy/versions"):

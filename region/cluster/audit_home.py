@@ -43,10 +43,15 @@ class AuditHome(msgspec.Struct, frozen=True, omit_defaults=True):
     @classmethod
     def of(cls, entry: Entry) -> Self:
         """As the store has it. Raises CorruptionError."""
+        return cls.decode(entry.value, entry.key)
+
+    @classmethod
+    def decode(cls, value: bytes | str, where: str) -> Self:
+        """As it stands in `where`. Raises CorruptionError."""
         try:
-            return msgspec.json.decode(entry.value, type=cls)
+            return msgspec.json.decode(value, type=cls)
         except msgspec.MsgspecError as error:
-            raise CorruptionError(f"{entry.key} does not say where the audit log is: {error}.") from error
+            raise CorruptionError(f"{where} does not say where the audit log is: {error}.") from error
 
     def encode(self) -> str:
         """JSON, as it stands in the store and in brokers' folders."""
@@ -70,10 +75,18 @@ class AuditHome(msgspec.Struct, frozen=True, omit_defaults=True):
         signature = key.sign(_PURPOSE, self._signed_bytes(region))
         return msgspec.structs.replace(self, before=msgspec.structs.replace(self.before, signature=signature))
 
+    def continues(self, known: str) -> bool:
+        """Whether it says of itself that it is the log that was `known`, on one broker's disk."""
+        return (
+            self.before is not None
+            and self.incarnation != ""
+            and known == AuditHome(self.before.broker).encode()
+        )
+
     def follows(self, known: str, region: str, keys: Iterable[VerifyKey]) -> bool:
         """Whether this is the log that was `known`, on one broker's disk, and one of `keys` signed that it goes on here."""
         before = self.before
-        if before is None or not self.incarnation or known != AuditHome(before.broker).encode():
+        if before is None or not self.continues(known):
             return False
         message = self._signed_bytes(region)
         return any(key.holds(_PURPOSE, message, before.signature) for key in keys)

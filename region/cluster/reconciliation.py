@@ -34,6 +34,7 @@ from region.cluster.records import (
 )
 from region.cluster.transactions import Reason, Refusal, Transaction, unchanged
 from region.cluster.view import ClusterView
+from region.log.companions import RECORDS
 from region.log.point import LogPoint
 from region.metadata.records import AUDIT_STREAM, REPLICAS_MAX, Stream, is_replicated, min_in_sync
 from region.metadata.transaction import Absent, Delete, Put, Write
@@ -76,9 +77,17 @@ class ShardTold(msgspec.Struct, frozen=True, kw_only=True):
         return any(log.epoch or log.end > BEGINNING for log in self.logs)
 
 
+class AuditTold(msgspec.Struct, frozen=True, kw_only=True):
+    """A broker's files of the audit log. `signed`: the leaves that the newest checkpoint covers; `documents`: below it, the SHA-256 of each
+    signed document (hex) and its kind. `damaged`: why they cannot be read; then `documents` says nothing."""
+
+    signed: int = 0
+    documents: dict[str, str] = {}
+    damaged: str = ""
+
+
 class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`: as in its file `node`. `documents`: of
-    the audit log in it, the SHA-256 of each signed document (hex) and its kind."""
+    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`, `audit`: as in its file `node`."""
 
     region: str
     broker: str
@@ -91,7 +100,8 @@ class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
     version: str
     made_ms: int
     shards: tuple[ShardTold, ...] = ()
-    documents: dict[str, str] = {}
+    audit: str = ""
+    audit_log: AuditTold = AuditTold()
 
     @property
     def number(self) -> int:
@@ -117,13 +127,16 @@ class ShardPlan:
 @dataclass(slots=True)
 class Plan:
     """`nodes` and `pulses`: as they are to be. `notes`: what an operator should know. `losses`: what was acknowledged and may be lost, cannot
-    be served again, or is served again although it was deleted; it needs his word."""
+    be served again, or is served again although it was deleted; it needs his word. `audit_home`: where the audit log is (region.cluster.audit_home), to be
+    written in place of what the store has at `audit_revision` (0: nothing); empty where the store says it."""
 
     nodes: dict[str, NodeRecord] = field(default_factory=dict)
     pulses: dict[str, int] = field(default_factory=dict)
     shards: list[ShardPlan] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
+    audit_home: str = ""
+    audit_revision: int = 0
 
 
 def reconcile(
@@ -149,9 +162,14 @@ def reconcile(
     if named := sorted(reports.keys() & {*without, *retired}):
         return Refusal(Reason.CHANGED, f"The folder of {', '.join(named)} was heard, so it is not away.")
     plan = Plan()
-    for report in reports.values():
+    for broker, report in sorted(reports.items()):
         if refusal := _broker(plan, view, report):
             return refusal
+        if report.audit_log.damaged:
+            plan.notes.append(
+                f"Broker {broker}'s copy of the audit log cannot be read: {report.audit_log.damaged}"
+            )
+    signed = max(((report.audit_log.signed, broker) for broker, report in reports.items()), default=(0, ""))
     told: dict[ShardId, dict[str, ShardTold]] = {}
     for broker, report in sorted(reports.items()):
         for each in report.shards:
@@ -166,7 +184,16 @@ def reconcile(
     }
     for shard in sorted(known):
         if shard.incarnation not in deleted:
-            _shard(plan, view, shard, streams.get(shard.incarnation), told.get(shard, {}), without, election)
+            _shard(
+                plan,
+                view,
+                shard,
+                streams.get(shard.incarnation),
+                told.get(shard, {}),
+                without,
+                signed,
+                election,
+            )
     _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
     return plan
 
@@ -209,12 +236,15 @@ def _shard(
     stream: Stream | None,
     told: Mapping[str, ShardTold],
     without: Collection[str],
+    signed: tuple[int, str],
     election: Callable[[], str],
 ) -> None:
     before = view.shards.get(shard)
     assert before is not None or stream is not None
     name = before.stream if before is not None else stream.name if stream is not None else ""
     what = f"{name} shard {shard.number}"
+    is_audit = name == str(AUDIT_STREAM)
+    is_durable = stream is None or stream.config.durability.kind != "ephemeral"
     damaged = {broker: each.damaged for broker, each in told.items() if each.damaged}
     whole = {broker: each for broker, each in told.items() if broker in plan.nodes and not each.damaged}
     away = sorted({*without, *damaged})
@@ -222,20 +252,26 @@ def _shard(
     has_copies = stream is not None and is_replicated(stream.config)
     if before is not None:
         has_copies = has_copies or len(before.replicas) > 1
+    missing = len(away)
+    if before is None and stream is not None and has_copies:
+        # The store does not say who had the others.
+        missing = max(missing, stream.config.replicas - len(whole))
     why = "; ".join(f"the copy of {broker} cannot be read: {damaged[broker]}" for broker in sorted(damaged))
     winners, doubt = _best(
         {broker: each for broker, each in whole.items() if each.has_records},
         minimum,
-        len(away),
+        missing,
         {broker for broker in whole if _is_of_store(view, plan, broker)},
     )
+    winners = _as_before(winners, before)[:REPLICAS_MAX]
     if not winners:
-        if before is None and not damaged:
-            # It is placed as a new one.
+        elsewhere = missing if is_audit else len(away)
+        if before is None and not damaged and (elsewhere < minimum or not is_durable):
+            # It is placed as a new one: nothing that was acknowledged can be elsewhere.
             return
         replicas = () if before is None else before.replicas
         winners = [broker for broker in replicas if broker in plan.nodes and broker not in damaged]
-        if not told and not away and (stream is None or stream.config.durability.kind != "ephemeral"):
+        if not told and not away and is_durable and before is not None:
             plan.notes.append(
                 f"{what} has no folder at any broker: nothing was written to it, or it was deleted since. It is there again, and empty; "
                 "`felix stream delete` deletes it."
@@ -247,27 +283,34 @@ def _shard(
 
     def led_by_nobody() -> None:
         # Whoever was in sync at the backup could be elected by what the record said then.
-        places = sorted(damaged) if before is None and not winners else winners
-        after = _record(plan, name, epoch, election(), before, stream, places, minimum, unclean=False)
-        after = msgspec.structs.replace(after, isr={})
+        places = winners
+        if before is None:
+            known = [broker for broker in away if broker in view.nodes]
+            places = (winners or sorted(damaged) or known or sorted(plan.nodes))[:REPLICAS_MAX]
+        after = _record(name, epoch, election(), before, stream, places, {}, minimum, unclean=False)
         if before is not None and _fits(before, (), plan, last):
             after = before
         plan.shards.append(ShardPlan(shard, before, after, ()))
 
     if not winners or (not has_copies and owner in away):
+        who = owner if owner in away else ", ".join(away)
         plan.losses.append(
-            f"{what} is led by nobody until {owner if owner in away else ', '.join(away)}, which may have its records, is back and the region is "
+            f"{what} is led by nobody until {who or 'a folder with its copy'}, which may have its records, is back and the region is "
             "reconciled again" + (f" ({why})." if why else ".")
         )
         led_by_nobody()
         return
     doubt = doubt or _more_than(whole, winners[0])
-    if has_copies and len(away) >= minimum:
+    if has_copies and missing >= minimum:
         doubt = (
             f"a record was acknowledged once {minimum} {'copy' if minimum == 1 else 'copies'} had it, and those may have been "
-            f"{', '.join(away)}" + (f" ({why})" if why else "")
+            f"{', '.join(away) if len(away) == missing else 'in folders that were not heard'}"
+            + (f" ({why})" if why else "")
         )
-    if doubt and name == str(AUDIT_STREAM):
+    leaves = _ends(whole[winners[0]]).get(RECORDS) if winners[0] in whole else None
+    if is_audit and signed[0] > (0 if leaves is None else leaves[1].offset):
+        doubt = f"broker {signed[1]} has a checkpoint of {signed[0]} leaves, more than any copy has now"
+    if doubt and is_audit:
         plan.losses.append(
             f"The audit log is led by nobody: {doubt}. Without those leaves it would be a second history; bring them back, and reconcile again."
         )
@@ -284,8 +327,15 @@ def _shard(
     if before is not None and _fits(before, winners, plan, last):
         plan.shards.append(ShardPlan(shard, before, before, tuple(winners)))
         return
-    after = _record(plan, name, epoch, election(), before, stream, winners, minimum, unclean=doubt != "")
+    isr = {broker: plan.nodes[broker].registration for broker in winners}
+    after = _record(name, epoch, election(), before, stream, winners, isr, minimum, unclean=doubt != "")
     plan.shards.append(ShardPlan(shard, before, after, tuple(winners)))
+
+
+def _as_before(winners: Collection[str], before: ShardRecord | None) -> list[str]:
+    """Those first that had a copy at the backup: a record names REPLICAS_MAX."""
+    replicas = () if before is None else before.replicas
+    return sorted(winners, key=lambda broker: (broker not in replicas, broker))
 
 
 def _gone(view: ClusterView, plan: Plan, before: ShardRecord, told: Mapping[str, ShardTold]) -> list[str]:
@@ -311,13 +361,13 @@ def _more_than(copies: Mapping[str, ShardTold], winner: str) -> str:
 
 
 def _record(
-    plan: Plan,
     name: str,
     epoch: int,
     election: str,
     before: ShardRecord | None,
     stream: Stream | None,
     winners: Sequence[str],
+    isr: dict[str, int],
     minimum: int,
     *,
     unclean: bool,
@@ -338,7 +388,7 @@ def _record(
         epoch=epoch,
         election=election,
         replicas=tuple(order[: min(room, REPLICAS_MAX)]),
-        isr={broker: plan.nodes[broker].registration for broker in winners},
+        isr=isr,
         min=minimum,
         durability=durability,
         unclean=epoch if unclean else 0 if before is None else before.unclean,
@@ -426,6 +476,16 @@ def _unknown(plan: Plan, told: Mapping[ShardId, Mapping[str, ShardTold]], known:
 
 
 # What is written
+
+
+def audit_home(view: ClusterView, plan: Plan) -> Transaction | None:
+    """Where the audit log is, put back; None where the store says it."""
+    if not plan.audit_home:
+        return None
+    key = view.keys.audit_home
+    return Transaction(
+        (Absent(key), unchanged(view, view.keys.frozen)), (Put(key, plan.audit_home.encode()),)
+    )
 
 
 def freeze(view: ClusterView, by: str) -> Transaction | None:

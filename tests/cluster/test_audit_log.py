@@ -6,13 +6,14 @@ import asyncio
 import contextlib
 import errno
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from cluster.audited import home_of, key_leaf, log_of, shows, trail_of, verified
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
@@ -20,13 +21,10 @@ from region_peer import until
 from audit import trail as trail_module
 from audit.checkpoint import Checkpoint, note_size
 from audit.document_leaf import document_path
-from audit.leaf import Header, Kind, Leaf, Side, encode_for_log
+from audit.leaf import encode_for_log
 from audit.merkle import Tree, leaf_hash
-from audit.tile import bundle_path, read_entries
+from audit.tile import bundle_path
 from audit.tile_disk import Folder
-from audit.trail import Trail
-from audit.trust import Trust
-from audit.verify import verify_log
 from felix.batch import Batch
 from felix.errors import CorruptionError, FelixError, UnavailableError
 from region import audit_log
@@ -38,57 +36,10 @@ from region.log.shard import ShardLog
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.records import AUDIT_STREAM
 from region.metadata.transaction import Delete, Put
-from region.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
 pytestmark = pytest.mark.etcd
-
-
-def key_leaf(number: int) -> Leaf:
-    return Leaf(
-        Header(
-            kind=Kind.KEY,
-            side=Side.INGRESS,
-            time_ms=1_700_000_000_000 + number,
-            source_region="us-east",
-            destination_region="us-east",
-            actor="spiffe://acme/us-east/service/probe",
-            action="renewed",
-            key_id=number.to_bytes(16, "big"),
-        )
-    )
-
-
-async def home_of(region: ClusteredRegion) -> str:
-    def homes() -> list[str]:
-        return [name for name in region.nodes if region.clustered(name).has_audit_log]
-
-    try:
-        await until(lambda: len(homes()) == 1, 60)
-    except TimeoutError:
-        raise AssertionError("\n".join(["nobody is home", *states(region)])) from None
-    return homes()[0]
-
-
-def states(region: ClusteredRegion) -> Iterator[str]:
-    """What each broker knows of the log, for whoever reads why a test failed."""
-    for name in region.nodes:
-        clustered = region.clustered(name)
-        audit, replicas = clustered.audit, clustered.replicas
-        if audit is None or replicas is None:
-            continue
-        work = [] if audit._work is None else [frame.f_lineno for frame in audit._work.get_stack()]
-        yield f"{name}: {audit.trouble or 'no trouble'}, works at {work}"
-        for shard, hosted in replicas.host._hosted.items():
-            logs = {number: (log.commit, log.end) for number, log in hosted.core.replica.logs.items()}
-            yield (
-                f"  {hosted.core.leader.phase}, settling {hosted.is_settling}, led {list(hosted.led)}, broken {hosted.broken!r}, {logs}, "
-                f"{clustered.member.mirror.view.shards.get(shard)}"
-            )
-    yield from (
-        f"{task.get_name()}: {task.get_coro()}" for task in asyncio.all_tasks() if "long" in task.get_name()
-    )
 
 
 async def test_each_broker_has_the_log_and_another_goes_on_with_it(tmp_path: Path, etcd: EtcdProcess) -> None:
@@ -109,26 +60,6 @@ async def test_each_broker_has_the_log_and_another_goes_on_with_it(tmp_path: Pat
         assert await trails[other].append([key_leaf(6)]) == 6
         await region.start(home)
         await until(lambda: note_size(region.nodes[home].services.governance.trail.checkpoint()) == 7, 30)
-
-
-def log_of(region: ClusteredRegion, name: str) -> Folder:
-    return Folder(region.folder.root / region.config.of_broker(name).data / "audit")
-
-
-def verified(region: ClusteredRegion, name: str) -> list[bytes]:
-    """The leaves of a broker's copy, which verifies by its files alone."""
-    log = log_of(region, name)
-    report = verify_log(log, Trust.of([own_bundle(region.folder, region.config)]), cosignatures_min=0)
-    assert report.ok, report.findings
-    return [bytes(leaf) for _, leaf in read_entries(log, 0, report.size, report.size)]
-
-
-def trail_of(region: ClusteredRegion, name: str) -> Trail:
-    return region.nodes[name].services.governance.trail
-
-
-async def shows(region: ClusteredRegion, name: str, size: int) -> None:
-    await until(lambda: note_size(trail_of(region, name).checkpoint()) == size, 60)
 
 
 async def test_a_copy_whose_folders_are_gone_or_behind_gets_the_rest_from_the_others(

@@ -11,7 +11,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import long_runs
+import msgspec
 import pytest
+from cluster.audited import home_of, key_leaf, log_of, shows, trail_of, verified
 from cluster.clustered_region import ClusteredRegion
 from cluster.processes import kill, running, several
 from e2e.command_mesh import felix_command
@@ -20,12 +22,15 @@ from region_peer import client as client_of
 from region_peer import take
 
 import felix
+from audit.tile import bundle_path
 from cli.several import ETCD_FOLDER, ETCD_PEER
 from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.real import REAL
+from region.audit_log import CHECKPOINTS
 from region.cluster.reconciliation import FolderReport, Plan
 from region.config import load_config
 from region.inventory import take_inventory
+from region.log.companions import log_number
 from region.reconciling import Reconciler
 from region.startup import open_store
 
@@ -89,6 +94,14 @@ async def reconcile(
     finally:
         await reconciler.close()
         await store.close()
+
+
+def lose_parts(region: ClusteredRegion, broker: str) -> None:
+    """The newest entry bundle of its audit log, and the whole log of checkpoints beside the leaves."""
+    (log_of(region, broker).path / bundle_path(0, 4)).unlink()
+    streams = region.folder.root / region.config.of_broker(broker).data / "streams"
+    (lost,) = streams.glob(f"*/{log_number(CHECKPOINTS, 0)}")
+    shutil.rmtree(lost)
 
 
 async def publish(client: felix.RegionClient, stream: str, first: int, last: int) -> None:
@@ -155,6 +168,56 @@ async def test_a_region_goes_on_with_all_that_was_acknowledged_once_its_older_st
                     for record in clustered.member.mirror.view.shards.values()
                 )
             )
+
+
+async def test_an_audit_log_goes_on_in_an_empty_store_as_the_folders_know_it(
+    region: ClusteredRegion, tmp_path: Path
+) -> None:
+    await region.start(*NAMES)
+    trail = trail_of(region, await home_of(region))
+    assert await trail.append([key_leaf(number) for number in range(3)]) == 0
+    await asyncio.to_thread(trail.publish)
+    for name in NAMES:
+        await shows(region, name, 3)
+    await region.stop()
+    region.etcd.stop()
+    shutil.rmtree(region.etcd.folder / "data")
+    region.etcd.start()
+    reports = await asyncio.to_thread(hear, region)
+    lone = await reconcile(region, {"b1": reports["b1"]}, "b2", "b3", write=False)
+    assert "The audit log is led by nobody" in lone.losses[0]
+    plan = await reconcile(region, reports)
+    assert (
+        plan.notes[0].startswith("The store does not say where the region's audit log is") and not plan.losses
+    )
+    again = await reconcile(region, reports)
+    assert not again.audit_home and not any(each.changes for each in again.shards)
+    await region.start(*NAMES)
+    home = await home_of(region)
+    assert await trail_of(region, home).append([key_leaf(3)]) == 3
+    await asyncio.to_thread(trail_of(region, home).publish)
+    for name in NAMES:
+        await shows(region, name, 4)
+    assert len(verified(region, home)) == 4
+    await region.stop()
+    lose_parts(region, "b1")
+    reports = await asyncio.to_thread(hear, region)
+    assert "is missing" in reports["b1"].audit_log.damaged and reports["b1"].audit_log.signed == 4
+    kept, held = (
+        {
+            log.kind: log.kept
+            for shard in reports[name].shards
+            for log in shard.logs
+            if log.kind == CHECKPOINTS
+        }
+        for name in ("b1", "b2")
+    )
+    assert kept == held != {}, "of a log whose folder is lost it says what was committed"
+    told = await reconcile(region, reports, write=False)
+    assert "Broker b1's copy of the audit log cannot be read: The entry bundle" in told.notes[0]
+    other = {name: msgspec.structs.replace(told, audit='{"broker":"b9"}') for name, told in reports.items()}
+    with pytest.raises(RequestError, match="is said differently"):
+        await reconcile(region, other)
 
 
 @long_runs.only_long

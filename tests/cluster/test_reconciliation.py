@@ -12,7 +12,7 @@ from cluster.stage import Stage, refused
 
 from felix.settings import Durability
 from region.cluster import reconciliation
-from region.cluster.reconciliation import FolderReport, LogTold, Plan, ShardTold
+from region.cluster.reconciliation import AuditTold, FolderReport, LogTold, Plan, ShardTold
 from region.cluster.records import EPOCH_MAX
 from region.cluster.transactions import Reason, Refusal
 from region.log.point import LogPoint
@@ -289,3 +289,79 @@ def test_a_shard_that_the_store_lacks_and_whose_one_copy_cannot_be_read_is_not_b
 def test_there_is_always_a_next_epoch(stage: Stage) -> None:
     made = planned(stage, {name: (log(EPOCH_MAX - 4, 5),) for name in "abc"})
     assert isinstance(made, Plan) and made.shards[0].after.epoch == EPOCH_MAX - 2
+
+
+def without_a_record(stage: Stage) -> None:
+    stage.store.transact([], [reconciliation.Delete(KEYS.shard(SHARD))])
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_stream_without_a_record_whose_holders_may_all_be_away_is_not_begun_anew(
+    stage: Stage, replicas: int
+) -> None:
+    without_a_record(stage)
+    made = planned(stage, {"a": ()}, ["b", "c"], replicas=replicas)
+    assert isinstance(made, Plan) and "is led by nobody until b, c" in made.losses[0]
+    assert is_led_by_nobody(made)
+    (shard,) = made.shards
+    assert shard.after.replicas == ("b", "c")
+    heard = planned(stage, dict.fromkeys("abc", ()), replicas=replicas)
+    assert isinstance(heard, Plan) and not heard.losses and not heard.shards, "nobody has anything of it"
+    if replicas == 3:
+        one = planned(stage, {"a": (), "b": ()}, ["c"])
+        assert isinstance(one, Plan) and not one.losses and not one.shards, "one copy commits nothing"
+
+
+def test_more_copies_than_a_record_names_are_equal(stage: Stage) -> None:
+    names = "abcdefghij"
+    for name in names[3:]:
+        stage.files[name] = msgspec.structs.replace(stage.files["a"], folder=f"{ord(name):032x}")
+        stage.boots[name] = 1
+    made = planned(stage, {name: (log(9, 50),) for name in names})
+    assert isinstance(made, Plan) and not made.losses
+    assert made.shards[0].copies == tuple("abcdefg") == made.shards[0].after.replicas
+    for step in (reconciliation.brokers, reconciliation.shards):
+        assert all(stage.do(each) for each in step(stage.view(), made))
+    assert set(stage.record().isr) == set("abcdefg")
+
+
+AUDIT = str(AUDIT_STREAM)
+
+
+def audit_of(stage: Stage, told: dict[str, tuple[LogTold, ...]], *without: str, signed: int = 0) -> Plan:
+    config = StreamConfig(durability=Durability("fsync"), replicas=3)
+    record = Stream(name=AUDIT, incarnation=STREAM, created_ms=0, config=config)
+    reports = {
+        broker: report(stage, broker, *logs, audit_log=AuditTold(signed=signed))
+        for broker, logs in told.items()
+    }
+    made = reconciliation.reconcile(
+        stage.view(), {STREAM: record}, (), reports, (), without=without, election=lambda: OTHER
+    )
+    assert isinstance(made, Plan)
+    return made
+
+
+def test_an_audit_log_that_the_store_lacks_is_placed_where_the_folders_have_it_to_its_end(
+    stage: Stage,
+) -> None:
+    without_a_record(stage)
+    made = audit_of(stage, {"a": (log(9, 40),), "b": (log(9, 50),), "c": (log(9, 50),)}, signed=50)
+    assert not made.losses and made.shards[0].copies == ("b", "c")
+    one = audit_of(stage, {"a": (log(9, 50),), "b": (log(9, 50),)}, "c", signed=50)
+    assert not one.losses and one.shards[0].copies == ("a", "b"), "one copy alone commits no leaf"
+
+
+def test_an_audit_log_that_the_store_lacks_is_led_by_nobody_where_a_longer_one_may_stand_elsewhere(
+    stage: Stage,
+) -> None:
+    without_a_record(stage)
+    whole = (log(9, 50),)
+    lone = audit_of(stage, {"a": whole, "b": (), "c": ()})
+    assert "in folders that were not heard" in lone.losses[0] and is_led_by_nobody(lone)
+    away = audit_of(stage, {"a": whole}, "b", "c")
+    assert "may have been b, c" in away.losses[0] and is_led_by_nobody(away)
+    nowhere = audit_of(stage, dict.fromkeys("abc", ()))
+    assert "a folder with its copy" in nowhere.losses[0] and is_led_by_nobody(nowhere)
+    signed = audit_of(stage, dict.fromkeys("abc", whole), signed=51)
+    assert "has a checkpoint of 51 leaves" in signed.losses[0] and is_led_by_nobody(signed)
