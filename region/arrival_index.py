@@ -112,6 +112,10 @@ class ArrivalIndex:
         """As `ArrivalLog`."""
         return self._trail.charged_bytes(grant)
 
+    def charged_at_least(self, grant: str) -> int:
+        """As `ArrivalLog`."""
+        return self._trail.charged_bytes(grant)
+
     async def close(self) -> None:
         """Begin no more reads."""
         await self._crossed.close()

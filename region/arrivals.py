@@ -29,7 +29,6 @@ from audit.position import ShardName
 from felix.errors import Code, CorruptionError, UnavailableError
 from felix.names import SpiffeId
 from region.audit_port import ArrivalLog, AuditPort
-from region.grant_meter import GrantMeter
 from region.link_slot import Landed, LinkRecord
 from region.log.shard import ShardLog
 
@@ -180,12 +179,12 @@ async def _note_of(shard: ShardLog, slot: int, landed: Landed) -> Arrival:
 async def settle(
     shard: ShardLog,
     arrived: ArrivalLog,
-    meter: Callable[[str], Awaitable[GrantMeter]],
+    meter: Callable[[str], Awaitable[object]],
     asker: SpiffeId,
 ) -> int:
     """Write the leaves that a crash kept from the log, for ranges that landed in this shard; how many ranges.
 
-    Runs before the shard is served. `meter` counts what a grant uses; `asker`: this broker. Raises CorruptionError, UnavailableError:
+    Runs before the shard is served. `meter` counts anew what a grant uses, by the log; `asker`: this broker. Raises CorruptionError, UnavailableError:
     then the shard must not be served.
     """
     notes = shard.take_notes_found()
@@ -199,16 +198,15 @@ async def settle(
     missing: list[int] = []
     if landed:
         groups = [each.encoded() for each in landed]
-        # Before their leaves are in the log, which a new meter counts from.
-        meters = [await meter(leaves[0].header.grant_id) for leaves in groups]
         missing = await arrived.append_missing(min(each.log_size for each in landed), groups)
         for number in missing:
             leaves = groups[number]
-            meters[number].take(sum(leaf.header.charged_bytes for leaf in leaves))
             log.warning(
                 "%s shard %d: a crash kept the leaf of source offsets %d to %d from the ingress log; it is there now",
                 shard.identity.stream, shard.identity.shard, leaves[0].header.first_offset, leaves[-1].header.last_offset,
             )  # fmt: skip
+        for grant in sorted({groups[number][0].header.grant_id for number in missing}):
+            await meter(grant)
     if notes:
         await shard.clear_notes()
     return len(missing)

@@ -66,5 +66,8 @@ class ArrivalLog(Protocol):
     async def charged_bytes(self, grant: str) -> int:
         """Bytes of records that arrived under a grant."""
 
+    def charged_at_least(self, grant: str) -> int:
+        """As much of that as is known here without asking."""
+
     async def close(self) -> None:
         """Begin no more reads."""

@@ -4,7 +4,11 @@ The agent holds itself to both. The destination counts for itself: the budget fr
 leaves, `audit.trail.Trail.charged_bytes`) and what is on its way there, so a restart forgets nothing; the rate by
 holding envelopes back, so an honest agent, whose bucket is the same, is never refused for it.
 
-Invariants: `taken_bytes` is what the log says and what is on its way, each byte once; it never passes the budget.
+In a region of several brokers each that leads a destination of the grant has a meter, and hears what the log says whenever a link is
+opened and with the answer to each leaf: it lacks what was on its way elsewhere meanwhile.
+
+Invariants: `taken_bytes` is at most what the log says and what is on its way, each byte once, and at least what the log said when it was
+heard last; no range is taken that passes the budget by it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,10 @@ class GrantMeter:
     def fits(self, budget_bytes: int, size: int) -> bool:
         """Whether so many bytes more are within the budget; a budget of 0 is none."""
         return not budget_bytes or self.taken_bytes + size <= budget_bytes
+
+    def hear(self, logged_bytes: int) -> None:
+        """The log had so many bytes under the grant, whoever brought them."""
+        self.taken_bytes = max(self.taken_bytes, logged_bytes)
 
     def take(self, size: int) -> None:
         """A range of this size is on its way to the log."""

@@ -155,12 +155,10 @@ class IngestService:
         return IngestStream(self, session, stream_id)
 
     async def meter(self, grant: str) -> GrantMeter:
-        """Use of a grant so far, by the ingress log."""
-        meter = self._meters.get(grant)
-        if meter is None:
-            # Nothing of it is on its way yet, so the log says all.
-            charged = await self.governance.arrivals.charged_bytes(grant)
-            meter = self._meters.setdefault(grant, GrantMeter(charged))
+        """Use of a grant so far. What other brokers took under it since it was opened here before is in the log."""
+        charged = await self.governance.arrivals.charged_bytes(grant)
+        meter = self._meters.setdefault(grant, GrantMeter(charged))
+        meter.hear(charged)
         return meter
 
 
@@ -631,6 +629,7 @@ class IngestStream:
 
     def _check_budget(self, size: int) -> None:
         budget = self._terms.budget_bytes
+        self._meter.hear(self._service.governance.arrivals.charged_at_least(self._grant_id))
         if not self._meter.fits(budget, size):
             raise GrantError(
                 f"The grant {self._grant_id} has a budget of {budget} bytes: {self._meter.taken_bytes} are charged, and the next "

@@ -78,6 +78,8 @@ TELLING_MAX: Final = 4
 """Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
 PASSED_REMEMBERED_MAX: Final = 20_000
 """Documents that wait for their leaf, of which is known which brokers have let pass what they stop; and as many, which brokers asked."""
+GRANTS_REMEMBERED_MAX: Final = 10_000
+"""Grants of which is known what arrived under them without asking; of another one it is asked when a link is opened."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for leaves that it took."""
 SILENT_S: Final = 60.0
@@ -97,11 +99,13 @@ class AppendLeaves(PeerRequest, frozen=True, tag="append_leaves"):
 
 
 class LeavesAppended(msgspec.Struct, frozen=True, array_like=True):
-    """The index of each group's first leaf; which groups were not there before; the log's size."""
+    """The index of each group's first leaf; which groups were not there before; the log's size; the bytes that arrived under each grant of these
+    groups, whoever brought them."""
 
     indexes: list[int]
     missing: list[int]
     size: int
+    charged: dict[str, int] = {}
 
 
 class FindAck(PeerRequest, frozen=True, tag="find_ack"):
@@ -248,6 +252,8 @@ class RemoteAudit:
         self._queue: deque[_Waiting] = deque()
         self._pending_bytes = 0
         self._size = 0
+        self.charged: BoundedMap[str, int] = BoundedMap(GRANTS_REMEMBERED_MAX)
+        """the bytes that arrived under a grant, as the last answers said"""
         self._refused: AuditUnavailableError | None = None
         """why the log took no leaves when it was asked last"""
         self._news = News()
@@ -324,6 +330,9 @@ class RemoteAudit:
         """Ask once. Raises the refusal, UnavailableError where the outcome is unknown."""
         answer = await self._home.requests.ask(home, request, LeavesAppended)
         self._size = max(self._size, answer.size)
+        for grant, charged in answer.charged.items():
+            # Two requests may be answered in another order than they were carried out.
+            self.charged.put(grant, max(charged, self.charged.use(grant) or 0))
         return answer
 
     def home_now(self) -> str:
@@ -431,6 +440,10 @@ class RemoteArrivals:
     async def charged_bytes(self, grant: str) -> int:
         """As `ArrivalLog`."""
         return (await self._ask(ChargedBytes(grant), NumberTold)).number
+
+    def charged_at_least(self, grant: str) -> int:
+        """As `ArrivalLog`: by the answers to leaves."""
+        return self._audit.charged.use(grant) or 0
 
     async def _ask(self, request: PeerRequest, answer: type[AnswerT], *, timeout_s: float = ASK_S) -> AnswerT:
         home = self._audit.home_now()
@@ -820,7 +833,9 @@ class AuditServer:
             if missing:
                 indexes |= await self._append_all({number: groups[number] for number in missing})
         ordered = [indexes[number] for number in range(len(groups))]
-        return LeavesAppended(ordered, missing, self._trail.status().durable)
+        grants = {group[0].header.grant_id for group in groups if is_arrival(group[0].header)}
+        charged = {grant: self._trail.charged_bytes(grant) for grant in grants}
+        return LeavesAppended(ordered, missing, self._trail.status().durable, charged)
 
     async def _append_all(self, groups: dict[int, list[EncodedLeaf]]) -> dict[int, int]:
         """They share a sync. Raises the first refusal: then some may stand, and some not."""

@@ -30,6 +30,7 @@ from region import peer_requests, remote_audit
 from region.arrival_index import ArrivalIndex
 from region.audit_port import FoundAck
 from region.document_log import DocumentLog
+from region.ingest import IngestService
 from region.peer_requests import PeerRequest, PeerRequests
 from region.remote_audit import (
     CLOCK_AHEAD_MS_MAX,
@@ -328,6 +329,34 @@ async def test_what_a_process_asked_for_that_is_gone_is_told_to_the_one_after_it
     assert await below == 3 * len(groups)
     monkeypatch.undo()
     await after.close()
+
+
+async def test_what_other_brokers_took_under_a_grant_is_heard_with_each_leaf_and_when_a_link_is_opened(
+    region: Region,
+) -> None:
+    """The stream was led elsewhere meanwhile, or another one under the same pattern is."""
+    groups = ranges(4)
+    grant = groups[0][0].header.grant_id
+    there: Any = SimpleNamespace(audit=region.remote, arrivals=region.remote.arrivals)
+    broker: Any = SimpleNamespace(region="eu-west", mesh="acme", broker_id="b2")
+    none: Any = None
+    service = IngestService(broker, there, none, none, none)
+    meter = await service.meter(grant)
+    assert meter.taken_bytes == there.arrivals.charged_at_least(grant) == 0
+    await region.trail.append(groups[0])
+    assert await service.meter(grant) is meter
+    assert meter.taken_bytes == region.trail.charged_bytes(grant) > 0
+    for leaves in groups[1:3]:
+        await region.trail.append(leaves)
+    said: list[int] = []
+    meter.take(sum(leaf.header.charged_bytes for leaf in groups[3]))
+    region.remote.append_nowait(groups[3], lambda index, error: said.append(index))
+    await until(lambda: said, "its index")
+    charged = sum(leaf.header.charged_bytes for leaves in groups for leaf in leaves)
+    assert there.arrivals.charged_at_least(grant) == region.trail.charged_bytes(grant) == charged
+    meter.hear(there.arrivals.charged_at_least(grant))
+    assert meter.taken_bytes == charged, "what it took itself counts once"
+    service.close()
 
 
 async def test_a_documents_leaf_waits_for_streams_with_copies_until_who_leads_one_has_let_pass_what_it_stops(
