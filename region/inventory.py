@@ -133,7 +133,14 @@ def _log(
         told = disk.beginning()
         disk.close()
         last = told.history.last
-        return LogTold(kind=kind, epoch=last.epoch, election=last.election, end=told.end, kept=told.kept)
+        return LogTold(
+            kind=kind,
+            epoch=last.epoch,
+            election=last.election,
+            end=told.end,
+            kept=told.kept,
+            starts=told.history.starts,
+        )
     if not files.exists(folder) or not any(each.endswith(SEGMENT_SUFFIX) for each in files.names(folder)):
         return None
     rewrite_unsynced(files, folder)

@@ -38,6 +38,7 @@ from region.log.companions import RECORDS
 from region.log.point import LogPoint
 from region.metadata.records import AUDIT_STREAM, REPLICAS_MAX, Stream, is_replicated, min_in_sync
 from region.metadata.transaction import Absent, Delete, Put, Write
+from region.replication.history import EpochStart, History, Parting, parting
 
 RECONCILE_GAP: Final = 1 << 26
 """Numbers of epochs skipped where a store went back: those of more elections than can have happened that no folder heard of, each of
@@ -48,13 +49,14 @@ BEGINNING: Final = LogPoint(0)
 
 class LogTold(msgspec.Struct, frozen=True, kw_only=True):
     """One log of a copy. `epoch`, `election`: of its last entry (0 and empty in an empty log; no election in a log of one copy). `end`: behind
-    its last entry, all of which is on the disk. `kept`: what is surely committed."""
+    its last entry, all of which is on the disk. `kept`: what is surely committed. `starts`: where its epochs begin; empty in a log of one copy."""
 
     kind: int
     epoch: int = 0
     election: str = ""
     end: LogPoint = BEGINNING
     kept: LogPoint = BEGINNING
+    starts: tuple[EpochStart, ...] = ()
 
 
 class ShardTold(msgspec.Struct, frozen=True, kw_only=True):
@@ -252,7 +254,13 @@ def _shard(
     has_copies = stream is not None and is_replicated(stream.config)
     if before is not None:
         has_copies = has_copies or len(before.replicas) > 1
-    missing = len(away)
+    # A folder that was lost since the backup may have had what nobody else has.
+    former = [
+        broker
+        for broker in sorted({*told, *(() if before is None else before.replicas)})
+        if broker in view.nodes and broker in plan.nodes and not _is_of_store(view, plan, broker)
+    ]
+    missing = len(away) + len(former)
     if before is None and stream is not None and has_copies:
         # The store does not say who had the others.
         missing = max(missing, stream.config.replicas - len(whole))
@@ -304,7 +312,7 @@ def _shard(
     if has_copies and missing >= minimum:
         doubt = (
             f"a record was acknowledged once {minimum} {'copy' if minimum == 1 else 'copies'} had it, and those may have been "
-            f"{', '.join(away) if len(away) == missing else 'in folders that were not heard'}"
+            f"{_those(away, former) if len(away) + len(former) == missing else 'in folders that were not heard'}"
             + (f" ({why})" if why else "")
         )
     leaves = _ends(whole[winners[0]]).get(RECORDS) if winners[0] in whole else None
@@ -336,6 +344,10 @@ def _as_before(winners: Collection[str], before: ShardRecord | None) -> list[str
     """Those first that had a copy at the backup: a record names REPLICAS_MAX."""
     replicas = () if before is None else before.replicas
     return sorted(winners, key=lambda broker: (broker not in replicas, broker))
+
+
+def _those(away: Sequence[str], former: Sequence[str]) -> str:
+    return ", ".join([*away, *(f"the folder that {broker} had before" for broker in former)])
 
 
 def _gone(view: ClusterView, plan: Plan, before: ShardRecord, told: Mapping[str, ShardTold]) -> list[str]:
@@ -416,24 +428,26 @@ def _best(
     ends = {broker: _ends(each) for broker, each in sorted(copies.items())}
     kinds = sorted({kind for found in ends.values() for kind in found})
     at = {broker: [found.get(kind, (0, BEGINNING)) for kind in kinds] for broker, found in ends.items()}
+    compared = [_Compared({broker: _log(each, kind) for broker, each in copies.items()}) for kind in kinds]
 
     def lacks(broker: str) -> bool:
-        """Whether others may have committed what it has not."""
-        for number, mine in enumerate(at[broker]):
-            having = [
-                other
-                for other, theirs in at.items()
-                if theirs[number] > mine
-                and not (other in same and _was_behind(copies, other, theirs[number][0]))
-            ]
-            if having and len(having) + away >= minimum:
-                return True
+        """Whether others have committed what it has not, or may have."""
+        for logs in compared:
+            for all_ in logs.beyond(broker):
+                having = [
+                    other
+                    for other in all_
+                    if not (other in same and _was_behind(copies, other, logs.epoch(other)))
+                ]
+                if having and len(having) + away >= minimum:
+                    return True
         return False
 
     why = ""
-    safe = [broker for broker in at if not lacks(broker)]
+    sure = [broker for broker in at if not any(logs.lacks_committed(broker) for logs in compared)]
+    safe = [broker for broker in sure if not lacks(broker)]
     if not safe:
-        safe = list(at)
+        safe = sure or list(at)
         why = f"of {', '.join(at)} none surely has every log to its end"
     most = max(at[broker] for broker in safe)
     whole = [broker for broker in safe if at[broker] == most]
@@ -443,6 +457,75 @@ def _best(
         why = f"{', '.join(whole)} have epoch {max(epoch for epoch, _ in most)} of two elections"
         whole = [broker for broker in whole if elections[broker] == elections[whole[0]]]
     return whole, why
+
+
+class _Compared:
+    """What the copies of one log have in common. `logs`: by broker."""
+
+    def __init__(self, logs: Mapping[str, LogTold]) -> None:
+        self._logs = logs
+        # What one copy knows to be committed, and another has otherwise, that one has in vain.
+        self._ends = {
+            broker: min(
+                [log.end]
+                + [
+                    shared
+                    for other in logs
+                    if other != broker
+                    and (shared := self._shared(broker, other)) is not None
+                    and min(logs[other].kept, logs[other].end) > shared
+                ]
+            )
+            for broker, log in logs.items()
+        }
+
+    def epoch(self, broker: str) -> int:
+        """The last one of which a copy has anything."""
+        return self._logs[broker].epoch
+
+    def _shared(self, one: str, other: str) -> LogPoint | None:
+        """Up to where two copies are equal; None where their histories do not say."""
+        mine, theirs = self._logs[one], self._logs[other]
+        if BEGINNING in (mine.end, theirs.end):
+            return BEGINNING
+        if not mine.starts or not theirs.starts:
+            return None
+        found = parting(theirs.starts, True, theirs.end, History(mine.starts), mine.end)
+        return None if isinstance(found, Parting) else found
+
+    def _has_more(self, broker: str, than: str) -> bool:
+        """Whether it may have committed what the other copy lacks."""
+        shared = self._shared(broker, than)
+        if shared is not None:
+            return self._ends[broker] > shared
+        mine, theirs = self._logs[broker], self._logs[than]
+        return (mine.epoch, mine.end) > (theirs.epoch, theirs.end)
+
+    def beyond(self, broker: str) -> list[list[str]]:
+        """For each thing that others have and this copy lacks: who has it."""
+        having = [other for other in self._logs if other != broker and self._has_more(other, broker)]
+        found = []
+        for each in having:
+            parts = self._shared(each, broker)
+            found.append([other for other in having if parts is None or self._has_same(other, each, parts)])
+        return found
+
+    def _has_same(self, one: str, other: str, behind: LogPoint) -> bool:
+        """Whether two copies have the same behind a point that both reach beyond."""
+        shared = self._shared(one, other)
+        return one == other or shared is None or shared > behind
+
+    def lacks_committed(self, broker: str) -> bool:
+        """Whether another copy has what is surely committed, and this one has not."""
+        return any(
+            (shared := self._shared(broker, other)) is not None and min(log.kept, log.end) > shared
+            for other, log in self._logs.items()
+            if other != broker
+        )
+
+
+def _log(copy: ShardTold, kind: int) -> LogTold:
+    return next((log for log in copy.logs if log.kind == kind), LogTold(kind=kind))
 
 
 def _was_behind(copies: Mapping[str, ShardTold], broker: str, epoch: int) -> bool:

@@ -17,6 +17,7 @@ from region.cluster.records import EPOCH_MAX
 from region.cluster.transactions import Reason, Refusal
 from region.log.point import LogPoint
 from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
+from region.replication.history import EpochStart
 
 OTHER = "1" * 16
 NAME = "acme/payments/orders"
@@ -177,7 +178,57 @@ def test_a_copy_that_was_begun_anew_may_have_been_in_sync_before(stage: Stage) -
     whole = (log(8, 900, kept=900), log(8, 50, kind=1, kept=50))
     stage.files["c"] = msgspec.structs.replace(stage.files["c"], folder="another")
     made = planned(stage, {"b": whole, "c": BROUGHT_UP}, ["a"])
-    assert isinstance(made, Plan) and "of b, c none surely has every log" in made.losses[0]
+    assert isinstance(made, Plan) and "may have been a, the folder that c had before" in made.losses[0]
+
+
+@pytest.mark.parametrize("stream", [NAME, str(AUDIT_STREAM)])
+def test_folders_that_were_lost_since_may_have_had_what_was_committed(stage: Stage, stream: str) -> None:
+    """Two are being brought up from the one that has all, and that is lost, too."""
+    for name in "bc":
+        stage.files[name] = msgspec.structs.replace(stage.files[name], folder=f"new {name}")
+    stage.place("abc", stream=stream)
+    made = planned(stage, {"b": (log(9, 3),), "c": (log(9, 2),)}, ["a"], stream=stream)
+    assert isinstance(made, Plan) and "may have been a, the folder that b had before" in made.losses[0]
+    if stream == NAME:
+        assert made.shards[0].after.unclean
+    else:
+        assert is_led_by_nobody(made)
+
+
+def begun(*epochs: tuple[int, int], end: int, kept: int = 0) -> LogTold:
+    """A log by the offsets at which its epochs begin."""
+    starts = tuple(EpochStart(epoch, f"{epoch:016x}", LogPoint(start)) for epoch, start in epochs)
+    last = starts[-1]
+    return LogTold(
+        kind=0,
+        epoch=last.epoch,
+        election=last.election,
+        end=LogPoint(end),
+        kept=LogPoint(kept),
+        starts=starts,
+    )
+
+
+@pytest.mark.parametrize("b_end", [100, 101])
+@pytest.mark.parametrize("stream", [NAME, str(AUDIT_STREAM)])
+def test_what_an_earlier_leader_had_and_a_later_one_committed_without_writing_is_not_lost(
+    stage: Stage, stream: str, b_end: int
+) -> None:
+    """b wrote record 99 anew in epoch 10, alone; c, elected in 11, had the one of epoch 9 still, and a and c committed it. c is lost."""
+    stage.place("abc", stream=stream)
+    a, b = begun((9, 0), end=100, kept=100), begun((9, 0), (10, 99), end=b_end, kept=99)
+    made = planned(stage, {"a": (a,), "b": (b,)}, ["c"], stream=stream)
+    assert isinstance(made, Plan) and not made.losses and made.shards[0].copies == ("a",)
+    unsaid = begun((9, 0), end=100, kept=99)
+    made = planned(stage, {"a": (unsaid,), "b": (b,)}, ["c"], stream=stream)
+    assert isinstance(made, Plan) and "of a, b none surely has every log" in made.losses[0]
+    assert stream == NAME or is_led_by_nobody(made)
+
+
+def test_what_is_otherwise_where_it_is_known_to_be_committed_was_written_in_vain(stage: Stage) -> None:
+    deposed, leader = begun((7, 0), end=90, kept=30), begun((7, 0), (9, 40), end=50, kept=45)
+    made = planned(stage, {"a": (deposed,), "b": (leader,)}, ["c"])
+    assert isinstance(made, Plan) and not made.losses and made.shards[0].copies == ("b",)
 
 
 def test_who_was_retired_since_has_nothing_that_others_lack(stage: Stage) -> None:
@@ -205,7 +256,8 @@ def test_a_stream_that_comes_back_from_one_copy_where_others_have_none_any_more_
     for name in "ab":
         stage.files[name] = msgspec.structs.replace(stage.files[name], folder=f"new {name}")
     anew = planned(stage, {"a": (), "b": (), "c": (log(7, 5),), "d": ()})
-    assert isinstance(anew, Plan) and not anew.losses, "their folders were lost, and that says nothing"
+    assert isinstance(anew, Plan) and "had a copy at the backup" not in anew.losses[0]
+    assert "the folder that a had before, the folder that b had before" in anew.losses[0]
 
 
 def test_one_epoch_of_two_elections_and_what_was_committed_and_is_gone_need_a_word(stage: Stage) -> None:
