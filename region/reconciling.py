@@ -23,6 +23,7 @@ from region.cluster.transactions import Reason, Refusal, Transaction, batches
 from region.document_log import LASTING
 from region.metadata.catalog import Catalog
 from region.metadata.port import MetadataStore
+from region.metadata.transaction import Entry
 
 ASKED_AGAIN: Final = Transaction((), ())
 _HINTS: Final = {

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 
 from cluster.clustered_region import ClusteredRegion
 from region_peer import until
@@ -15,6 +16,7 @@ from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import Trust
 from audit.verify import verify_log
+from felix.errors import UnavailableError
 from region.trusted_bundles import own_bundle
 
 
@@ -82,3 +84,11 @@ def trail_of(region: ClusteredRegion, name: str) -> Trail:
 
 async def shows(region: ClusteredRegion, name: str, size: int) -> None:
     await until(lambda: note_size(trail_of(region, name).checkpoint()) == size, 60)
+
+
+async def retried(attempt: Callable[[], Awaitable[int]]) -> int:
+    async with asyncio.timeout(60):
+        while True:
+            with contextlib.suppress(UnavailableError):
+                return await attempt()
+            await asyncio.sleep(0.05)

@@ -6,14 +6,14 @@ import asyncio
 import contextlib
 import errno
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from cluster.audited import home_of, key_leaf, log_of, shows, trail_of, verified
+from cluster.audited import home_of, key_leaf, log_of, retried, shows, trail_of, verified
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
@@ -313,14 +313,6 @@ def committed_leaves(region: ClusteredRegion, name: str) -> int:
     stream, replicas = clustered.member.audit.stream, clustered.replicas
     assert stream is not None and replicas is not None
     return replicas.host.committed(ShardId(stream.incarnation, 0), audit_log.LEAVES).offset
-
-
-async def retried(attempt: Callable[[], Awaitable[int]]) -> int:
-    async with asyncio.timeout(60):
-        while True:
-            with contextlib.suppress(UnavailableError):
-                return await attempt()
-            await asyncio.sleep(0.05)
 
 
 def root_of(leaves: Sequence[bytes]) -> bytes:

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from cluster.audited import home_of, key_leaf, log_of, retried, shows, trail_of, verified
 from cluster.clustered_region import ClusteredRegion
-from cluster.test_audit_log import home_of, key_leaf, log_of, retried, shows, trail_of, verified
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import long_runs
 import pytest
+from cluster.audited import key_leaf
 from cluster.processes import kill
 from cluster.processes import running as processes
-from cluster.test_audit_log import key_leaf
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary
 from ports import claim_port
