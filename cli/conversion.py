@@ -6,7 +6,7 @@ A run that was cut off is finished by the next one. Order:
    broker keeps its own. Until here the region is as it was, its broker may start, and the next run begins anew.
 2. `CONVERTING` and `node` in the folder that the broker will have: from here on a broker that serves alone refuses to start.
 3. What is in `data` moves there.
-4. The broker, and the shards of its streams, are written into etcd, from what that folder has (region.cluster.reconciliation).
+4. The broker, and the shards of its streams, are written into etcd, from what that folder has (region.reconciliation).
 5. region.yaml names the broker in `cluster:`.
 
 Nothing is deleted: the embedded store stays in the broker's folder, and `keys/` where it was.

@@ -20,8 +20,8 @@ from felix.storage.disk import FileLock
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:
-    from region.cluster.reconciliation import FolderReport, Plan
     from region.config import RegionConfig
+    from region.reconciliation import FolderReport, Plan
 
 NEVER_KNOWN: Final = (
     "What nobody can tell: rights, quotas, subscriptions and settings of streams are those of the backup. Rights and grants that were taken away since are "
@@ -118,7 +118,7 @@ def _heard(folder: RegionFolder, config: RegionConfig, held: ExitStack) -> dict[
 
 
 def _reported(path: Path, known: dict[str, FolderReport]) -> dict[str, FolderReport]:
-    from region.cluster.reconciliation import FolderReport
+    from region.reconciliation import FolderReport
 
     try:
         told = msgspec.json.decode(read_file(path, "The file"), type=list[FolderReport])

@@ -1,4 +1,4 @@
-"""What the data folder of one of several brokers has, told while no broker serves from it (region.cluster.reconciliation.FolderReport).
+"""What the data folder of one of several brokers has, told while no broker serves from it (region.reconciliation.FolderReport).
 
 Every log is opened as a broker opens it: recovered, and what is told of it is on the disk first. The caller holds the folder's lock
 (`felix.storage.disk.FileLock` of its `streams`). Every call blocks.
@@ -25,7 +25,6 @@ from felix.storage.disk import PRIVATE_FILES, boot_id
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked
 from region.cluster.node_file import NodeFile
-from region.cluster.reconciliation import AuditTold, FolderReport, LogTold, ShardTold
 from region.cluster.records import ShardId
 from region.log.clean_stop import CLEAN_STOP_NAME
 from region.log.companions import kind_of, log_number, shard_of
@@ -34,6 +33,7 @@ from region.log.disk import DiskLog
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity
+from region.reconciliation import AuditTold, FolderReport, LogTold, ShardTold
 from region.replication.disk import (
     COPY_SUFFIX,
     ELECTIONS_NAME,

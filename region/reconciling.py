@@ -1,4 +1,4 @@
-"""Carries out what `region.cluster.reconciliation` plans, on a metadata store. No broker of the region runs.
+"""Carries out what `region.reconciliation` plans, on a metadata store. No broker of the region runs.
 
 A run that did not end leaves the region frozen: nothing is placed or elected until another one has ended.
 """
@@ -13,10 +13,9 @@ from typing import Final
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
-from region.cluster import reconciliation
+from region import reconciliation
 from region.cluster.audit_home import AuditHome
 from region.cluster.mirror import ClusterMirror
-from region.cluster.reconciliation import FolderReport, Plan
 from region.cluster.records import ELECTION_CHARS
 from region.cluster.registry import EXPIRY_SLACK_MS
 from region.cluster.transactions import Reason, Refusal, Transaction, batches
@@ -24,6 +23,7 @@ from region.document_log import LASTING
 from region.metadata.catalog import Catalog
 from region.metadata.port import MetadataStore
 from region.metadata.transaction import Entry
+from region.reconciliation import FolderReport, Plan
 
 ASKED_AGAIN: Final = Transaction((), ())
 _HINTS: Final = {

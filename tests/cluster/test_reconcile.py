@@ -27,10 +27,10 @@ from cli.several import ETCD_FOLDER, ETCD_PEER
 from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.real import REAL
 from region.audit_log import CHECKPOINTS
-from region.cluster.reconciliation import FolderReport, Plan
 from region.config import load_config
 from region.inventory import take_inventory
 from region.log.companions import log_number
+from region.reconciliation import FolderReport, Plan
 from region.reconciling import Reconciler
 from region.startup import open_store
 

@@ -11,12 +11,12 @@ from cluster.samples import ELECTION, KEYS, SHARD, STREAM
 from cluster.stage import Stage, refused
 
 from felix.settings import Durability
-from region.cluster import reconciliation
-from region.cluster.reconciliation import AuditTold, FolderReport, LogTold, Plan, ShardTold
+from region import reconciliation
 from region.cluster.records import EPOCH_MAX
 from region.cluster.transactions import Reason, Refusal
 from region.log.point import LogPoint
 from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
+from region.reconciliation import AuditTold, FolderReport, LogTold, Plan, ShardTold
 from region.replication.history import EpochStart
 
 OTHER = "1" * 16
