@@ -23,6 +23,7 @@ from policy.documents import Parsed, decode_document
 from policy.quantity import Duration, Rate, Size
 from region.cluster.records import BROKERS_MAX, WORD_CHARS_MAX
 from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
+from region.log.scrub import SCRUB_EVERY_MS, SCRUB_RATE_BYTES
 from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN
 from region.metadata.records import REPLICAS_MAX
 
@@ -39,6 +40,11 @@ CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
 OFFLOAD_RATE_BYTES_MIN: Final = 64 << 10
 """A segment in an hour."""
+SCRUB_RATE_BYTES_MIN: Final = 64 << 10
+"""Five gigabytes a day."""
+SCRUB_EVERY_MS_MIN: Final = 60_000
+SCRUB_EVERY_MS_MAX: Final = 365 * DAY_MS
+"""What is not looked at for longer is as good as never looked at."""
 CLUSTER_LEASE_MS: Final = 5_000
 """Of a broker of a cluster: long enough for pauses of Python and elections of etcd."""
 LEASE_MS: Final = 15_000
@@ -200,14 +206,26 @@ class StorageConfig(Part, frozen=True):
 
     Offload: the URLs, or beginnings of them, that closed segments may be copied to (none: nowhere), bytes moved per second,
     and bytes of segments that were fetched back for reading.
+
+    Scrub: bytes per second of the closed segments of streams with copies that are looked at for damage, and how often all of them are.
     """
 
     sweep_every: Duration = Duration(1_000)
     offload_allow: tuple[Words, ...] = ()
     offload_rate: Size = Size(RATE_BYTES)
     offload_cache: Size = Size(FETCHED_BYTES_MAX)
+    scrub_rate: Size = Size(SCRUB_RATE_BYTES)
+    scrub_every: Duration = Duration(SCRUB_EVERY_MS)
 
     def __post_init__(self) -> None:
+        if self.scrub_rate < SCRUB_RATE_BYTES_MIN:
+            raise RequestError(
+                f"scrub_rate is {Size(self.scrub_rate)}; at least {Size(SCRUB_RATE_BYTES_MIN)} a second are needed."
+            )
+        if not SCRUB_EVERY_MS_MIN <= self.scrub_every <= SCRUB_EVERY_MS_MAX:
+            raise RequestError(
+                f"scrub_every is {Duration(self.scrub_every)}; {Duration(SCRUB_EVERY_MS_MIN)} to {Duration(SCRUB_EVERY_MS_MAX)} are allowed."
+            )
         if self.offload_rate < OFFLOAD_RATE_BYTES_MIN:
             raise RequestError(
                 f"offload_rate is {Size(self.offload_rate)}; at least {Size(OFFLOAD_RATE_BYTES_MIN)} a second are needed."

@@ -10,7 +10,9 @@ from felix.peer import TrustAnchor, TrustBundle
 from felix.runtime.port import Runtime
 from felix.transport.port import Engine, TransportLimits
 from region.cluster.member import ClusterMember
+from region.copied_frames import CopiedFrames
 from region.log.open_logs import OpenLogs
+from region.log.scrub import Scrub
 from region.log.seal import MakeSeal
 from region.log.shard_settings import ShardSettings
 from region.metadata.records import Stream, StreamConfig
@@ -38,8 +40,9 @@ class Peers:
         open_logs: OpenLogs,
         runtime: Runtime,
         system: Mapping[StreamName, SystemStream],
+        scrub: Scrub,
     ) -> None:
-        """`system`, `settings`, `make_seal`: as `Replicas` has them. `anchor`: the region's authority. `limits`: of connections that this broker
+        """`system`, `settings`, `make_seal`, `scrub`: as `Replicas` has them. `anchor`: the region's authority. `limits`: of connections that this broker
         takes."""
         bundle = TrustBundle([anchor])
         self.requests = PeerRequests(me.broker)
@@ -58,6 +61,7 @@ class Peers:
             requested=self.requests.requested,
         )
         self.requests.links = self.links
+        frames = CopiedFrames(self.requests)
         self.replicas = Replicas(
             member,
             me.region,
@@ -69,7 +73,10 @@ class Peers:
             open_logs=open_logs,
             runtime=runtime,
             system=system,
+            source=frames,
+            scrub=scrub,
         )
+        frames.serve(self.replicas.host)
 
     def _linked(self, peer: str, up: bool) -> None:
         self.replicas.host.linked(peer, up)

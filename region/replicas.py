@@ -38,6 +38,7 @@ from region.log.copies import Copies
 from region.log.errors import storage_error
 from region.log.maintenance import COMPACTION_AGAIN_MS
 from region.log.open_logs import OpenLogs
+from region.log.scrub import Scrub
 from region.log.seal import MakeSeal
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
@@ -52,6 +53,7 @@ from region.metadata.records import (
 )
 from region.replication.disk import LogPlan, kept_name, parse_kept_name
 from region.replication.host import Links, ReplicaHost, ShardPlan
+from region.replication.repairer import Source
 
 log = logging.getLogger("felix.region.replicas")
 
@@ -130,8 +132,10 @@ class Replicas:
         open_logs: OpenLogs,
         runtime: Runtime,
         system: Mapping[StreamName, SystemStream] = MappingProxyType({}),
+        source: Source | None = None,
+        scrub: Scrub | None = None,
     ) -> None:
-        """`streams`: the catalog, as it is known now. `system`: streams that no catalog has. `settings`: what a stream's mean for its shards' records. `make_seal`: what opens and seals
+        """`source`, `scrub`: as `ReplicaHost` has them. `streams`: the catalog, as it is known now. `system`: streams that no catalog has. `settings`: what a stream's mean for its shards' records. `make_seal`: what opens and seals
         a log's batches, for its stream, incarnation and number."""
         self._member = member
         self._region = region
@@ -149,6 +153,8 @@ class Replicas:
             sync_failed=member.registry.sync_failed,
             open_logs=open_logs,
             compaction_pool=folders.maintenance_pool,
+            source=source,
+            scrub=scrub,
         )
         self._settings = settings
         self._make_seal = make_seal
@@ -260,11 +266,18 @@ class Replicas:
         )
 
     def gauges(self) -> dict[str, float]:
-        """How many copies this broker has, and how many of them need a person. From every thread."""
+        """How many copies this broker has, how many of them need a person, and what became of damage. From every thread."""
+        repairs = self.host.repairs
         return {
             "copies": len(self.host.shards),
             "copies_alarmed": len(self.host.alarms),
             "copies_cut_records": self.host.cut_records,
+            "copies_damaged_segments": repairs.damaged,
+            "copies_damaged_found": repairs.found,
+            "copies_repaired_segments": repairs.repaired,
+            "scrub_checked_bytes": repairs.checked_bytes,
+            "scrub_rounds": repairs.rounds,
+            "scrub_round_ratio": repairs.progress,
         }
 
     def lag_records(self, record: Stream, number: int) -> int:

@@ -83,6 +83,7 @@ from region.key_service import KeyringRotation, KeyService, Rotation
 from region.landings import Landings
 from region.log.directory import LogDirectory
 from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit
+from region.log.scrub import Scrub
 from region.log.shard import ShardHooks
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
@@ -321,6 +322,7 @@ async def open_broker(
             open_logs=open_logs,
             runtime=runtime,
             system={} if audited is None else {AUDIT_STREAM: SystemStream(audited, LOGS)},
+            scrub=Scrub(config.storage.scrub_rate, config.storage.scrub_every),
         )
         clustered.replicas = peers.replicas
         clustered.requests = peers.requests

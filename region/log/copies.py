@@ -13,6 +13,7 @@ from typing import Protocol
 from felix.errors import FelixError
 from region.log.core import CommitPort
 from region.log.disk import DiskLog
+from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
@@ -60,6 +61,10 @@ class Copies(CommitPort, Protocol):
 
     def failed(self, error: FelixError) -> None:
         """The log's disk, or what is on it, cannot be used any more."""
+
+    async def repair(self, damage: SegmentDamagedError) -> None:
+        """A segment of the log on this disk is damaged: return once it was written anew from another copy. Raises UnavailableError while that
+        takes longer than a reader waits, CorruptionError where no copy has it: of these offsets alone."""
 
     def released(self) -> None:
         """Nothing here reads or writes the log any more."""

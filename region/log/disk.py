@@ -567,6 +567,31 @@ class DiskLog:
             self._files.sync_folder(self.folder)
         return True
 
+    # Repair. What is written aside, and that it is the same, is region.log.segment_repair's.
+
+    def annotations_at(self, point: LogPoint) -> dict[int, bytes]:
+        """The annotations in force at `point`, which the log holds. Raises as `read_frames` does."""
+        return self._log_reader.annotations_at(point)
+
+    def close_active(self, segment: SegmentState, now_ms: int) -> bool:
+        """Begin the next segment, where `segment` is the one that is written to; whether it is not, on return. Raises as `write` does."""
+        active = self._segments.active
+        if active is segment and not self._note_is_open and active.next_offset > active.base_offset:
+            self.roll(now_ms)
+        return self._segments.active is not segment
+
+    def restore_segment(self, segment: SegmentState, aside: Path) -> bool:
+        """Let the file `aside`, which is whole and synced, and has what `segment` had where it had it, take the place of its damaged file.
+
+        False, with nothing changed, where the log has the segment no more. Raises StorageFailedError, OSError.
+        """
+        if segment not in self._segments.now[:-1]:
+            return False
+        self._files.rename(aside, segment.path)
+        with self._written.fatal("A sync", self.folder):
+            self._files.sync_folder(self.folder)
+        return True
+
     # Offload. What is moved where is region.log.offloader's.
 
     def save_offload(self, state: OffloadState) -> None:

@@ -4,7 +4,8 @@ Only region.log.shard calls this, on the loop.
 
 Invariants:
 - of several readers that want the same segment back, one fetches it;
-- damage in the folder stops the shard, since what else is damaged nobody knows; damage in a store's copy does not;
+- damage in the folder stops the shard, since what else is damaged nobody knows, unless the log has copies: then the segment is repaired
+  from them, and only what none of them has is refused; damage in a store's copy stops nothing;
 - a read that crosses a truncation is no proof of damage: it is to be repeated.
 """
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +26,7 @@ from felix.storage.port import Files
 from region.log.compactor import ROOM_BYTES_MIN
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog
-from region.log.errors import NotLocalError, storage_error
+from region.log.errors import NotLocalError, SegmentDamagedError, storage_error
 from region.log.frame import SealedBatch
 from region.log.offloader import Throttle, fetch
 from region.log.segment_state import SegmentState
@@ -33,6 +34,9 @@ from region.log.shard_settings import ShardStore
 
 FETCHES_PER_READ_MAX: Final = 4
 """A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""
+REPAIRS_PER_READ_MAX: Final = 4
+"""A read reaches into one segment, rarely two; a disk that damages what was just repaired needs a person."""
+REPAIR_RETRY_MS: Final = 1_000
 
 _T = TypeVar("_T")
 
@@ -46,7 +50,7 @@ class _FetchedDamageError(Exception):
 
 
 class DiskReader:
-    """See the module. `failed` is told what stops the shard; `ending` ends what is being fetched."""
+    """See the module. `failed` is told what stops the shard; `ending` ends what is being fetched. `repair`: as `Copies.repair`, of a log that has copies."""
 
     def __init__(
         self,
@@ -59,6 +63,7 @@ class DiskReader:
         folder: Path,
         ending: Event,
         failed: Callable[[FelixError], None],
+        repair: Callable[[SegmentDamagedError], Awaitable[None]] | None = None,
     ) -> None:
         self.truncations = 0
         """Begun and ended: a read across one may meet bytes that are being cut."""
@@ -70,6 +75,7 @@ class DiskReader:
         self._folder = folder
         self._ending = ending
         self._failed = failed
+        self._repair = repair
         self._loop = asyncio.get_running_loop()
         self._fetching: dict[int, asyncio.Future[None]] = {}
 
@@ -87,6 +93,10 @@ class DiskReader:
         """Base offset of the first batch before `below` that was appended at or after `time_ms`, else `below`. Raises as `read`."""
         return await self._perform(self._disk.offset_for_time, time_ms, below)
 
+    async def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
+        """Notes that stand in the log, as `DiskLog.read_notes` finds them. Raises as `read`, and OffsetOutOfRangeError."""
+        return await self._perform(lambda: self._disk.read_notes(offset, wanted))
+
     @contextmanager
     def truncating(self) -> Iterator[None]:
         """The log is cut meanwhile."""
@@ -103,6 +113,16 @@ class DiskReader:
         self._store.cache.forget(self._folder)
 
     async def _perform(self, read: Callable[..., _T], *arguments: int) -> _T:
+        for _ in range(REPAIRS_PER_READ_MAX):
+            try:
+                return await self._perform_once(read, *arguments)
+            except SegmentDamagedError as error:
+                if self._repair is None:
+                    raise
+                await self._repair(error)
+        raise UnavailableError("What is read is damaged again and again.", retry_after_ms=REPAIR_RETRY_MS)
+
+    async def _perform_once(self, read: Callable[..., _T], *arguments: int) -> _T:
         before = self.truncations
         try:
             for _ in range(FETCHES_PER_READ_MAX):
@@ -122,7 +142,8 @@ class DiskReader:
                 raise UnavailableError(
                     "The log was truncated while it was read.", code=Code.UNAVAILABLE, retry_after_ms=50
                 ) from error
-            self._failed(error)
+            if self._repair is None or not isinstance(error, SegmentDamagedError):
+                self._failed(error)
             raise
         except OSError as error:
             failure = storage_error(error, self._folder)

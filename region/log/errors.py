@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.storage.port import is_full
 from region.log.segment_state import SegmentState
 
@@ -36,6 +36,18 @@ class NotLocalError(Exception):
     def __init__(self, segment: SegmentState) -> None:
         super().__init__(str(segment.path))
         self.segment = segment
+
+
+class SegmentDamagedError(CorruptionError):
+    """A segment's file is not what was written: `path`, and the offset from which on it cannot be read."""
+
+    def __init__(self, path: Path, position: int, offset: int, what: str) -> None:
+        super().__init__(
+            f"Damage in {path} at byte {position} (offset {offset}): {what}.",
+            hint="The shard does not serve. Restore the file from a replica or a backup; nothing was changed.",
+        )
+        self.path = path
+        self.offset = offset
 
 
 class StorageFailedError(UnavailableError):

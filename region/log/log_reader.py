@@ -95,6 +95,21 @@ class LogReader:
                 if self._segments.now is segments:
                     raise damaged(segment.path, 0, point.offset, "the file is gone") from None
 
+    def annotations_at(self, point: LogPoint) -> dict[int, bytes]:
+        """The annotations in force at `point`, from the segment that goes on there. Raises as `read_frames` does."""
+        while True:
+            segments = self._segments.now
+            if not segments[0].base_point <= point <= segments[-1].end_point:
+                raise OffsetOutOfRangeError(point.offset, segments[0].base_offset, segments[-1].next_offset)
+            segment = segments[bisect_right(segments, point, key=base_point) - 1]
+            if segment.header.span:
+                raise compacted(segment, point.offset)
+            try:
+                return self._reader.rescan(segment, segment.segment_bytes, point).annotations
+            except FileNotFoundError:
+                if self._segments.now is segments:
+                    raise damaged(segment.path, 0, point.offset, "the file is gone") from None
+
     def read_notes(self, offset: int, limit: LogPoint, wanted: Callable[[bytes], bool]) -> list[bytes]:
         """The notes that stand in the log before what was appended at `offset`, in order, of those that are `wanted`. Raises as `read_frames` does."""
         first = self._segments.now[0].base_point

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Final
 
 from felix.batch import BatchHeader
-from felix.errors import CorruptionError
 from felix.storage.port import Files
+from region.log.errors import SegmentDamagedError
 from region.log.producers import ProducerTable, Remembered
 from region.log.segment import (
     ENTRY_BYTES_MAX,
@@ -49,12 +49,9 @@ def count_batch(producers: ProducerTable, header: BatchHeader) -> None:
     )
 
 
-def damaged(path: Path, position: int, offset: int, what: str) -> CorruptionError:
+def damaged(path: Path, position: int, offset: int, what: str) -> SegmentDamagedError:
     """The error that names file, position and offset."""
-    return CorruptionError(
-        f"Damage in {path} at byte {position} (offset {offset}): {what}.",
-        hint="The shard does not serve. Restore the file from a replica or a backup; nothing was changed.",
-    )
+    return SegmentDamagedError(path, position, offset, what)
 
 
 def scan_file(

@@ -330,6 +330,7 @@ class ShardLog:
             folder=self._folder,
             ending=self._ending,
             failed=self.stop,
+            repair=None if self._copies is None else self._copies.repair,
         )
         self._maintenance = Maintenance(
             self,
@@ -556,9 +557,9 @@ class ShardLog:
     async def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
         """The notes in the log before what was appended at `offset`, in order, of those that are `wanted`, asked in another thread; of a log that
         has copies. None of what retention let go of. Raises CorruptionError, RequestError(UNSUPPORTED) where the place was compacted."""
-        assert self._disk is not None
+        assert self._reader is not None
         try:
-            return await self._loop.run_in_executor(self._read_pool, self._disk.read_notes, offset, wanted)
+            return await self._reader.read_notes(offset, wanted)
         except OffsetOutOfRangeError:
             return []
 

@@ -5,13 +5,14 @@ Invariant: once it is deposed, nothing more is committed or taken by it, whateve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 
 from felix.errors import CorruptionError, FelixError
 from region.cluster.records import YieldReason
 from region.log.copies import LedLog
 from region.log.disk import DiskLog
+from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
@@ -35,6 +36,7 @@ class HostedCopies:
         refusal: Callable[[], FelixError | None],
         released: Callable[[], None],
         may_answer: Callable[[], bool] | None,
+        repair: Callable[[SegmentDamagedError], Awaitable[None]],
     ) -> None:
         """`happened` and `failed` tell the shard's core; `refusal`: why the shard takes no appends now. `may_answer`: of a stream with
         `acks: leader`, whether what is durable here may be answered before it is committed (L1); None: never."""
@@ -46,6 +48,7 @@ class HostedCopies:
         self._refusal = refusal
         self._released = released
         self._may_answer = may_answer
+        self._repair = repair
         self._commit = log.commit
         self._durable = log.durable
         self._leader: LedLog | None = None
@@ -92,6 +95,9 @@ class HostedCopies:
         if self._deposed is None:
             why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
             self._failed(DiskFailed(self._number, why), error)
+
+    async def repair(self, damage: SegmentDamagedError) -> None:
+        await self._repair(damage)
 
     def released(self) -> None:
         self._released()

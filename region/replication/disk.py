@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +45,9 @@ from region.log.producers import ProducerTable, shorten_snapshot
 from region.log.recovery import EPOCHS_NAME
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, no_commitment, segment_name
 from region.log.segment_limits import SegmentLimits
+from region.log.segment_repair import SegmentRepair
 from region.log.segment_scan import count_batch
+from region.log.segment_state import SegmentState
 from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Frame
 from region.replication.origin import Beginning, Closed
@@ -59,6 +61,8 @@ OLD_SUFFIX: Final = ".old"
 UNKNOWN_ELECTION: Final = "0" * 16
 """Of epochs that a broker began before its log was replicated: nobody was elected, and nobody else has them."""
 _REWRITE_BYTES: Final = 1 << 20
+_PASS_WAIT_S: Final = 2.0
+"""A repair waits so long for a pass of compaction, in a thread that others want to read by; then it begins again."""
 
 _starts: Final = msgspec.json.Decoder(list[EpochStart])
 _point: Final = msgspec.json.Decoder(LogPoint)
@@ -127,7 +131,7 @@ class ReplicaDisk:
         self._runtime = runtime
         self._open_logs = open_logs
         self._compacting = Lock()
-        """Held by a pass of compaction."""
+        """Held by a pass of compaction, and while a repaired segment is put in its place."""
         self._ending = Event()
         """Ends one."""
 
@@ -299,6 +303,9 @@ class ReplicaDisk:
         # Clean is what was so before the segments are looked at; tombstones are gone that went until then.
         clean_to = self.log.compaction.clean_to
         is_whole = self.whole_from == BEGINNING
+        if not is_whole:
+            # It begins where the segment does that is written to: at its end, so not below what whoever asks has committed.
+            self.close_active(self.log.segments[-1])
         origin = self.log.origin(
             shorten_snapshot(producers, ORIGIN_PRODUCERS_BYTES_MAX), is_last=not is_whole
         )
@@ -434,6 +441,57 @@ class ReplicaDisk:
         self._ending.set()
         with self._compacting:
             pass
+
+    # Repair
+
+    def segment_at(self, base_offset: int, generation: int) -> SegmentState | None:
+        """The log's segment that has this name. From every thread."""
+        for segment in self.log.segments:
+            if (segment.base_offset, segment.generation) == (base_offset, generation):
+                return segment
+        return None
+
+    def close_active(self, segment: SegmentState) -> bool:
+        """Whether `segment` is closed, on return: it is, where it can be. Raises as `DiskLog.write` does."""
+        with self.log.writer:
+            return self.log.close_active(segment, self._runtime.clock.now_ms())
+
+    def begin_repair(self, segment: SegmentState, annotations: Mapping[int, bytes]) -> SegmentRepair:
+        """Write a damaged segment anew, aside. Raises as `SegmentRepair` does."""
+        return SegmentRepair(self.log, self._files, segment, annotations)
+
+    def finish_repair(self, repair: SegmentRepair) -> bool:
+        """Put what was written in its place; False where the log has the segment no more. Raises as `SegmentRepair.finish` does; WorkEndedError
+        where the log was closed, begun anew or compacted meanwhile."""
+        if not self._compacting.acquire(timeout=_PASS_WAIT_S):
+            raise WorkEndedError
+        try:
+            if self._ending.is_set():
+                raise WorkEndedError
+            return repair.finish()
+        finally:
+            self._compacting.release()
+
+    def annotations_at(self, point: LogPoint) -> dict[int, bytes]:
+        """Those in force at a point of the log. Raises as `DiskLog.annotations_at` does."""
+        return self.log.annotations_at(point)
+
+    def rewrite_small_files(self) -> list[Path]:
+        """Write the elections and the commit point again where their files are damaged: both are known here. Which were. Raises OSError."""
+        elections, kept = self.plan.folder / ELECTIONS_NAME, self.plan.kept_file
+        with self.log.writer:
+            if self._ending.is_set():
+                return []
+            found = [
+                path
+                for path in (elections, kept)
+                if self._files.exists(path) and load_checked(self._files, path) is None
+            ]
+            if elections in found:
+                self._save_elections()
+            if kept in found:
+                self._keep(self.kept)
+            return found
 
     # The end
 

@@ -34,6 +34,7 @@ from region.replication.ready import (
     Copied,
     CopyFailed,
     CopyFrom,
+    CopyWanted,
     DiskFailed,
     Leaving,
     Linked,
@@ -328,6 +329,14 @@ class FollowerCore:
             self._older.clear()
             self._ask(now, ready)
 
+    def _copy_wanted(self, event: CopyWanted, now: int, ready: Ready) -> None:
+        """Until it is done nothing is acknowledged, so that the leader goes on without this copy."""
+        if self.placed:
+            self.ask += 1
+            self.placed = False
+            self.replica.copying.add(event.log)
+            ready.copy.append(CopyFrom(self.leader, event.log))
+
     def _copy_failed(self, event: CopyFailed, now: int, ready: Ready) -> None:
         self.replica.copying.discard(event.log)
         self._copies_failed += 1
@@ -378,6 +387,7 @@ class FollowerCore:
         Synced: _synced,
         Copied: _copied,
         CopyFailed: _copy_failed,
+        CopyWanted: _copy_wanted,
         DiskFailed: _disk_failed,
         Leaving: _leaving,
         Linked: _linked,

@@ -39,9 +39,10 @@ from region.cluster.transactions import Refusal, change, leave_sets
 from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
 from region.log.companions import RECORDS
-from region.log.errors import NotLocalError, StorageFailedError
+from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
+from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
 from region.metadata.lease import Lease
 from region.metadata.transaction import Change, Snapshot
@@ -59,6 +60,7 @@ from region.replication.ready import (
     Begun,
     Compacted,
     CopyFailed,
+    CopyWanted,
     DiskFailed,
     FramesRead,
     Leaving,
@@ -79,6 +81,7 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
+from region.replication.repairer import FETCH_BYTES, NO_SOURCE, Fetched, Repairer, Source
 from region.replication.replica import BrokerLease, Replica
 from region.replication.wire import (
     OriginAsked,
@@ -167,8 +170,11 @@ class ReplicaHost:
         sync_failed: Callable[[], Awaitable[None]] | None = None,
         open_logs: OpenLogs | None = None,
         compaction_pool: Executor | None = None,
+        source: Source | None = None,
+        scrub: Scrub | None = None,
     ) -> None:
-        """`sync_failed`: `Registry.sync_failed`. `compaction_pool`: of passes of compaction; None: of `read_pool`."""
+        """`sync_failed`: `Registry.sync_failed`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
+        copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
@@ -197,6 +203,16 @@ class ReplicaHost:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ticks: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
+        self.repairs = Repairer(
+            self,
+            NO_SOURCE if source is None else source,
+            files=files,
+            pool=read_pool,
+            scrub_pool=self._compaction_pool,
+            runtime=runtime,
+            scrub=scrub,
+            alarm=self._alarm_of_damage,
+        )
         mirror.on_change(self._mirrored)
 
     # -- a broker's life -------------------------------------------------------------------------------
@@ -328,6 +344,7 @@ class ReplicaHost:
         self._know_peers()
         self._hear_records(list(self._hosted))
         self._ticks = self._loop.create_task(self._tick(), name="replication ticks")
+        self.repairs.start()
 
     async def close(self) -> None:
         """Do nothing more; close the logs, all that they hold synced where their disks take it."""
@@ -341,6 +358,7 @@ class ReplicaHost:
         self._is_closed = True
         if self._ticks is not None:
             await end_tasks(self._ticks)
+        await self.repairs.close()
         await end_tasks(*self._tasks)
         for hosted in self._hosted.values():
             self._depose(hosted, UnavailableError(f"The shard has stopped: {why}.", code=Code.SHUTTING_DOWN))
@@ -407,6 +425,7 @@ class ReplicaHost:
             may_answer=(lambda: hosted.core.leader.may_answer(self._now()))
             if hosted.answers_early and number == RECORDS
             else None,
+            repair=partial(self.repairs.repair, shard, number),
         )
         return copies
 
@@ -439,7 +458,82 @@ class ReplicaHost:
         begin = max(begin, log.start)
         if begin >= end:
             return ()
-        return await self._loop.run_in_executor(self._read_pool, disk.read, begin, size, end)
+        return await self.repairs.reading(
+            shard, number, partial(disk.read, begin, size, end), self._read_pool
+        )
+
+    async def frames_for(
+        self,
+        peer: str,
+        shard: ShardId,
+        number: int,
+        begin: LogPoint,
+        end: LogPoint,
+        *,
+        with_annotations: bool,
+    ) -> Fetched:
+        """What `peer`, which has a damaged copy, asks of a log here: committed frames from `begin` on, none that ends behind `end`, and the
+        annotations in force there.
+
+        Raises UnavailableError where this copy is not in sync, or has not that much committed; RequestError(UNSUPPORTED) where its own were
+        compacted; CorruptionError where they are damaged here, too.
+        """
+        hosted, record = self._hosted.get(shard), self._mirror.view.shards.get(shard)
+        if (
+            hosted is None
+            or record is None
+            or hosted.broken
+            or hosted.core.replica.stopped
+            or not hosted.core.hears(peer)
+            or record.isr.get(self._broker) != self._registration
+            or number not in hosted.workers
+            or number in hosted.core.replica.copying
+            or end > hosted.core.replica.logs[number].commit
+        ):
+            raise UnavailableError(
+                f"Broker {self._broker} has no copy of that in sync.", retry_after_ms=RETRY_MS
+            )
+        disk = hosted.workers[number].disk
+
+        def read() -> Fetched:
+            annotations = disk.log.annotations_at(begin) if with_annotations else {}
+            return Fetched(annotations, disk.log.read_frames(begin, FETCH_BYTES, end))
+
+        try:
+            return await self._loop.run_in_executor(self._read_pool, read)
+        except SegmentDamagedError as error:
+            # Repaired beside; whoever asked asks another one, and this one again.
+            self.repairs.note(shard, number, error)
+            raise
+
+    def disks(self, shard: ShardId) -> dict[int, ReplicaDisk]:
+        """The logs of a copy here, by number; none where there is none, or where it has stopped."""
+        hosted = self._hosted.get(shard)
+        if hosted is None or hosted.broken or hosted.core.replica.failed:
+            return {}
+        return {number: worker.disk for number, worker in hosted.workers.items()}
+
+    def is_copying(self, shard: ShardId, number: int) -> bool:
+        """Whether a log here is about to be begun anew with what its leader has."""
+        hosted = self._hosted.get(shard)
+        return hosted is not None and number in hosted.core.replica.copying
+
+    def in_sync(self, shard: ShardId) -> list[str]:
+        """The other brokers whose copies are in sync, the leader first."""
+        view = self._mirror.view
+        record = view.shards.get(shard)
+        if record is None:
+            return []
+        others = [member for member in record.isr if member != self._broker and member in view.alive]
+        return sorted(others, key=lambda member: member != record.leader)
+
+    def copy_anew(self, shard: ShardId, number: int) -> bool:
+        """Have the whole log copied from its leader; where this broker leads, it lets another one lead first. False where nobody else is in sync."""
+        hosted = self._hosted.get(shard)
+        if hosted is None or not self.in_sync(shard):
+            return False
+        self._step(hosted, YieldAsked("move") if hosted.core.leader.leads else CopyWanted(number))
+        return True
 
     def committed(self, shard: ShardId, number: int) -> LogPoint:
         """How far a log of a copy here is known to be committed."""
@@ -658,6 +752,10 @@ class ReplicaHost:
         else:
             log.info("shard %s: %s", hosted.shard, said)
 
+    def _alarm_of_damage(self, shard: ShardId, sentence: str, is_over: Callable[[], bool]) -> None:
+        if (hosted := self._hosted.get(shard)) is not None:
+            self._alarm(hosted, sentence, is_over)
+
     def _alarm(self, hosted: Hosted, sentence: str, is_over: Callable[[], bool] | None = None) -> None:
         """`is_over`: whether the cause has gone; None: it goes with this process, or with the copy."""
         self.alarms[hosted.shard] = sentence
@@ -726,9 +824,10 @@ class ReplicaHost:
         await self._links.room(read.peer)
         disk = hosted.workers[read.log].disk
         try:
-            frames = await self._loop.run_in_executor(
-                self._read_pool, disk.read, read.begin, read.size, read.end
-            )
+            frames = await self._read_repaired(hosted, read, cuts)
+        except UnavailableError:
+            # Whoever follows asks again, or has already.
+            return
         except (RequestError, NotLocalError):
             frames = ()
         except (CorruptionError, OSError, FelixError) as error:
@@ -739,6 +838,32 @@ class ReplicaHost:
                 await self._disk_failed(hosted, DiskFailed(read.log, why))
                 return
         self._step(hosted, FramesRead(read.peer, read.ask, read.log, read.begin, frames))
+
+    async def _read_repaired(self, hosted: Hosted, read: Read, cuts: int) -> tuple[Frame, ...]:
+        """As `ReplicaDisk.read`. What is damaged is repaired first, and a copy that wants it waits as long as that takes: nobody else does.
+        Raises UnavailableError where it does not want it any more."""
+        disk, number = hosted.workers[read.log].disk, read.log
+        while True:
+            try:
+                return await self._loop.run_in_executor(
+                    self._read_pool, disk.read, read.begin, read.size, read.end
+                )
+            except SegmentDamagedError as error:
+                follower = hosted.core.leader.followers.get(read.peer)
+                if hosted.core.replica.logs[number].cuts != cuts or not hosted.leads:
+                    raise
+                if follower is None or follower.ask != read.ask:
+                    raise UnavailableError(f"Broker {read.peer} asks anew.") from None
+                try:
+                    await self.repairs.repair(hosted.shard, number, error)
+                except (CorruptionError, UnavailableError) as left:
+                    log.warning(
+                        "shard %s: broker %s waits for what is damaged here: %s",
+                        hosted.shard,
+                        read.peer,
+                        left,
+                    )
+                    await asyncio.sleep(RETRY_MS / 1_000)
 
     # -- compaction ------------------------------------------------------------------------------------
 
@@ -759,7 +884,7 @@ class ReplicaHost:
         self, shard: ShardId, number: int, compaction: Compaction, seal: Transform, open_batch: Transform
     ) -> CompactionReport | None:
         """One pass over what is committed of this broker's copy of a log, whether it is led here or not: each copy is compacted by itself, and
-        holds the newest record of each key. Damage ends the copy. Raises as `ReplicaDisk.compact`."""
+        holds the newest record of each key. A segment that is damaged is repaired, and compacted later. Raises as `ReplicaDisk.compact`."""
         hosted = self._hosted[shard]
         worker, below = hosted.workers[number], hosted.core.replica.logs[number].commit.offset
         led = hosted.led.get(number)
@@ -774,6 +899,9 @@ class ReplicaHost:
             return await self._loop.run_in_executor(
                 self._compaction_pool, disk.compact, below, compaction, snapshot, seal, open_batch
             )
+        except SegmentDamagedError as error:
+            self.repairs.note(shard, number, error)
+            raise
         except (CorruptionError, StorageFailedError) as error:
             worker.halt(error.sentence)
             why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"

@@ -191,6 +191,12 @@ class CopyFailed(NamedTuple):
     log: int
 
 
+class CopyWanted(NamedTuple):
+    """The log here is damaged, and cannot be repaired but by a copy of the leader's."""
+
+    log: int
+
+
 class Trimmed(NamedTuple):
     """The leader let go of what stood before `point`, at most its commit point."""
 
@@ -263,6 +269,6 @@ class Tick(NamedTuple):
 
 
 Event = (
-    RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | Compacted | Trimmed | DiskFailed | Received
+    RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | CopyWanted | Compacted | Trimmed | DiskFailed | Received
     | Linked | SwapAnswered | Living | MinWanted | YieldAsked | Leaving | Tick
 )  # fmt: skip

@@ -358,26 +358,45 @@ def _append_pieces(head: bytes, message: Append) -> list[Buffer]:
         *map(_start, message.starts),
     ]
     for frame in message.frames:
-        entry = frame.body
-        assert isinstance(entry, LogFrame)
-        batch = entry.batch
-        length = batch.header.total_length if batch else 0
-        pieces.append(
-            _ENTRY.pack(
-                entry.kind,
-                0,
-                len(entry.annotation),
-                length,
-                entry.leader_epoch,
-                entry.base_offset,
-                entry.slot,
-            )
-        )
-        if entry.annotation:
-            pieces.append(entry.annotation)
-        if batch:
-            pieces += (batch.header.encode(), batch.body)
+        assert isinstance(frame.body, LogFrame)
+        _entry_pieces(pieces, frame.body)
     return pieces
+
+
+def _entry_pieces(pieces: list[Buffer], entry: LogFrame) -> None:
+    batch = entry.batch
+    length = batch.header.total_length if batch else 0
+    pieces.append(
+        _ENTRY.pack(
+            entry.kind,
+            0,
+            len(entry.annotation),
+            length,
+            entry.leader_epoch,
+            entry.base_offset,
+            entry.slot,
+        )
+    )
+    if entry.annotation:
+        pieces.append(entry.annotation)
+    if batch:
+        pieces += (batch.header.encode(), batch.body)
+
+
+def encode_entries(entries: Sequence[LogFrame]) -> bytes:
+    """Entries of a log as they stand in an APPEND, for what is asked and answered about no leader (region.copied_frames)."""
+    pieces: list[Buffer] = []
+    for entry in entries:
+        _entry_pieces(pieces, entry)
+    return b"".join(pieces)
+
+
+def decode_entries(data: bytes) -> list[LogFrame]:
+    """The same back. Whether they follow each other, and whether bodies hold, is looked at by who takes them. Raises ProtocolError."""
+    reader, entries = _Reader(memoryview(data)), list[LogFrame]()
+    while reader.at < len(reader.data):
+        entries.append(_decode_entry(reader))
+    return entries
 
 
 # -- frames of a log -----------------------------------------------------------------------------------

@@ -40,12 +40,15 @@ from region.cluster.node_file import NodeFile
 from region.cluster.records import Health, ShardId, ShardRecord
 from region.cluster.registration import Start
 from region.cluster.registry import Address, Registry
+from region.copied_frames import CopiedFrames
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
+from region.log.scrub import Scrub
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.metadata.port import MetadataStore
+from region.peer_requests import PeerRequests
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING, EpochStart
 from region.replication.host import ReplicaHost, ShardPlan, not_leader
@@ -113,8 +116,10 @@ class Broker:
         pools: tuple[Executor, Executor] | None = None,
         *,
         answers_early: bool = False,
+        scrub: Scrub | None = None,
     ) -> None:
         self.name = machine.name
+        self._scrub = scrub
         self._answers_early = answers_early
         self._machine = machine
         self._runtime = runtime
@@ -159,6 +164,13 @@ class Broker:
         await self.registry.open()
         registration = self.registry.registration
         folder = self.mirror.view.nodes[self.name].folder
+        self.requests = PeerRequests(self.name)
+        frames = CopiedFrames(self.requests)
+
+        def linked(peer: str, up: bool) -> None:
+            self.host.linked(peer, up)
+            self.requests.linked(peer, up)
+
         self.links = PeerLinks(
             self._engine,
             LocalBroker(self.name, REGION, MESH, registration, folder),
@@ -166,11 +178,13 @@ class Broker:
             bundle,
             authority().anchor().root_pem,
             lambda peer, said: self.host.heard(peer, said),
-            lambda peer, up: self.host.linked(peer, up),
+            linked,
             is_member=self.mirror.view.is_registered,
             mirror_revision=lambda: self.mirror.view.revision,
             runtime=self._runtime,
+            requested=self.requests.requested,
         )
+        self.requests.links = self.links
         self.host = ReplicaHost(
             self.name,
             self.mirror,
@@ -180,7 +194,10 @@ class Broker:
             read_pool=self._pools[1],
             runtime=self._runtime,
             sync_failed=self.registry.sync_failed,
+            source=frames,
+            scrub=self._scrub,
         )
+        frames.serve(self.host)
         self.host.on_change(self._led_by_somebody)
         plans = [
             plan_of(ShardId(STREAM, number), self._machine.folder, answers_early=self._answers_early)
@@ -255,6 +272,7 @@ class Broker:
         if self._controls is not None:
             await end_tasks(self._controls)
         await self.controller.close()
+        await self.requests.close()
         await self.links.close()
         await self._listener.close()
         await (self.host.close() if in_order else self.host.abandon())
@@ -464,10 +482,17 @@ class SimulatedRegion(Region):
     """On simulated time, disks and network. A process is killed with no word to anybody."""
 
     def __init__(
-        self, loop: SimulatedLoop, store: MetadataStore, shards: int = 1, *, answers_early: bool = False
+        self,
+        loop: SimulatedLoop,
+        store: MetadataStore,
+        shards: int = 1,
+        *,
+        answers_early: bool = False,
+        scrub: Scrub | None = None,
     ) -> None:
-        """`answers_early`: its shards are of a stream with `acks: leader`."""
+        """`answers_early`: its shards are of a stream with `acks: leader`. `scrub`: how brokers look at closed segments; None: they do not."""
         super().__init__(store, loop.random, shards)
+        self.scrub = scrub
         self.answers_early = answers_early
         self.loop = loop
         self.network = MemoryNetwork(loop.random)
@@ -502,7 +527,7 @@ class SimulatedRegion(Region):
         with self.loop.process(f"{name}{machine.lives}"):
             broker = Broker(
                 machine, self.store, MemoryEngine(self.network, name), machine.disk.mount(), simulated(self.loop, START_MS),
-                len(self.shards), (name, PORT), answers_early=self.answers_early,
+                len(self.shards), (name, PORT), answers_early=self.answers_early, scrub=self.scrub,
             )  # fmt: skip
             task = asyncio.get_running_loop().create_task(broker.start())
         await task
@@ -533,6 +558,7 @@ def play(
     shards: int = 1,
     *,
     answers_early: bool = False,
+    scrub: Scrub | None = None,
 ) -> None:
     """A scene on simulated time, which begins when all brokers are up and every copy is in sync."""
     loop = SimulatedLoop(Random(seed))
@@ -541,7 +567,7 @@ def play(
         store = Store(loop)
         # The sweep of leases is nobody's who may be killed.
         await store.grant(60_000)
-        region = SimulatedRegion(loop, store, shards, answers_early=answers_early)
+        region = SimulatedRegion(loop, store, shards, answers_early=answers_early, scrub=scrub)
         await region.start()
         await region.well()
         await scene(region)

@@ -1,0 +1,436 @@
+"""Damaged segments of the copies at one broker: found by a read or by the scrub, and written anew from a copy that is in sync. Event loop only.
+
+What a copy is asked for are committed frames, which are the same on every copy in sync, whoever leads: so a leader repairs its own as a follower
+does. Of a log that was compacted frames are not all there, and each copy's files are its own: it is copied as a whole from the leader, and a
+leader hands over first.
+
+Invariants:
+- bytes that do not hold are given to nobody; whoever wants them waits for the repair, REPAIR_WAIT_S at most, or is told that no copy has them;
+- one segment is repaired at a time, from one answer at a time;
+- damage stops nothing else: the copy goes on leading or following, and what it acknowledges is what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Final, NamedTuple, Protocol, TypeVar
+
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from felix.runtime.port import Runtime
+from felix.storage.port import Files, is_full
+from felix.tasks import end_tasks
+from region.cluster.records import ShardId
+from region.log.compactor import WorkEndedError
+from region.log.errors import SegmentDamagedError
+from region.log.frame import Frame
+from region.log.point import LogPoint
+from region.log.scrub import Scrub
+from region.log.segment import parse_segment_name
+from region.log.segment_check import SegmentCheck
+from region.log.segment_state import SegmentState
+from region.replication.disk import ReplicaDisk
+
+log = logging.getLogger("felix.region.replication")
+
+REPAIR_WAIT_S: Final = 10.0
+"""A reader waits so long for what it reads to be repaired: a segment of 256 MiB takes a few seconds; then it is told to come again."""
+REPAIR_AGAIN_S: Final = 10.0
+"""What no copy could give is asked for again after this: another one may be in sync by then."""
+REPAIR_SOON_S: Final = 0.25
+"""So soon again where it only waits for a commit, or for the segment to be closed."""
+FETCH_BYTES: Final = 1 << 20
+"""Frames asked of a copy at once."""
+SCRUB_LOOK_S: Final = 60.0
+"""Where there is nothing to look at, it is looked again after this."""
+
+_T = TypeVar("_T")
+
+
+class Fetched(NamedTuple):
+    """What another copy has from a point on: the annotations in force there, where they were asked for, and frames."""
+
+    annotations: dict[int, bytes]
+    frames: Sequence[Frame]
+
+
+class Source(Protocol):
+    """How another broker is asked for frames of its copy (region.copied_frames)."""
+
+    async def fetch(
+        self,
+        peer: str,
+        shard: ShardId,
+        number: int,
+        begin: LogPoint,
+        end: LogPoint,
+        *,
+        with_annotations: bool,
+    ) -> Fetched:
+        """Committed frames of a log from `begin` on, none that ends behind `end`, about FETCH_BYTES. Raises what the other refuses it with:
+        RequestError(UNSUPPORTED) where its own were compacted; UnavailableError."""
+
+
+class _NoSource:
+    """Nobody is asked."""
+
+    async def fetch(
+        self,
+        peer: str,
+        shard: ShardId,
+        number: int,
+        begin: LogPoint,
+        end: LogPoint,
+        *,
+        with_annotations: bool,
+    ) -> Fetched:
+        raise UnavailableError(f"Broker {peer} is not asked for copies of segments.")
+
+
+NO_SOURCE: Final = _NoSource()
+
+
+class Copies(Protocol):
+    """What is needed of the host."""
+
+    @property
+    def shards(self) -> list[ShardId]: ...
+
+    def disks(self, shard: ShardId) -> dict[int, ReplicaDisk]:
+        """The logs of a copy here, by number; none where there is none."""
+
+    def committed(self, shard: ShardId, number: int) -> LogPoint: ...
+
+    def in_sync(self, shard: ShardId) -> list[str]:
+        """The other brokers whose copies are in sync, the leader first."""
+
+    def is_copying(self, shard: ShardId, number: int) -> bool:
+        """Whether the log is about to be begun anew with what its leader has."""
+
+    def copy_anew(self, shard: ShardId, number: int) -> bool:
+        """Have the whole log copied from its leader, which is another one soon where this broker leads; False where nobody has another copy."""
+
+
+class Outcome(Enum):
+    """What came of one attempt at a repair."""
+
+    REPAIRED = "repaired"
+    GONE = "the log has the segment no more"
+    SOON = "it has to be committed, and the segment closed, first"
+    LATER = "nobody could give it"
+    COPIED = "the whole log is being copied"
+
+
+@dataclass(eq=False, slots=True)
+class Damage:
+    """A damaged segment of a log here, until it is repaired."""
+
+    shard: ShardId
+    number: int
+    segment: SegmentState
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    """set after each attempt"""
+    why: str = ""
+    """why the last attempt came to nothing; empty before that"""
+    is_over: bool = False
+
+    @property
+    def offsets(self) -> str:
+        """Which are damaged, as a sentence has them."""
+        return f"{self.segment.base_offset} to {self.segment.next_offset - 1}"
+
+
+class Repairer:
+    """See the module. `start` once the host has; `close` before it does."""
+
+    def __init__(
+        self,
+        copies: Copies,
+        source: Source,
+        *,
+        files: Files,
+        pool: Executor,
+        scrub_pool: Executor,
+        runtime: Runtime,
+        scrub: Scrub | None,
+        alarm: Callable[[ShardId, str, Callable[[], bool]], None],
+    ) -> None:
+        """`pool`: of the threads that read and write segments; `scrub_pool`: that look at them. `alarm`: tells a person of something, until what is given says that it is over."""
+        self.repaired = 0
+        """segments"""
+        self.found = 0
+        """damaged segments"""
+        self.checked_bytes = 0
+        """by the scrub"""
+        self.rounds = 0
+        """in which the scrub has looked at every closed segment"""
+        self._round_bytes = self._round_done = 0
+        self._copies = copies
+        self._source = source
+        self._files = files
+        self._pool = pool
+        self._scrub_pool = scrub_pool
+        self._runtime = runtime
+        self._scrub_settings = scrub
+        self._alarm = alarm
+        self._damaged: dict[tuple[ShardId, int, int, int], Damage] = {}
+        self._one = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Look at closed segments from now on."""
+        if self._scrub_settings is not None:
+            self._begin(self._scrub(self._scrub_settings))
+
+    async def close(self) -> None:
+        """Do nothing more. What was not repaired is found again."""
+        self._is_closed = True
+        await end_tasks(*self._tasks)
+
+    @property
+    def damaged(self) -> int:
+        """Segments that are damaged and not repaired yet. From every thread."""
+        return len(self._damaged)
+
+    @property
+    def progress(self) -> float:
+        """How much of the copies here the scrub has looked at in this round, 0 to 1. From every thread."""
+        return min(1.0, self._round_done / self._round_bytes) if self._round_bytes else 1.0
+
+    # What readers ask
+
+    def note(self, shard: ShardId, number: int, found: SegmentDamagedError) -> Damage | None:
+        """A segment is damaged: it is being repaired from now on. None where the log does not have it any more."""
+        place = parse_segment_name(found.path.name)
+        disk = self._copies.disks(shard).get(number)
+        if place is None or disk is None or self._is_closed or disk.plan.folder != found.path.parent:
+            return None
+        key = shard, number, *place
+        damage = self._damaged.get(key)
+        if damage is None:
+            segment = disk.segment_at(*place)
+            if segment is None:
+                return None
+            damage = self._damaged[key] = Damage(shard, number, segment)
+            self.found += 1
+            log.error("shard %s: %s It is repaired from another copy.", shard, found.sentence)
+            self._begin(self._repair_until_done(key, damage))
+        return damage
+
+    async def repair(self, shard: ShardId, number: int, found: SegmentDamagedError) -> None:
+        """Return once it was repaired, or let go of. Raises UnavailableError where that takes longer than REPAIR_WAIT_S; CorruptionError where no
+        copy in sync has what it held."""
+        damage = self.note(shard, number, found)
+        if damage is None:
+            # Cut, compacted or let go of meanwhile: there is something else to be read.
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(REPAIR_WAIT_S):
+                while not damage.is_over and not damage.why:
+                    await damage.news.wait()
+        except TimeoutError:
+            raise UnavailableError(
+                f"Offsets {damage.offsets} of shard {shard.number} are damaged on this broker, and are being "
+                "copied from another one.",
+                retry_after_ms=int(REPAIR_SOON_S * 1_000),
+            ) from None
+        if not damage.is_over:
+            raise CorruptionError(
+                f"Offsets {damage.offsets} of shard {shard.number} cannot be read: they are damaged on this broker's "
+                f"disk, and no copy in sync could give them ({damage.why}).",
+                hint="They are asked for again every ten seconds: start the brokers that have other copies, or read on behind them. "
+                "All else of the shard is served.",
+            )
+
+    async def reading(self, shard: ShardId, number: int, read: Callable[[], _T], pool: Executor) -> _T:
+        """What `read` returns, done in a thread, once what it finds damaged is repaired. Raises as `read` and `repair` do."""
+        while True:
+            try:
+                return await self._loop.run_in_executor(pool, read)
+            except SegmentDamagedError as error:
+                await self.repair(shard, number, error)
+
+    # Repairs
+
+    async def _repair_until_done(self, key: tuple[ShardId, int, int, int], damage: Damage) -> None:
+        try:
+            while True:
+                outcome, why = await self._attempt(damage)
+                if outcome in (Outcome.REPAIRED, Outcome.GONE):
+                    break
+                if outcome is not Outcome.SOON and not damage.why:
+                    self._tell(damage, why)
+                if outcome is not Outcome.SOON:
+                    damage.why = why
+                    damage.news.set()
+                await asyncio.sleep(REPAIR_SOON_S if outcome is Outcome.SOON else REPAIR_AGAIN_S)
+            if outcome is Outcome.REPAIRED:
+                self.repaired += 1
+                log.error(
+                    "shard %s: offsets %s of log %d were damaged, and are repaired",
+                    damage.shard,
+                    damage.offsets,
+                    damage.number,
+                )
+        finally:
+            damage.is_over = True
+            damage.news.set()
+            del self._damaged[key]
+
+    def _tell(self, damage: Damage, why: str) -> None:
+        self._alarm(
+            damage.shard,
+            f"offsets {damage.offsets} of log {damage.number} are damaged on its disk, and could not be repaired "
+            f"from a copy in sync yet ({why})",
+            lambda: damage.is_over,
+        )
+
+    async def _attempt(self, damage: Damage) -> tuple[Outcome, str]:
+        async with self._one:
+            disk, segment = self._copies.disks(damage.shard).get(damage.number), damage.segment
+            if disk is None or not any(one is segment for one in disk.log.segments):
+                return Outcome.GONE, ""
+            if self._copies.is_copying(damage.shard, damage.number):
+                return Outcome.SOON, ""
+            if segment.header.span is not None:
+                return self._copy_anew(damage, "it was compacted")
+            try:
+                if not await self._run(disk.close_active, segment):
+                    return Outcome.SOON, ""
+                if segment.end_point > self._copies.committed(damage.shard, damage.number):
+                    return Outcome.SOON, ""
+                return await self._from_others(damage, disk, segment)
+            except WorkEndedError:
+                return Outcome.SOON, ""
+            except OSError as error:
+                return Outcome.LATER, "the disk is full" if is_full(error) else f"the disk: {error}"
+            except FelixError as error:
+                return Outcome.LATER, error.sentence.rstrip(".")
+
+    def _copy_anew(self, damage: Damage, why: str) -> tuple[Outcome, str]:
+        if self._copies.copy_anew(damage.shard, damage.number):
+            return Outcome.COPIED, f"{why}, and the log is copied as a whole from its leader"
+        return Outcome.LATER, "no other copy is in sync"
+
+    async def _from_others(
+        self, damage: Damage, disk: ReplicaDisk, segment: SegmentState
+    ) -> tuple[Outcome, str]:
+        refused: list[FelixError] = []
+        for peer in self._copies.in_sync(damage.shard):
+            try:
+                done = await self._from(peer, damage, disk, segment)
+            except WorkEndedError:
+                raise
+            except FelixError as error:
+                log.warning(
+                    "shard %s: broker %s cannot give what is damaged here: %s", damage.shard, peer, error
+                )
+                refused.append(error)
+            else:
+                return Outcome.REPAIRED if done else Outcome.GONE, ""
+        if any(error.code == Code.UNSUPPORTED for error in refused):
+            return self._copy_anew(damage, "it was compacted elsewhere")
+        return Outcome.LATER, refused[-1].sentence.rstrip(".") if refused else "no other copy is in sync"
+
+    async def _from(self, peer: str, damage: Damage, disk: ReplicaDisk, segment: SegmentState) -> bool:
+        """Write the segment anew with the frames of a peer; False where the log has it no more."""
+
+        async def fetch(begin: LogPoint, *, with_annotations: bool) -> Fetched:
+            return await self._source.fetch(
+                peer, damage.shard, damage.number, begin, segment.end_point, with_annotations=with_annotations
+            )
+
+        fetched = await fetch(segment.base_point, with_annotations=True)
+        repair = await self._run(disk.begin_repair, segment, fetched.annotations)
+        try:
+            while True:
+                await self._run(repair.take, fetched.frames)
+                if repair.is_whole:
+                    break
+                if not fetched.frames:
+                    raise UnavailableError(f"Broker {peer} has no more of it.")
+                fetched = await fetch(repair.reached, with_annotations=False)
+            return await self._run(disk.finish_repair, repair)
+        finally:
+            with suppress(OSError):
+                await asyncio.shield(self._loop.run_in_executor(self._pool, repair.abandon))
+
+    def _run(self, work: Callable[..., _T], *arguments: object) -> asyncio.Future[_T]:
+        return self._loop.run_in_executor(self._pool, work, *arguments)
+
+    # The scrub
+
+    async def _scrub(self, settings: Scrub) -> None:
+        while True:
+            begun = self._runtime.clock.boot_ms()
+            if await self._look_at_all(settings):
+                self.rounds += 1
+                left_ms = settings.every_ms - (self._runtime.clock.boot_ms() - begun)
+                await asyncio.sleep(max(SCRUB_LOOK_S, left_ms / 1_000))
+            else:
+                await asyncio.sleep(SCRUB_LOOK_S)
+
+    async def _look_at_all(self, settings: Scrub) -> int:
+        """Each segment that is closed now, once. How many there were."""
+        todo = [
+            (shard, number, segment)
+            for shard in self._copies.shards
+            for number, disk in self._copies.disks(shard).items()
+            for segment in disk.log.segments[:-1]
+            if segment.is_local
+        ]
+        self._round_bytes, self._round_done = sum(segment.segment_bytes for *_, segment in todo), 0
+        for shard, number, segment in todo:
+            before = self._round_done
+            try:
+                await self._look_at(shard, number, segment, settings.rate_bytes)
+            except FelixError as error:
+                log.error("shard %s: the scrub of log %d: %s", shard, number, error)
+            except OSError as error:
+                log.error(
+                    "shard %s: the scrub cannot read %s: %s", shard, segment.path, error.strerror or error
+                )
+            self._round_done = before + segment.segment_bytes
+        for shard in self._copies.shards:
+            for disk in self._copies.disks(shard).values():
+                with suppress(OSError, FelixError):
+                    for path in await self._loop.run_in_executor(self._scrub_pool, disk.rewrite_small_files):
+                        log.error("shard %s: %s was damaged, and is written again", shard, path)
+        return len(todo)
+
+    async def _look_at(self, shard: ShardId, number: int, segment: SegmentState, rate_bytes: int) -> None:
+        check, done = SegmentCheck(self._files, segment), False
+        while not done:
+            at = check.position
+            disk = self._copies.disks(shard).get(number)
+            if disk is None or segment not in disk.log.segments:
+                return
+            try:
+                done = await self._loop.run_in_executor(self._scrub_pool, check.step)
+            except FileNotFoundError:
+                # Let go of or compacted; where it still should be there, that is damage.
+                if segment in disk.log.segments:
+                    self.note(
+                        shard, number, SegmentDamagedError(segment.path, 0, segment.base_offset, "it is gone")
+                    )
+                return
+            except SegmentDamagedError as error:
+                self.note(shard, number, error)
+                return
+            looked = check.position - at
+            self.checked_bytes += looked
+            self._round_done += looked
+            await asyncio.sleep(looked / rate_bytes)
+
+    def _begin(self, work: Coroutine[None, None, None]) -> None:
+        task = self._loop.create_task(work, name="repair")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,205 @@
+"""Bits of a minority of copies flip, of the leader's or of a follower's: no reader gets a wrong byte, and every segment is whole again in the end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from long_runs import count
+from replication.replicated_region import LOGS, NAMES, SimulatedRegion, frames_of, play
+
+from felix.errors import CorruptionError, FelixError
+from region.cluster.records import ShardId
+from region.log.scrub import Scrub
+from region.log.segment_check import SegmentCheck
+from region.replication import repairer
+from region.replication.disk import ReplicaDisk
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(repairer, "SCRUB_LOOK_S", 0.2)
+
+
+FLIPS = count(12, 200)
+"""In each of the scenes below, some of them at once."""
+OFTEN = Scrub(rate_bytes=1 << 20, every_ms=1)
+
+
+def disk_of(region: SimulatedRegion, name: str, number: int = 0, shard: int = 0) -> ReplicaDisk:
+    return region.running[name].host.disks(region.shards[shard])[number]
+
+
+def closed_of(region: SimulatedRegion, name: str) -> list[tuple[int, Path, int]]:
+    """Closed segments of a broker's copies: log, path and bytes."""
+    return [
+        (number, segment.path, segment.segment_bytes)
+        for number in LOGS
+        for segment in disk_of(region, name, number).log.segments[:-1]
+    ]
+
+
+def flip(region: SimulatedRegion, name: str, path: Path, size: int) -> None:
+    disk = region.machines[name].disk
+    assert disk is not None
+    disk.flip(path, region.random.randrange(size * 8))
+
+
+def is_whole(region: SimulatedRegion, name: str) -> bool:
+    files = region.running[name]._files
+    for number in LOGS:
+        for segment in disk_of(region, name, number).log.segments[:-1]:
+            check = SegmentCheck(files, segment)
+            try:
+                while not check.step():
+                    pass
+            except CorruptionError:
+                return False
+    return True
+
+
+async def has_closed_segments(region: SimulatedRegion, segments: int = 4) -> None:
+    region.append_all_the_time()
+    await region.until(lambda: all(disk_of(region, name).log.segment_count > segments for name in NAMES), 600)
+
+
+def follower_of(region: SimulatedRegion) -> str:
+    leader = region.leader(region.shards[0])
+    assert leader is not None
+    return next(name for name in NAMES if name != leader.name)
+
+
+def leader_of(region: SimulatedRegion) -> str:
+    leader = region.leader(region.shards[0])
+    assert leader is not None
+    return leader.name
+
+
+@pytest.mark.parametrize("victim_of", [follower_of, leader_of], ids=["follower", "leader"])
+@pytest.mark.parametrize("seed", range(count(1, 25)))
+def test_the_scrub_finds_flipped_bits_and_has_the_segments_written_anew(seed: int, victim_of: object) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        await has_closed_segments(region)
+        victim = victim_of(region)  # type: ignore[operator]
+        repairs, flipped = region.running[victim].host.repairs, 0
+        while flipped < FLIPS:
+            hit = set()
+            for _ in range(region.random.randrange(1, 4)):
+                _, path, size = region.random.choice(closed_of(region, victim))
+                if path not in hit:
+                    hit.add(path)
+                    flip(region, victim, path, size)
+            flipped += len(hit)
+            await region.until(lambda: repairs.repaired >= flipped and not repairs.damaged)  # noqa: B023
+        assert is_whole(region, victim)
+        assert repairs.found == repairs.repaired == flipped and repairs.rounds
+        assert not region.running[victim].host.alarms
+        record = region.record(region.shards[0])
+        assert record is not None and set(record.isr) == set(NAMES) and record.epoch == 1, (
+            "nothing else stopped"
+        )
+        await region.no_more_appends()
+        await region.well()
+        region.check()
+
+    play(scene, seed, scrub=OFTEN)
+
+
+async def read_all(region: SimulatedRegion, shard: ShardId) -> list[tuple[int, bytes]]:
+    leader = region.leader(shard)
+    assert leader is not None
+    log, found, at = leader.log(shard, 0), list[tuple[int, bytes]](), 0
+    while at < log.high_watermark:
+        # Sealed, so from the disk: what is in memory is as it was.
+        for entry in await log.read_sealed(at, 2_000):
+            found.append((entry.base_offset, bytes(entry.data)))
+            at = entry.next_offset
+    return found
+
+
+@pytest.mark.parametrize("seed", range(count(1, 25)))
+def test_a_reader_at_the_leader_waits_for_the_repair_and_gets_what_was_written(seed: int) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        await has_closed_segments(region)
+        await region.no_more_appends()
+        await region.well()
+        shard, leader = region.shards[0], leader_of(region)
+        whole = await read_all(region, shard)
+        for _ in range(FLIPS):
+            # The one that is written to as well: it is closed, and written anew.
+            segment = region.random.choice(disk_of(region, leader).log.segments)
+            begin = segment.start if segment is disk_of(region, leader).log.segments[-1] else 0
+            if segment.segment_bytes - begin < 60:
+                continue
+            machine = region.machines[leader].disk
+            assert machine is not None
+            machine.flip(segment.path, region.random.randrange(begin * 8, segment.segment_bytes * 8))
+            assert await read_all(region, shard) == whole
+        assert leader_of(region) == leader and not region.running[leader].host.alarms
+        region.check()
+
+    play(scene, seed)
+
+
+def test_what_no_copy_has_is_refused_and_nothing_else_stops() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        await has_closed_segments(region)
+        shard, leader = region.shards[0], leader_of(region)
+        lost = disk_of(region, leader).log.segments[1]
+        for name in NAMES:
+            segments = disk_of(region, name).log.segments
+            other = next(one for one in segments if one.next_offset > lost.base_offset)
+            disk = region.machines[name].disk
+            assert disk is not None
+            # The same entry of each.
+            disk.flip(other.path, (other.start + 20) * 8)
+        log = region.running[leader].log(shard, 0)
+        with pytest.raises(CorruptionError, match=f"Offsets {lost.base_offset} to .* cannot be read"):
+            while True:
+                try:
+                    await log.read_sealed(lost.base_offset, 100)
+                except CorruptionError:
+                    raise
+                except FelixError:
+                    await asyncio.sleep(1)
+        assert await log.read_sealed(lost.next_offset, 100)
+        assert await log.read_sealed(0, 100)
+        assert "could not be repaired" in region.running[leader].host.alarms[shard]
+        before = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > before + 20)
+        # One of the others gets its bytes back, as from a backup, and the rest is repaired from it.
+        back = next(name for name in NAMES if name != leader)
+        segments = disk_of(region, back).log.segments
+        other = next(one for one in segments if one.next_offset > lost.base_offset)
+        disk = region.machines[back].disk
+        assert disk is not None
+        disk.flip(other.path, (other.start + 20) * 8)
+        await region.until(lambda: region.running[leader].host.repairs.repaired)
+        assert is_whole(region, leader)
+        await region.until(lambda: shard not in region.running[leader].host.alarms)
+        assert await log.read_sealed(lost.base_offset, 100)
+        await region.no_more_appends()
+
+    play(scene, 4)
+
+
+def test_a_copy_that_is_behind_gets_what_its_leader_had_to_repair_first() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time()
+        await region.until(lambda: disk_of(region, "a").log.segment_count > 2, 600)
+        away = follower_of(region)
+        region.kill(away)
+        before = disk_of(region, leader_of(region)).log.segment_count
+        await region.until(lambda: disk_of(region, leader_of(region)).log.segment_count > before + 3, 600)
+        leader = leader_of(region)
+        for segment in disk_of(region, leader).log.segments[before:-1]:
+            flip(region, leader, segment.path, segment.segment_bytes)
+        await region.start(away)
+        await region.no_more_appends()
+        await region.well()
+        assert leader_of(region) == leader
+        region.check()
+        assert frames_of(disk_of(region, away)) == frames_of(disk_of(region, leader))
+
+    play(scene, 5)
