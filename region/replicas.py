@@ -277,7 +277,7 @@ class Replicas:
             "copies_repaired_segments": repairs.repaired,
             "scrub_checked_bytes": repairs.checked_bytes,
             "scrub_rounds": repairs.rounds,
-            "scrub_round_ratio": repairs.progress,
+            "scrub_round_percent": 100 * repairs.progress,
         }
 
     def lag_records(self, record: Stream, number: int) -> int:

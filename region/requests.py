@@ -562,6 +562,8 @@ class Requests:
         origin, size = self._governance.audit_state()
         gauges = broker.gauges() | self._governance.witnessing.gauges()
         several = broker.clustered
+        if several is not None and several.replicas is not None:
+            gauges |= several.replicas.gauges()
         return RegionState(
             broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size,
             [

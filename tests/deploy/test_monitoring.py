@@ -92,7 +92,15 @@ def agent_families() -> set[str]:
 def cluster_families() -> set[str]:
     """What the health page of one of several brokers shows beside."""
     counted = condition.counts(ClusterView(ClusterKeys("us-east")), "b1", "")
-    return {f"felix_{name}" for name in (*counted, "copies", "copies_alarmed", "copies_cut_records")}
+    copies = (
+        "copies",
+        "copies_alarmed",
+        "copies_cut_records",
+        "copies_damaged_segments",
+        "copies_damaged_found",
+    )
+    scrub = "copies_repaired_segments", "scrub_checked_bytes", "scrub_rounds", "scrub_round_percent"
+    return {f"felix_{name}" for name in (*counted, *copies, *scrub)}
 
 
 @pytest.fixture(scope="module")
