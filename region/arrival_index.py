@@ -1,5 +1,5 @@
 """What the ingress log on this broker's disk says of ranges that arrived (region.audit_port): by their place, before a resend, under an earlier
-incarnation; and leaves that it lacks of them. Callers: region.ingest, region.remote_audit."""
+incarnation; and leaves that it lacks of them. Callers: region.ingest, region.audit_server."""
 
 from __future__ import annotations
 

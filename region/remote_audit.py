@@ -1,13 +1,10 @@
-"""The region's audit log on another broker's disk: what leads a stream there appends its leaves over the brokers' links, and asks what the log has.
+"""The region's audit log on another broker's disk: what leads a stream here appends its leaves over the brokers' links, and asks what the log has.
 
-`RemoteAudit`, `RemoteArrivals` and `RemoteLeaves` are the asking side, `AuditServer` the side that has the log. Leaves go in groups: one request is
-under way for each asker, and takes along whatever came meanwhile. An answer may be lost: then the group is asked for again, and the log is looked
-through from where it ended when the group was first asked for; what stands there is not appended twice, and has the index that it had.
+Leaves go in groups: one request is under way for each asker, and takes along whatever came meanwhile. An answer may be lost: then the group is
+asked for again, and the log is looked through from where it ended when the group was first asked for; what stands there is not appended twice, and
+has the index that it had. Whoever has the log answers in `region.audit_server`.
 
 Invariants:
-- only a broker of this region is served, and only for leaves of what arrived or was refused; documents and keys get theirs where the log is;
-- of one asker one group after the other is appended, and so of one shard that arrives, whoever asks: a question that comes later knows of all
-  that was asked before. A stream's leaders, one after the other, may bring the same ranges;
 - an asker holds WAITING_BYTES_MAX of leaves at most, and says so by refusing more;
 - while the broker with the log is not reached, nothing may cross here.
 """
@@ -16,31 +13,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import partial
-from typing import Annotated, Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
-import msgspec
-
 from audit.agreement import STANDING_GRACE_MS
-from audit.crossed import OffsetSet, Page
+from audit.crossed import OffsetSet
 from audit.errors import AuditUnavailableError
-from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
+from audit.leaf import EncodedLeaf, Leaf, encode_for_log
 from audit.position import ShardName
-from audit.trail import Done, Trail, TrailStatus
+from audit.trail import Done, TrailStatus
 from felix.bounded import BoundedMap
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError
 from felix.names import SpiffeId, StreamName
 from felix.news import News
 from felix.tasks import end_tasks
 from keys.transfer import TransferScope
 from policy.truncation import Live
-from region.arrival_index import ArrivalIndex, Place, is_arrival
+from region.arrival_index import Place
 from region.audit_port import FoundAck
-from region.document_log import KNOWN_MS_MAX, DocumentLog
+from region.audit_requests import (
+    AGAIN_S,
+    DIGESTS_MAX,
+    AckFound,
+    AppendLeaves,
+    ArrivedBelow,
+    AwaitLeaves,
+    ChargedBytes,
+    CrossedBefore,
+    FindAck,
+    LeavesAppended,
+    LeavesStand,
+    NumberTold,
+    OffsetsTold,
+)
+from region.document_log import KNOWN_MS_MAX
 from region.peer_requests import ASK_S, ASKED_MAX, AnswerT, PeerRequest, PeerRequests
 
 log = logging.getLogger("felix.region.audit")
@@ -51,18 +60,6 @@ WAITING_BYTES_MAX: Final = 64 << 20
 """Leaves that wait for the broker with the log: as many as region.arrivals lets wait."""
 GROUP_BYTES_MAX: Final = 4 << 20
 """Leaves of one request, unless those of one range are more."""
-AGAIN_S: Final = 0.2
-"""How soon a group is asked for again that was refused or lost."""
-FOLLOW_S: Final = 1.0
-"""How long the broker with the log waits with its answer for a leaf that does not stand yet: what was answered is to be fresh still (KNOWN_MS_MAX)."""
-DIGESTS_MAX: Final = 1_000
-"""Documents of one question."""
-STREAMS_MAX: Final = 1_000
-"""Streams of one question."""
-STAND_SHARE: Final = 16
-"""A question is answered once one in so many of its documents has its leaf: answered at each, a thousand documents would be asked for a thousand times."""
-COLLECT_S: Final = 0.05
-"""How often a question about several documents is looked at while their leaves are written."""
 READ_S: Final = 600.0
 """How long an answer may take that is read from the whole log; a link that goes down ends the wait."""
 CLOCK_AHEAD_MS_MAX: Final = 5_000
@@ -71,116 +68,12 @@ Half of what verification allows (audit.agreement.STANDING_GRACE_MS); the other 
 assert CLOCK_AHEAD_MS_MAX + KNOWN_MS_MAX + 1_000 < STANDING_GRACE_MS, (
     "and a second until it is seen who writes the log"
 )
-assert 1_000 * FOLLOW_S < KNOWN_MS_MAX
 READS_OF_BRIDGE_MAX: Final = ASKED_MAX // 8
 """Questions of one bridge's links for which the log may be read; more wait here. The log is read for one of them at a time."""
-TELLING_MAX: Final = 4
-"""Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
-PASSED_REMEMBERED_MAX: Final = 20_000
-"""Documents that wait for their leaf, of which is known which brokers have let pass what they stop; and as many, which brokers asked."""
 GRANTS_REMEMBERED_MAX: Final = 10_000
 """Grants of which is known what arrived under them without asking; of another one it is asked when a link is opened."""
 CLOSE_S: Final = 2.0
 """How long a broker that stops waits for leaves that it took."""
-SILENT_S: Final = 60.0
-"""A broker that is reached asks every second for the leaf of a document that it has seen; as long as a policy's leaf waits (governance.leaves)."""
-LOOK_S: Final = 5.0
-"""How often is looked whether a broker that is waited for is back."""
-
-_Digest = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-
-
-class AppendLeaves(PeerRequest, frozen=True, tag="append_leaves"):
-    """Groups of leaves, each whole or not at all. `since`: none of them stands below this index. `again`: they may have been asked for before."""
-
-    groups: list[list[bytes]]
-    since: int
-    again: bool
-
-
-class LeavesAppended(msgspec.Struct, frozen=True, array_like=True):
-    """The index of each group's first leaf; which groups were not there before; the log's size; the bytes that arrived under each grant of these
-    groups, whoever brought them."""
-
-    indexes: list[int]
-    missing: list[int]
-    size: int
-    charged: dict[str, int] = {}
-
-
-class FindAck(PeerRequest, frozen=True, tag="find_ack"):
-    """Which ACK leaf begins at a source offset (region.arrival_index.Place)."""
-
-    place: Place
-
-
-class AckFound(msgspec.Struct, frozen=True, array_like=True):
-    """`found` is None where there is none."""
-
-    found: FoundAck | None
-
-
-class ArrivedBelow(PeerRequest, frozen=True, tag="arrived_below"):
-    """Below which source offset a shard arrived under an incarnation."""
-
-    bridge: str
-    name: ShardName
-    incarnation: bytes
-
-
-class CrossedBefore(PeerRequest, frozen=True, tag="crossed_before"):
-    """What arrived of a shard before the newest of `lives` began, from a chunk of offsets on: a page of it."""
-
-    bridge: str
-    name: ShardName
-    lives: list[Live]
-    chunk: int
-
-
-class OffsetsTold(msgspec.Struct, frozen=True, array_like=True):
-    page: Page
-
-
-class ChargedBytes(PeerRequest, frozen=True, tag="charged_bytes"):
-    """Bytes that arrived under a grant."""
-
-    grant: str
-
-
-class NumberTold(msgspec.Struct, frozen=True, array_like=True):
-    number: int
-
-
-class AwaitLeaves(PeerRequest, frozen=True, tag="await_leaves"):
-    """Which of these documents have their leaf. `passed`: what each of them stops, and was taken before at the asker, has its leaves; then the
-    answer waits for FOLLOW_S at most."""
-
-    digests: Annotated[list[_Digest], msgspec.Meta(max_length=DIGESTS_MAX)]
-    passed: bool
-
-
-class StreamsPassed(PeerRequest, frozen=True, tag="streams_passed"):
-    """Into which of these streams, of several copies each, nothing is on its way any more that a document stops, as who leads them says."""
-
-    digest: _Digest
-    streams: Annotated[list[str], msgspec.Meta(max_length=STREAMS_MAX)]
-
-
-class PassedTold(msgspec.Struct, frozen=True, array_like=True):
-    """`known`: whether the document is judged by there; `streams`: those that are served there, all that arrived before with its leaf."""
-
-    known: bool
-    streams: list[str]
-
-
-class LeavesStand(msgspec.Struct, frozen=True, array_like=True):
-    """The documents that have their leaf, and those whose leaf is being written: it may stand already."""
-
-    digests: list[bytes]
-    writing: list[bytes] = []
-
-
-# -- asking --------------------------------------------------------------------------------------------
 
 
 class _Waiting(NamedTuple):
@@ -515,433 +408,3 @@ class RemoteLeaves:
     async def close(self) -> None:
         """Ask no more."""
         await end_tasks(*self._tasks)
-
-
-# -- serving -------------------------------------------------------------------------------------------
-
-
-class HomeLeaves:
-    """The broker with the log: a document's leaf waits until the others have let pass what it stops (governance.leaves.Neighbours)."""
-
-    writes_here: Final = True
-
-    def __init__(
-        self,
-        own: str,
-        brokers: Callable[[], Mapping[str, str]],
-        streams_of: Callable[[str], Iterable[StreamName]],
-        is_up: Callable[[str], bool],
-        copied: Callable[[Callable[[StreamName], bool]], Mapping[StreamName, str]],
-        ask: Callable[[str, StreamsPassed], Awaitable[PassedTold]],
-    ) -> None:
-        """`brokers`: every broker of the region, with the address of each that is alive. `streams_of`: those of which a broker's disk may have
-        records without a leaf, and no other one's. `is_up`: whether a link to one stands. `copied`: of the streams that are asked for those with several
-        copies, each with the broker that leads it, or none. `ask` asks a broker, which may be this one."""
-        self._own = own
-        self._copied = copied
-        self._ask = ask
-        self._brokers = brokers
-        self._streams_of = streams_of
-        self._is_up = is_up
-        self._passed: BoundedMap[bytes, set[str]] = BoundedMap(PASSED_REMEMBERED_MAX)
-        self._asked: BoundedMap[bytes, dict[str, float]] = BoundedMap(PASSED_REMEMBERED_MAX)
-        """when each broker asked last for a document's leaf, by the loop's clock"""
-        self._news = News()
-
-    def heard(self, digests: Iterable[bytes], broker: str, *, passed: bool) -> None:
-        """Another broker has seen these documents, and lets pass what they stop; `passed`: at it nothing is on its way any more that they stop."""
-        # What is forgotten for another is said again: whoever asked asks until the leaf stands.
-        now, is_news = asyncio.get_running_loop().time(), False
-        for digest in digests:
-            asked = self._asked.use(digest)
-            if asked is None:
-                self._asked.put(digest, {broker: now})
-            else:
-                asked[broker] = now
-            if passed:
-                held = self._passed.use(digest) or set()
-                if broker not in held:
-                    held.add(broker)
-                    self._passed.put(digest, held)
-                    is_news = True
-        if is_news:
-            self._news.tell()
-
-    def written(self, digest: bytes) -> None:
-        """It has its leaf."""
-        self._passed.pop(digest)
-        self._asked.pop(digest)
-
-    async def all_passed(
-        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
-    ) -> None:
-        """Wait for every other broker that is alive, or has a stream in which that may have arrived: it writes the leaves that a crash left there,
-        or a disk that is full, and behind a revocation these would be held against the log for ever. One that is reached and has not asked for the leaf for
-        SILENT_S has not seen the document; it is waited for where it has such a stream, unless another document has taken the place of this one in the
-        store: then it never will."""
-        await self._all_brokers_passed(digest, leads_to, is_stored)
-        await self._all_copied_passed(digest, leads_to, is_stored)
-
-    async def _all_copied_passed(
-        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
-    ) -> None:
-        """The same of streams with copies: whoever leads one says so while it does. What its leader of before had taken has its leaf before the stream is
-        served again."""
-        told, now = False, asyncio.get_running_loop().time
-        silent_from = now() + SILENT_S
-        copied = self._copied(leads_to)
-        while copied:
-            led, wanted, unknown = defaultdict[str, list[str]](list), set(copied), set[str]()
-            for name, leader in sorted(copied.items()):
-                led[leader].append(str(name))
-            for leader, names in led.items():
-                if not leader or not self._is_up(leader):
-                    continue
-                with suppress(FelixError):
-                    answer = await self._ask(leader, StreamsPassed(digest, names[:STREAMS_MAX]))
-                    wanted -= {StreamName.parse(name) for name in answer.streams}
-                    if not answer.known and not is_stored():
-                        unknown.update(names)
-            if not wanted:
-                return
-            if now() >= silent_from:
-                if unseen := sorted(name for name in wanted if str(name) in unknown):
-                    log.warning(
-                        "a document's leaf no longer waits for %s, whose leader knows nothing of it", ", ".join(map(str, unseen[:3]))
-                    )  # fmt: skip
-                    wanted.difference_update(unseen)
-                elif not told:
-                    log.warning(
-                        "a document's leaf waits for %s, where records may have arrived without a leaf: have it served again, or delete it",
-                        ", ".join(map(str, sorted(wanted)[:3])),
-                    )  # fmt: skip
-                    told = True
-            await asyncio.sleep(AGAIN_S)
-            copied = self._copied(wanted.__contains__)
-
-    async def _all_brokers_passed(
-        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
-    ) -> None:
-        told, now = False, asyncio.get_running_loop().time
-        began = now()
-
-        def may_not_see(broker: str) -> bool:
-            asked = (self._asked.use(digest) or {}).get(broker, began)
-            return (
-                self._is_up(broker)
-                and now() - asked >= SILENT_S
-                and not (is_stored() and any(map(leads_to, self._streams_of(broker))))
-            )
-
-        while missing := self._missing(digest, leads_to):
-            gone = sorted(broker for broker in missing if not self._brokers().get(broker))
-            if gone and not told:
-                log.warning(
-                    "a document's leaf waits for broker %s, which is not there and may have records without a leaf: start it, or delete its streams",
-                    ", ".join(gone),
-                )  # fmt: skip
-                told = True
-            if not gone and all(map(may_not_see, missing)):
-                log.warning(
-                    "a document's leaf no longer waits for broker %s, which says nothing of it",
-                    ", ".join(missing),
-                )
-                return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
-                    await self._news.following.wait()
-
-    def _missing(self, digest: bytes, leads_to: Callable[[StreamName], bool]) -> list[str]:
-        passed = self._passed.use(digest) or set()
-        return [
-            broker
-            for broker, address in self._brokers().items()
-            if broker != self._own
-            and broker not in passed
-            and (address or any(map(leads_to, self._streams_of(broker))))
-        ]
-
-    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
-        """Never asked here."""
-        raise AssertionError("the log is here")
-
-
-class MovingLeaves:
-    """`governance.leaves.Neighbours` where brokers copy the log, and any of them may go on with it."""
-
-    def __init__(self, here: HomeLeaves, elsewhere: RemoteLeaves, is_home: Callable[[], bool]) -> None:
-        self._here, self._elsewhere, self._is_home = here, elsewhere, is_home
-
-    @property
-    def writes_here(self) -> bool:
-        return self._is_home()
-
-    async def all_passed(
-        self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
-    ) -> None:
-        """As whoever writes leaves does."""
-        if self._is_home():
-            await self._here.all_passed(digest, leads_to, is_stored)
-
-    async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
-        """As the broker that is home says."""
-        return await self._elsewhere.has_leaf(digest, passed=passed)
-
-    def written(self, digest: bytes) -> None:
-        """It has its leaf."""
-        self._here.written(digest)
-
-
-class AuditServer:
-    """The broker with the log answers the others; its own leaves it takes as theirs (`AuditPort`): a stream that it led, and leads again, may have
-    had them written while they waited."""
-
-    def __init__(
-        self,
-        region: str,
-        requests: PeerRequests,
-        trail: Trail,
-        arrivals: ArrivalIndex,
-        logged: DocumentLog,
-        leaves: HomeLeaves,
-        is_home: Callable[[], bool] = lambda: True,
-    ) -> None:
-        """`is_home`: whether this broker writes the log now; while it does not, nobody is answered."""
-        self._region = region
-        self._is_home = is_home
-        self._trail, self._arrivals, self._logged, self._leaves = trail, arrivals, logged, leaves
-        self._appending: WeakValueDictionary[str | ShardName, asyncio.Lock] = WeakValueDictionary()
-        """by asker, and by shard"""
-        self._own_under_way: Counter[ShardName] = Counter()
-        """groups of this broker's own that are accepted and not durable"""
-        self._own_news = News()
-        self._own: dict[asyncio.Task[None], asyncio.Lock] = {}
-        """groups of this broker's own that wait, each with its shard's lock: what comes after it waits for it, also before it has begun"""
-        self._telling: BoundedMap[tuple[object, ...], Iterator[Page]] = BoundedMap(TELLING_MAX)
-        """by what the next question will be: the pages that are left"""
-        for request, handler in (
-            (AppendLeaves, self._append),
-            (FindAck, self._find_ack),
-            (ArrivedBelow, self._arrived_below),
-            (CrossedBefore, self._crossed_before),
-            (ChargedBytes, self._charged_bytes),
-            (AwaitLeaves, self._await_leaves),
-        ):
-            requests.serve(request, partial(self._answer, handler))
-
-    async def _answer(
-        self, handler: Callable[[str, Any], Awaitable[msgspec.Struct]], peer: str, asked: Any
-    ) -> msgspec.Struct:
-        if not self._is_home():
-            raise AuditUnavailableError(
-                "This broker does not write the audit log now.",
-                hint="Ask again: another one may go on with it.",
-                retry_after_ms=200,
-            )
-        return await handler(peer, asked)
-
-    @property
-    def failure(self) -> AuditUnavailableError | None:
-        """As `AuditPort`."""
-        return self._trail.failure
-
-    def status(self) -> TrailStatus:
-        """As `AuditPort`."""
-        return self._trail.status()
-
-    def append_nowait(
-        self, leaves: Sequence[Leaf | EncodedLeaf], done: Done, loop: asyncio.AbstractEventLoop | None = None
-    ) -> int:
-        """As `AuditPort`."""
-        encoded = [leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf) for leaf in leaves]
-        name = _shard_of(encoded)
-        if name is None or (name not in self._appending and not self._may_stand(encoded)):
-            return self._append_at_once(name, encoded, done, loop)
-        if (failure := self._trail.failure) is not None:
-            raise failure
-        task = asyncio.get_running_loop().create_task(self._append_own(name, encoded, done))
-        self._own[task] = self._appending.setdefault(name, asyncio.Lock())
-        task.add_done_callback(self._own.pop)
-        return -1
-
-    def _append_at_once(
-        self,
-        name: ShardName | None,
-        leaves: list[EncodedLeaf],
-        done: Done,
-        loop: asyncio.AbstractEventLoop | None,
-    ) -> int:
-        if name is None:
-            return self._trail.append_nowait(leaves, done, loop)
-
-        def stands(first: int, error: AuditUnavailableError | None) -> None:
-            self._own_under_way[name] -= 1
-            if not self._own_under_way[name]:
-                del self._own_under_way[name]
-            self._own_news.tell()
-            done(first, error)
-
-        index = self._trail.append_nowait(leaves, stands, loop)
-        self._own_under_way[name] += 1
-        return index
-
-    async def _append_own(self, name: ShardName, leaves: list[EncodedLeaf], done: Done) -> None:
-        """Until they stand, as another broker asks until they do."""
-        told = ""
-        async with self._in_turn(name):
-            while True:
-                try:
-                    if found := await self._arrivals.find_groups(0, [leaves]):
-                        break
-                    self._append_at_once(name, leaves, done, asyncio.get_running_loop())
-                    return
-                except (FelixError, OSError) as error:
-                    if str(error) != told:
-                        told = str(error)
-                        log.warning("leaves of this broker's own streams wait: %s", error)
-                    await asyncio.sleep(AGAIN_S)
-        done(found[0], None)
-
-    @asynccontextmanager
-    async def _in_turn(self, *names: str | ShardName) -> AsyncIterator[None]:
-        """Nobody else appends of these meanwhile, and all that was accepted of them before is durable."""
-        async with AsyncExitStack() as stack:
-            for name in names:
-                await stack.enter_async_context(self._appending.setdefault(name, asyncio.Lock()))
-            await self._own_news.until(lambda: not any(name in self._own_under_way for name in names))
-            yield
-
-    async def close(self) -> None:
-        """Append no more of what this broker took; the next start does."""
-        await end_tasks(*self._own)
-        await self._arrivals.close()
-
-    async def _append(self, peer: str, request: AppendLeaves) -> LeavesAppended:
-        groups = [[self._checked(peer, data) for data in group] for group in request.groups]
-        shards = sorted({name for group in groups if (name := _shard_of(group)) is not None})
-        async with self._in_turn(peer, *shards):
-            indexes: dict[int, int] = {}
-            if request.again or any(self._may_stand(group) for group in groups):
-                indexes = await self._arrivals.find_groups(request.since, groups)
-            for number, group in enumerate(groups):
-                if number not in indexes and self._may_stand(group):
-                    # Who leads the stream now may have brought it before the asker of before knew how far the log was.
-                    found = await self._arrivals.find_place(Place.of_leaf(group[0].header))
-                    if found is not None:
-                        indexes[number] = found.leaf
-            missing = [number for number in range(len(groups)) if number not in indexes]
-            if missing:
-                indexes |= await self._append_all({number: groups[number] for number in missing})
-        ordered = [indexes[number] for number in range(len(groups))]
-        grants = {group[0].header.grant_id for group in groups if is_arrival(group[0].header)}
-        charged = {grant: self._trail.charged_bytes(grant) for grant in grants}
-        return LeavesAppended(ordered, missing, self._trail.status().durable, charged)
-
-    async def _append_all(self, groups: dict[int, list[EncodedLeaf]]) -> dict[int, int]:
-        """They share a sync. Raises the first refusal: then some may stand, and some not."""
-        loop = asyncio.get_running_loop()
-        waiting: dict[int, asyncio.Future[int]] = {}
-        refusal: FelixError | None = None
-        for number, leaves in groups.items():
-            future: asyncio.Future[int] = loop.create_future()
-
-            def done(
-                first: int, error: AuditUnavailableError | None, future: asyncio.Future[int] = future
-            ) -> None:
-                if future.done():
-                    return
-                if error is None:
-                    future.set_result(first)
-                else:
-                    future.set_exception(error)
-
-            try:
-                self._trail.append_nowait(leaves, done, loop)
-            except FelixError as error:
-                refusal = error
-                break
-            waiting[number] = future
-        found = await asyncio.gather(*waiting.values(), return_exceptions=True)
-        refusal = next((each for each in found if isinstance(each, FelixError)), refusal)
-        if refusal is not None:
-            raise refusal
-        return {number: future.result() for number, future in waiting.items()}
-
-    def _checked(self, peer: str, data: bytes) -> EncodedLeaf:
-        """A leaf that a leader writes. Raises RequestError for any other."""
-        header = read_header(data)
-        allowed = header is not None and (
-            (is_arrival(header) and header.destination_region == self._region)
-            or (
-                header.kind is Kind.DENY and self._region in (header.source_region, header.destination_region)
-            )
-        )
-        if header is None or not allowed:
-            raise RequestError(
-                f"Broker {peer} brings a leaf that is not about what arrived or was refused there.",
-                code=Code.FORBIDDEN,
-            )
-        return EncodedLeaf(header, data)
-
-    def _may_stand(self, group: list[EncodedLeaf]) -> bool:
-        """Whether the log may have a range: what arrived of its shard goes further. Cheap; ranges of a shard come in order."""
-        header = group[0].header
-        if not is_arrival(header):
-            return False
-        assert header.first_offset is not None
-        return self._trail.arrived_below(ShardName.of(header), header.incarnation) > header.first_offset
-
-    async def _told_all(self, peer: str) -> None:
-        """Wait until what a broker asked to be appended before is in the log, or refused. A process of it that is gone may have: what is asked for
-        the one that came after it would lack that."""
-        async with self._appending.setdefault(peer, asyncio.Lock()):
-            pass
-
-    async def _find_ack(self, peer: str, asked: FindAck) -> AckFound:
-        await self._told_all(peer)
-        return AckFound(await self._arrivals.find_place(asked.place))
-
-    async def _arrived_below(self, peer: str, asked: ArrivedBelow) -> NumberTold:
-        await self._told_all(peer)
-        return NumberTold(
-            await self._arrivals.arrived_below(SpiffeId.parse(asked.bridge), asked.name, asked.incarnation)
-        )
-
-    async def _crossed_before(self, peer: str, asked: CrossedBefore) -> OffsetsTold:
-        what = peer, asked.bridge, asked.name, tuple(asked.lives)
-        pages = self._telling.pop((*what, asked.chunk)) if asked.chunk else None
-        if pages is None:
-            await self._told_all(peer)
-            bridge = SpiffeId.parse(asked.bridge)
-            found = await self._arrivals.crossed_before(bridge, asked.name, asked.lives)
-            pages = found.pages(asked.chunk)
-        page = await asyncio.to_thread(next, pages)
-        if page.end:
-            self._telling.put((*what, page.end), pages)
-        return OffsetsTold(page)
-
-    async def _charged_bytes(self, peer: str, asked: ChargedBytes) -> NumberTold:
-        await self._told_all(peer)
-        return NumberTold(await self._arrivals.charged_bytes(asked.grant))
-
-    async def _await_leaves(self, peer: str, asked: AwaitLeaves) -> LeavesStand:
-        def stand() -> list[bytes]:
-            return [digest for digest in asked.digests if digest in self._logged]
-
-        lacking = [digest for digest in asked.digests if digest not in self._logged]
-        self._leaves.heard(lacking, peer, passed=asked.passed)
-        if asked.passed:
-            enough = 1 + len(asked.digests) // STAND_SHARE
-            with suppress(TimeoutError):
-                async with asyncio.timeout(FOLLOW_S):
-                    while len(stand()) < enough:
-                        await self._logged.news.following.wait()
-                        if enough > 1:
-                            await asyncio.sleep(COLLECT_S)
-        return LeavesStand(stand(), list(filter(self._logged.may_stand, asked.digests)))
-
-
-def _shard_of(group: list[EncodedLeaf]) -> ShardName | None:
-    """The shard that leaves of an arrival are about; None for other leaves."""
-    header = group[0].header
-    return ShardName.of(header) if is_arrival(header) else None

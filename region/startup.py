@@ -55,6 +55,8 @@ from region.arrival_index import ArrivalIndex
 from region.at_once import at_once
 from region.audit_log import LOGS, AuditLog
 from region.audit_port import ArrivalLog, AuditPort
+from region.audit_requests import PassedTold, StreamsPassed
+from region.audit_server import AuditServer
 from region.broker import Broker
 from region.broker_certificate import BrokerCertificate
 from region.budget import Budgets
@@ -78,6 +80,7 @@ from region.export import ExportService
 from region.folder import RegionFolder
 from region.governance.leaves import Alone, Neighbours
 from region.governance.service import Governance
+from region.home_leaves import HomeLeaves, MovingLeaves
 from region.ingest import IngestService
 from region.key_service import KeyringRotation, KeyService, Rotation
 from region.landings import Landings
@@ -97,14 +100,7 @@ from region.peer_requests import PeerRequests
 from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
-from region.remote_audit import (
-    AuditServer,
-    HomeLeaves,
-    MovingLeaves,
-    PassedTold,
-    RemoteAudit,
-    StreamsPassed,
-)
+from region.remote_audit import RemoteAudit
 from region.renewal import IdentityRenewal
 from region.replicas import Replicas, SystemStream
 from region.replication.links import LocalBroker

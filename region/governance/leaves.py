@@ -52,7 +52,7 @@ Drain = Callable[[Callable[[str], bool], Callable[[StreamName], bool]], Awaitabl
 
 
 class Neighbours(Protocol):
-    """The region's other brokers, as far as leaves of documents concern them (region.remote_audit)."""
+    """The region's other brokers, as far as leaves of documents concern them (region.home_leaves)."""
 
     @property
     def writes_here(self) -> bool:

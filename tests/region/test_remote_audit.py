@@ -26,31 +26,27 @@ from felix.batch import OFFSET_MAX
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from policy.truncation import Accepted, Live, Truncation
-from region import peer_requests, remote_audit
+from region import audit_server, home_leaves, peer_requests
 from region.arrival_index import ArrivalIndex
 from region.audit_port import FoundAck
-from region.document_log import DocumentLog
-from region.ingest import IngestService
-from region.peer_requests import PeerRequest, PeerRequests
-from region.remote_audit import (
-    CLOCK_AHEAD_MS_MAX,
+from region.audit_requests import (
     DIGESTS_MAX,
-    PASSED_REMEMBERED_MAX,
-    READS_OF_BRIDGE_MAX,
-    WAITING_BYTES_MAX,
     AckFound,
     AppendLeaves,
     ArrivedBelow,
-    AuditServer,
     AwaitLeaves,
-    HomeLeaves,
     LeavesAppended,
     LeavesStand,
     NumberTold,
     PassedTold,
-    RemoteAudit,
     StreamsPassed,
 )
+from region.audit_server import AuditServer
+from region.document_log import DocumentLog
+from region.home_leaves import PASSED_REMEMBERED_MAX, HomeLeaves
+from region.ingest import IngestService
+from region.peer_requests import PeerRequest, PeerRequests
+from region.remote_audit import CLOCK_AHEAD_MS_MAX, READS_OF_BRIDGE_MAX, WAITING_BYTES_MAX, RemoteAudit
 from region.replication.wire import Answered, Asked
 
 ARRIVES = StreamName.parse("acme/ops/departures")
@@ -252,7 +248,7 @@ async def test_a_documents_leaf_waits_for_a_broker_that_is_gone_only_where_recor
     region: Region, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A crash left a range without its leaf, which the broker writes once it is back: not behind a revocation."""
-    monkeypatch.setattr(remote_audit, "LOOK_S", 0.001)
+    monkeypatch.setattr(home_leaves, "LOOK_S", 0.001)
     region.brokers["b2"] = ""
     digest = b"d" * 32
     await region.leaves.all_passed(digest, lambda name: False, lambda: True)
@@ -363,8 +359,8 @@ async def test_a_documents_leaf_waits_for_streams_with_copies_until_who_leads_on
     region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its leader is gone, the next one has not yet written the leaves of what that had taken, and then has."""
-    monkeypatch.setattr(remote_audit, "AGAIN_S", 0.001)
-    monkeypatch.setattr(remote_audit, "SILENT_S", 0.0)
+    monkeypatch.setattr(home_leaves, "AGAIN_S", 0.001)
+    monkeypatch.setattr(home_leaves, "SILENT_S", 0.0)
     region.brokers.pop("b2")
     region.copied = {ARRIVES: "", StreamName.parse("acme/ops/else"): ""}
     waiting = asyncio.ensure_future(
@@ -383,7 +379,7 @@ async def test_a_documents_leaf_waits_for_streams_with_copies_until_who_leads_on
 async def test_a_documents_leaf_does_not_wait_for_a_stream_that_is_deleted_or_whose_leader_never_saw_it(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_audit, "AGAIN_S", 0.001)
+    monkeypatch.setattr(home_leaves, "AGAIN_S", 0.001)
     region.brokers.pop("b2")
     region.copied = {ARRIVES: ""}
     waiting = asyncio.ensure_future(region.leaves.all_passed(b"d" * 32, lambda name: True, lambda: False))
@@ -391,7 +387,7 @@ async def test_a_documents_leaf_does_not_wait_for_a_stream_that_is_deleted_or_wh
     assert not waiting.done()
     region.copied.clear()
     await waiting
-    monkeypatch.setattr(remote_audit, "SILENT_S", 0.0)
+    monkeypatch.setattr(home_leaves, "SILENT_S", 0.0)
     region.copied, region.told = {ARRIVES: "b3"}, {"b3": PassedTold(known=False, streams=[])}
     await region.leaves.all_passed(b"d" * 32, lambda name: True, lambda: False)
 
@@ -446,7 +442,7 @@ async def test_what_the_broker_with_the_log_brings_itself_stands_in_the_order_in
 async def test_what_the_broker_with_the_log_brings_itself_waits_for_a_log_that_cannot_be_read(
     region: Region, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(remote_audit, "AGAIN_S", 0.001)
+    monkeypatch.setattr(audit_server, "AGAIN_S", 0.001)
     first, second = ranges(2)
     monkeypatch.setattr(region.server, "_may_stand", lambda leaves: True)
     read, failures = ArrivalIndex.find_groups, [OSError("a disk hangs"), UnavailableError("It is read.")]
@@ -469,8 +465,8 @@ async def test_what_the_broker_with_the_log_brings_itself_waits_for_a_log_that_c
 async def test_a_leaf_does_not_wait_for_ever_for_a_broker_that_never_saw_the_document(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("region.remote_audit.SILENT_S", 0.0)
-    monkeypatch.setattr("region.remote_audit.LOOK_S", 0.01)
+    monkeypatch.setattr(home_leaves, "SILENT_S", 0.0)
+    monkeypatch.setattr(home_leaves, "LOOK_S", 0.01)
     region.wire.cut()
     is_stored = True
     waiting = asyncio.ensure_future(region.leaves.all_passed(b"d" * 32, lambda name: True, lambda: is_stored))
@@ -492,13 +488,13 @@ async def test_a_leaf_waits_for_a_broker_that_has_seen_the_document_and_waits_it
     """A stream there does not open, and holds a range without its leaf: behind a revocation it would be held against the log."""
     digest = b"d" * 32
     assert not await region.remote.leaves.has_leaf(digest, passed=False)
-    monkeypatch.setattr("region.remote_audit.LOOK_S", 0.001)
+    monkeypatch.setattr(home_leaves, "LOOK_S", 0.001)
     waiting = asyncio.ensure_future(region.leaves.all_passed(digest, lambda name: False, lambda: False))
     for _ in range(100):
         await asyncio.sleep(0)
     assert not waiting.done()
     # It asks no more: another document took the place of this one before it started again.
-    monkeypatch.setattr("region.remote_audit.SILENT_S", 0.0)
+    monkeypatch.setattr(home_leaves, "SILENT_S", 0.0)
     await waiting
 
 
@@ -507,7 +503,7 @@ async def test_nobody_is_told_that_a_document_has_no_leaf_while_that_is_being_wr
 ) -> None:
     """It has the time of before it was written, and may stand: what goes on without it could stand behind it."""
     digest = b"d" * 32
-    monkeypatch.setattr(remote_audit, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(audit_server, "FOLLOW_S", 0.01)
     region.logged._writing[digest] = 0
     for passed in (False, True):
         assert await region.remote.leaves.has_leaf(digest, passed=passed) is None
@@ -592,7 +588,7 @@ async def test_an_answer_that_is_too_long_is_refused_with_a_sentence(
 async def test_a_broker_that_asks_for_many_documents_is_refused_and_what_is_remembered_for_it_is_bounded(
     region: Region, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_audit, "FOLLOW_S", 0.01)
+    monkeypatch.setattr(audit_server, "FOLLOW_S", 0.01)
     asker = region.wire.ends["b2"]
     for digests in ([bytes(32)] * (DIGESTS_MAX + 1), [b"short"]):
         with pytest.raises(FelixError, match="asks what broker b1 does not know"):
