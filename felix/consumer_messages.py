@@ -30,11 +30,14 @@ class ShardAck(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SubscriptionAcks(msgspec.Struct, frozen=True):
-    """Acknowledgements of one durable subscription that a transaction carries."""
+    """Acknowledgements of one durable subscription that a transaction carries. `incarnation` and `subscription` are the broker's: of the stream, and
+    the id of the subscription."""
 
     stream: Annotated[str, msgspec.Meta(max_length=255)]
     name: Annotated[str, msgspec.Meta(max_length=255)]
     acks: Annotated[list[ShardAck], msgspec.Meta(max_length=SHARDS_MAX)]
+    incarnation: bytes = b""
+    subscription: str = ""
 
 
 class Ack(Message, frozen=True, tag="ack"):

@@ -3,7 +3,7 @@
 A queue is opened when it is first asked for, and closed with its stream. Takers (a worker's grant, a lease that waits) queue up;
 in each round the first takes a fair share of the ready records and goes to the end of the queue.
 
-Also the port for transactions: `check_acks` before one commits, `apply_acks` once it is committed, as often as it takes.
+Also the port for transactions: `check_acks` before one commits, `abandon_acks` where it does not, `apply_acks` once it is committed, as often as it takes.
 """
 
 from __future__ import annotations
@@ -43,8 +43,6 @@ JOBS_MAX: Final = 65_536
 WORKERS_SHOWN_MAX: Final = 200
 REDRIVE_WAIT_S: Final = 5.0
 """How long a redrive waits for what is on its way to the dead letters: a full disk must not hold it up for ever."""
-HOLD_MS: Final = 60_000
-"""A lease that a transaction is about to acknowledge does not run out for so long: longer than a commit takes."""
 
 
 class Working(Protocol):
@@ -353,8 +351,8 @@ class QueueService:
     # -- transactions ----------------------------------------------------------------------------------
 
     async def check_acks(self, identity: SpiffeId, name: StreamName, held: Sequence[Held]) -> bytes:
-        """Whether these leases may be acknowledged by a transaction that is about to commit; they do not run out for a minute.
-        Returns the incarnation that `apply_acks` asks for. Raises RequestError: LEASE_LOST, NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED;
+        """Keep these leases for a transaction that is about to commit: until `apply_acks`, or `abandon_acks`, nobody else gets the jobs.
+        Returns the incarnation that both ask for. Raises RequestError: LEASE_LOST, NOT_FOUND_OR_FORBIDDEN, UNSUPPORTED;
         UnavailableError."""
         self._broker.require(identity, Verb.SUBSCRIBE, name, "queue")
         stream = self._broker.stream(name)
@@ -362,12 +360,23 @@ class QueueService:
         by_shard = runs_by_shard(held, len(queue.shards))
         for number in by_shard:
             queue.shards[number].check()
-        until_ms = self._broker.clock_ms() + HOLD_MS
+        kept: list[int] = []
         for number, runs in by_shard.items():
-            lost = queue.shards[number].state.held(runs, until_ms)
+            lost = queue.shards[number].reserve(runs)
             if lost:
+                for each in kept:
+                    queue.shards[each].unreserve(by_shard[each])
                 raise lease_lost(name, number, lost[0])
+            kept.append(number)
         return stream.incarnation
+
+    def abandon_acks(self, name: StreamName, incarnation: bytes, held: Sequence[Held]) -> None:
+        """The transaction was not committed: these leases are what they were."""
+        queue = self._queues.get(name)
+        if queue is None or queue.stream.incarnation != incarnation:
+            return
+        for number, runs in runs_by_shard(held, len(queue.shards)).items():
+            queue.shards[number].unreserve(runs)
 
     async def apply_acks(self, name: StreamName, incarnation: bytes, held: Sequence[Held]) -> None:
         """The transaction is committed: these jobs are done, durably, when this returns. Asked again it changes nothing; for a
@@ -442,8 +451,8 @@ def runs_by_shard(held: Sequence[Held], shards: int) -> dict[int, list[Run]]:
 def lease_lost(name: StreamName, shard: int, offset: int) -> RequestError:
     """The refusal for a job that is no longer leased to the caller."""
     return RequestError(
-        f"The lease of record {offset} of {name}, shard {shard}, is lost: it ran out and another worker got the job, or the "
-        "record is done.",
+        f"The lease of record {offset} of {name}, shard {shard}, is lost: it ran out and another worker got the job, the "
+        "record is done, or a transaction that acknowledges it is being committed.",
         code=Code.LEASE_LOST,
         hint="Do not count the work as done; extend leases in time, or ask for a longer visibility.",
     )

@@ -591,6 +591,16 @@ class QueueShard:
         self.acked.add(left - len(self.state.tracked), self.now_ms)
         self._write([entry] if entry is not None else [], done)
 
+    def reserve(self, runs: Sequence[Run]) -> list[int]:
+        """See QueueState.reserve. Raises UnavailableError."""
+        self.check()
+        return self.state.reserve(runs)
+
+    def unreserve(self, runs: Sequence[Run]) -> None:
+        """See QueueState.unreserve."""
+        self.state.unreserve(runs)
+        self._arm()
+
     def nack(self, runs: Sequence[Run], delay_ms: int | None, reason: str, done: Done) -> list[int]:
         """Records are given back; see QueueState.nack. Raises UnavailableError."""
         self.check()

@@ -17,7 +17,9 @@ Invariants:
 - a record is settled by the token of its newest lease alone, also after that lease has run out, as long as nobody else got it;
 - with `ordered_by_key`, of the records of one key only the first that is not done or dead is ever READY, DELAYED or LEASED;
 - `done` and the tracked records never overlap; everything below `head` is one or the other; ranges are bounded by the records;
-- every record that is LEASED or DELAYED, and was taken up, stands in a timer of its time.
+- a record that is reserved stays LEASED by the token that it has until `unreserve` or the end of it: no time frees it, and its lease is
+  neither given back nor reserved again;
+- every other record that is LEASED or DELAYED, and was taken up, stands in a timer of its time.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Tracked:
     """A record that is neither done nor only in the log."""
 
     __slots__ = (
-        "due_ms", "key", "loaded", "offset", "open", "phase", "priority", "refunds", "time_ms", "token", "worker",
+        "due_ms", "key", "loaded", "offset", "open", "phase", "priority", "refunds", "reserved", "time_ms", "token", "worker",
     )  # fmt: skip
 
     def __init__(self, offset: int, phase: Phase) -> None:
@@ -118,6 +120,8 @@ class Tracked:
         self.worker = 0
         self.open = False
         """True while the newest lease may still settle it."""
+        self.reserved = False
+        """True while a transaction that acknowledges it may be decided, or is and has not settled it yet. In memory alone."""
         self.loaded = False
         """True once the record was read from the log; a replay names records before that."""
 
@@ -357,22 +361,35 @@ class QueueState:
                     found.append((offset, token))
         return self._entry(Kind.DONE, runs_of(found)) if found else None
 
-    def held(self, runs: Iterable[Run], until_ms: int) -> list[int]:
-        """The offsets of which these tokens hold no lease. The leases of the others do not run out before `until_ms`, in this
-        process: a transaction is about to acknowledge them."""
+    def reserve(self, runs: Sequence[Run]) -> list[int]:
+        """Keep records for a transaction that is about to be decided. The offsets that these tokens hold no lease of, or another transaction
+        keeps; then nothing is kept."""
+        found: list[Tracked] = []
         lost: list[int] = []
+        for first, number, token in runs:
+            for offset in range(first, first + number):
+                record = self.tracked.get(offset)
+                if record is None or record.token != token or not record.open or record.reserved:
+                    lost.append(offset)
+                else:
+                    found.append(record)
+        if not lost:
+            for record in found:
+                # Also a lease that has run out, where nobody else got the record.
+                self._lease_again(record, record.due_ms, record.worker)
+                record.reserved = True
+        return lost
+
+    def unreserve(self, runs: Iterable[Run]) -> None:
+        """The transaction was not decided: their leases run out at their time again."""
         kept: list[int] = []
         for first, number, token in runs:
             for offset in range(first, first + number):
                 record = self.tracked.get(offset)
-                if record is None or record.token != token or not record.open:
-                    lost.append(offset)
-                else:
-                    self._lease_again(record, max(record.due_ms, until_ms), record.worker)
+                if record is not None and record.token == token and record.reserved:
+                    record.reserved = False
                     kept.append(offset)
-        if kept:
-            self._time_each(kept)
-        return lost
+        self._time_each(kept)
 
     def nack(
         self, runs: Iterable[Run], delay_ms: int | None, now_ms: int
@@ -387,7 +404,7 @@ class QueueState:
         for first, number, token in runs:
             for offset in range(first, first + number):
                 record = self.tracked.get(offset)
-                if record is None or record.token != token:
+                if record is None or record.token != token or record.reserved:
                     lost.append(offset)
                 elif not record.open:
                     continue  # given back before, by this lease
@@ -408,7 +425,7 @@ class QueueState:
         for first, number, token in runs:
             for offset in range(first, first + number):
                 record = self.tracked.get(offset)
-                if record is None or record.token != token:
+                if record is None or record.token != token or record.reserved:
                     lost.append(offset)
                 elif record.open:
                     record.refunds += 1
@@ -458,7 +475,7 @@ class QueueState:
             self._timed -= len(offsets)
             for offset in offsets:
                 record = self.tracked.get(offset)
-                if record is None or record.due_ms != due_ms:
+                if record is None or record.due_ms != due_ms or record.reserved:
                     continue
                 if record.phase is Phase.DELAYED:
                     self._free(record, now_ms)

@@ -575,6 +575,16 @@ class SubscriptionService:
                     return error
         return None
 
+    def identified(self, acks: SubscriptionAcks) -> SubscriptionAcks:
+        """With which stream, and subscription, of these names it is."""
+        acks = msgspec.structs.replace(acks, incarnation=b"", subscription="")
+        found = self._loaded(acks)
+        if found is None:
+            return acks
+        return msgspec.structs.replace(
+            acks, incarnation=found.stream.incarnation, subscription=found.definition.id
+        )
+
     def check(self, acks: Sequence[SubscriptionAcks]) -> FelixError | None:
         """Keep what a transaction that is about to be written acknowledges: all of it, or an error and nothing of it.
 
@@ -596,7 +606,7 @@ class SubscriptionService:
     def apply(self, acks: Sequence[SubscriptionAcks], done: Written) -> None:
         """Settle what a written transaction acknowledges; once more does no harm. `done` once all is durable.
 
-        Entries of a subscription that was deleted or restarted count as done.
+        Entries of a subscription that was deleted or restarted count as done, also where another one has its name.
         """
         gather = Gather(done)
         for each in acks:
@@ -619,7 +629,12 @@ class SubscriptionService:
 
     def _loaded(self, acks: SubscriptionAcks) -> DurableSubscription | None:
         held = self._held.get(StreamName.parse(acks.stream))
-        return held.by_name.get(acks.name) if held is not None else None
+        found = None if held is None else held.by_name.get(acks.name)
+        # What an earlier version wrote does not say which one it is.
+        if found is None or not acks.incarnation:
+            return found
+        is_it = (found.stream.incarnation, found.definition.id) == (acks.incarnation, acks.subscription)
+        return found if is_it else None
 
     # -- stats -----------------------------------------------------------------------------------------
 

@@ -261,6 +261,8 @@ class Lanes:
                 retry_after_ms=100,
             )
         body = await self._participant(asked.view).prepare(SpiffeId.parse(asked.owner), asked.body)
+        # What two transactions may acknowledge, as nothing at all, is remembered for the newer one.
+        self._let_go(asked.view, body)
         self._prepared[asked.view, body] = kept
         answer = self._answered[asked.transaction, asked.view, asked.body] = Prepared(body, epoch)
         if self._looking is None or self._looking.done():

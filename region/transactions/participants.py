@@ -44,10 +44,11 @@ class SubscriptionParticipant:
 
     async def prepare(self, identity: SpiffeId, body: bytes) -> bytes:
         self.stage(identity, body)
-        refused = self._service.check([_decode(_subscription, body)])
+        acks = self._service.identified(_decode(_subscription, body))
+        refused = self._service.check([acks])
         if refused is not None:
             raise refused
-        return body
+        return msgspec.msgpack.encode(acks)
 
     def abandon(self, body: bytes) -> None:
         self._service.abandon([_decode(_subscription, body)])
@@ -61,7 +62,7 @@ class SubscriptionParticipant:
 
 
 class QueueParticipant:
-    """Queues: a lease that is about to be acknowledged does not run out before the commit is through."""
+    """Queues: a job that is about to be acknowledged is kept from everybody else between the check and the commit."""
 
     def __init__(self, broker: Broker, service: QueueService) -> None:
         self._broker = broker
@@ -81,7 +82,8 @@ class QueueParticipant:
         return msgspec.msgpack.encode(msgspec.structs.replace(acks, incarnation=incarnation))
 
     def abandon(self, body: bytes) -> None:
-        """The lease runs out by itself."""
+        acks: QueueAcks = _decode(_queue, body)
+        self._service.abandon_acks(StreamName.parse(acks.queue), acks.incarnation, acks.held)
 
     async def apply(self, body: bytes) -> None:
         acks: QueueAcks = _decode(_queue, body)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from long_runs import count
@@ -19,6 +22,7 @@ from felix.errors import Code, RequestError, UnavailableError
 from felix.quota import QuotaLimits
 from region.folder import RegionFolder
 from region.node import Node
+from region.transactions.coordinator import Coordinator
 
 A, B = "acme/shop/orders", "acme/shop/payments"
 
@@ -284,6 +288,70 @@ async def test_a_lease_that_was_lost_lets_the_commit_fail(operator: felix.Region
     await again.ack()
 
 
+class SlowDisk:
+    """What coordinators decide is not written before `go_on`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.waiting: list[Callable[[], None]] | None = []
+        write = Coordinator._write
+
+        def slowly(coordinator: Coordinator, journal: Any, *rest: Any) -> None:
+            def append(data: bytes, done: Callable[[Any], None]) -> None:
+                def written(error: Any) -> None:
+                    if self.waiting is None:
+                        done(error)
+                    else:
+                        self.waiting.append(lambda: done(error))
+
+                journal.append(data, written)
+
+            slow: Any = SimpleNamespace(append=append)
+            write(coordinator, slow, *rest)
+
+        monkeypatch.setattr(Coordinator, "_write", slowly)
+
+    def go_on(self) -> None:
+        assert self.waiting
+        waiting, self.waiting = self.waiting, None
+        for done in waiting:
+            done()
+
+
+@pytest.mark.parametrize("again", ["in another transaction", "after a heartbeat"])
+async def test_a_job_that_a_transaction_is_about_to_acknowledge_is_nobody_elses(
+    operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch, again: str
+) -> None:
+    """The decision is on its way to a slow disk meanwhile."""
+    await operator.create_stream(A)
+    await operator.create_queue("acme/shop/jobs")
+    jobs = operator.queue("acme/shop/jobs")
+    await jobs.put(b"job")
+    (job,) = await jobs.lease(1, visibility=20, wait=20)
+    disk = SlowDisk(monkeypatch)
+    first, second = operator.transaction(timeout_s=60), operator.transaction(timeout_s=60)
+    for transaction in (first, second):
+        await transaction.begin()
+        await transaction.publish(A, b"done")
+        await transaction.acknowledge(job)
+    commit = asyncio.ensure_future(first.commit())
+    await until(lambda: bool(disk.waiting), 30)
+    if again == "in another transaction":
+        with pytest.raises(RequestError, match="is being committed") as lost:
+            await second.commit()
+    else:
+        await second.abort()
+        await job.extend(0.1)
+        assert await jobs.lease(1, wait=1) == []
+        with pytest.raises(RequestError) as lost:
+            await job.nack()
+    assert lost.value.code is Code.LEASE_LOST
+    disk.go_on()
+    await commit
+    assert await payloads(operator, A) == [b"done"]
+    state = await jobs.describe()
+    assert (state.ready, state.leased) == (0, 0)
+
+
 async def test_consumed_records_and_what_was_made_of_them_are_one_step(operator: felix.RegionClient) -> None:
     await operator.create_stream(A, shards=2)
     await operator.create_stream(B)
@@ -330,3 +398,40 @@ async def test_open_transactions_count_in_quotas(node: Node, operator: felix.Reg
         await refused
         await second.publish(A, b"two")
         assert await second.commit() == [1]
+
+
+@pytest.mark.parametrize("anew", ["stream", "subscription"])
+async def test_what_a_transaction_acknowledges_is_no_record_of_another_of_that_name(
+    operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch, anew: str
+) -> None:
+    """It is deleted and made again while the decision is on its way to a slow disk."""
+    from_the_start = felix.SubscriptionSettings(start="earliest")
+    await operator.create_stream(A)
+    await operator.create_stream(B)
+    for number in range(5):
+        await operator.stream(A).publish(b"%d" % number)
+    await operator.stream(A).create_subscription("crew", from_the_start)
+    async with operator.stream(A).consumer("crew") as consumer:
+        records = [await anext(consumer) for _ in range(5)]
+        disk = SlowDisk(monkeypatch)
+        transaction = operator.transaction(timeout_s=60)
+        await transaction.begin()
+        await transaction.publish(B, b"made of them")
+        for record in records:
+            await transaction.acknowledge(record, consumer=consumer)
+        commit = asyncio.ensure_future(transaction.commit())
+        await until(lambda: bool(disk.waiting), 30)
+    if anew == "stream":
+        await operator.delete_stream(A)
+        await operator.create_stream(A)
+        async with operator.stream(A).publisher() as publisher:
+            for number in range(5):
+                await publisher.publish(b"new %d" % number)
+    else:
+        await operator.stream(A).delete_subscription("crew")
+        await operator.stream(A).create_subscription("crew", from_the_start)
+    disk.go_on()
+    await commit
+    async with asyncio.timeout(60), operator.stream(A).consumer("crew") as consumer:
+        found = [(await anext(consumer)).payload for _ in range(5)]
+    assert [bytes(payload) for payload in found] == await payloads(operator, A)
