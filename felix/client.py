@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING, Final, Self, TypeVar
 import msgspec
 
 from felix.backoff import BackoffPolicy
-from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, RegionConnection, SessionInfo
+from felix.connection import (
+    CONNECT_TIMEOUT_S,
+    RELAYING,
+    REQUEST_TIMEOUT_S,
+    RegionConnection,
+    Relaying,
+    SessionInfo,
+)
 from felix.errors import Code, FelixError, RequestError
 from felix.identity import Identity
 from felix.messages import (
@@ -130,18 +137,24 @@ def connect(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     wait_for_broker: bool = True,
+    relay: Relaying = "auto",
     tracing: bool | None = None,
     runtime: Runtime = REAL,
 ) -> RegionClient:
     """A client of a region, by name (its profile is under `FELIX_HOME`) or by `profile`. Use it as `async with`.
 
     `identity`: who to come as: a name in the region's folder, a path, or an `Identity`; None: the profile's own. Timeouts in
-    seconds; `wait_for_broker`: False does not wait if the kernel says that no process listens. `tracing`: see felix.tracing;
+    seconds; `wait_for_broker`: False does not wait if the kernel says that no process listens. `relay`: whether other brokers of the
+    region are reached through the one that the profile leads to: `auto` (where their own addresses do not answer), `always`, `never`. `tracing`: see felix.tracing;
     None: what `FELIX_TRACING` says. `engine`, `runtime`: for tests. Entering raises what `RegionConnection.open` and
     `load_profile` raise.
     """
     if (region is None) == (profile is None):
         raise RequestError("Connect either to a region by name or by a profile.", code=Code.CONFIG_INVALID)
+    if relay not in RELAYING:
+        raise RequestError(
+            f"relay is {relay!r}; it is one of {', '.join(RELAYING)}.", code=Code.CONFIG_INVALID
+        )
     return RegionClient(
         region,
         profile,
@@ -152,6 +165,7 @@ def connect(
         connect_timeout_s=connect_timeout_s,
         request_timeout_s=request_timeout_s,
         wait_for_broker=wait_for_broker,
+        relay=relay,
         tracing_on=tracing_wanted() if tracing is None else tracing,
         runtime=runtime,
     )
@@ -172,6 +186,7 @@ class RegionClient:
         connect_timeout_s: float,
         request_timeout_s: float,
         wait_for_broker: bool,
+        relay: Relaying,
         tracing_on: bool,
         runtime: Runtime,
     ) -> None:
@@ -184,6 +199,7 @@ class RegionClient:
         self._connect_timeout_s = connect_timeout_s
         self._request_timeout_s = request_timeout_s
         self._wait_for_broker = wait_for_broker
+        self._relay: Relaying = relay
         self._tracing_on = tracing_on
         self._runtime = runtime
         self._connection: RegionConnection | None = None
@@ -222,6 +238,7 @@ class RegionClient:
             request_timeout_s=self._request_timeout_s,
             wait_for_broker=self._wait_for_broker,
             runtime=self._runtime,
+            relay=self._relay,
         )
         await connection.open()
         self._connection = connection

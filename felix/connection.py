@@ -23,12 +23,13 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import cycle
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Literal, Protocol, TypeVar, cast, get_args
 
 import msgspec
 
 from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
+from felix.bounded import BoundedMap
 from felix.errors import (
     Code,
     FelixError,
@@ -60,7 +61,8 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.profile import Credentials, Profile, load_credentials
-from felix.routing import ELSEWHERE_S, Routes
+from felix.relay import RelayPath
+from felix.routing import ELSEWHERE_S, LEADERS_MAX, Routes
 from felix.runtime.port import Random, Runtime
 from felix.runtime.real import REAL
 from felix.session import (
@@ -103,9 +105,18 @@ GOODBYE_DRAIN_S: Final = 5.0
 """How long answers are still awaited on a session that the broker asked to leave."""
 GOODBYE_PAUSE_MS_MAX: Final = 60_000
 """However long a broker asks its clients to stay away, they look again after a minute."""
+RELAY_AFTER_S: Final = 1.5
+"""How long a leader's own address is tried before the first connection's broker is asked to relay: the second packet of a handshake whose first was
+lost leaves after 1 s (RFC 9002, section 6.2.2), and has half a second to come back."""
+RELAY_AGAIN_S: Final = 300.0
+"""So long a leader that was reached through another broker is asked for there first: firewalls and port-forwards stay for the day."""
 HOPS_MAX: Final = 2
 """Brokers that one request is sent on to before it pauses: two that name each other have not heard of the same election."""
 CORRELATION_MAX: Final = (1 << 32) - 1
+
+Relaying = Literal["auto", "always", "never"]
+"""Whether a leader is reached through the first connection's broker: where its own address does not answer, always, or not at all."""
+RELAYING: Final[tuple[Relaying, ...]] = get_args(Relaying)
 
 _EVENT_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.BATCH, FrameType.GAP, FrameType.ERROR})
 
@@ -126,6 +137,8 @@ class SessionInfo(msgspec.Struct, frozen=True):
     limits: Limits
     engine: str
     address: Address
+    relayed_by: str = ""
+    """the broker through which this one is reached, where it is not reached itself"""
 
 
 class Pending(Protocol):
@@ -611,6 +624,14 @@ class Link:
         self.credit.use(len(frame))
         self.connection.send(stream_id, frame)
 
+    @property
+    def is_high(self) -> bool:
+        """The transport's backlog is high, or the link is over."""
+        connection = self.connection
+        return (
+            self.over.done() or connection.is_closed or connection.backlog_bytes() >= self._backlog_high_bytes
+        )
+
     def wait_to_send(self, sender: Sender) -> None:
         """`sender.pump` is called once credit came or the backlog fell. Asking twice is asking once."""
         if sender not in self._senders:
@@ -763,12 +784,14 @@ class RegionConnection:
         request_timeout_s: float = REQUEST_TIMEOUT_S,
         wait_for_broker: bool = True,
         runtime: Runtime = REAL,
-        leads_to: Routes[Attachment] | None = None,
+        first: RegionConnection | None = None,
         profile_only: bool = False,
+        relay: Relaying = "never",
     ) -> None:
-        """`wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile. `leads_to`: of the
-        client whose connection to one leader this is; None: it is the client's first. `profile_only`: a broker that names another one's
-        address is followed only to an address of the profile."""
+        """`wait_for_broker`: False raises at once, in `open`, if no process listens at any address of the profile. `first`: the client's
+        first connection, where this one is to a leader; None: it is the first. `profile_only`: a broker that names
+        another one's address is followed only to an address of the profile. `relay`: whether the first connection's broker carries
+        those to leaders."""
         self.profile = profile
         self._wait_for_broker = wait_for_broker
         self.request_timeout_s = request_timeout_s
@@ -787,16 +810,24 @@ class RegionConnection:
         """As whom the newest session came; None before the first."""
         self._dead: FelixError | None = None
         self._task: asyncio.Task[None] | None = None
-        self._is_first = leads_to is None
+        self._first = first
+        self._relay = relay
+        self._relayed: BoundedMap[str, float] = BoundedMap(LEADERS_MAX)
+        """leaders' addresses that did not answer, until when they are asked for through this connection first"""
         known = [str(address) for address in profile.parsed_addresses()]
-        self._routes = leads_to or Routes[Attachment](
-            self,
-            self._to_leader,
-            self.policy,
-            runtime,
-            self._address,
-            (lambda address: address in known) if profile_only else (lambda address: True),
-            known=known,
+        self._routes: Routes[Attachment] = (
+            first._routes
+            if first is not None
+            else Routes(
+                self,
+                self._to_leader,
+                self.policy,
+                runtime,
+                self._address,
+                (lambda address: address in known) if profile_only else (lambda address: True),
+                known=known,
+                with_broker=lambda: "" if self._info is None else self._info.broker,
+            )
         )
 
     # -- life -----------------------------------------------------------------------------------------
@@ -816,7 +847,7 @@ class RegionConnection:
 
     async def close(self) -> None:
         """End the connection; every waiting caller gets an error. Idempotent."""
-        if self._is_first:
+        if self._first is None:
             await self._routes.close()
         self._die(
             UnavailableError(
@@ -886,7 +917,8 @@ class RegionConnection:
             request_timeout_s=self.request_timeout_s,
             wait_for_broker=False,
             runtime=self.runtime,
-            leads_to=self._routes,
+            first=self,
+            relay=self._relay,
         )
         leader.join(_Lost(self._routes, address, leader))
         return leader
@@ -978,7 +1010,7 @@ class RegionConnection:
                 hint=f"Add {error.address} to the addresses of {self.profile.region}, if its operators say so.",
                 retry_after_ms=1_000,
             ) from error
-        reach = self._routes.at(error.address)
+        reach = self._routes.at(error.address, error.leader)
         return reach if isinstance(reach, RegionConnection) else None
 
     def _beside(self, asked: RegionConnection, error: FelixError, since_s: float) -> RegionConnection | None:
@@ -1098,14 +1130,12 @@ class RegionConnection:
             random=self.runtime.random,
             over=self._link_over,
             moved=lambda error: self._routes.learned(error, str(address)),
-            is_of_several=not self._is_first or len(self.profile.addresses) > 1,
+            is_of_several=self._first is not None or len(self.profile.addresses) > 1,
         )
         tls = ClientTls(credentials.root_pem, self.profile.tls_name)
         try:
             async with asyncio.timeout(timeout_s):
-                await self._engine.connect(
-                    address.host, address.port, tls, link, self._limits, timeout=timeout_s
-                )
+                relayed_by = await self._dial(address, tls, link, timeout_s)
                 established = await link.established
         except TimeoutError:
             error = UnavailableError(f"{address} did not answer within {timeout_s:.1f} s.", code=Code.TIMEOUT)
@@ -1117,7 +1147,7 @@ class RegionConnection:
         welcome, challenge = established
         self._info = SessionInfo(
             welcome.session, welcome.identity, challenge.region, challenge.mesh, challenge.broker,
-            tuple(welcome.rights), welcome.limits, link.connection.engine_name, address,
+            tuple(welcome.rights), welcome.limits, link.connection.engine_name, address, relayed_by,
         )  # fmt: skip
         self._link = link
         self.identity = credentials.identity
@@ -1127,6 +1157,62 @@ class RegionConnection:
             attachment.link_up(link)
         self._linked.set()
         return link
+
+    async def _dial(self, address: Address, tls: ClientTls, link: Link, timeout_s: float) -> str:
+        """Connect `link` to an address, itself or through the first connection's broker; that broker's id, empty where it is not needed."""
+        loop, first = asyncio.get_running_loop(), self._first
+        until = loop.time() + timeout_s
+        if first is None or self._relay == "never" or not first._may_relay:
+            await self._dial_directly(address, tls, link, timeout_s)
+            return ""
+        name = str(address)
+        if self._relay == "always" or loop.time() < (first._relayed.use(name) or 0.0):
+            try:
+                return await self._dial_through(first, address, tls, link, until)
+            except (UnavailableError, RequestError):
+                first._relayed.pop(name)
+                if self._relay == "always":
+                    raise
+            await self._dial_directly(address, tls, link, max(0.05, until - loop.time()))
+            return ""
+        try:
+            await self._dial_directly(address, tls, link, min(RELAY_AFTER_S, timeout_s / 2))
+            return ""
+        except FelixError as error:
+            # Whoever answers at an address that a firewall or NAT takes elsewhere may be anybody; nothing but a TLS hello was said.
+            failed = error
+        try:
+            by = await self._dial_through(first, address, tls, link, until)
+        except RequestError:
+            raise failed from None
+        first._relayed.put(name, loop.time() + RELAY_AGAIN_S)
+        _log.info("%s of %s is reached through %s: %s", address, self.profile.region, by, failed.sentence)
+        return by
+
+    async def _dial_directly(self, address: Address, tls: ClientTls, link: Link, timeout_s: float) -> None:
+        assert self._engine is not None
+        await self._engine.connect(address.host, address.port, tls, link, self._limits, timeout=timeout_s)
+
+    async def _dial_through(
+        self, first: RegionConnection, address: Address, tls: ClientTls, link: Link, until: float
+    ) -> str:
+        assert self._engine is not None
+        if first.link is None:
+            raise UnavailableError(
+                f"No session stands that could carry one to {address}.", code=Code.DISCONNECTED
+            )
+        path = RelayPath(first.link)
+        await path.open(str(address))
+        left_s = max(0.05, until - asyncio.get_running_loop().time())
+        await self._engine.connect(
+            address.host, address.port, tls, link, self._limits, timeout=left_s, path=path
+        )
+        return first.session.broker
+
+    @property
+    def _may_relay(self) -> bool:
+        """Whether this connection's broker carries others."""
+        return self.link is not None and self.session.limits.relays_max > 0
 
     def _prove(self, credentials: Credentials, challenge: Challenge, binding: Binding) -> Proof:
         if challenge.mesh != self.profile.mesh:

@@ -16,6 +16,7 @@ never holds more than one incomplete frame; a decoder that has raised is finishe
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
@@ -35,6 +36,11 @@ ENVELOPE_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 19)
 """A transfer envelope: a batch, and its record map."""
 CALL_BYTES_MAX: Final = BATCH_BYTES_MAX + (1 << 16)
 """A call to a view, or its reply: a record of the largest size, and what is said of it."""
+
+SEGMENT_BYTES: Final = 2
+"""The bytes before the datagrams of a DATAGRAMS frame: the length of each."""
+DATAGRAMS_BYTES_MAX: Final = SEGMENT_BYTES + (1 << 16)
+"""One read of a UDP socket: the largest datagram, or the largest train of datagrams of one length that a kernel hands over."""
 
 _HEADER: Final = struct.Struct(">IBBHI")
 assert _HEADER.size == FRAME_HEADER_BYTES
@@ -64,6 +70,7 @@ class FrameType(IntEnum):
 
     CALL = 0x40
     REPLY = 0x41
+    DATAGRAMS = 0x42
 
 
 _BYTES_MAX: Final[dict[int, int]] = {
@@ -84,6 +91,7 @@ _BYTES_MAX: Final[dict[int, int]] = {
     FrameType.RECEIPT: 1 << 14,
     FrameType.CALL: CALL_BYTES_MAX,
     FrameType.REPLY: CALL_BYTES_MAX,
+    FrameType.DATAGRAMS: DATAGRAMS_BYTES_MAX,
 }
 assert set(_BYTES_MAX) == set(FrameType)
 _KINDS: Final = {int(kind): kind for kind in FrameType}
@@ -236,6 +244,54 @@ def decode_condition(body: memoryview) -> tuple[int, memoryview]:
             code=Code.FRAME_MALFORMED,
         )
     return int(_CONDITION.unpack_from(body)[0]), body[CONDITION_BYTES:]
+
+
+class Train(NamedTuple):
+    """Datagrams of one sender, back to back, each of `segment_bytes`, the last one maybe shorter. Without any: the peer's machine said that
+    nobody listens there."""
+
+    segment_bytes: int
+    data: bytes | memoryview
+
+    def encode(self) -> bytes:
+        """A DATAGRAMS frame."""
+        size = SEGMENT_BYTES + len(self.data)
+        assert size <= DATAGRAMS_BYTES_MAX
+        segment = self.segment_bytes.to_bytes(SEGMENT_BYTES)
+        return b"".join((frame_header(FrameType.DATAGRAMS, size), segment, self.data))
+
+    def split(self) -> list[bytes]:
+        """Each by itself."""
+        data, size = bytes(self.data), self.segment_bytes
+        return [data[at : at + size] for at in range(0, len(data), max(1, size))]
+
+
+NOBODY_LISTENS: Final = Train(0, b"")
+
+
+def trains(datagrams: Sequence[bytes]) -> Iterator[Train]:
+    """The same datagrams in the same order, in as few trains as their lengths let them. None is empty, or longer than a train may be."""
+    at, count = 0, len(datagrams)
+    while at < count:
+        size = len(datagrams[at])
+        end, stop = at + 1, min(count, at + (DATAGRAMS_BYTES_MAX - SEGMENT_BYTES) // size)
+        while end < stop and len(datagrams[end]) == size:
+            end += 1
+        if end < stop and len(datagrams[end]) < size:
+            end += 1
+        yield Train(size, datagrams[at] if end == at + 1 else b"".join(datagrams[at:end]))
+        at = end
+
+
+def decode_datagrams(body: memoryview) -> Train:
+    """Of a DATAGRAMS frame; the data stay a view. Raises ProtocolError(FRAME_MALFORMED)."""
+    size = int.from_bytes(body[:SEGMENT_BYTES])
+    data = body[SEGMENT_BYTES:]
+    if len(body) < SEGMENT_BYTES or bool(size) != bool(data):
+        raise ProtocolError(
+            f"A DATAGRAMS frame of {len(body)} bytes, with datagrams of {size}.", code=Code.FRAME_MALFORMED
+        )
+    return Train(size, data)
 
 
 class GapBody(NamedTuple):

@@ -115,6 +115,8 @@ class Limits(Message, frozen=True, tag="limits"):
     subscriptions_max: int
     streams_max: int
     requests_max: int
+    relays_max: int = 0
+    """connections to other brokers that it passes on for this identity at once; 0: none"""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -1092,6 +1094,22 @@ class TransactionsOpened(Message, frozen=True, tag="transactions_opened"):
     timeout_ms_max: int
     bytes_max: int
     open_max: int
+
+
+class OpenRelay(Request["RelayOpened"], frozen=True, tag="open_relay"):
+    """First frame of a stream that carries the datagrams of a connection to another broker of the region (DATAGRAMS, both ways).
+
+    `address`: where clients reach that broker, as NOT_LEADER names it; no other address leads anywhere.
+    """
+
+    address: Name
+
+
+class RelayOpened(Message, frozen=True, tag="relay_opened"):
+    """Datagrams pass from now on, of `datagram_bytes` at most towards `broker`."""
+
+    broker: Name
+    datagram_bytes: int
 
 
 class Done(Message, frozen=True, tag="done"):

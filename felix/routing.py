@@ -71,6 +71,7 @@ class Reach(Protocol[_Attached]):
 class _Route(NamedTuple):
     address: str
     epoch: int
+    broker: str
 
 
 class _Leader(Generic[_MovableT]):
@@ -95,14 +96,16 @@ class Routes(Generic[_MovableT]):
         here: Callable[[], str],
         may_call: Callable[[str], bool] = lambda address: True,
         known: Sequence[str] = (),
+        with_broker: Callable[[], str] = lambda: "",
     ) -> None:
-        """`first`: the connection that the profile leads to; `here`: the address that it is at; `may_call`: whether an address that a broker
-        names may be called; `known`: all that the profile names."""
+        """`first`: the connection that the profile leads to; `here`: the address that it is at; `with_broker`: the id of the broker there;
+        `may_call`: whether an address that a broker names may be called; `known`: all that the profile names."""
         self._first = first
         self._connect = connect
         self._policy = policy
         self._runtime = runtime
         self._here = here
+        self._with_broker = with_broker
         self.may_call = may_call
         self._known = known
         self._unled: BoundedMap[StreamName, float] = BoundedMap(ROUTES_MAX)
@@ -141,10 +144,10 @@ class Routes(Generic[_MovableT]):
             self._look_elsewhere(stream, said_at, error)
             return
         known = self._routes.use(stream)
-        if known is None or known.epoch <= error.epoch or known.address == said_at:
-            known = _Route(error.address, error.epoch)
+        if known is None or known.epoch <= error.epoch or self._is_said_by(known, said_at):
+            known = _Route(error.address, error.epoch, error.leader)
             self._routes.put(stream, known)
-        reach = self.at(known.address)
+        reach = self.at(known.address, known.broker)
         if reach is None:
             self._look_elsewhere(stream, said_at, error)
             return
@@ -181,16 +184,16 @@ class Routes(Generic[_MovableT]):
     def reach(self, stream: StreamName) -> Reach[_MovableT]:
         """The connection to the stream's leader, as far as that is known; else the first one."""
         route = self._routes.use(stream)
-        return (self.at(route.address) if route is not None else None) or self._first
+        return (self.at(route.address, route.broker) if route is not None else None) or self._first
 
     def leaders(self) -> list[Reach[_MovableT]]:
         """The connections to leaders that are open or being opened."""
         return [leader.reach for leader in self._leaders.values()]
 
-    def at(self, address: str) -> Reach[_MovableT] | None:
+    def at(self, address: str, broker: str = "") -> Reach[_MovableT] | None:
         """A connection to the broker at an address; None where it did not answer a moment ago, may not be called, or the
-        address is none."""
-        if address == self._here():
+        address is none. `broker`: its id, where that is known: the first connection may be with it by another address."""
+        if self._is_here(address, broker):
             return self._first
         held = self._leaders.get(address)
         if held is not None:
@@ -208,6 +211,15 @@ class Routes(Generic[_MovableT]):
         leader = self._leaders[address] = _Leader(self._connect(address))
         leader.opening = loop.create_task(self._open(address, leader), name=f"felix-leader-{address}")
         return leader.reach
+
+    def _is_here(self, address: str, broker: str) -> bool:
+        return address == self._here() or bool(broker and broker == self._with_broker())
+
+    def _is_said_by(self, supposed: _Route, said_at: str) -> bool:
+        """Whether what was said at an address is the word of the supposed leader itself."""
+        return said_at == (
+            self._here() if self._is_here(supposed.address, supposed.broker) else supposed.address
+        )
 
     def lost(self, address: str, reach: Reach[_MovableT]) -> None:
         """The connection to a leader is over, or could not be made: what was on it asks over the first one who leads now."""

@@ -44,7 +44,7 @@ from felix.blocking import (
     inner_of,
 )
 from felix.cache import WATCH_CREDIT_BYTES, Cache, Entry, Key, Position, Value
-from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, SessionInfo
+from felix.connection import CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S, Relaying, SessionInfo
 from felix.consumer import AckMode, ConsumerBatch, ConsumerRecord
 from felix.identity import Identity
 from felix.messages import (
@@ -117,6 +117,7 @@ def connect(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     request_timeout_s: float = REQUEST_TIMEOUT_S,
     wait_for_broker: bool = True,
+    relay: Relaying = "auto",
     tracing: bool | None = None,
     runtime: Runtime = REAL,
 ) -> SyncRegion:
@@ -133,6 +134,7 @@ def connect(
             connect_timeout_s=connect_timeout_s,
             request_timeout_s=request_timeout_s,
             wait_for_broker=wait_for_broker,
+            relay=relay,
             tracing=tracing,
             runtime=runtime,
         )

@@ -50,6 +50,7 @@ from felix.messages import (
     OpenIngest,
     OpenPublisher,
     OpenQueue,
+    OpenRelay,
     OpenTransactions,
     PutCosignature,
     PutDocument,
@@ -137,6 +138,7 @@ AUDIENCES: Final[Mapping[type[Message], Row]] = {
     WatchCache: Row(_PEOPLE, by_right=True),
     OpenQueue: Row(_PEOPLE, by_right=True),
     OpenTransactions: Row(_PEOPLE, by_right=True),
+    OpenRelay: Row(_PEOPLE, by_right=True),
     RenewIdentity: Row(_READERS),
     ReportLinks: Row(_SOURCE),
     GetDataKey: Row(_SOURCE),
@@ -163,6 +165,11 @@ def audience_of(identity: SpiffeId, region: str) -> Audience | None:
         return Audience(identity.kind)
     except ValueError:
         return None
+
+
+def has_audience(identity: SpiffeId, request: type[Message], region: str) -> bool:
+    """Whether the identity's class may ask this, with some right or without."""
+    return audience_of(identity, region) in AUDIENCES.get(request, _NOBODY).audiences
 
 
 def request_name(request: type[Message]) -> str:

@@ -157,6 +157,7 @@ class LimitsConfig(Part, frozen=True):
     """Bounds of one broker; docs/operations.md says where each is enforced."""
 
     sessions: Annotated[int, msgspec.Meta(ge=1, le=100_000)] = 4096
+    relays: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 256
     publish_budget: Size = Size(256 << 20)
     ingest_budget: Size = Size(256 << 20)
     delivery_budget: Size = Size(256 << 20)

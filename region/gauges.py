@@ -10,6 +10,7 @@ from region.cache.service import CacheService
 from region.governance.service import Governance
 from region.log.directory import LogDirectory
 from region.queue.service import QueueService
+from region.relay import RelayService
 from region.subscriptions.service import SubscriptionService
 from region.transactions.coordinator import Coordinator
 from region.transactions.open_transactions import OPEN_MAX
@@ -28,6 +29,7 @@ class BrokerGauges:
         subscriptions: SubscriptionService,
         transactions: Coordinator,
         listener: Listener,
+        relays: RelayService,
     ) -> None:
         self._broker = broker
         self._directory = directory
@@ -37,6 +39,7 @@ class BrokerGauges:
         self._subscriptions = subscriptions
         self._transactions = transactions
         self._listener = listener
+        self._relays = relays
 
     def values(self) -> dict[str, float]:
         """Of the broker as a whole, by name."""
@@ -46,6 +49,7 @@ class BrokerGauges:
             **self._subscriptions.gauges(),
             **self._listener_gauges(),
             **({} if self._broker.clustered is None else self._broker.clustered.gauges()),
+            **self._relays.gauges(),
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
             "offload_refused": self._broker.streams.offload_refused,

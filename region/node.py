@@ -76,6 +76,7 @@ class Node:
             parts.subscriptions,
             parts.transactions,
             listener,
+            parts.services.relays,
         )
         self.health: HealthServer | None = None
         """where one is configured"""

@@ -29,6 +29,7 @@ from felix.messages import (
     Limits,
     Message,
     OpenPublisher,
+    OpenRelay,
     ReaderTraffic,
     RenewIdentity,
     Request,
@@ -46,7 +47,7 @@ from felix.peer import Peer
 from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
 from felix.transport.port import Connection
 from policy.access import Verb
-from region.audience import request_name, require_audience
+from region.audience import has_audience, request_name, require_audience
 from region.broker import Broker
 from region.delivery import Subscription, resolve_starts, subscription_refusal
 from region.exchange import OpenRole, PendingHandler, no_memory
@@ -55,6 +56,7 @@ from region.governance.service import Governance
 from region.ports import Role
 from region.publishing import PUBLISH_WINDOW_BYTES, PublishStream
 from region.quota import Meter, Throttle
+from region.relay import RelayService
 from region.renewal import IdentityRenewal
 from region.requests import Requests
 
@@ -115,6 +117,7 @@ class Services:
     renewal: IdentityRenewal
     exchanges: Mapping[type[Message], OpenRole]
     """Roles of bidirectional streams, by the request that opens them."""
+    relays: RelayService
 
 
 class ClientSession:
@@ -331,7 +334,15 @@ class ClientSession:
         left_s = max(0.0, (peer.not_after_ms - broker.clock_ms()) / 1000)
         self._timeout = asyncio.get_running_loop().call_later(min(left_s, TIMER_S_MAX), self._identity_ended)
         self._open_windows()
-        limits = Limits(BATCH_BYTES_MAX, SUBSCRIPTIONS_MAX, STREAMS_MAX, self._requests_max)
+        relays = self.services.relays
+        may_relay = has_audience(identity, OpenRelay, broker.region)
+        limits = Limits(
+            BATCH_BYTES_MAX,
+            SUBSCRIPTIONS_MAX,
+            STREAMS_MAX,
+            self._requests_max,
+            relays.most_of_identity if may_relay else 0,
+        )
         rights = broker.rights_of(identity)
         credit = self.publish_window.window_bytes
         self._control.welcome(Welcome(self.name, str(identity), credit, limits, rights))

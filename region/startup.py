@@ -33,6 +33,7 @@ from felix.messages import (
     OpenConsumer,
     OpenIngest,
     OpenQueue,
+    OpenRelay,
     OpenTransactions,
     WatchCache,
 )
@@ -100,6 +101,7 @@ from region.peer_requests import PeerRequests
 from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
+from region.relay import RelayService
 from region.remote_audit import RemoteAudit
 from region.renewal import IdentityRenewal
 from region.replicas import Replicas, SystemStream
@@ -193,7 +195,9 @@ async def open_broker(
     now_ms = runtime.clock.now_ms
     machine.files.make_folder(data)
     sys.setswitchinterval(SWITCH_S)
-    open_logs = OpenLogs(logs_max_of(raise_files_limit()))
+    # On a simulated network there are no sockets.
+    relays_max = 0 if config.cluster is None or machine.engine is not None else config.limits.relays
+    open_logs = OpenLogs(logs_max_of(raise_files_limit() - relays_max))
     storage = config.storage
     directory = LogDirectory(
         data / "streams",
@@ -395,6 +399,8 @@ async def open_broker(
     if clustered is not None and peers is not None:
         lanes = Lanes(broker, clustered, peers.requests, participants, transactions.may_be_decided)
         streams.before_serving.append(transactions.lead)
+    relays = RelayService(broker, clustered, relays_max)
+    stack.callback(relays.close)
     services = Services(
         broker,
         governance.verify,
@@ -418,7 +424,9 @@ async def open_broker(
             OpenCache: caches.open,
             WatchCache: watch.opener(caches),
             OpenQueue: queue_opener(queues),
+            OpenRelay: relays.open,
         },
+        relays,
     )
 
     follower = StreamFollower(streams, mirror, landings.opened)

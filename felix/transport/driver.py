@@ -52,7 +52,14 @@ from felix.transport.port import (
     ServerTls,
     TransportLimits,
 )
-from felix.transport.udp import Address, UdpSocket, open_socket
+from felix.transport.udp import (
+    Address,
+    DatagramPath,
+    Datagrams,
+    UdpSocket,
+    is_loopback,
+    open_socket,
+)
 
 log = logging.getLogger("felix.transport")
 
@@ -92,6 +99,10 @@ that slept that long for each burst would be slow."""
 
 SPINS_MAX: Final = 256
 """Turns in a row that send nothing; after so many the loop sleeps, whatever the engine's timer says."""
+
+PATH_ADDRESS: Final[Address] = ("192.0.2.1", 9)
+"""What engines are told that the peer of a path has, since they take numeric addresses alone: one for documentation (RFC 5737), to which
+nothing is sent."""
 
 # RFC 9000, section 20.1, and RFC 9001, section 4.8
 _QUIC_INTERNAL: Final = 0x01
@@ -276,7 +287,7 @@ class DriverConnection:
         self,
         *,
         loop: asyncio.AbstractEventLoop,
-        udp: UdpSocket,
+        udp: Datagrams,
         machine: Machine,
         owner: Owner,
         engine_name: str,
@@ -938,13 +949,13 @@ class DriverConnection:
             self._handshake_deadline = None
         self._owner.released(self)
 
-    def release(self) -> None:
+    def release(self, reason: str = "the socket was closed") -> None:
         """The socket goes away, or what led here was never authentic."""
         if not self.is_closed:
             if self.is_established:
-                self._closed(Code.DISCONNECTED, "the socket was closed")
+                self._closed(Code.DISCONNECTED, reason)
             else:
-                self._fail(UnavailableError("The socket was closed.", code=Code.DISCONNECTED))
+                self._fail(UnavailableError(f"{reason[0].upper()}{reason[1:]}.", code=Code.DISCONNECTED))
         self._release()
 
     def refuse(self, reason: str) -> None:
@@ -1322,12 +1333,14 @@ class _Refuser:
 
 
 class _Dialer:
-    """The owner of a client's one connection and socket."""
+    """The owner of a client's one connection, and of its socket or path."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, handler: Handler) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, way: socket.socket | DatagramPath, handler: Handler
+    ) -> None:
         self._handler = handler
         self.result: asyncio.Future[None] = loop.create_future()
-        self.udp = UdpSocket(sock, loop, self)
+        self.udp: Datagrams = UdpSocket(way, loop, self) if isinstance(way, socket.socket) else way
         self.connection: DriverConnection | None = None
 
     def datagrams_received(self, data: bytes, segment_bytes: int, address: Address) -> None:
@@ -1341,6 +1354,10 @@ class _Dialer:
     def peer_refused(self) -> None:
         if self.connection is not None:
             self.connection.peer_refused()
+
+    def path_ended(self) -> None:
+        if self.connection is not None:
+            self.connection.release("the way to the server ended")
 
     def cid_issued(self, connection: DriverConnection, cid: bytes) -> None:
         """One connection per socket: nothing to route."""
@@ -1417,8 +1434,13 @@ class DriverEngine(msgspec.Struct, frozen=True):
         limits: TransportLimits = TransportLimits(),  # noqa: B008 - frozen
         alpn: str = ALPN,
         timeout: float = CONNECT_TIMEOUT_S,  # noqa: ASYNC109
+        path: DatagramPath | None = None,
     ) -> Connection:
         loop = asyncio.get_running_loop()
+        if path is not None:
+            return await self._connect(
+                loop, path, PATH_ADDRESS, (host, port), tls, handler, limits, alpn, timeout
+            )
         until = _clock() + timeout
         try:
             addresses = await asyncio.wait_for(_resolve(loop, host, port), timeout)
@@ -1432,7 +1454,8 @@ class DriverEngine(msgspec.Struct, frozen=True):
         for position, (family, address) in enumerate(addresses):
             left = (until - _clock()) / (len(addresses) - position)
             try:
-                return await self._connect(loop, family, address, tls, handler, limits, alpn, left)
+                sock = _socket_to(family, address, limits)
+                return await self._connect(loop, sock, address, address, tls, handler, limits, alpn, left)
             except UnavailableError:
                 if position + 1 == len(addresses):
                     raise
@@ -1441,31 +1464,27 @@ class DriverEngine(msgspec.Struct, frozen=True):
     async def _connect(
         self,
         loop: asyncio.AbstractEventLoop,
-        family: int,
+        way: socket.socket | DatagramPath,
         address: Address,
+        shown: Address,
         tls: ClientTls,
         handler: Handler,
         limits: TransportLimits,
         alpn: str,
         seconds: float,
     ) -> Connection:
+        """`address`: as the engine takes it; `shown`: as people do. `way` is closed where no connection comes of it."""
+        size = _datagram_bytes(address, limits) if isinstance(way, socket.socket) else way.datagram_bytes
         try:
-            machine = self.machinery.dial(
-                tls, limits, alpn, _datagram_bytes(address, limits), address, _clock()
-            )
+            machine = self.machinery.dial(tls, limits, alpn, size, address, _clock())
         except ValueError as error:
+            way.close()
             raise RequestError(
                 f"The trusted authorities for {tls.server_name!r} cannot be used: {error}.",
                 code=Code.CONFIG_INVALID,
                 hint="They must be one or more certificates in PEM.",
             ) from error
-        try:
-            sock = open_socket(family, connect=address, buffer_bytes=limits.socket_buffer_bytes)
-        except OSError as error:
-            raise UnavailableError(
-                f"There is no way to {_shown(address)} (UDP): {error.strerror or error}.", retry_after_ms=1000
-            ) from error
-        dialer = _Dialer(loop, sock, handler)
+        dialer = _Dialer(loop, way, handler)
         connection = DriverConnection(
             loop=loop,
             udp=dialer.udp,
@@ -1474,11 +1493,13 @@ class DriverEngine(msgspec.Struct, frozen=True):
             engine_name=self.name,
             limits=limits,
             protocols=(alpn,),
-            peer_address=address,
+            peer_address=shown,
             tls=tls,
             handshake_timeout=max(0.001, seconds),
         )
         dialer.connection = connection
+        if not isinstance(way, socket.socket):
+            way.receive_for(dialer, address)
         connection.process(_clock())
         try:
             await dialer.result
@@ -1491,6 +1512,15 @@ class DriverEngine(msgspec.Struct, frozen=True):
 async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[tuple[int, Address]]:
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
     return [(int(family), address) for family, _, _, _, address in found]  # type: ignore[misc]
+
+
+def _socket_to(family: int, address: Address, limits: TransportLimits) -> socket.socket:
+    try:
+        return open_socket(family, connect=address, buffer_bytes=limits.socket_buffer_bytes)
+    except OSError as error:
+        raise UnavailableError(
+            f"There is no way to {_shown(address)} (UDP): {error.strerror or error}.", retry_after_ms=1000
+        ) from error
 
 
 def _read_identity(machinery: Machinery, tls: ServerTls) -> ServerIdentity:
@@ -1515,10 +1545,7 @@ def _origin(address: Address) -> str:
 
 def _datagram_bytes(address: Address, limits: TransportLimits) -> int:
     """The payload to send to `address`: large only where the path is this machine's own loopback."""
-    with suppress(ValueError):
-        if ipaddress.ip_address(address[0].partition("%")[0]).is_loopback:
-            return limits.datagram_loopback_bytes_max
-    return limits.datagram_bytes_max
+    return limits.datagram_loopback_bytes_max if is_loopback(address) else limits.datagram_bytes_max
 
 
 def _shown(address: Address | tuple[str, int]) -> str:

@@ -39,6 +39,7 @@ from felix.transport.port import (
     ServerTls,
     TransportLimits,
 )
+from felix.transport.udp import DatagramPath
 
 log = logging.getLogger("felix.transport.memory")
 
@@ -426,7 +427,9 @@ class MemoryEngine:
         limits: TransportLimits = TransportLimits(),  # noqa: B008 - immutable
         alpn: str = ALPN,
         timeout: float = CONNECT_TIMEOUT_S,  # noqa: ASYNC109 - the port says so
+        path: DatagramPath | None = None,
     ) -> MemoryConnection:
+        assert path is None, "no datagrams pass here"
         network = self._network
         if network.talk(self._host, host):
             # There and back.

@@ -37,6 +37,7 @@ import msgspec
 from felix.collector import collector_paused
 from felix.errors import Code, RequestError, UnavailableError
 from felix.extras import SDK, install_command
+from felix.transport.udp import DatagramPath
 
 ALPN: Final = "felix/1"
 """The protocol name that both ends must agree on in the TLS handshake (RFC 7301)."""
@@ -336,8 +337,10 @@ class Engine(Protocol):
         limits: TransportLimits = ...,
         alpn: str = ALPN,
         timeout: float = CONNECT_TIMEOUT_S,  # noqa: ASYNC109 - the sentence of the error says what was tried
+        path: DatagramPath | None = None,
     ) -> Connection:
-        """A connection whose handshake is complete; `handler.connected` was called before this returns.
+        """A connection whose handshake is complete; `handler.connected` was called before this returns. `path`: what datagrams go
+        through; None: a socket. The connection closes it when it ends, or cannot be made.
 
         Raises UnavailableError where nobody answers within `timeout` seconds or the peer refuses for now,
         RequestError (IDENTITY_REFUSED, IDENTITY_EXPIRED) where the server's certificate is not the expected one,

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import ipaddress
 import socket
 import struct
 import sys
@@ -69,6 +70,51 @@ class Writer(Protocol):
     def writable(self) -> None: ...
 
 
+class Datagrams(Protocol):
+    """What a connection sends its datagrams through: a socket, or a path."""
+
+    @property
+    def blocked(self) -> bool:
+        """Nothing is taken now: `wait_writable` instead of `send`."""
+
+    def send(self, datagrams: list[bytes], address: Address | None) -> None:
+        """Send in order. `address` None: to the one peer that there is."""
+
+    def wait_writable(self, writer: Writer) -> None:
+        """Call `writer.writable()` once it is no longer blocked."""
+
+    def forget(self, writer: Writer) -> None:
+        """`writer` no longer waits."""
+
+    def close(self) -> None:
+        """Nothing more is sent or received. Idempotent."""
+
+
+class PathReceiver(Receiver, Protocol):
+    """Who reads a path."""
+
+    def path_ended(self) -> None:
+        """Nothing more will come, and nothing sent arrives."""
+
+
+class DatagramPath(Datagrams, Protocol):
+    """A way for datagrams to one address and back that is not a socket of this machine's own (felix.relay)."""
+
+    @property
+    def datagram_bytes(self) -> int:
+        """The largest datagram that may be sent."""
+
+    def receive_for(self, receiver: PathReceiver, address: Address) -> None:
+        """Give `receiver` what comes, as of `address`."""
+
+
+def is_loopback(address: Address) -> bool:
+    """Whether it is this machine itself, whose path carries large datagrams."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+    return False
+
+
 def open_socket(
     family: int,
     *,
@@ -122,12 +168,19 @@ class UdpSocket:
         "blocked",
     )
 
-    def __init__(self, sock: socket.socket, loop: asyncio.AbstractEventLoop, receiver: Receiver) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        loop: asyncio.AbstractEventLoop,
+        receiver: Receiver,
+        buffer: bytearray | None = None,
+    ) -> None:
+        """`buffer`: of RECEIVE_BYTES, which sockets of one event loop may share."""
         self._sock = sock
         self._loop = loop
         self._receiver = receiver
         self._segmentation = sys.platform == "linux"
-        self._buffer = bytearray(RECEIVE_BYTES)
+        self._buffer = bytearray(RECEIVE_BYTES) if buffer is None else buffer
         self._view = memoryview(self._buffer)
         self._kept: deque[tuple[list[bytes], Address | None]] = deque()
         self._waiting: dict[Writer, None] = {}

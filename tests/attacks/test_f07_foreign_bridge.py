@@ -38,6 +38,7 @@ EXCHANGES = frozenset(
         messages.OpenCache,
         messages.WatchCache,
         messages.OpenQueue,
+        messages.OpenRelay,
         OpenTransactions,
         OpenIngest,
     }
@@ -49,7 +50,7 @@ VALUES: dict[str, Any] = {
     "shards": 1, "incarnation": b"i" * 16, "epoch": 1, "transfer_key": b"k", "signature": b"s", "key": b"k" * 16,
     "public_key": b"p", "checkpoint": b"c", "proof": [], "origin": "us-east.acme/audit", "cosigned": b"c",
     "credit_bytes": 0, "what": "streams", "statement": b"s", "start": Start("earliest"), "csr": b"c",
-    "broker": "b1",
+    "broker": "b1", "address": "127.0.0.1:1",
 }  # fmt: skip
 """A value for each field that a request must have."""
 

@@ -1,6 +1,7 @@
 """Frames: however the bytes are cut, the same frames come out; malformed ones are refused before they are kept."""
 
 import struct
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +11,7 @@ from long_runs import count
 from felix.errors import Code, ProtocolError
 from felix.frames import (
     FRAME_HEADER_BYTES,
+    NOBODY_LISTENS,
     AppendedBody,
     Credit,
     FrameDecoder,
@@ -18,8 +20,10 @@ from felix.frames import (
     GapReason,
     decode_appended,
     decode_credit,
+    decode_datagrams,
     decode_gap,
     encode_frame,
+    trains,
 )
 
 BODY = st.binary(max_size=2000)
@@ -111,3 +115,30 @@ def test_gaps_go_round_and_impossible_ones_are_refused() -> None:
         with pytest.raises(ProtocolError):
             decode_gap(memoryview(body))
     assert FRAME_HEADER_BYTES == 12
+
+
+@given(st.lists(st.sampled_from([1, 40, 1200, 1200, 1252, 1452, 16_384, 65_507]), max_size=40))
+def test_datagrams_come_out_of_trains_as_they_went_in(sizes: list[int]) -> None:
+    datagrams = [bytes([number % 251]) * size for number, size in enumerate(sizes)]
+    decoder, out = FrameDecoder(), []
+    for train in trains(datagrams):
+        (frame,) = decoder.feed(train.encode())
+        assert frame.type is FrameType.DATAGRAMS
+        out += decode_datagrams(frame.body).split()
+    assert out == datagrams
+    runs = sum(size != before for size, before in pairwise(sizes)) + bool(sizes)
+    whole = sum(sizes) // ((1 << 16) - max(sizes, default=0))
+    assert len(list(trains(datagrams))) <= runs + whole, (
+        "no more of them than lengths and the size of a frame make"
+    )
+
+
+@pytest.mark.parametrize("body", [b"", b"\x04", b"\x00\x00x", b"\x04\xb0"])
+def test_a_train_that_does_not_say_what_it_carries_is_malformed(body: bytes) -> None:
+    with pytest.raises(ProtocolError, match="DATAGRAMS frame"):
+        decode_datagrams(memoryview(body))
+
+
+def test_that_nobody_listens_is_a_train_of_none() -> None:
+    (frame,) = FrameDecoder().feed(NOBODY_LISTENS.encode())
+    assert decode_datagrams(frame.body).split() == []
