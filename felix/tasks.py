@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from typing import Any, Final
 
 log = logging.getLogger("felix.tasks")
@@ -26,3 +27,24 @@ async def end_tasks(*tasks: asyncio.Task[Any], again_s: float = AGAIN_S) -> None
     for task in tasks:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("%s ended with an error", task.get_name(), exc_info=error)
+
+
+class TaskSet:
+    """The tasks of one owner, each held until it has ended: the loop does not hold them. Event loop only."""
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def begin(self, work: Coroutine[Any, Any, Any], *, name: str | None = None) -> None:
+        """Run `work` beside its owner."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def end(self) -> None:
+        """`end_tasks` for all, with those that begin meanwhile."""
+        while tasks := tuple(self._tasks):
+            await end_tasks(*tasks)
+            self._tasks.difference_update(tasks)

@@ -18,7 +18,7 @@ import msgspec
 
 from felix.errors import Code, FelixError, ProtocolError, UnavailableError, error_for
 from felix.news import News
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet
 from region.replication.links import PeerLinks
 from region.replication.wire import ASK_BYTES_MAX, Answered, Asked
 
@@ -62,7 +62,7 @@ class PeerRequests:
         self._number = 0
         self._open: dict[tuple[str, int], asyncio.Future[bytes]] = {}
         self._serves: dict[str, tuple[type[PeerRequest], _Serve]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._under_way: Counter[str] = Counter()
 
     def serve(self, request: type[PeerRequest], handler: _Serve) -> None:
@@ -136,9 +136,7 @@ class PeerRequests:
             self._refuse(peer, message.number, error)
             return
         self._under_way[peer] += 1
-        task = asyncio.get_running_loop().create_task(self._answer(peer, message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.begin(self._answer(peer, message))
 
     async def _answer(self, peer: str, asked: Asked) -> None:
         try:
@@ -180,7 +178,7 @@ class PeerRequests:
 
     async def close(self) -> None:
         """Carry out no more."""
-        await end_tasks(*self._tasks)
+        await self._tasks.end()
 
 
 class _Tagged(msgspec.Struct):

@@ -29,7 +29,7 @@ from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError
 from felix.names import SpiffeId, StreamName
 from felix.news import News
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet, end_tasks
 from keys.transfer import TransferScope
 from policy.truncation import Live
 from region.arrival_index import Place
@@ -369,7 +369,7 @@ class RemoteLeaves:
     def __init__(self, home: _Home) -> None:
         self._home = home
         self._asked: dict[bool, dict[bytes, asyncio.Future[bool | None]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
 
     async def all_passed(
         self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
@@ -386,9 +386,7 @@ class RemoteLeaves:
         asked = self._asked.get(passed)
         if asked is None or len(asked) >= DIGESTS_MAX:
             asked = self._asked[passed] = {}
-            task = loop.create_task(self._ask(passed, asked))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.begin(self._ask(passed, asked))
         return await asyncio.shield(asked.setdefault(digest, loop.create_future()))
 
     async def _ask(self, passed: bool, asked: dict[bytes, asyncio.Future[bool | None]]) -> None:
@@ -407,4 +405,4 @@ class RemoteLeaves:
 
     async def close(self) -> None:
         """Ask no more."""
-        await end_tasks(*self._tasks)
+        await self._tasks.end()

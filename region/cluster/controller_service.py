@@ -13,7 +13,7 @@ from typing import Any
 
 from felix.errors import FelixError
 from felix.runtime.port import Random, Runtime
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet
 from region.cluster.controller import (
     PLAN_LOOKS,
     TICK_MS,
@@ -73,7 +73,7 @@ class ControllerService:
         self._core = ControllerCore(
             mirror.view.keys, registry.broker, lease_ms, _election_ids(runtime.random)
         )
-        self._requests: set[asyncio.Task[None]] = set()
+        self._requests = TaskSet()
         self._is_closed = False
         mirror.on_change(self._mirrored)
         registry.on_lease(self._leased)
@@ -117,7 +117,7 @@ class ControllerService:
     async def close(self) -> None:
         """Decide nothing more. What was sent may still happen; it was right when it was sent, or it will not."""
         self._is_closed = True
-        await end_tasks(*self._requests)
+        await self._requests.end()
 
     def _mirrored(self, known: Snapshot | Change) -> None:
         self._step(Loaded(known) if isinstance(known, Snapshot) else Changed(known))
@@ -153,9 +153,7 @@ class ControllerService:
                     self.alarms.pop(subject, None)
 
     def _begin(self, request: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(request, name="controller's request")
-        self._requests.add(task)
-        task.add_done_callback(self._requests.discard)
+        self._requests.begin(request, name="controller's request")
 
     async def _transact(self, asked: Transact) -> None:
         result: TransactResult | None = None

@@ -29,7 +29,7 @@ from felix.errors import Code, CorruptionError, FelixError, RequestError, Unavai
 from felix.runtime.port import Runtime
 from felix.settings import Compaction
 from felix.storage.port import Files
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet, end_tasks
 from region.cluster.election import has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
@@ -200,7 +200,7 @@ class ReplicaHost:
         self._broker_lease = BrokerLease()
         self._registration = 0
         self._is_started = self._is_closed = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._ticks: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
         self.repairs = Repairer(
@@ -359,7 +359,7 @@ class ReplicaHost:
         if self._ticks is not None:
             await end_tasks(self._ticks)
         await self.repairs.close()
-        await end_tasks(*self._tasks)
+        await self._tasks.end()
         for hosted in self._hosted.values():
             self._depose(hosted, UnavailableError(f"The shard has stopped: {why}.", code=Code.SHUTTING_DOWN))
             await self._end(hosted, why, in_order=in_order)
@@ -771,9 +771,7 @@ class ReplicaHost:
             except Exception as error:
                 self._break(hosted, "work beside its steps", error)
 
-        task = self._loop.create_task(run(), name="replication")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.begin(run(), name="replication")
 
     # -- who leads its logs ----------------------------------------------------------------------------
 

@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet, end_tasks
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.broker import Broker
 from region.gather import ignore
@@ -110,7 +110,7 @@ class Coordinator:
         self._journal: Journal | None = None
         self._opening = asyncio.Lock()
         self._commits: dict[bytes, asyncio.Future[Outcome]] = {}
-        self._deciding: set[asyncio.Task[None]] = set()
+        self._deciding = TaskSet()
         self.committed = self.aborted = 0
 
     # -- life ------------------------------------------------------------------------------------------
@@ -187,10 +187,7 @@ class Coordinator:
         for future in list(self._commits.values()):
             if not future.done():
                 future.set_exception(why)
-        while self._deciding:
-            for task in self._deciding:
-                task.cancel()
-            await asyncio.gather(*self._deciding, return_exceptions=True)
+        await self._deciding.end()
         await lanes.close(why)
         for transaction in self.open:
             self.open.drop(transaction, moved())
@@ -265,9 +262,7 @@ class Coordinator:
         with suppress(TimeoutError):
             async with asyncio.timeout(5.0):
                 await self.applier.idle()
-        for task in self._deciding:
-            task.cancel()
-        await asyncio.gather(*self._deciding, return_exceptions=True)
+        await self._deciding.end()
         await self.applier.close()
         for future in self._commits.values():
             if not future.done():
@@ -383,7 +378,7 @@ class Coordinator:
         future.add_done_callback(lambda _: self._commits.pop(transaction_id, None))
         self._commits[transaction_id] = future
         # By itself: a client that is gone while it is being decided must not leave it undecided.
-        self._spawn(self._decide(transaction, staged, future))
+        self._deciding.begin(self._decide(transaction, staged, future))
         return await asyncio.shield(future)
 
     async def _decide(
@@ -472,7 +467,7 @@ class Coordinator:
         made = await leaders.prepare(stream, each.view, transaction.owner, each.body, transaction.id)
         held = self._reserved.get(stream)
         if held is not None and held.epoch != made.epoch:
-            self._spawn(self._abandon_at_leader(leaders, stream, each.view, made.body))
+            self._deciding.begin(self._abandon_at_leader(leaders, stream, each.view, made.body))
             raise UnavailableError(
                 f"Another broker leads {stream} since just now, and what was acknowledged before is not applied there yet.",
                 retry_after_ms=100,
@@ -496,12 +491,9 @@ class Coordinator:
             return
         self._unreserve(transaction.id)
         for each in prepared:
-            self._spawn(self._abandon_at_leader(self._leaders, self._stream_of(each), each.view, each.body))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
-        self._deciding.add(task)
-        task.add_done_callback(self._deciding.discard)
+            self._deciding.begin(
+                self._abandon_at_leader(self._leaders, self._stream_of(each), each.view, each.body)
+            )
 
     async def _abandon_at_leader(self, leaders: Leaders, stream: str, view: str, body: bytes) -> None:
         # A leader that does not hear of it asks.

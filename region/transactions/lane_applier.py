@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
 
 from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import FelixError
 from felix.runtime.port import Runtime
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet
 from region.transactions.applier import Outcome, ignored
 from region.transactions.lane_messages import Acknowledged
 from region.transactions.placing import Step
@@ -55,7 +55,7 @@ class LaneApplier:
         self._rounds = Rounds()
         self._held: dict[int, tuple[Transaction, asyncio.Future[Outcome]]] = {}
         self._offsets: dict[int, dict[int, tuple[int, ...]]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._timer: asyncio.TimerHandle | None = None
         self._idle = asyncio.Event()
         self._idle.set()
@@ -96,7 +96,7 @@ class LaneApplier:
         """Apply nothing more: the next coordinator does. Whoever waits gets `why`."""
         if self._timer is not None:
             self._timer.cancel()
-        await end_tasks(*self._tasks)
+        await self._tasks.end()
         for _, future in self._held.values():
             if not future.done():
                 future.set_exception(why)
@@ -107,9 +107,9 @@ class LaneApplier:
         for effect in effects:
             match effect:
                 case Apply(lane, numbers):
-                    self._spawn(self._apply(lane, numbers))
+                    self._tasks.begin(self._apply(lane, numbers))
                 case Show(lane, number):
-                    self._spawn(self._show(lane, number))
+                    self._tasks.begin(self._show(lane, number))
                 case Wait(round_):
                     if self._timer is not None:
                         self._timer.cancel()
@@ -123,11 +123,6 @@ class LaneApplier:
         for lane in sorted(self._rounds.behind - before):
             log.warning("%s does not take what is committed; other streams are shown without it", lane)
         self._carry_out(effects)
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _apply(self, lane: str, numbers: Sequence[int]) -> None:
         transactions = [self._held[number][0] for number in numbers]

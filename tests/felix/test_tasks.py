@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import pytest
 
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet, end_tasks
 
 
 async def forever() -> None:
@@ -62,3 +62,27 @@ async def test_a_cancellation_of_the_caller_is_the_callers() -> None:
     never.set()
     inner.cancel()
     await asyncio.wait([inner])
+
+
+async def test_a_set_of_tasks_ends_those_that_begin_while_others_end() -> None:
+    tasks, ended = TaskSet(), list[str]()
+
+    async def last() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("last")
+
+    async def first() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append("first")
+            tasks.begin(last())
+            await asyncio.sleep(0)
+
+    tasks.begin(first())
+    await asyncio.sleep(0)
+    await tasks.end()
+    assert ended == ["first", "last"]
+    await tasks.end()
