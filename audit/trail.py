@@ -57,7 +57,6 @@ from audit.tile import (
     WAL_FOLDER,
     WITNESSED_PATH,
     TileHashes,
-    find_bundle,
     read_bundle,
     read_entries,
     read_tree,
@@ -1087,9 +1086,9 @@ class _Opening:
         self._check_remembered(checkpoint, remembered)
         cosigned = self._check_own(COSIGNED_PATH, checkpoint)
         witnessed = self._check_own(WITNESSED_PATH, checkpoint)
-        # 4. The leaves of the last, partial bundle are those of the tiles. Where several brokers have copies of the log, one that lacks the file
+        # 4. The leaves of the last, partial bundle are those of the tiles. Where several brokers have copies of the log, one that has not got them
         # begins at the last full bundle: the tree has to come to the checkpoint's root again.
-        if copied and tree.edge[0] and find_bundle(self._folder, tree.size // TILE_WIDTH, tree.size) is None:
+        if copied and not self._has_newest(tree):
             tree = read_tree(self._folder, tree.size // TILE_WIDTH * TILE_WIDTH)
         bundle = self._read_bundle(tree)
         # 5. Positions, from the snapshot and the leaves after it.
@@ -1141,6 +1140,19 @@ class _Opening:
         cosigned = open_checkpoint(own, self._keys, self._witnesses)
         _check_continues(self._folder, checkpoint, cosigned.checkpoint)
         return cosigned
+
+    def _has_newest(self, tree: Tree) -> bool:
+        """Whether the newest entry bundle, if one is not full, is there as it was signed."""
+        try:
+            self._read_bundle(tree)
+        except TamperError as error:
+            log.warning(
+                "%s: the newest entry bundle is written again from the other copies: %s",
+                self._name,
+                error.sentence,
+            )
+            return False
+        return True
 
     def _read_bundle(self, tree: Tree) -> list[bytes]:
         if not tree.edge[0]:

@@ -371,7 +371,7 @@ class AuditLog:
                     await self._take_shown()
                     if self._trail.lacks_newest:
                         raise UnavailableError(
-                            "The newest entry bundle of this broker's copy of the audit log is missing.",
+                            "The newest entry bundle of this broker's copy of the audit log is missing or damaged.",
                             hint="It is written again from the other brokers' copies once these are reached.",
                         )
                 self.trouble, self._failing_since = "", None
@@ -548,7 +548,7 @@ class AuditLog:
             if self._host.committed(self._shard, LEAVES).offset >= signed:
                 await self._take_leaves(signed)
                 log.warning(
-                    "the newest entry bundle of the audit log was missing here; its leaves came from the stream"
+                    "the newest entry bundle of the audit log was missing or damaged here; its leaves came from the stream"
                 )
                 await self._taken()
         if self._newest is not None:

@@ -376,9 +376,10 @@ async def test_an_append_that_is_longer_than_the_copies_take_is_refused_before_a
     await asyncio.to_thread(trail.close)
 
 
+@pytest.mark.parametrize("harm", ["gone", "torn", "changed", "long"])
 @pytest.mark.parametrize("size", [3, 256, 300, 600])
 async def test_a_copy_without_its_newest_bundle_opens_and_takes_those_leaves_from_the_copies(
-    tmp_path: Path, size: int
+    tmp_path: Path, size: int, harm: str
 ) -> None:
     copies, whole = Committed(), size // 256 * 256
     trail = open_copy(tmp_path)
@@ -387,7 +388,13 @@ async def test_a_copy_without_its_newest_bundle_opens_and_takes_those_leaves_fro
     note = await asyncio.to_thread(trail.publish)
     await asyncio.to_thread(trail.close)
     if size > whole:
-        (tmp_path / bundle_path(size // 256, size - whole)).unlink()
+        bundle = tmp_path / bundle_path(size // 256, size - whole)
+        data = bundle.read_bytes()
+        bundle.unlink()
+        if harm != "gone":
+            half = len(data) // 2
+            changed = data[:half] + bytes((data[half] ^ 1,)) + data[half + 1 :]
+            bundle.write_bytes({"torn": data[:half], "changed": changed, "long": data * 2}[harm])
     copy = open_copy(tmp_path)
     assert copy.checkpoint() == note and copy.status().durable == copy.readable_size == whole
     assert copy.lacks_newest is (size > whole)
