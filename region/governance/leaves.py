@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
+from operator import itemgetter
 from typing import Final, Protocol
 
 from audit.leaf import Leaf
@@ -127,6 +128,7 @@ class DocumentLeaves:
         """whether it is known of all documents that the store held at the start whether they have their leaf"""
         self._lacked: dict[bytes, int] = {}
         """documents whose leaf another broker writes: when it was asked last (`Clock.boot_ms`) and had none"""
+        self._least: tuple[bytes, int] = b"", 0
         self._following: Counter[bytes] = Counter()
         """how many follow a document: who has put it, and whoever writes what the store holds"""
         self._actors: dict[bytes, SpiffeId] = {}
@@ -144,8 +146,15 @@ class DocumentLeaves:
         return (
             self._is_compared
             and self._logged.writing_ms() <= KNOWN_MS_MAX
-            and (not self._lacked or self._now_ms() - min(self._lacked.values()) <= KNOWN_MS_MAX)
+            and (not self._lacked or self._now_ms() - self._asked_last_ms() <= KNOWN_MS_MAX)
         )
+
+    def _asked_last_ms(self) -> int:
+        """The least of `_lacked`. Times there only rise, so what was the least is, as long as it stands."""
+        digest, asked_ms = self._least
+        if self._lacked.get(digest) != asked_ms:
+            self._least = digest, asked_ms = min(self._lacked.items(), key=itemgetter(1))
+        return asked_ms
 
     def _now_ms(self) -> int:
         return self._broker.runtime.clock.boot_ms()
