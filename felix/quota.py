@@ -30,7 +30,7 @@ AMOUNT_MAX: Final = 1 << 53
 
 
 class QuotaLimits(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
-    """The limits of one tenant or identity; each is per broker, and None if the default applies."""
+    """The limits of one tenant or identity; each is of the region, and None if the default applies."""
 
     publish_bytes: int | None = None
     publish_records: int | None = None

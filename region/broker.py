@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -38,7 +38,7 @@ from region.metrics import BrokerMetrics
 from region.offload import check_offload
 from region.places import places_of, refusal
 from region.ports import LiveSession
-from region.quota import Quotas
+from region.quota import Account, Quotas
 from region.scheduler import FairScheduler, Gate
 from region.streams import HostedStream, StreamTable
 from region.tracing import AppendTracing
@@ -108,6 +108,8 @@ class Broker:
             config.quotas.identity.limits,
             [str(SpiffeId(self.region, self.mesh, "operator", name)) for name in config.operators],
         )
+        self.share_quotas: Callable[[], None] = lambda: None
+        """of one of several brokers: tell the others what was measured (region.quota_exchange)"""
         self.sessions: set[LiveSession] = set()
         self.turns = FairScheduler(lambda go_on: asyncio.get_running_loop().call_soon(go_on))
         self.reads = Gate(
@@ -207,6 +209,15 @@ class Broker:
         self.quotas.set_limits(dict(own))
         for session in list(self.sessions):
             if session.identity is not None:
+                session.quotas_changed()
+
+    def shares_rose(self, accounts: Sequence[Account]) -> None:
+        """Of one of several brokers: it may let through more of these accounts' rates than it could."""
+        if not accounts:
+            return
+        rose = frozenset(accounts)
+        for session in list(self.sessions):
+            if session.is_charged_to(rose):
                 session.quotas_changed()
 
     def sees(self, identity: SpiffeId, name: StreamName) -> bool:
@@ -555,6 +566,7 @@ class Broker:
         """Once a second: what waits, what is stored, how fast it goes."""
         self.settle_delivery()
         self.quotas.sweep(self.streams.stored_bytes())
+        self.share_quotas()
 
     def traffic(self) -> list[ReaderTraffic]:
         """Who reads by sessions' own subscriptions."""

@@ -277,8 +277,14 @@ class Subscription:
         """A rate is used up: go on once time has paid for what was sent."""
         self._waits = "quota"
         self._session.throttled(throttle)
-        if self._paced is None:
-            self._paced = asyncio.get_running_loop().call_later(throttle.wait_s, self._go_on)
+        loop = asyncio.get_running_loop()
+        due = loop.time() + throttle.wait_s
+        if self._paced is not None:
+            if self._paced.when() <= due:
+                return
+            # The rate is higher than it was.
+            self._paced.cancel()
+        self._paced = loop.call_at(due, self._go_on)
 
     def _go_on(self) -> None:
         self._paced = None

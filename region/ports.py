@@ -6,7 +6,7 @@ publishing, ingest, exchange → views → requests → session → node. A sess
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from felix.errors import FelixError
@@ -14,7 +14,7 @@ from felix.messages import Answer, Goodbye, ReaderTraffic
 from felix.names import SpiffeId
 from felix.peer import Peer
 from felix.session import CreditWindow
-from region.quota import Meter, Throttle
+from region.quota import Account, Meter, Throttle
 
 
 class LiveSession(Protocol):
@@ -48,6 +48,9 @@ class LiveSession(Protocol):
 
     def traffic(self) -> Iterable[ReaderTraffic]:
         """What every subscription has been sent, and what it waits for."""
+
+    def is_charged_to(self, accounts: Collection[Account]) -> bool:
+        """Whether anything of it counts for one of these."""
 
     def quotas_changed(self) -> None:
         """Limits changed: sessions that wait for a rate check again."""

@@ -1,4 +1,4 @@
-"""Quotas: what each tenant and each identity may use of this broker, and what they use.
+"""Quotas: what each tenant and each identity may use of the region, and what they use here.
 
 Rates are token buckets that may go into debt: arrivals are counted when they come, and a session in debt waits until time has
 paid it. Publishing is delayed by withholding credit, delivery by waiting in the log, so nothing is lost. If the debt is longer
@@ -9,6 +9,9 @@ the time after which to retry. Record counts come from batch headers.
 accounts that one use concerns, together. Views take theirs from their exchange (region.exchange) and call `hold` and
 `release` for leases and open transactions, `published` and `delivered` for records that come and go.
 
+Of several brokers each has a share of every rate, and counts what the others said last that they hold (region.quota_shares); they are taken anew
+once a second (region.quota_exchange). A use is judged here at once.
+
 Pure but for the clock that is handed in (seconds, monotonic). Used on the event loop alone.
 
 Invariants: a use is charged to every account of its meter or, refused, to none; what is held is given back once; accounts
@@ -17,20 +20,26 @@ in use are never forgotten, idle ones are beyond IDLE_MAX, the longest idle firs
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from felix.errors import Code, UnavailableError
 from felix.quota import NO_LIMITS, RATES, QuotaLimits, Scope
 from felix.rate import TokenBucket
+from region.quota_shares import ACCOUNTS_TOLD_MAX, Region, Use
 
 BURST_S: Final = 1.0
 """The burst allowed after a pause, in seconds of the rate."""
 DEBT_S_MAX: Final = 5.0
 """Longer than this nobody is only slowed down: batches are refused until the debt is shorter. It keeps a client from
 escaping its debt by coming back with another session, and a wait shorter than any client's deadline."""
+ROSE: Final = 1.25
+"""What waits for a rate looks anew once this broker's share of it is so many times what it was."""
+PART_ACCOUNTS: Final = 200
+"""Accounts that are looked at in one iteration of the event loop: some two milliseconds."""
 IDLE_MAX: Final = 4_096
 """Accounts kept of tenants and identities that have nothing open; forgetting one forgives a debt of seconds."""
 STORED_RETRY_MS: Final = 1_000
@@ -50,14 +59,15 @@ class Account:
     """One tenant or one identity: its limits, its buckets, what it holds, and what it has done since the start."""
 
     __slots__ = (
-        "buckets", "debt_s", "held", "last", "limits", "name", "rates", "refused", "scope", "stored_bytes", "stored_limit",
-        "totals", "users",
+        "buckets", "debt_s", "elsewhere", "held", "is_limited", "last", "limits", "name", "rates", "refused", "scope", "shares", "stored_bytes",
+        "stored_limit", "told_debt_s", "told_refused", "totals", "users", "was_share",
     )  # fmt: skip
 
     def __init__(self, scope: Scope, name: str) -> None:
         self.scope: Scope = scope
         self.name = name
         self.limits = NO_LIMITS.in_force(NO_LIMITS)
+        self.is_limited = False
         self.buckets: dict[str, TokenBucket] = {}
         self.totals: Counter[str] = Counter()
         self.rates: dict[str, float] = {}
@@ -69,22 +79,68 @@ class Account:
         self.debt_s: dict[str, float] = {}
         """Of rates that are limited no more."""
         self.users = 0
+        self.shares: dict[str, float] = {}
+        """this broker's part of each limited rate, where it is one of several"""
+        self.was_share: dict[str, float] = {}
+        """what it would have been a turn ago"""
+        self.elsewhere: Mapping[str, int] = {}
+        """what other brokers hold"""
+        self.told_debt_s: dict[str, float] = {}
+        self.told_refused = 0
 
     def limit(self, limits: QuotaLimits, now: float) -> None:
         """These limits count from now on; a debt stays, at the new rate."""
         self.limits = limits
+        self.is_limited = any(limits.named.values())
         self.stored_limit = self.limits.stored_bytes or 0
         for name in RATES:
-            rate, held = self.limits.of(name), self.buckets.get(name)
+            limit, held = self.limits.of(name), self.buckets.get(name)
+            rate = (limit or 0) * self.shares.get(name, 1.0)
+            # A broker's share of few requests is still one at a time.
+            burst = max(rate * BURST_S, 1.0)
             if not rate:
                 if held is not None:
                     held.settle(now)
                     self.debt_s[name] = self.debt_s.get(name, 0.0) + held.debt_s
                     del self.buckets[name]
             elif held is None:
-                self.buckets[name] = TokenBucket(rate, rate * BURST_S, now)
+                self.buckets[name] = TokenBucket(rate, burst, now)
             else:
-                held.alter(rate, rate * BURST_S, now)
+                held.alter(rate, burst, now)
+
+    def use(self, now: float) -> Use | None:
+        """What the other brokers are to know of it, since the last time this was called; None where nothing limited is used."""
+        rates: dict[str, float] = {}
+        for name in self.buckets:
+            owed, before = self.throttled_s(name, now), self.told_debt_s.get(name, 0.0)
+            self.told_debt_s[name] = owed
+            refused = self.refused["limit_rate"] > self.told_refused if name == "requests" else False
+            if owed > before or refused:
+                rates[name] = math.inf
+            elif used := self.rates.get(name):
+                rates[name] = used
+        self.told_refused = self.refused["limit_rate"]
+        held = {name: count for name, count in self.held.items() if count and self.limits.of(name)}
+        if self.stored_limit and self.stored_bytes:
+            held["stored_bytes"] = self.stored_bytes
+        return Use(self.scope, self.name, rates, held) if rates or held else None
+
+    def take_shares(self, region: Region, now: float, *, at_once: bool) -> bool:
+        """Its part of each rate, as the brokers told; whether one rose by much. What rises does so a turn later than it falls elsewhere, but `at_once` for
+        an account that is new here."""
+        key = self.scope, self.name
+        self.elsewhere = region.elsewhere(key)
+        rose, shares = False, dict[str, float]()
+        for name in RATES:
+            if limit := self.limits.of(name):
+                found = region.share(key, name, limit)
+                shares[name] = found if at_once else min(found, self.was_share.get(name, found))
+                rose = rose or shares[name] > ROSE * self.shares.get(name, 1.0)
+                self.was_share[name] = found
+        if shares != self.shares:
+            self.shares = shares
+            self.limit(self.limits, now)
+        return rose
 
     def throttled_s(self, name: str, now: float) -> float:
         """Seconds since the start in which this rate was used up."""
@@ -146,17 +202,18 @@ class Meter:
     @property
     def publish_rate(self) -> float:
         """Bytes per second that may be published; infinite without a limit."""
-        rates = [found.rate for a in self.accounts if (found := a.buckets.get("publish_bytes")) is not None]
+        rates = [limit for a in self.accounts if (limit := a.limits.of("publish_bytes"))]
         return min(rates, default=float("inf"))
 
     def refusal(self, size: int) -> UnavailableError | None:
         """Why `size` bytes may not be published now: no room left to store them, or a debt too long to wait for."""
         for account in self.accounts:
-            if account.stored_limit and account.stored_bytes + size > account.stored_limit:
+            stored = account.stored_bytes + account.elsewhere.get("stored_bytes", 0)
+            if account.stored_limit and stored + size > account.stored_limit:
                 return _refused(
                     account,
                     Code.LIMIT_STORED,
-                    f"{account} stores {account.stored_bytes} bytes, and {account.stored_limit} are allowed.",
+                    f"{account} stores {stored} bytes, and {account.stored_limit} are allowed.",
                     "Shorten a retention, delete streams, or have stored_bytes raised: felix quota set.",
                     STORED_RETRY_MS,
                 )
@@ -282,6 +339,8 @@ class Quotas:
         self._stored: dict[str, int] = {}
         self._creating: Counter[str] = Counter()
         self._measured_at = now()
+        self.region: Region | None = None
+        """what the other brokers told, of one of several"""
 
     # -- limits ----------------------------------------------------------------------------------------
 
@@ -296,6 +355,58 @@ class Quotas:
 
     def _limit(self, account: Account) -> None:
         account.limit(self.limits(account.scope, account.name), self._now())
+        if self.region is not None:
+            account.take_shares(self.region, self._now(), at_once=True)
+
+    # -- several brokers -------------------------------------------------------------------------------
+
+    @property
+    def are_limited(self) -> bool:
+        """Whether anybody has a limit."""
+        return any(each.named for each in (*self._defaults.values(), *self._own.values()))
+
+    def parts(self) -> Iterator[list[Account]]:
+        """The accounts that have limits, so many at a time that nothing waits long for what is done with them."""
+        limited = [account for account in self._accounts.values() if account.is_limited]
+        for begin in range(0, len(limited), PART_ACCOUNTS):
+            yield limited[begin : begin + PART_ACCOUNTS]
+
+    def uses(self, accounts: Iterable[Account]) -> list[Use]:
+        """What the other brokers are to know of these. Once a second, after `sweep`."""
+        now = self._now()
+        return [use for each in accounts if each.users and (use := each.use(now)) is not None]
+
+    def told(self, uses: list[Use]) -> list[Use]:
+        """What is told, of all that is used and of what is stored where nobody uses it: ACCOUNTS_TOLD_MAX accounts, those that wait first."""
+        keys = {(use.scope, use.name) for use in uses}
+        stored = [
+            Use("tenant", name, {}, {"stored_bytes": size})
+            for name, size in self._stored.items()
+            if size and ("tenant", name) not in keys and self.limits("tenant", name).stored_bytes
+        ]
+        found = [*uses, *stored]
+        if len(found) > ACCOUNTS_TOLD_MAX:
+            found.sort(key=lambda use: -max(use.rates.values(), default=0.0))
+        return found[:ACCOUNTS_TOLD_MAX]
+
+    def take_shares(self, accounts: Iterable[Account]) -> list[Account]:
+        """Their shares anew, as the brokers told; those of which one rose by much, whose waits are shorter now."""
+        if (region := self.region) is None:
+            return []
+        now = self._now()
+        return [each for each in accounts if each.take_shares(region, now, at_once=False)]
+
+    def used(self, account: Account) -> dict[str, float]:
+        """What is used of the region, as far as the other brokers tell of it: of what is limited."""
+        found = account.used()
+        if self.region is not None:
+            key = account.scope, account.name
+            for name, amount in (
+                *self.region.elsewhere(key).items(),
+                *self.region.rates_elsewhere(key).items(),
+            ):
+                found[name] = round(found.get(name, 0) + amount, 1)
+        return found
 
     def own_limits(self, scope: Scope, name: str) -> QuotaLimits:
         """What the catalog says of it."""
@@ -340,6 +451,8 @@ class Quotas:
             if scope == "tenant":
                 account.stored_bytes = self._stored.get(name, 0)
             self._limit(account)
+        elif not account.users and self.region is not None:
+            account.take_shares(self.region, self._now(), at_once=True)
         self._idle.pop(key, None)
         return account
 
@@ -404,11 +517,12 @@ class Quotas:
 
 def _check_room(account: Account, what: str, amount: int) -> None:
     limit = account.limits.of(what)
-    if limit and account.held[what] + amount > limit:
+    held = account.held[what] + account.elsewhere.get(what, 0)
+    if limit and held + amount > limit:
         raise _refused(
             account,
             _HELD_CODES[what],
-            f"{account} has {account.held[what]} {what} open, and {limit} are allowed.",
+            f"{account} has {held} {what} open, and {limit} are allowed.",
             f"End some, or have {what} raised: felix quota set.",
             HELD_RETRY_MS,
         )

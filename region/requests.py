@@ -464,7 +464,7 @@ class Requests:
         account = quotas.find(scope, name)  # type: ignore[arg-type]
         if account is None:
             return QuotaState(scope, name, own, counts)
-        used, throttled = account.used(), quotas.throttled_ms(account)
+        used, throttled = quotas.used(account), quotas.throttled_ms(account)
         if scope == "tenant":
             streams = self._broker.streams.count(name)
             used |= {"streams": streams} if streams else {}

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import heapq
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -55,7 +55,7 @@ from region.export import ExportService
 from region.governance.service import Governance
 from region.ports import Role
 from region.publishing import PUBLISH_WINDOW_BYTES, PublishStream
-from region.quota import Meter, Throttle
+from region.quota import Account, Meter, Throttle
 from region.relay import RelayService
 from region.renewal import IdentityRenewal
 from region.requests import Requests
@@ -481,6 +481,12 @@ class ClientSession:
             self._withheld = [(0.0, size) for _, size in self._withheld]
             self._release_due()
         self.pump()
+
+    def is_charged_to(self, accounts: Collection[Account]) -> bool:
+        """Whether anything of it counts for one of these."""
+        standing = () if self._standing is None else self._standing.accounts
+        meters = (standing, *(meter.accounts for meter in self._meters.values()))
+        return any(account in accounts for held in meters for account in held)
 
     def throttled(self, throttle: Throttle) -> None:
         """Tell the client why it is slow, now and then."""

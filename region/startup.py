@@ -101,6 +101,7 @@ from region.peer_requests import PeerRequests
 from region.peers import Peers
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
+from region.quota_exchange import QuotaExchange
 from region.relay import RelayService
 from region.remote_audit import RemoteAudit
 from region.renewal import IdentityRenewal
@@ -346,8 +347,11 @@ async def open_broker(
         runtime=runtime,
         clustered=clustered,
     )
-    if clustered is not None:
+    if clustered is not None and peers is not None:
         clustered.list_bridges(broker.bridges)
+        view = clustered.member.mirror.view
+        exchange = QuotaExchange(broker, peers.requests, lambda: view.alive)
+        stack.push_async_callback(exchange.close)
     certificate = BrokerCertificate(config, authority, issuing, certification, broker.expiries, now_ms)
     caches = CacheService(broker)
     landings = Landings()
