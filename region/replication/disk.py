@@ -58,6 +58,8 @@ ELECTIONS_NAME: Final = "elections"
 COMMIT_NAME: Final = "commit"
 COPY_SUFFIX: Final = ".copy"
 OLD_SUFFIX: Final = ".old"
+DAMAGED_SUFFIX: Final = ".damaged"
+"""Of the folder of a log that could not be opened, beside the one that is built anew."""
 UNKNOWN_ELECTION: Final = "0" * 16
 """Of epochs that a broker began before its log was replicated: nobody was elected, and nobody else has them."""
 _REWRITE_BYTES: Final = 1 << 20
@@ -493,6 +495,12 @@ class ReplicaDisk:
                 self._keep(self.kept)
             return found
 
+    def forget_damaged(self) -> None:
+        """What could not be opened is needed no more: this copy is in sync again. Raises OSError."""
+        aside = _damaged_folder(self.plan)
+        if self._files.exists(aside):
+            self._files.remove_folder(aside)
+
     # The end
 
     def close(self) -> None:
@@ -511,6 +519,21 @@ class ReplicaDisk:
 def _piece_path(folder: Path, closed: Closed) -> Path:
     """Where a segment is collected."""
     return folder / f"{segment_name(closed.base_offset, closed.generation)}{TEMPORARY_SUFFIX}"
+
+
+def _damaged_folder(plan: LogPlan) -> Path:
+    return plan.folder.with_name(plan.folder.name + DAMAGED_SUFFIX)
+
+
+def set_aside(files: Files, plan: LogPlan) -> Path:
+    """Give the folder of a log that cannot be opened another name, which is returned: `ReplicaDisk.open` begins the log anew, and knows that it was
+    there. Blocking. Raises OSError."""
+    aside = _damaged_folder(plan)
+    if files.exists(aside):
+        files.remove_folder(aside)
+    files.rename(plan.folder, aside)
+    files.sync_folder(plan.folder.parent)
+    return aside
 
 
 def _finish_copy(files: Files, folder: Path) -> None:

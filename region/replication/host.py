@@ -50,7 +50,7 @@ from region.replication.copier import Copier
 from region.replication.copier import Links as CopierLinks
 from region.replication.copies import HostedCopies
 from region.replication.core import ReplicaCore
-from region.replication.disk import LogPlan, ReplicaDisk
+from region.replication.disk import LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
 from region.replication.leader import DETACHED_MS, TICK_MS, Phase
 from region.replication.log_worker import Collected, LogBegun, LogWorker
@@ -227,14 +227,22 @@ class ReplicaHost:
 
     async def add(self, plan: ShardPlan) -> None:
         """Have a copy of a shard; all that its logs then hold is on the disk. One that lost what it had is taken out of the shard's sets first,
-        and one that cannot be opened where others remain. Raises CorruptionError, OSError, and what the store raises."""
+        and one that cannot be opened where others remain: its damaged logs are set aside, and built anew from the leader's. Raises CorruptionError where
+        nobody else has a copy, OSError, and what the store raises."""
         assert plan.shard not in self._hosted
         try:
             disks = await self._loop.run_in_executor(self._commit_pool, self._open_logs_of, plan)
         except CorruptionError as error:
             self.alarms[plan.shard] = error.sentence
             await self._leave_sets(plan.shard, if_alone=False)
-            raise
+            record = self._mirror.view.shards.get(plan.shard)
+            if record is None or not record.members().keys() - {self._broker}:
+                raise
+            disks = await self._loop.run_in_executor(
+                self._commit_pool, partial(self._open_logs_of, plan, anew=True)
+            )
+            self.repairs.found += 1
+            del self.alarms[plan.shard]
         lost = self._what_is_lost(plan, disks)
         if lost:
             log.error("shard %s: %s", plan.shard, lost)
@@ -324,13 +332,27 @@ class ReplicaHost:
             except (OSError, FelixError) as error:
                 log.warning("closing log %s: %s", worker.disk.plan.folder, error)
 
-    def _open_logs_of(self, plan: ShardPlan) -> dict[int, ReplicaDisk]:
+    def _open_logs_of(self, plan: ShardPlan, *, anew: bool = False) -> dict[int, ReplicaDisk]:
+        """`anew`: begin those anew that are damaged."""
         disks: dict[int, ReplicaDisk] = {}
+        open_log = partial(
+            ReplicaDisk.open, files=self._files, runtime=self._runtime, open_logs=self._open_logs
+        )
         try:
             for each in plan.logs:
-                disks[each.number] = ReplicaDisk.open(
-                    each, files=self._files, runtime=self._runtime, open_logs=self._open_logs
-                )
+                try:
+                    disks[each.number] = open_log(each)
+                except CorruptionError as error:
+                    if not anew:
+                        raise
+                    aside = set_aside(self._files, each)
+                    log.error(
+                        "shard %s: %s It is kept in %s until the copy is in sync again.",
+                        plan.shard,
+                        error.sentence,
+                        aside,
+                    )
+                    disks[each.number] = open_log(each)
         except BaseException:
             for disk in disks.values():
                 disk.abandon()
@@ -526,6 +548,11 @@ class ReplicaHost:
             return []
         others = [member for member in record.isr if member != self._broker and member in view.alive]
         return sorted(others, key=lambda member: member != record.leader)
+
+    def is_in_sync(self, shard: ShardId) -> bool:
+        """Whether this broker's copy is."""
+        record = self._mirror.view.shards.get(shard)
+        return record is not None and record.isr.get(self._broker) == self._registration
 
     def copy_anew(self, shard: ShardId, number: int) -> bool:
         """Have the whole log copied from its leader; where this broker leads, it lets another one lead first. False where nobody else is in sync."""

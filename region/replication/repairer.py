@@ -27,6 +27,7 @@ from felix.storage.port import Files, is_full
 from felix.tasks import end_tasks
 from region.cluster.records import ShardId
 from region.log.compactor import WorkEndedError
+from region.log.disk_reader import REPAIR_RETRY_MS, REPAIRS_PER_READ_MAX
 from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame
 from region.log.point import LogPoint
@@ -111,6 +112,9 @@ class Copies(Protocol):
 
     def is_copying(self, shard: ShardId, number: int) -> bool:
         """Whether the log is about to be begun anew with what its leader has."""
+
+    def is_in_sync(self, shard: ShardId) -> bool:
+        """Whether the copy here is."""
 
     def copy_anew(self, shard: ShardId, number: int) -> bool:
         """Have the whole log copied from its leader, which is another one soon where this broker leads; False where nobody has another copy."""
@@ -252,11 +256,12 @@ class Repairer:
 
     async def reading(self, shard: ShardId, number: int, read: Callable[[], _T], pool: Executor) -> _T:
         """What `read` returns, done in a thread, once what it finds damaged is repaired. Raises as `read` and `repair` do."""
-        while True:
+        for _ in range(REPAIRS_PER_READ_MAX):
             try:
                 return await self._loop.run_in_executor(pool, read)
             except SegmentDamagedError as error:
                 await self.repair(shard, number, error)
+        raise UnavailableError("What is read is damaged again and again.", retry_after_ms=REPAIR_RETRY_MS)
 
     # Repairs
 
@@ -404,6 +409,8 @@ class Repairer:
                 with suppress(OSError, FelixError):
                     for path in await self._loop.run_in_executor(self._scrub_pool, disk.rewrite_small_files):
                         log.error("shard %s: %s was damaged, and is written again", shard, path)
+                    if self._copies.is_in_sync(shard):
+                        await self._loop.run_in_executor(self._scrub_pool, disk.forget_damaged)
         return len(todo)
 
     async def _look_at(self, shard: ShardId, number: int, segment: SegmentState, rate_bytes: int) -> None:

@@ -203,3 +203,28 @@ def test_a_copy_that_is_behind_gets_what_its_leader_had_to_repair_first() -> Non
         assert frames_of(disk_of(region, away)) == frames_of(disk_of(region, leader))
 
     play(scene, 5)
+
+
+@pytest.mark.parametrize("where", ["the header of a closed segment", "the last segment"])
+def test_a_copy_that_is_damaged_when_its_broker_starts_is_built_anew(where: str) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        await has_closed_segments(region, 2)
+        victim = follower_of(region)
+        segments = disk_of(region, victim).log.segments
+        folder = segments[0].path.parent
+        region.kill(victim)
+        disk = region.machines[victim].disk
+        assert disk is not None
+        if where == "the last segment":
+            disk.flip(segments[-1].path, (segments[-1].start + 20) * 8)
+        else:
+            disk.flip(segments[0].path, 20 * 8)
+        await region.start(victim)
+        files = region.running[victim]._files
+        assert files.exists(folder.with_name(f"{folder.name}.damaged"))
+        await region.no_more_appends()
+        await region.well()
+        region.check()
+        await region.until(lambda: not files.exists(folder.with_name(f"{folder.name}.damaged")))
+
+    play(scene, 6, scrub=OFTEN)
