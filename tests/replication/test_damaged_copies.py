@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -78,10 +79,12 @@ def leader_of(region: SimulatedRegion) -> str:
 
 @pytest.mark.parametrize("victim_of", [follower_of, leader_of], ids=["follower", "leader"])
 @pytest.mark.parametrize("seed", range(count(1, 25)))
-def test_the_scrub_finds_flipped_bits_and_has_the_segments_written_anew(seed: int, victim_of: object) -> None:
+def test_the_scrub_finds_flipped_bits_and_has_the_segments_written_anew(
+    seed: int, victim_of: Callable[[SimulatedRegion], str]
+) -> None:
     async def scene(region: SimulatedRegion) -> None:
         await has_closed_segments(region)
-        victim = victim_of(region)  # type: ignore[operator]
+        victim = victim_of(region)
         repairs, flipped = region.running[victim].host.repairs, 0
         while flipped < FLIPS:
             hit = set()
