@@ -160,7 +160,10 @@ class Checks:
     def _held_by_members(
         self, machine: Machine, shard: ShardId, core: ReplicaCore, number: int, known: list[Frame], what: str
     ) -> None:
-        """7, 8: what is committed is on the disk of every member of the record as it stands, and these are enough."""
+        """7, 8: what is committed is on the disk of every member of the record as it stands, and these are enough. Not while the store is an older
+        one: what it has then is of another time."""
+        if self.world.is_reconciling:
+            return
         record = self.world.record(shard)
         if (
             what == "committed"
@@ -268,7 +271,7 @@ class Checks:
     def alarmed(self, machine: Machine, shard: ShardId, alarm: str) -> None:
         if "committed" in alarm:
             raise BrokenError(f"6: {machine.name}: {alarm}")
-        if "went back" in alarm:
+        if "went back" in alarm and not self.world.counts["stores back"]:
             raise BrokenError(f"10: {machine.name}: {alarm}")
         if "has lost" in alarm and not any(
             self._is_replaced(each) or (each.name, shard) in self._ill
@@ -291,7 +294,12 @@ class Checks:
 
     def may_replace(self, machine: Machine) -> bool:
         """Whether somebody else has what this broker has: more loss than that no rule can make good. At most one folder, or copy, in a run."""
-        if not machine.up or self._folders or self._ill:
+        if (
+            not machine.up
+            or self._folders
+            or self._ill
+            or any(fault.what == "store back" for fault in self.world.scene.faults)
+        ):
             return False
         others = [each for each in self.world.machines if each is not machine]
         for shard in self.world.shards:

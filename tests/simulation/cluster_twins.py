@@ -5,7 +5,7 @@ None is an option of the product: each rule is a function or method of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -16,8 +16,9 @@ from simulation.cluster_world import ClusterWorld, Fault, Scene, simulate_cluste
 from simulation.log_model import DiskModel, LogModel
 from simulation.switching import missed, patched, switched_off
 
-from region.cluster import membership, registration, transactions
+from region.cluster import membership, reconciliation, registration, transactions
 from region.cluster.election import Brokers
+from region.cluster.reconciliation import ShardTold
 from region.cluster.records import ShardRecord
 from region.cluster.transactions import Transaction
 from region.cluster.view import ClusterView
@@ -221,6 +222,15 @@ def nothing(*asked: object, **how: object) -> None:
     return None
 
 
+def the_least(
+    copies: Mapping[str, ShardTold], minimum: int, away: int, same: Collection[str]
+) -> tuple[list[str], str]:
+    """Goes on from the copy that has least."""
+    return sorted(copies, key=lambda broker: [(log.kind, log.epoch, log.end) for log in copies[broker].logs])[
+        :1
+    ], ""
+
+
 def an_ill_copy_comes_back_alone(what: str) -> None:
     """One of three copies is lost, older or damaged; its broker starts again, and is the only one that lives for a while."""
     at, lasts = (2_500, 50) if what == "older copy" else (4_000, 6_000)
@@ -377,6 +387,11 @@ TWINS: Final = (
         None,
         patched(LeaderCore, "_look_for_loss", lambda *_: None),
         test_leader.test_r8_who_ends_below_what_it_acknowledged_leaves_all_sets,
+    ),
+    Twin(
+        "R10: a region is reconciled from copies that have all that was committed",
+        606,
+        patched(reconciliation, "_best", the_least),
     ),
     Twin(
         "J9: a copy that is gone leaves the sets, and leads nothing",

@@ -24,6 +24,7 @@ from simulation.log_model import DiskModel, LogModel
 from simulation.script import shrink
 from simulation.store_model import (
     Answer,
+    Backup,
     Found,
     Granted,
     LeaseLost,
@@ -33,8 +34,9 @@ from simulation.store_model import (
     Watch,
 )
 
-from region.cluster import controller
+from region.cluster import controller, reconciliation
 from region.cluster.controller import ControllerCore
+from region.cluster.reconciliation import FolderReport, LogTold, ShardTold
 from region.cluster.records import (
     BrokerRecord,
     ClusterKeys,
@@ -49,6 +51,7 @@ from region.cluster.registration import FolderRecord, Start, announce, intend, r
 from region.cluster.transactions import (
     Reason,
     Refusal,
+    Transaction,
     change,
     leave_sets,
     move,
@@ -130,6 +133,8 @@ FAULTS: Final = {
 }  # fmt: skip
 ILL_COPIES: Final = 0.2
 """Of so many seeds, one copy of a shard is gone, older than it was, or damaged."""
+STORES_BACK: Final = 0.12
+"""Of so many of the others, the store is put back from a backup, and reconciled from the folders."""
 
 
 def draw(seed: int) -> Scene:
@@ -159,6 +164,9 @@ def draw(seed: int) -> Scene:
         what, where = random.choice(("lost copy", "older copy", "damaged copy")), random.randrange(brokers)
         at, lasts = random.randrange(2_000, FAULTS_MS), random.randrange(50, 3_000)
         faults.append(Fault(at, what, where, where, lasts, random.getrandbits(16)))
+    elif random.random() < STORES_BACK:
+        at, lasts = random.randrange(1_000, 4_000), random.randrange(300, 4_500)
+        faults.append(Fault(at, "store back", 0, 0, lasts, random.getrandbits(16)))
     return Scene(brokers, shards, minimum, tuple(sorted(faults)))
 
 
@@ -251,6 +259,10 @@ class ClusterWorld:
         self.by_name = {machine.name: machine for machine in self.machines}
         self.shards = [ShardId(f"{number + 1:032x}", 0) for number in range(self.scene.shards)]
         self.calm = False
+        self.is_reconciling = False
+        """all brokers are stopped, and stay so"""
+        self.in_doubt = False
+        """what was acknowledged may be lost, as an operator was told: nothing is promised any more"""
         self.checks = Checks(self)
         self.store.wrote = self.checks.wrote
         self.clients = [
@@ -356,6 +368,10 @@ class ClusterWorld:
 
     def rest(self) -> None:
         """No more faults: everything is served again, and nothing that was promised is missing."""
+        while self.is_reconciling:
+            self.run_until(self.now + 500)
+        if self.in_doubt:
+            return
         self.calm = True
         self.note("calm")
         self.heal()
@@ -437,6 +453,8 @@ class ClusterWorld:
 
     def start(self, machine: Machine) -> None:
         """A process: it registers, opens its logs, and announces itself."""
+        if self.is_reconciling:
+            return
         machine.life += 1
         machine.up = True
         machine.paused_until = 0
@@ -1184,6 +1202,9 @@ class ClusterWorld:
                     self.loss = self.doubles = self.shuffle = 0.0
 
                 self.later(lasts, clear)
+            case "store back":
+                backup = self.store.backup()
+                self.later(lasts, lambda: self._put_store_back(backup, fault.number))
             case "lost copy" | "older copy" | "damaged copy":
                 self._make_ill(machine, fault)
             case "min":
@@ -1230,6 +1251,84 @@ class ClusterWorld:
         machine.disk = copy
         self.checks.replaced(machine)
         self._start_after(machine, 500)
+
+    def _put_store_back(self, backup: Backup, number: int) -> None:
+        """The store is what it was. Brokers may go on for a while; then all are stopped, and an operator reconciles the region."""
+        if self.is_reconciling or any(machine.disk.damaged for machine in self.machines):
+            return
+        self.is_reconciling = True
+        self.note("the store is put back to revision", backup.revision, "from", self.store.revision)
+        self.counts["stores back"] += 1
+        goes_on_ms = 1 + (number % 1_500 if number & 1 else 0)
+        self.store.restore(backup)
+
+        def stop() -> None:
+            for machine in self.machines:
+                self.crash(machine, power=bool(number >> machine.index & 2))
+            self.later(LEASE_MS, reconcile)
+
+        def reconcile() -> None:
+            self.store.heal()
+            if any(key.startswith(self.keys.brokers) for key in self.store.entries):
+                self.later(500, reconcile)
+            else:
+                self._reconcile()
+
+        self.later(goes_on_ms, stop)
+
+    def _reconcile(self) -> None:
+        """`felix region reconcile`, with every broker's folder."""
+
+        def view() -> ClusterView:
+            entries, read = self.store.entries, ClusterView(self.keys)
+            read.load(Snapshot(tuple(entries[key] for key in sorted(entries)), self.store.revision))
+            return read
+
+        def do(made: list[Transaction]) -> None:
+            for each in made:
+                answer = self.store.transact(each.compares, each.writes)
+                assert isinstance(answer, TransactResult) and answer.succeeded, each
+
+        names = [machine.name for machine in self.machines]
+        plan = reconciliation.reconcile(
+            view(), {}, (), {machine.name: self._heard(machine) for machine in self.machines}, names,
+            without=(), election=lambda: next(self._elections),
+        )  # fmt: skip
+        assert not isinstance(plan, Refusal), plan
+        if frozen := reconciliation.freeze(view(), names[0]):
+            do([frozen])
+        do(reconciliation.brokers(view(), plan))
+        do(reconciliation.shards(view(), plan))
+        do([reconciliation.thaw(view())])
+        self.in_doubt = bool(plan.losses)
+        self.note("the region is reconciled", plan.losses)
+        self.counts["reconciled in doubt" if plan.losses else "reconciled"] += 1
+        self.is_reconciling = False
+        if not self.in_doubt:
+            for machine in self.machines:
+                self.start(machine)
+
+    def _heard(self, machine: Machine) -> FolderReport:
+        """What a folder says while nobody writes to it; all of it is synced then."""
+        disk, file = machine.disk, machine.disk.file
+        shards = []
+        for shard, logs in disk.logs.items():
+            told = []
+            for number, log in logs.items():
+                log.recover()
+                log.sync(list(log.frames), log.starts)
+                last = log.history().last
+                kept = disk.marks.get((shard, number), LogPoint(0))
+                told.append(
+                    LogTold(kind=number, epoch=last.epoch, election=last.election, end=log.end, kept=kept)
+                )
+            shards.append(
+                ShardTold(stream="", incarnation=shard.incarnation, number=shard.number, logs=tuple(told))
+            )
+        return FolderReport(
+            region=REGION, broker=machine.name, folder=file.folder, registration=file.registration, intended=file.intended, pulse=file.pulse,
+            host=machine.name, boot=machine.boot, version="", made_ms=self.now, shards=tuple(shards),
+        )  # fmt: skip
 
     def _make_ill(self, machine: Machine, fault: Fault) -> None:
         """The folder of one shard is gone, is put back as it was earlier, or cannot be read; that of the broker is as it was."""
