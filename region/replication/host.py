@@ -134,6 +134,8 @@ class Hosted:
     """deposed, while logs are not released"""
     was_led: bool = False
     """as listeners were told"""
+    min_wanted: int = 0
+    """as the core was told"""
     put_off: deque[object] = field(default_factory=deque)
     """events meanwhile"""
     to_begin: dict[int, int] = field(default_factory=dict)
@@ -569,7 +571,10 @@ class ReplicaHost:
 
     def want_min(self, shard: ShardId, minimum: int) -> None:
         """The catalog asks for this `min` (R9); of a shard that is not here nobody asks it here."""
-        if (hosted := self._hosted.get(shard)) is not None:
+        hosted = self._hosted.get(shard)
+        # Asked for each shard of a stream at each change of one of them.
+        if hosted is not None and hosted.min_wanted != minimum and self._is_started:
+            hosted.min_wanted = minimum
             self._step(hosted, MinWanted(minimum))
 
     def plans(self, shard: ShardId) -> list[LogPlan]:

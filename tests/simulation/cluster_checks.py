@@ -256,6 +256,7 @@ class Checks:
         machine = self.world.by_name.get(record.leader)
         if (
             machine is not None
+            and machine.up
             and shard in machine.disk.damaged
             and record.isr.get(machine.name) == machine.registration
             and len(record.members()) > 1
