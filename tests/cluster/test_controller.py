@@ -12,7 +12,8 @@ from cluster.samples import DELETED, KEYS, SHARD, STREAM, changed
 from cluster.stage import LEASE_MS, Stage
 from simulation.controller_host import ControllerHost
 
-from region.cluster import controller, membership, reconciliation, registration, transactions
+from region import reconciliation
+from region.cluster import controller, membership, registration, transactions
 from region.cluster.controller import TICK_MS, EndTold, Leased, LeaseLost, Rebalance, StreamWish, Tick, Wanted
 from region.cluster.election import LogEnd
 from region.cluster.placement import Planning

@@ -16,13 +16,14 @@ from simulation.cluster_world import ClusterWorld, Fault, Scene, simulate_cluste
 from simulation.log_model import DiskModel, LogModel
 from simulation.switching import missed, patched, switched_off
 
-from region.cluster import membership, reconciliation, registration, transactions
+from region import reconciliation
+from region.cluster import membership, registration, transactions
 from region.cluster.election import Brokers
-from region.cluster.reconciliation import ShardTold
 from region.cluster.records import ShardRecord
 from region.cluster.transactions import Transaction
 from region.cluster.view import ClusterView
 from region.log.point import LogPoint
+from region.reconciliation import ShardTold
 from region.replication import leader
 from region.replication.core import ReplicaCore
 from region.replication.follower import FollowerCore

@@ -34,9 +34,9 @@ from simulation.store_model import (
     Watch,
 )
 
-from region.cluster import controller, reconciliation
+from region import reconciliation
+from region.cluster import controller
 from region.cluster.controller import ControllerCore
-from region.cluster.reconciliation import FolderReport, LogTold, ShardTold
 from region.cluster.records import (
     BrokerRecord,
     ClusterKeys,
@@ -59,6 +59,7 @@ from region.cluster.transactions import (
 from region.cluster.view import ClusterView
 from region.log.point import LogPoint
 from region.metadata.transaction import Change, Put, TransactResult
+from region.reconciliation import FolderReport, LogTold, ShardTold
 from region.replication.core import ReplicaCore
 from region.replication.history import BEGINNING, History
 from region.replication.leader import DETACHED_MS
@@ -1320,7 +1321,14 @@ class ClusterWorld:
                 last = log.history().last
                 kept = disk.marks.get((shard, number), LogPoint(0))
                 told.append(
-                    LogTold(kind=number, epoch=last.epoch, election=last.election, end=log.end, kept=kept)
+                    LogTold(
+                        kind=number,
+                        epoch=last.epoch,
+                        election=last.election,
+                        end=log.end,
+                        kept=kept,
+                        starts=log.starts,
+                    )
                 )
             shards.append(
                 ShardTold(stream="", incarnation=shard.incarnation, number=shard.number, logs=tuple(told))
