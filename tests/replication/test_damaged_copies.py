@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 from long_runs import count
-from replication.replicated_region import LOGS, NAMES, SimulatedRegion, frames_of, play
+from replication.replicated_region import LOGS, NAMES, SimulatedRegion, frames_of, play, sealed
 
+from felix.batch import NewRecord, encode_batch
 from felix.errors import CorruptionError, FelixError
+from felix.settings import Compaction
 from region.cluster.records import ShardId
 from region.log.scrub import Scrub
 from region.log.segment_check import SegmentCheck
@@ -231,3 +233,28 @@ def test_a_copy_that_is_damaged_when_its_broker_starts_is_built_anew(where: str)
         await region.until(lambda: not files.exists(folder.with_name(f"{folder.name}.damaged")))
 
     play(scene, 6, scrub=OFTEN)
+
+
+@pytest.mark.parametrize("victim_of", [follower_of, leader_of], ids=["follower", "leader"])
+def test_a_damaged_compacted_segment_has_its_log_copied_from_the_leader(
+    victim_of: Callable[[SimulatedRegion], str],
+) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard, leader = region.shards[0], leader_of(region)
+        for number in range(120):
+            record = NewRecord(b"%d" % number + b"." * 200, b"key %d" % (number % 7))
+            await region.running[leader].append(shard, 0, encode_batch([record]))
+        await region.well()
+        for name in NAMES:
+            await region.running[name].host.compact(shard, 0, Compaction(lag_ms=0), sealed, sealed)
+        victim = victim_of(region)
+        segment = disk_of(region, victim).log.segments[0]
+        assert segment.header.span is not None
+        flip(region, victim, segment.path, segment.segment_bytes)
+        await region.until(lambda: disk_of(region, victim).log.segments[0] is not segment)
+        await region.well()
+        assert is_whole(region, victim)
+        assert (leader_of(region) == leader) is (victim != leader)
+        await region.until(lambda: not region.running[victim].host.repairs.damaged)
+
+    play(scene, 7, scrub=OFTEN)
