@@ -35,6 +35,7 @@ from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
 from bridge.history import require_continued
+from bridge.ledger import Ledger
 from bridge.link import LinkPhase
 from bridge.link_worker import LinkContext, LinkStats, LinkWorker, may_run
 from bridge.plan import PlannedLink, Verdict, plan_links
@@ -252,6 +253,8 @@ class Agent:
         self._book = GrantBook()
         self._book_of: object = None
         self._submissions: Submissions | None = None
+        self._opening: asyncio.Future[tuple[Trail, Ledger]] | None = None
+        """of the egress log, until that is in use"""
         self._expiry_told = Stage.FRESH
         self._expiry_reasons: set[Code] = set()
         """why the identity could not be renewed, as far as it was told at this stage: each once"""
@@ -332,6 +335,7 @@ class Agent:
             await asyncio.wait(running, timeout=CLOSE_S)
         await end_tasks(*running)
         self._workers.clear()
+        await self._close_opened()
         trail = self.context.trail
         if trail is not None:
             with suppress(TimeoutError):
@@ -414,21 +418,24 @@ class Agent:
             try:
                 own = RegionTrust(files.bundles[config.source])
                 earlier = own.earlier_keys(origin, (each.key for each in (signer, *also)))
-                trail, context.ledger = await asyncio.to_thread(
-                    open_egress,
-                    self.paths.egress,
-                    signer,
-                    witnesses,
-                    also,
-                    earlier,
-                    files=self._storage,
-                    runtime=self._runtime,
+                self._opening = asyncio.ensure_future(
+                    asyncio.to_thread(
+                        open_egress,
+                        self.paths.egress,
+                        signer,
+                        witnesses,
+                        also,
+                        earlier,
+                        files=self._storage,
+                        runtime=self._runtime,
+                    )
                 )
+                trail, context.ledger = await asyncio.shield(self._opening)
                 trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
                 self._submissions = Submissions(trail, outside, self._runtime)
                 self._submissions.start()
                 self._egress_documents.recall(await asyncio.to_thread(read_words, trail, context.ledger))
-                context.trail = trail
+                context.trail, self._opening = trail, None
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)
                 return
             except FelixError as error:
@@ -438,7 +445,22 @@ class Agent:
             except OSError as error:
                 context.trail_reason = f"The egress log {self.paths.egress} cannot be opened: {error}."
                 log.warning("%s", context.trail_reason)
+            await self._close_opened()
             await asyncio.sleep(TRAIL_AGAIN_S)
+
+    async def _close_opened(self) -> None:
+        """Let go of a log that was opened, or is still being opened, and is not in use."""
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        try:
+            trail, _ = await opening
+        except (FelixError, OSError):
+            return
+        if self._submissions is not None:
+            await asyncio.to_thread(self._submissions.stop)
+            self._submissions = None
+        await asyncio.to_thread(trail.close)
 
     async def _check_history(self, endpoint: RegionEndpoint) -> None:
         """Raises CorruptionError(ROLLED_BACK) where the region cosigned what is not in this log, and where one of the two

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import msgspec
 import pytest
 from bridge_mesh import STREAM, WAIT_S, Mesh, flight, two_regions, until
+from ports import claim_port
 from runtimes import with_wall
 
 from audit.leaf import GapKind, Kind
+from bridge import agent as agent_module
 from bridge.agent import Agent
 from bridge.sample import sample_as_bridge, sample_as_reader
 from felix.address import Address
@@ -318,6 +322,54 @@ async def test_a_second_agent_waits_for_the_egress_log_and_takes_over(mesh: Mesh
     assert mesh.numbers(await mesh.read("eu-west", 150)) == list(range(150))
     await settle(mesh)
     check_logs(mesh, 150)
+
+
+async def test_an_agent_that_stops_while_it_opens_its_log_leaves_that_to_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = unreachable(tmp_path)
+    is_open, may_go_on, opened = threading.Event(), threading.Event(), agent_module.open_egress
+
+    def open_slowly(*words: Any, **more: Any) -> Any:
+        found = opened(*words, **more)
+        is_open.set()
+        may_go_on.wait(WAIT_S)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(agent_module, "open_egress", open_slowly)
+        agent = await Agent.start(mesh.bridge_config(), mesh.us.root)
+        assert await asyncio.to_thread(is_open.wait, WAIT_S)
+        stopping = asyncio.ensure_future(agent.stop())
+        await asyncio.wait(agent._tasks)
+        may_go_on.set()
+        await stopping
+    async with mesh.agent() as later:
+        await until(lambda: later.context.trail, "its log")
+
+
+async def test_a_log_that_cannot_be_read_once_it_is_open_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = unreachable(tmp_path)
+    read, failures = agent_module.read_words, [OSError("no such device")]
+
+    def fail_once(*words: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return read(*words)
+
+    monkeypatch.setattr(agent_module, "read_words", fail_once)
+    monkeypatch.setattr(agent_module, "TRAIL_AGAIN_S", 0.01)
+    async with mesh.agent() as agent:
+        await until(lambda: agent.context.trail, "its log")
+
+
+def unreachable(home: Path) -> Mesh:
+    """Of which no broker runs."""
+    mesh = Mesh.make(home)
+    mesh.ports.update({region: claim_port() for region in ("us-east", "eu-west")})
+    return mesh
 
 
 async def test_a_gap_at_the_source_is_logged_alarmed_and_passed(mesh: Mesh) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from bridge_mesh import until
+from e2e.command_mesh import felix_command
 from ordinary.cluster import BROKERS, Cluster, free_address
 from ordinary.evidence import read_leaves, size_of
 from ordinary.world import STREAMS, World
@@ -588,8 +589,30 @@ async def to_cluster(world: Several) -> str | None:
     return region
 
 
+async def copy_audit_log(world: Several) -> str | None:
+    """The audit log of a region that one broker had served gets copies."""
+    cluster = world.pick(lambda cluster: cluster.region in world.with_log)
+    if cluster is None:
+        return None
+    region = cluster.region
+    await world.leave(region)
+    await cluster.stop_all()
+    told = await asyncio.to_thread(felix_command, world.home, "region", "copy-audit-log", region)
+    cluster.away.clear()
+    await cluster.start_all()
+
+    async def has_no_problem() -> bool:
+        return not (await (await world.client(region)).describe()).alarms
+
+    # Until then one folder alone has the log.
+    if not await world.is_within(has_no_problem, END_S):
+        return f"{region}: not done yet: {' '.join(told.out.splitlines())}"
+    del world.with_log[region]
+    return f"{region}: {' '.join(told.out.splitlines())}"
+
+
 OF_SEVERAL: Final[dict[Callable[[Several], Awaitable[str | None]], float]] = {
     restart_one: 1.5, kill_one: 2, stop_one: 0.7, bring_back: 4, kill_all: 0.7, drain: 1.5, undrain: 3, rebalance: 1,
     alter_copies: 2, lose_folder: 1, add_broker: 0.7, take_broker_away: 0.7, rotate: 1, save_store: 1, put_store_back: 0.7,
-    to_cluster: 0.3, Several.transact: 1.5,
+    to_cluster: 0.3, copy_audit_log: 1, Several.transact: 1.5,
 }  # fmt: skip
