@@ -71,8 +71,9 @@ STEPS: Final = 30
 SETTLE_S: Final = 5.0
 """How long a sequence waits, at most, for its links to stand still."""
 QUIET_S: Final = 0.3
-BEGIN_S: Final = 60.0
-"""How long a session may take to stand, and then the first record to cross; half a second on a quiet machine."""
+BEGIN_S: Final = 300.0
+"""How long a session may take to stand, and then the first record to cross; half a second on a quiet machine, and more than a minute on one with a
+load of 60."""
 
 _POLICY: Final = """
 version: 1
