@@ -28,7 +28,7 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.verify import verify_log
 from cli.conversion import convert, finish
-from cli.several import free_etcd, name_brokers
+from cli.several import ETCD_FOLDER, free_etcd, name_brokers
 from felix.errors import FelixError, RequestError, UnavailableError
 from felix.messages import ListDocuments, StreamState
 from felix.page import pages
@@ -268,6 +268,12 @@ class Several(World):
             )
             if twice and not arrives:
                 self.wrong.append(f"records are twice in {stream} of {region}: {twice[:20]}")
+
+    def keep_logs_alone(self) -> None:
+        for cluster in self.clusters.values():
+            data = cluster.folder.root / "data"
+            for folder in (cluster.folder.root / ETCD_FOLDER, *data.glob("*/streams")):
+                shutil.rmtree(folder)
 
     def findings_of_its_own(self) -> list[str]:
         return [*self._copies(), *self._arrivals()]

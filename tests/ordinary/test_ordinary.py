@@ -142,6 +142,8 @@ async def play_and_report(
         async def tell(world: World, found: list[str], worlds: list[World] = worlds) -> None:
             worlds.append(world)
             await tally.take(world, found)
+            if not found:
+                await asyncio.to_thread(world.keep_logs_alone)
 
         await play_some(seeds, folder, tell)
         if report is not None:

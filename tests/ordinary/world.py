@@ -694,6 +694,9 @@ class World:
         await self.start_agent(region)
         return region
 
+    def keep_logs_alone(self) -> None:
+        """Delete what takes much room and no report reads, once all is judged."""
+
     def findings_of_its_own(self) -> list[str]:
         """What does not hold of what this kind of mesh has beside its logs, once all is stopped."""
         return []
