@@ -41,6 +41,7 @@ from region.metadata.mirror import CatalogMirror
 from region.metadata.records import StreamConfig
 from region.queue.service import QueueService
 from region.queue.worker import queue_opener
+from region.relay import RelayService
 from region.requests import Requests, ViewTraffic
 from region.session import ClientSession, Services
 from region.streams import StreamTable
@@ -149,6 +150,7 @@ class BrokerHost(Host):
                 WatchCache: watch.opener(self.caches),
                 OpenQueue: queue_opener(queues),
             },
+            RelayService(broker, None, 0),
         )
         server = identity("broker", "b1")
         await MemoryEngine(self.world.network, HOST).listen(
