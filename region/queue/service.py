@@ -4,6 +4,7 @@ A queue is opened when it is first asked for, and closed with its stream. Takers
 in each round the first takes a fair share of the ready records and goes to the end of the queue.
 
 Also the port for transactions: `check_acks` before one commits, `abandon_acks` where it does not, `apply_acks` once it is committed, as often as it takes.
+What is kept for one stays so whatever is opened, closed or replayed meanwhile, as long as the broker runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from policy.access import Verb
 from region.broker import Broker
 from region.gather import Done, Gather, awaited
 from region.log.companions import JournalKind
-from region.queue.shard import Leased, QueueShard
+from region.queue.shard import Leased, QueueShard, forget_reserved
 from region.queue.state import Phase, Run
 from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 from region.views.dead_letter import dead_letter_name
@@ -76,9 +77,11 @@ class Taker(Protocol):
 class Queue:
     """One queue of this broker."""
 
-    def __init__(self, broker: Broker, stream: HostedStream) -> None:
+    def __init__(self, broker: Broker, stream: HostedStream, reserved: dict[int, dict[int, int]]) -> None:
+        """`reserved`: by shard, see QueueShard."""
         self._broker = broker
         self.stream = stream
+        self._reserved = reserved
         self.shards: list[QueueShard] = []
         self._opening = asyncio.Lock()
         self._line: dict[int, Taker] = {}
@@ -107,7 +110,8 @@ class Queue:
                 companion = await self._broker.streams.open_companion(
                     self.stream, JournalKind.QUEUE.number(number)
                 )
-                shard = QueueShard(self._broker, self.stream, log_, companion, self.changed)
+                reserved = self._reserved.setdefault(number, {})
+                shard = QueueShard(self._broker, self.stream, log_, companion, self.changed, reserved)
                 self.shards.append(shard)
                 try:
                     await shard.open()
@@ -265,6 +269,8 @@ class QueueService:
     def __init__(self, broker: Broker) -> None:
         self.broker = self._broker = broker
         self._queues: dict[StreamName, Queue] = {}
+        self._reserved: dict[bytes, dict[int, dict[int, int]]] = {}
+        """by incarnation and shard, see QueueShard"""
         self._sweeper: asyncio.Task[None] | None = None
         self._numbers = count(1)
 
@@ -284,7 +290,7 @@ class QueueService:
         self._broker.require_led(stream)
         held = self._queues.get(stream.name)
         if held is None or held.stream is not stream:
-            held = Queue(self._broker, stream)
+            held = Queue(self._broker, stream, self._reserved.setdefault(stream.incarnation, {}))
             self._queues[stream.name] = held
             stream.closing.append(lambda: self._close(held))
             stream.views.append(held)
@@ -299,6 +305,8 @@ class QueueService:
         if self._queues.get(queue.stream.name) is queue:
             del self._queues[queue.stream.name]
         await queue.close()
+        if not any(self._reserved.get(queue.stream.incarnation, {}).values()):
+            self._reserved.pop(queue.stream.incarnation, None)
 
     async def close(self) -> None:
         """Before the streams are closed, which close their queues."""
@@ -373,16 +381,20 @@ class QueueService:
     def abandon_acks(self, name: StreamName, incarnation: bytes, held: Sequence[Held]) -> None:
         """The transaction was not committed: these leases are what they were."""
         queue = self._queues.get(name)
-        if queue is None or queue.stream.incarnation != incarnation:
-            return
-        for number, runs in runs_by_shard(held, len(queue.shards)).items():
-            queue.shards[number].unreserve(runs)
+        shards = [] if queue is None or queue.stream.incarnation != incarnation else queue.shards
+        for each in held:
+            runs = [(each.first, each.records, each.token)]
+            if each.shard < len(shards):
+                shards[each.shard].unreserve(runs)
+            else:
+                forget_reserved(self._reserved.get(incarnation, {}).get(each.shard, {}), runs)
 
     async def apply_acks(self, name: StreamName, incarnation: bytes, held: Sequence[Held]) -> None:
         """The transaction is committed: these jobs are done, durably, when this returns. Asked again it changes nothing; for a
         queue that is gone there is nothing to do. Raises UnavailableError."""
         stream = self._broker.streams.get(name)
         if stream is None or stream.incarnation != incarnation:
+            self.abandon_acks(name, incarnation, held)
             return
         # Before its clock runs: a lease that has run out meanwhile must not be handed out again first.
         queue = await self.queue(stream, start=False)

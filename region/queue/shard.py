@@ -141,13 +141,16 @@ class QueueShard:
         shard: ShardLog,
         companion: ShardLog | None,
         changed: Callable[[], None],
+        reserved: dict[int, int],
     ) -> None:
-        """`changed`: there may be something to lease that there was not."""
+        """`changed`: there may be something to lease that there was not. `reserved`: what transactions that are not decided yet acknowledge, offsets
+        with the tokens of their leases; it outlives this object."""
         self._broker = broker
         self._stream = stream
         self.log = shard
         self.number = shard.identity.shard
         self._changed = changed
+        self._reserved = reserved
         self.state = QueueState(self.settings)
         self.actor = ViewActor(f"Shard {self.number} of the queue {stream.name}", self, companion, RELOAD_S)
         self.dead = DeadLetters(
@@ -214,6 +217,8 @@ class QueueShard:
             self.state.bury(move.offsets, self._opened_ms)
         self.state.head = self.state.floor
         self._end_seen = self.log.high_watermark
+        for offset, token in self._reserved.items():
+            self.state.reserve([(offset, 1, token)])
 
     def entries(self) -> Iterable[bytes]:
         yield from (_STATE + entry for entry in self.state.entries())
@@ -588,16 +593,22 @@ class QueueShard:
         self.check()
         left = len(self.state.tracked)
         entry = self.state.settle(runs, self.now_ms)
+        forget_reserved(self._reserved, runs)
         self.acked.add(left - len(self.state.tracked), self.now_ms)
         self._write([entry] if entry is not None else [], done)
 
     def reserve(self, runs: Sequence[Run]) -> list[int]:
-        """See QueueState.reserve. Raises UnavailableError."""
+        """See QueueState.reserve; until `settle` or `unreserve`. Raises UnavailableError."""
         self.check()
-        return self.state.reserve(runs)
+        lost = self.state.reserve(runs)
+        if not lost:
+            for first, number, token in runs:
+                self._reserved |= dict.fromkeys(range(first, first + number), token)
+        return lost
 
     def unreserve(self, runs: Sequence[Run]) -> None:
         """See QueueState.unreserve."""
+        forget_reserved(self._reserved, runs)
         self.state.unreserve(runs)
         self._arm()
 
@@ -759,6 +770,14 @@ class QueueShard:
     def records(self, offsets: Sequence[int]) -> AsyncIterator[tuple[int, Record | None]]:
         """Records by their offsets, which ascend; None for one that is gone. Raises what reading a log raises."""
         return each_record(self.log, offsets)
+
+
+def forget_reserved(reserved: dict[int, int], runs: Iterable[Run]) -> None:
+    """What was reserved by these tokens is not any more."""
+    for first, number, token in runs:
+        for offset in range(first, first + number):
+            if reserved.get(offset) == token:
+                del reserved[offset]
 
 
 def _asked(record: Record) -> tuple[int, int]:

@@ -111,6 +111,8 @@ class Coordinator:
         self._opening = asyncio.Lock()
         self._commits: dict[bytes, asyncio.Future[Outcome]] = {}
         self._deciding = TaskSet()
+        self._abandoning: dict[bytes, set[asyncio.Task[None]]] = {}
+        """what leaders are being told to give back, by transaction"""
         self.committed = self.aborted = 0
 
     # -- life ------------------------------------------------------------------------------------------
@@ -226,9 +228,10 @@ class Coordinator:
         return 1 if cluster is None else min(COPIES, len(cluster.brokers))
 
     def may_be_decided(self, transaction_id: bytes) -> bool:
-        """Whether a transaction is committed, or is being committed. Raises NotLeaderError where another broker may know better."""
+        """Whether a transaction is being committed, or is committed and is not applied everywhere. Raises NotLeaderError where another broker may know better."""
         self._require_led()
-        return transaction_id in self._commits or self.state.find(transaction_id) is not None
+        found = self.state.find(transaction_id)
+        return transaction_id in self._commits or (found is not None and found.offsets is None)
 
     def _require_led(self) -> None:
         """What is not known here is known nowhere, as long as this returns."""
@@ -447,6 +450,9 @@ class Coordinator:
     async def _prepare(self, transaction: OpenTransaction) -> list[Acknowledgement]:
         """All of it, or an error and nothing."""
         prepared: list[Acknowledgement] = []
+        # What an earlier try had prepared goes before: it would be taken for what this one prepares.
+        if before := self._abandoning.get(transaction.id):
+            await asyncio.wait(before)
         try:
             for each in transaction.acknowledgements:
                 if self._leaders is None:
@@ -467,7 +473,7 @@ class Coordinator:
         made = await leaders.prepare(stream, each.view, transaction.owner, each.body, transaction.id)
         held = self._reserved.get(stream)
         if held is not None and held.epoch != made.epoch:
-            self._deciding.begin(self._abandon_at_leader(leaders, stream, each.view, made.body))
+            self._abandon_at_leader(leaders, transaction.id, stream, each.view, made.body)
             raise UnavailableError(
                 f"Another broker leads {stream} since just now, and what was acknowledged before is not applied there yet.",
                 retry_after_ms=100,
@@ -491,14 +497,27 @@ class Coordinator:
             return
         self._unreserve(transaction.id)
         for each in prepared:
-            self._deciding.begin(
-                self._abandon_at_leader(self._leaders, self._stream_of(each), each.view, each.body)
-            )
+            stream = self._stream_of(each)
+            self._abandon_at_leader(self._leaders, transaction.id, stream, each.view, each.body)
 
-    async def _abandon_at_leader(self, leaders: Leaders, stream: str, view: str, body: bytes) -> None:
-        # A leader that does not hear of it asks.
-        with suppress(FelixError):
-            await leaders.abandon(stream, view, body)
+    def _abandon_at_leader(
+        self, leaders: Leaders, transaction_id: bytes, stream: str, view: str, body: bytes
+    ) -> None:
+        async def abandon() -> None:
+            # A leader that does not hear of it asks.
+            with suppress(FelixError):
+                await leaders.abandon(stream, view, body)
+
+        task = self._deciding.begin(abandon())
+        tasks = self._abandoning.setdefault(transaction_id, set())
+        tasks.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            tasks.discard(task)
+            if not tasks and self._abandoning.get(transaction_id) is tasks:
+                del self._abandoning[transaction_id]
+
+        task.add_done_callback(done)
 
     def _write(
         self,

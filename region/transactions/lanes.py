@@ -114,6 +114,7 @@ class Lanes:
         """by incarnation"""
         self._terms: BoundedMap[str, int] = BoundedMap(LANES_MAX)
         self._shown: BoundedMap[str, int] = BoundedMap(LANES_MAX)
+        self._preparing: WeakValueDictionary[tuple[bytes, str, bytes], asyncio.Lock] = WeakValueDictionary()
         self._prepared: dict[tuple[str, bytes], _Kept] = {}
         """by view and what is to be applied"""
         self._answered: dict[tuple[bytes, str, bytes], Prepared] = {}
@@ -246,6 +247,12 @@ class Lanes:
     # -- acknowledgements ------------------------------------------------------------------------------
 
     async def _prepare(self, peer: str, asked: PrepareAcknowledgements) -> Prepared:
+        # One at a time: one that is asked again while it is being prepared gets the same answer.
+        lock = self._preparing.setdefault((asked.transaction, asked.view, asked.body), asyncio.Lock())
+        async with lock:
+            return await self._prepare_once(asked)
+
+    async def _prepare_once(self, asked: PrepareAcknowledgements) -> Prepared:
         hosted = self._broker.use_stream(StreamName.parse(asked.stream))
         self._broker.require_led(hosted)
         epoch = max(hosted.epochs.values(), default=0)
@@ -290,7 +297,9 @@ class Lanes:
                     continue
                 # Not what was prepared anew meanwhile.
                 if self._prepared.get((view, body)) is kept:
-                    log.warning("acknowledgements of a transaction that was never decided are given back")
+                    log.warning(
+                        "acknowledgements of a transaction that was never decided, or is over, are given back"
+                    )
                     self._let_go(view, body)
                     self._participant(view).abandon(body)
 

@@ -53,6 +53,8 @@ class Known:
     refunds: int = 0
     leased: bool = False
     given_back: bool = False
+    reserved: bool = False
+    """for a transaction that is being committed"""
     done_by: int | None = None
     """the token that finished it; 0: none did"""
 
@@ -138,6 +140,7 @@ class Model(RuleBasedStateMachine):
             for offset, known in self.records.items()
             if known.done_by is None
             and not known.leased
+            and not known.reserved
             and known.due_ms <= self.now_ms
             and self.first_of_key(offset)
         }
@@ -145,7 +148,7 @@ class Model(RuleBasedStateMachine):
     def expire(self) -> None:
         """Leases that have run out: free again, or dead with their last attempt."""
         for offset, known in sorted(self.records.items()):
-            if known.leased and known.due_ms <= self.now_ms:
+            if known.leased and not known.reserved and known.due_ms <= self.now_ms:
                 known.leased = False
                 if known.attempts >= ATTEMPTS:
                     self.dead_letter(offset)
@@ -156,7 +159,10 @@ class Model(RuleBasedStateMachine):
         self.dead.append(offset)
 
     def holds(self, offset: int, token: int) -> bool:
-        """Whether this lease may still settle the record."""
+        """Whether this lease may still settle the record, and no transaction is about to."""
+        return not self.records[offset].reserved and self.is_newest(offset, token)
+
+    def is_newest(self, offset: int, token: int) -> bool:
         known = self.records[offset]
         return known.done_by is None and known.token == token and token > 0 and not known.given_back
 
@@ -260,8 +266,8 @@ class Model(RuleBasedStateMachine):
         expected = []
         for offset, token in picked:
             known = self.records[offset]
-            if self.holds(offset, token):
-                known.done_by, known.leased = token, False
+            if self.is_newest(offset, token):
+                known.done_by, known.leased, known.reserved = token, False, False
             elif known.done_by != token:
                 expected.append(offset)
         assert self.durably(lambda done: self.shard.ack(self.runs(picked), done)) == expected
@@ -274,7 +280,7 @@ class Model(RuleBasedStateMachine):
         expected = []
         for offset, token in picked:
             known = self.records[offset]
-            if known.done_by is not None or known.token != token:
+            if known.done_by is not None or known.token != token or known.reserved:
                 expected.append(offset)
             elif known.given_back:
                 continue
@@ -295,7 +301,7 @@ class Model(RuleBasedStateMachine):
         expected = []
         for offset, token in picked:
             known = self.records[offset]
-            if known.done_by is not None or known.token != token:
+            if known.done_by is not None or known.token != token or known.reserved:
                 expected.append(offset)
             elif not known.given_back:
                 known.refunds += 1
@@ -310,7 +316,7 @@ class Model(RuleBasedStateMachine):
         expected = []
         for offset, token in picked:
             known = self.records[offset]
-            if self.holds(offset, token):
+            if self.is_newest(offset, token):
                 known.leased, known.due_ms = True, self.now_ms + 30_000
             else:
                 expected.append(offset)
@@ -324,8 +330,36 @@ class Model(RuleBasedStateMachine):
         for offset, token in picked:
             known = self.records[offset]
             if known.done_by is None:
-                known.done_by, known.leased = token, False
+                known.done_by, known.leased, known.reserved = token, False, False
         self.durably(lambda done: self.shard.settle(self.runs(picked), done))
+
+    @precondition(lambda self: self.leases())
+    @rule(data=st.data())
+    def reserve(self, data: st.DataObject) -> None:
+        """All of them, or none."""
+        self.step("reserve")
+        picked = self.chosen(data)
+        lost = [offset for offset, token in picked if not self.holds(offset, token)]
+        assert self.shard.reserve(self.runs(picked)) == lost
+        for offset, _ in picked if not lost else ():
+            self.records[offset].reserved = self.records[offset].leased = True
+
+    @precondition(lambda self: any(known.reserved for known in self.records.values()))
+    @rule(data=st.data())
+    def unreserve(self, data: st.DataObject) -> None:
+        self.step("unreserve")
+        picked = self.chosen(data)
+        for offset, token in picked:
+            if self.is_newest(offset, token):
+                self.records[offset].reserved = False
+        self.expire()
+
+        async def work() -> None:
+            self.shard.unreserve(self.runs(picked))
+            self.shard._tick()
+            await self.shard.settle_dead()
+
+        self.run(work())
 
     @rule(wait_ms=st.sampled_from([5_000, 10_000, 25_000]))
     def wait(self, wait_ms: int) -> None:
@@ -378,7 +412,7 @@ class Model(RuleBasedStateMachine):
         for known in self.records.values():
             if known.done_by is None:
                 expected += 1
-                known.done_by, known.leased = 0, False
+                known.done_by, known.leased, known.reserved = 0, False, False
         assert self.durably(self.shard.purge) == expected
 
     @rule()
@@ -444,7 +478,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 @pytest.mark.timeout(600)
 def test_thousands_of_steps_end_where_the_model_ends(place: Place) -> None:
     Model.place = place
-    seldom = ("lease", "ack", "nack", "restart", "purge", "replay")
+    seldom = ("lease", "ack", "nack", "restart", "purge", "replay", "reserve", "unreserve")
     for number in range(ROUNDS_MOST):
         if place.steps >= STEPS_LEAST and min(place.counted.get(name, 0) for name in seldom) >= SELDOM_LEAST:
             break

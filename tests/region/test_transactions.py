@@ -69,7 +69,7 @@ async def test_nothing_is_seen_before_the_commit_and_all_of_it_after(home: Home)
     assert (await home.records(A, 1), await home.records(B)) == ([b"a1", b"a2"], [b"other", b"b1"])
     assert home.budgets.transactions.used_bytes == 0
     again = await home.coordinator.commit(OWNER, transaction, 2, home.clock)
-    assert again == outcome
+    assert again == outcome and not home.coordinator.may_be_decided(transaction)
     await restart(home)
     assert await home.coordinator.commit(OWNER, transaction, 2, home.clock) == outcome
     assert await home.records(B) == [b"other", b"b1"]
