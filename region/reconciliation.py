@@ -37,7 +37,7 @@ from region.cluster.view import ClusterView
 from region.log.companions import RECORDS
 from region.log.point import LogPoint
 from region.metadata.records import AUDIT_STREAM, REPLICAS_MAX, Stream, is_replicated, min_in_sync
-from region.metadata.transaction import Absent, Delete, Put, Write
+from region.metadata.transaction import Absent, Delete, ModRevision, Put, Write
 from region.replication.history import EpochStart, History, Parting, parting
 
 RECONCILE_GAP: Final = 1 << 26
@@ -567,7 +567,8 @@ def audit_home(view: ClusterView, plan: Plan) -> Transaction | None:
         return None
     key = view.keys.audit_home
     return Transaction(
-        (Absent(key), unchanged(view, view.keys.frozen)), (Put(key, plan.audit_home.encode()),)
+        (ModRevision(key, plan.audit_revision), unchanged(view, view.keys.frozen)),
+        (Put(key, plan.audit_home.encode()),),
     )
 
 

@@ -30,12 +30,14 @@ from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import CorruptionError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from keys.signing import SigningKey
-from region import audit_log
+from region import audit_log, reconciliation
 from region.cluster.audit_home import AuditHome, Before
 from region.cluster.records import ClusterKeys, ShardId, ShardRecord, encode
 from region.copying_audit_log import Plan, copy_audit_log
+from region.inventory import take_inventory
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.transaction import Put
+from region.reconciling import Reconciler
 from region.trusted_bundles import own_bundle
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -79,6 +81,24 @@ async def copied(region: ClusteredRegion, etcd: EtcdProcess, *, dry_run: bool = 
     own = own_bundle(region.folder, region.config)
     async with store_of(etcd) as store:
         return await copy_audit_log(store, region.folder, region.config, own, REAL, dry_run=dry_run)
+
+
+async def reconciled(region: ClusteredRegion, store: EtcdStore) -> reconciliation.Plan:
+    """The store fits what the folders of both brokers know, from now on."""
+    reports: dict[str, reconciliation.FolderReport] = {}
+    for broker in ("b1", "b2"):
+        data = region.folder.root / region.config.of_broker(broker).data
+        told = await asyncio.to_thread(take_inventory, "us-east", broker, data, REAL)
+        assert told is not None
+        reports[broker] = told
+    reconciler = Reconciler(store, "us-east", REAL, lambda sentence: None)
+    try:
+        await reconciler.open()
+        plan = await reconciler.plan(reports, reports, ())
+        await reconciler.write(plan)
+        return plan
+    finally:
+        await reconciler.close()
 
 
 @contextlib.contextmanager
@@ -224,7 +244,10 @@ async def test_an_older_folder_and_a_store_that_was_changed_begin_no_second_hist
         for broker in ("b1", "b2"):
             with pytest.raises(CorruptionError, match="names another audit log"):
                 await region.start(broker)
-        await store.transact([], [Put(KEYS.audit_home, now.value)])
+        assert (await reconciled(region, store)).notes[0].startswith("The store does not say where")
+        put_back = await store.get(KEYS.audit_home)
+        assert put_back is not None and put_back.value == now.value
+        assert not (await reconciled(region, store)).audit_home
         await region.start("b1", "b2")
         await home_of(region)
         assert note_size(trail_of(region, "b1").checkpoint()) == LEAVES + 1
