@@ -40,7 +40,7 @@ def by_day(leaves: DataFrame, terms: DataFrame) -> DataFrame:
     """One row per UTC day, link, stream, purpose and basis. `leaves` are those of the window."""
     return leaves.sparkSession.sql(
         f"""
-        SELECT date_format(timestamp_millis(leaves.time_ms), 'yyyy-MM-dd') AS day,
+        SELECT CAST(date_from_unix_date(CAST(leaves.time_ms DIV {DAY_MS} AS INT)) AS STRING) AS day,
                leaves.source_region, leaves.destination_region, leaves.stream, terms.purpose, terms.basis,
                coalesce(sum(leaves.records) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS records,
                coalesce(sum(leaves.record_bytes) FILTER (WHERE leaves.kind = 'INTENT'), 0) AS record_bytes,

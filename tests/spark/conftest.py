@@ -28,8 +28,10 @@ def five(spark: Any, logs: list[Path], tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture(scope="session")
 def again(spark: Any, logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Again:
-    """The same logs in another order, by another clock, and to somebody who does not take the lineage."""
+    """The same logs in another order, by another clock, in another time zone, and to somebody who does not take the lineage."""
     out, server = tmp_path_factory.mktemp("again") / "out", Endpoint(503)
+    zone = spark.conf.get("spark.sql.session.timeZone")
+    spark.conf.set("spark.sql.session.timeZone", "Pacific/Auckland")
     try:
         with pytest.raises(UnavailableError) as told:
             run_report(
@@ -37,6 +39,7 @@ def again(spark: Any, logs: list[Path], tmp_path_factory: pytest.TempPathFactory
                 clock=lambda: 0.0,
             )  # fmt: skip
     finally:
+        spark.conf.set("spark.sql.session.timeZone", zone)
         server.close()
     return Again(out, told.value, server.bodies)
 
