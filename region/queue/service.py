@@ -305,8 +305,14 @@ class QueueService:
         if self._queues.get(queue.stream.name) is queue:
             del self._queues[queue.stream.name]
         await queue.close()
-        if not any(self._reserved.get(queue.stream.incarnation, {}).values()):
-            self._reserved.pop(queue.stream.incarnation, None)
+        self._drop_reserved(queue.stream.name, queue.stream.incarnation)
+
+    def _drop_reserved(self, name: StreamName, incarnation: bytes) -> None:
+        """Where nothing is reserved, and no open queue has a part in it."""
+        held = self._queues.get(name)
+        is_open = held is not None and held.stream.incarnation == incarnation
+        if not is_open and not any(self._reserved.get(incarnation, {}).values()):
+            self._reserved.pop(incarnation, None)
 
     async def close(self) -> None:
         """Before the streams are closed, which close their queues."""
@@ -388,6 +394,7 @@ class QueueService:
                 shards[each.shard].unreserve(runs)
             else:
                 forget_reserved(self._reserved.get(incarnation, {}).get(each.shard, {}), runs)
+        self._drop_reserved(name, incarnation)
 
     async def apply_acks(self, name: StreamName, incarnation: bytes, held: Sequence[Held]) -> None:
         """The transaction is committed: these jobs are done, durably, when this returns. Asked again it changes nothing; for a

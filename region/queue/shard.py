@@ -593,9 +593,15 @@ class QueueShard:
         self.check()
         left = len(self.state.tracked)
         entry = self.state.settle(runs, self.now_ms)
-        forget_reserved(self._reserved, runs)
         self.acked.add(left - len(self.state.tracked), self.now_ms)
-        self._write([entry] if entry is not None else [], done)
+
+        def settled(error: FelixError | None) -> None:
+            # Where the journal refused it, it is asked again: nobody else gets the records meanwhile.
+            if error is None:
+                forget_reserved(self._reserved, runs)
+            done(error)
+
+        self._write([entry] if entry is not None else [], settled)
 
     def reserve(self, runs: Sequence[Run]) -> list[int]:
         """See QueueState.reserve; until `settle` or `unreserve`. Raises UnavailableError."""

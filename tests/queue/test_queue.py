@@ -23,6 +23,7 @@ from felix.queue import Job
 from felix.queue_messages import Held, QueueState
 from felix.quota import QuotaLimits
 from region.folder import RegionFolder
+from region.gather import Done
 from region.node import Node
 from region.queue.state import READY_MAX
 
@@ -313,6 +314,33 @@ async def test_what_the_journal_refuses_has_not_happened(node: Node, operator: f
     assert (other.payload, other.attempts) == (b"b", 1)
     await other.ack()
     assert await state_of(jobs) == (0, 0, 0, 0)
+
+
+async def test_a_committed_job_that_the_journal_refuses_is_nobody_elses_until_it_is_taken(
+    node: Node, operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    await jobs.put(b"a")
+    await jobs.lease(1, visibility=0.1)
+    name = felix.StreamName.parse(JOBS)
+    stream = node.broker.streams.get(name)
+    assert stream is not None
+    shard = (await node.queues.queue(stream)).shards[0]
+    held = [Held(0, 0, 1, 1)]
+    assert shard.reserve([(0, 1, 1)]) == []
+
+    def refuse(entry: bytes, done: Done) -> None:
+        done(UnavailableError("The disk is full.", code=Code.DISK_FULL))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shard.actor.journal, "append", refuse)
+        with pytest.raises(UnavailableError):
+            await node.queues.apply_acks(name, stream.incarnation, held)
+    await until(lambda: not shard.actor.is_reloading and shard.actor.is_serving, 30)
+    assert await jobs.lease(wait=1) == []
+    await node.queues.apply_acks(name, stream.incarnation, held)
+    assert await state_of(jobs) == (0, 0, 0, 0) and not shard._reserved
 
 
 async def test_workers_hold_no_more_than_their_quota(node: Node, operator: felix.RegionClient) -> None:
