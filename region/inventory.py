@@ -7,7 +7,7 @@ Every log is opened as a broker opens it: recovered, and what is told of it is o
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -80,7 +80,6 @@ def take_inventory(
 
 
 def _shards(region: str, data: Path, runtime: Runtime, files: Files) -> Iterator[ShardTold]:
-    seen: set[ShardId] = set()
     kept = _kept(data / COPIES, files)
     for place in sorted(files.names(data / STREAMS)) if files.exists(data / STREAMS) else ():
         parsed = parse_folder_name(place)
@@ -97,10 +96,9 @@ def _shards(region: str, data: Path, runtime: Runtime, files: Files) -> Iterator
         )
         for shard in sorted({shard_of(number) for number in numbers}):
             kinds = {kind_of(number) for number in numbers if shard_of(number) == shard}
-            # Of a log whose folder is lost: what was committed of it.
-            kinds |= {kind for held, kind in kept if held == ShardId(incarnation.hex(), shard)}
             told = ShardTold(stream=str(name), incarnation=incarnation.hex(), number=shard)
-            seen.add(ShardId(told.incarnation, shard))
+            # Of a log whose folder is lost: what was committed of it.
+            kinds |= kept.pop(ShardId(told.incarnation, shard), set())
             try:
                 logs = tuple(
                     log
@@ -111,7 +109,7 @@ def _shards(region: str, data: Path, runtime: Runtime, files: Files) -> Iterator
                 yield msgspec.structs.replace(told, damaged=error.sentence)
             else:
                 yield msgspec.structs.replace(told, logs=logs)
-    yield from _lost(data / COPIES, kept, seen, files)
+    yield from _lost(data / COPIES, kept, files)
 
 
 def _log(
@@ -152,24 +150,26 @@ def _log(
     return LogTold(kind=kind, epoch=epoch, end=end)
 
 
-def _kept(copies: Path, files: Files) -> list[tuple[ShardId, int]]:
-    """The logs, each by shard and kind, whose commit point is known here."""
-    names = sorted(files.names(copies)) if files.exists(copies) else []
-    return [parsed for each in names if (parsed := parse_kept_name(each)) is not None]
+def _kept(copies: Path, files: Files) -> dict[ShardId, set[int]]:
+    """The logs whose commit point is known here: their kinds, by shard."""
+    kept: dict[ShardId, set[int]] = {}
+    for name in files.names(copies) if files.exists(copies) else ():
+        if (parsed := parse_kept_name(name)) is not None:
+            shard, kind = parsed
+            kept.setdefault(shard, set()).add(kind)
+    return kept
 
 
-def _lost(
-    copies: Path, kept: list[tuple[ShardId, int]], seen: set[ShardId], files: Files
-) -> Iterator[ShardTold]:
+def _lost(copies: Path, kept: Mapping[ShardId, set[int]], files: Files) -> Iterator[ShardTold]:
     """Copies of which nothing is there but what was committed."""
-    lost: dict[ShardId, list[LogTold]] = {}
-    for shard, kind in kept:
-        payload = None if shard in seen else load_checked(files, copies / kept_name(shard, kind))
-        if payload is not None:
-            point = msgspec.json.decode(payload, type=LogPoint)
-            lost.setdefault(shard, []).append(LogTold(kind=kind, kept=point))
-    for shard, logs in lost.items():
-        yield ShardTold(stream="", incarnation=shard.incarnation, number=shard.number, logs=tuple(logs))
+    for shard, kinds in sorted(kept.items()):
+        logs = [
+            LogTold(kind=kind, kept=msgspec.json.decode(payload, type=LogPoint))
+            for kind in sorted(kinds)
+            if (payload := load_checked(files, copies / kept_name(shard, kind))) is not None
+        ]
+        if logs:
+            yield ShardTold(stream="", incarnation=shard.incarnation, number=shard.number, logs=tuple(logs))
 
 
 def _audit_log(folder: Path) -> AuditTold:
@@ -180,15 +180,12 @@ def _audit_log(folder: Path) -> AuditTold:
         if (note := files.read(CHECKPOINT_PATH)) is None:
             return AuditTold()
         size = note_size(note)
-        headers = [read_header(data) for _, data in read_entries(files, 0, size, size)]
+        documents = {
+            header.document_sha256.hex(): header.kind.name
+            for _, data in read_entries(files, 0, size, size)
+            if (header := read_header(data)) is not None and header.document_sha256
+        }
     except TamperError as error:
         # The stream that has the leaves may be whole, and its broker writes these files again from there.
         return AuditTold(signed=size, damaged=error.sentence)
-    return AuditTold(
-        signed=size,
-        documents={
-            header.document_sha256.hex(): header.kind.name
-            for header in headers
-            if header is not None and header.document_sha256
-        },
-    )
+    return AuditTold(signed=size, documents=documents)
