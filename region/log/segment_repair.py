@@ -31,7 +31,7 @@ class SegmentRepair:
     def __init__(
         self, log: DiskLog, files: Files, segment: SegmentState, annotations: Mapping[int, bytes]
     ) -> None:
-        """`annotations`: those in force where the segment begins. Raises OSError; RequestError(CONFLICT) as `take` does."""
+        """`annotations`: those in force where the segment begins. Raises RequestError(CONFLICT) as `take` does. Does not block."""
         assert segment.header.span is None
         self.reached = segment.base_point
         """up to where its frames were taken"""
@@ -41,17 +41,21 @@ class SegmentRepair:
         self._epoch = 0
         self._old = self._readable()
         self._aside = segment.path.with_name(segment.path.name + TEMPORARY_SUFFIX)
-        beginning = encode_beginning(segment.header, annotations)
+        self._beginning = encode_beginning(segment.header, annotations)
+        self._descriptor = -1
+        """of the file aside; -1 before anything was taken"""
+        self._position = 0
         head = segment.header.head
         if head is not None and head.carried != len(annotations):
             raise self._other(f"{len(annotations)} annotations where it begins with {head.carried}")
-        self._descriptor = files.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self._position = write_all(files, self._descriptor, beginning, 0)
 
     def take(self, frames: Sequence[Frame]) -> None:
         """The next ones, from `reached` on. Raises OSError; RequestError(CONFLICT) where they are not those that the segment had."""
+        if self._descriptor < 0:
+            self._descriptor = self._files.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+            self._position = write_all(self._files, self._descriptor, self._beginning, 0)
         segment, buffers = self._segment, list[bytes | memoryview]()
-        point, size = self.reached, 0
+        point = self.reached
         for frame in frames:
             if (
                 wrong := misfit(frame, point.offset, segment.header.identity.shard)
@@ -119,6 +123,8 @@ class SegmentRepair:
     def abandon(self) -> None:
         """Let go of what is not in place. Raises OSError."""
         self._old.close()
+        if self._descriptor < 0:
+            return
         self._files.close(self._descriptor)
         if self._files.exists(self._aside):
             self._files.remove(self._aside)

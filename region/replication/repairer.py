@@ -356,7 +356,7 @@ class Repairer:
             )
 
         fetched = await fetch(segment.base_point, with_annotations=True)
-        repair = await self._run(disk.begin_repair, segment, fetched.annotations)
+        repair = disk.begin_repair(segment, fetched.annotations)
         try:
             while True:
                 await self._run(repair.take, fetched.frames)
@@ -368,10 +368,22 @@ class Repairer:
             return await self._run(disk.finish_repair, repair)
         finally:
             with suppress(OSError):
-                await asyncio.shield(self._loop.run_in_executor(self._pool, repair.abandon))
+                await self._run(repair.abandon)
 
-    def _run(self, work: Callable[..., _T], *arguments: object) -> asyncio.Future[_T]:
-        return self._loop.run_in_executor(self._pool, work, *arguments)
+    async def _run(self, work: Callable[..., _T], *arguments: object) -> _T:
+        """What `work` returns, done in a thread; it has ended on return, also where this is cancelled: two threads never have one file."""
+        done = self._loop.run_in_executor(self._pool, work, *arguments)
+        cancelled: asyncio.CancelledError | None = None
+        while not done.done():
+            try:
+                await asyncio.wait([done])
+            except asyncio.CancelledError as error:
+                cancelled = error
+        if cancelled is not None:
+            if not done.cancelled():
+                done.exception()
+            raise cancelled
+        return done.result()
 
     # The scrub
 

@@ -1,0 +1,165 @@
+"""A repair and the scrub beside what else happens to a log: each test holds one of them up where the two meet."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+
+from replication.sealed import IDENTITY, entry
+
+from felix.runtime.real import REAL
+from felix.storage.memory import MemoryDisk, MemoryFiles
+from region.cluster.records import ShardId
+from region.log.errors import SegmentDamagedError
+from region.log.point import LogPoint
+from region.log.scrub import Scrub
+from region.log.segment_limits import SegmentLimits
+from region.replication.disk import LogPlan, ReplicaDisk
+from region.replication.history import EpochStart
+from region.replication.repairer import Fetched, Repairer
+
+SHARD = ShardId("ab" * 16, 0)
+PLAN = LogPlan(0, Path("/shard"), IDENTITY, SegmentLimits(segment_bytes_max=900))
+
+
+def replica(files: MemoryFiles) -> ReplicaDisk:
+    found = ReplicaDisk.open(PLAN, files=files)
+    starts = (EpochStart(1, f"{1:016x}", LogPoint(0)),)
+    for at in range(40):
+        found.write(found.log.end_point, [entry(at, 1, payload=b"." * 60)], starts, now_ms=1_000)
+    found.sync()
+    return found
+
+
+class Copies:
+    """A copy here, and one of the same log elsewhere, which is asked: both have it all committed."""
+
+    def __init__(self) -> None:
+        self.disk = MemoryDisk()
+        self.files = self.disk.mount()
+        self.here = replica(self.files)
+        self.other = replica(MemoryDisk().mount())
+
+    @property
+    def shards(self) -> list[ShardId]:
+        return [SHARD]
+
+    def disks(self, shard: ShardId) -> dict[int, ReplicaDisk]:
+        return {0: self.here}
+
+    def committed(self, shard: ShardId, number: int) -> LogPoint:
+        return self.here.log.end_point
+
+    def in_sync(self, shard: ShardId) -> list[str]:
+        return ["b"]
+
+    def is_copying(self, shard: ShardId, number: int) -> bool:
+        return False
+
+    def is_in_sync(self, shard: ShardId) -> bool:
+        return True
+
+    def copy_anew(self, shard: ShardId, number: int) -> bool:
+        return False
+
+    async def fetch(
+        self,
+        peer: str,
+        shard: ShardId,
+        number: int,
+        begin: LogPoint,
+        end: LogPoint,
+        *,
+        with_annotations: bool,
+    ) -> Fetched:
+        log = self.other.log
+        annotations = log.annotations_at(begin) if with_annotations else {}
+        return Fetched(annotations, log.read_frames(begin, 300, end))
+
+    def damage(self) -> SegmentDamagedError:
+        """The first segment's, as whoever reads finds it."""
+        segment = self.here.log.segments[0]
+        self.disk.flip(segment.path, (segment.start + 20) * 8)
+        return SegmentDamagedError(segment.path, segment.start, 0, "a bit flipped")
+
+
+@dataclass
+class Asked:
+    copies: Copies
+    repairs: Repairer
+    alarms: list[str]
+
+
+@contextmanager
+def repairing(scrub: Scrub | None = None) -> Iterator[Asked]:
+    """To be used on the loop; who uses it closes the repairer."""
+    copies, alarms = Copies(), list[str]()
+    with ThreadPoolExecutor(4) as pool:
+        yield Asked(
+            copies,
+            Repairer(
+                copies, copies, files=copies.files, pool=pool, scrub_pool=pool, runtime=REAL, scrub=scrub,
+                alarm=lambda shard, sentence, is_over: alarms.append(sentence),
+            ),
+            alarms,
+        )  # fmt: skip
+
+
+def is_aside(path: Path) -> bool:
+    return path.suffix == ".tmp"
+
+
+async def test_a_repair_that_is_ended_lets_go_of_its_file_once_nothing_writes_to_it_any_more() -> None:
+    with repairing() as asked:
+        writes, may_go_on, calls = Event(), Event(), list[str]()
+
+        def held_up(name: str, path: Path) -> None:
+            if is_aside(path) and name == "pwritev":
+                writes.set()
+                may_go_on.wait()
+                calls.append("written")
+            elif is_aside(path) and name == "close":
+                calls.append("closed")
+
+        asked.copies.disk.on_call = held_up
+        asked.repairs.note(SHARD, 0, asked.copies.damage())
+        await asyncio.to_thread(writes.wait)
+        closing = asyncio.create_task(asked.repairs.close())
+        for _ in range(100):
+            await asyncio.sleep(0)
+        may_go_on.set()
+        await closing
+        assert "closed" not in calls[:-1] and calls[-1] == "closed"
+        assert not any(map(is_aside, asked.copies.disk.files()))
+
+
+async def test_a_repair_for_which_there_is_no_room_leaves_no_file_open() -> None:
+    with repairing() as asked:
+        opened = list[Path]()
+        closed = list[Path]()
+
+        def full(name: str, path: Path) -> None:
+            if not is_aside(path):
+                return
+            if name == "open":
+                opened.append(path)
+            elif name == "close":
+                closed.append(path)
+            elif name == "pwritev":
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        asked.copies.disk.on_call = full
+        damage = asked.repairs.note(SHARD, 0, asked.copies.damage())
+        assert damage is not None
+        await damage.news.wait()
+        assert damage.why == "the disk is full" and "the disk is full" in asked.alarms[0]
+        assert opened and closed == opened
+        assert not any(map(is_aside, asked.copies.disk.files()))
+        await asked.repairs.close()
