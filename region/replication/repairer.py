@@ -428,24 +428,29 @@ class Repairer:
         return len(todo)
 
     async def _look_at(self, shard: ShardId, number: int, segment: SegmentState, rate_bytes: int) -> None:
-        check, done = SegmentCheck(self._files, segment), False
-        while not done:
-            at = check.position
+        check, size, done = SegmentCheck(self._files, segment), segment.segment_bytes, False
+
+        def is_there() -> bool:
+            """Whether the log still has the segment as it was: neither let go of, nor compacted, nor cut and perhaps written to again."""
             disk = self._copies.disks(shard).get(number)
-            if disk is None or segment not in disk.log.segments:
-                return
+            return (
+                disk is not None
+                and segment.is_local
+                and segment.segment_bytes == size
+                and any(one is segment for one in disk.log.segments[:-1])
+            )
+
+        while not done and is_there():
+            at = check.position
             begun_s = self._runtime.clock.monotonic()
             try:
                 done = await self._loop.run_in_executor(self._scrub_pool, check.step)
-            except FileNotFoundError:
-                # Let go of or compacted; where it still should be there, that is damage.
-                if segment in disk.log.segments:
-                    self.note(
-                        shard, number, SegmentDamagedError(segment.path, 0, segment.base_offset, "it is gone")
-                    )
-                return
-            except SegmentDamagedError as error:
-                self.note(shard, number, error)
+            except (FileNotFoundError, SegmentDamagedError) as error:
+                # Of a segment that went meanwhile that is no damage.
+                if is_there():
+                    if not isinstance(error, SegmentDamagedError):
+                        error = SegmentDamagedError(segment.path, 0, segment.base_offset, "it is gone")
+                    self.note(shard, number, error)
                 return
             looked = check.position - at
             self.checked_bytes += looked

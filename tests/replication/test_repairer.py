@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread, main_thread
 
 from replication.sealed import IDENTITY, entry
 
@@ -163,3 +163,23 @@ async def test_a_repair_for_which_there_is_no_room_leaves_no_file_open() -> None
         assert opened and closed == opened
         assert not any(map(is_aside, asked.copies.disk.files()))
         await asked.repairs.close()
+
+
+async def test_a_segment_that_is_cut_while_the_scrub_looks_at_it_is_not_damaged() -> None:
+    with repairing(Scrub(every_ms=1)) as asked:
+        here = asked.copies.here
+        last = here.log.segments[-2]
+        cut = LogPoint(last.base_offset + 2)
+
+        def cut_first(name: str, path: Path) -> None:
+            if name == "pread" and path == last.path and current_thread() is not main_thread():
+                asked.copies.disk.on_call = None
+                here.cut(cut)
+
+        asked.copies.disk.on_call = cut_first
+        asked.repairs.start()
+        while not asked.repairs.rounds:  # noqa: ASYNC110 - counted by the scrub, which tells nobody
+            await asyncio.sleep(0.001)
+        assert here.log.end_point == cut, "it was looked at"
+        await asked.repairs.close()
+        assert not asked.repairs.found and not asked.alarms
