@@ -454,8 +454,11 @@ class ReplicaDisk:
         return None
 
     def close_active(self, segment: SegmentState) -> bool:
-        """Whether `segment` is closed, on return: it is, where it can be. Raises as `DiskLog.write` does."""
+        """Whether `segment` is closed, on return: it is, where it can be. Raises as `DiskLog.write` does; WorkEndedError where the log was
+        closed or begun anew: its folder may be another log's."""
         with self.log.writer:
+            if self._ending.is_set():
+                raise WorkEndedError
             return self.log.close_active(segment, self._runtime.clock.now_ms())
 
     def begin_repair(self, segment: SegmentState, annotations: Mapping[int, bytes]) -> SegmentRepair:

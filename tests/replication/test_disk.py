@@ -16,6 +16,7 @@ from felix.errors import CorruptionError
 from felix.settings import Compaction
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
+from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
 from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
@@ -114,6 +115,17 @@ def test_an_older_epoch_goes_on_where_a_newer_one_wrote_nothing() -> None:
     again = opened(disk)
     assert [start.epoch for start in again.history.starts] == [1, 3]
     assert [frame.epoch for frame in frames(again)] == [1, 1, 3]
+
+
+def test_a_log_that_was_closed_begins_no_segment_for_a_repair_that_is_late() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    write(log, entry(0, 1), starts=(begun(1, 0),))
+    log.close()
+    before = disk.files()
+    with pytest.raises(WorkEndedError):
+        log.close_active(log.log.segments[-1])
+    assert disk.files() == before
 
 
 def test_a_cut_below_the_commit_point_that_was_kept_lowers_it_first() -> None:
