@@ -20,6 +20,8 @@ from region.replication.leader import LeaderCore
 from region.replication.messages import FromFollower
 from region.replication.ready import (
     Compacted,
+    Copied,
+    CopyFailed,
     DiskFailed,
     Keep,
     Ready,
@@ -42,6 +44,8 @@ class ReplicaCore:
         self.replica = replica
         self.leader = LeaderCore(replica)
         self.follower = FollowerCore(replica)
+        self._read: RecordRead | None = None
+        """the newest that was taken"""
         self._revision = 0
         self._as_of = 0
         self._kept_ms = 0
@@ -109,6 +113,9 @@ class ReplicaCore:
                 ready.send.append(Send(event.peer, self.replica.stale_answer()))
         elif self.follower.leader:
             self.follower.leave()
+        if kind in (Copied, CopyFailed) and self._read and not (self.replica.copying or self.leader.leads):
+            # Who has a log copied leads nothing: an election that was read meanwhile counts now.
+            self.leader.step(self._read, now, ready)
         if kind is Tick:
             self.is_quiescent = self._may_rest(now)
         return self._done(ready)
@@ -133,6 +140,7 @@ class ReplicaCore:
             return False
         self._as_of = event.as_of
         self._revision = event.revision
+        self._read = event
         record = event.record
         self._peers = frozenset((*record.replicas, *record.target, *record.members())) - {self.replica.broker}
         self.replica.fence.read(record)

@@ -11,7 +11,15 @@ from region.log.point import LogPoint
 from region.replication.follower import ASK_AGAIN_MS
 from region.replication.history import STARTS_MAX, EpochStart, History
 from region.replication.messages import Action, Durable, Follow, Probe, Status
-from region.replication.ready import Copied, CopyFailed, DiskFailed, Linked, Synced, Truncate
+from region.replication.ready import (
+    Copied,
+    CopyFailed,
+    CopyWanted,
+    DiskFailed,
+    Linked,
+    Synced,
+    Truncate,
+)  # fmt: skip
 
 
 def following(end: int = 0, starts: tuple[tuple[int, int], ...] = (), **more: object) -> Shard:
@@ -182,6 +190,21 @@ def test_a_copy_takes_the_logs_place() -> None:
     history = History([EpochStart(1, election(1), LogPoint(0))])
     asked = sent(shard.tell(Copied(0, LogPoint(5), LogPoint(9), history)), Follow)[0]
     assert asked.logs[0].end == LogPoint(9)
+
+
+@pytest.mark.parametrize("ends", ["it is there", "it came to nothing"])
+def test_who_is_elected_while_it_has_its_log_copied_leads_once_that_is_over(ends: str) -> None:
+    """In sync all the while, as where nobody appends: its leader is lost, and nobody but it may be elected."""
+    shard = Shard("b", end=3, starts=((1, 0),), commit=3)
+    shard.read(record())
+    shard.sync()
+    shard.hear("a", placed(1, 3, ask=shard.follower.ask))
+    assert shard.tell(CopyWanted(0)).copy
+    assert not shard.read(record(epoch=2, leader="b", isr="b1 c1")).begin
+    history = History([EpochStart(1, election(1), LogPoint(0))])
+    over = CopyFailed(0) if ends == "it came to nothing" else Copied(0, LogPoint(3), LogPoint(4), history)
+    assert [begin.start.epoch for begin in shard.tell(over).begin] == [2]
+    assert shard.leader.leads and not shard.follower.leader
 
 
 def test_a_copy_that_lacks_what_is_committed_is_refused() -> None:
