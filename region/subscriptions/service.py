@@ -621,10 +621,10 @@ class SubscriptionService:
         gather.asked()
 
     def abandon(self, acks: Sequence[SubscriptionAcks]) -> None:
-        """The transaction was not written: what was kept is delivered again."""
+        """The transaction was not written: what was kept is delivered again. Also where nothing can be decided now: the journal knows nothing of it."""
         for each in acks:
             found = self._loaded(each)
-            if found is not None and found.refusal() is None:
+            if found is not None:
                 found.unreserve(each.acks)
 
     def _loaded(self, acks: SubscriptionAcks) -> DurableSubscription | None:

@@ -17,6 +17,8 @@ import felix
 import felix.sync
 from felix import Code, Durability, RequestError, Retries
 from felix.consumer import Consumer, ConsumerRecord
+from felix.consumer_messages import ShardAck, SubscriptionAcks
+from felix.errors import UnavailableError
 from policy.quantity import Duration
 from region.config import SubscriptionsConfig
 from region.folder import RegionFolder
@@ -542,3 +544,23 @@ async def test_a_consumer_outlives_its_broker_and_is_told_where_the_stream_is_an
                 assert [gap.reason for gap in gaps] == [felix.GapReason.RECREATED]
     finally:
         broker.kill()
+
+
+async def test_what_a_transaction_gave_up_while_the_disk_was_full_is_delivered_again(
+    node: Node, region: felix.RegionClient
+) -> None:
+    await region.create_stream(ORDERS)
+    await publish(region, b"a")
+    async with region.stream(ORDERS).consumer("billing", start="earliest") as consumer:
+        await take(consumer, 1)
+        held = node.subscriptions._held[felix.StreamName.parse(ORDERS)].by_name["billing"]
+        acks = [SubscriptionAcks(ORDERS, "billing", [ShardAck(0, held.progress(0).generation, [0, 1])])]
+        assert node.subscriptions.check(acks) is None
+        actor = held._stores[0]._actor
+        assert actor is not None and actor.journal._log is not None
+        journal = actor.journal._log._core
+        journal.hold = UnavailableError("The disk is full.", code=Code.DISK_FULL)
+        assert held.refusal() is not None
+        node.subscriptions.abandon(acks)
+        journal.hold = None
+        assert payloads(await take(consumer, 1)) == [b"a"]
