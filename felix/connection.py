@@ -307,7 +307,7 @@ class Link:
             elif exchange is not None:
                 exchange.exchange_data(data, end)
                 if end:
-                    self._exchanges.pop(stream_id, None)
+                    self.close_exchange(stream_id)
             elif stream_id & 3 != 0:
                 self._receive_event(stream_id, data, end)
         except FelixError as error:
@@ -317,8 +317,9 @@ class Link:
         if stream_id == self._control:
             self.fail(protocol_breach("The broker reset the control stream."))
             return
-        exchange = self._exchanges.pop(stream_id, None)
+        exchange = self._exchanges.get(stream_id)
         if exchange is not None:
+            self.close_exchange(stream_id)
             exchange.exchange_end(None)
             return
         stream = self._streams.pop(stream_id, None)
@@ -594,7 +595,8 @@ class Link:
         return stream_id
 
     def close_exchange(self, stream_id: int) -> None:
-        """Nothing more is sent on it, and what still comes back is dropped."""
+        """Nothing more is sent on it, and what still comes back is dropped. Where the broker ended it, this half is ended too: an open one
+        would keep its place among the session's streams."""
         if self._exchanges.pop(stream_id, None) is not None:
             self.send_exchange(stream_id, b"", end=True)
 

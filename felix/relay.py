@@ -107,10 +107,7 @@ class RelayPath:
             asyncio.get_running_loop().call_soon(receiver.path_ended)
 
     def close(self) -> None:
-        if self.is_over:
-            return
         self._end(UnavailableError("The relay was closed by this client.", code=Code.DISCONNECTED))
-        self._session.close_exchange(self._stream_id)
 
     # -- felix.connection.Sender -----------------------------------------------------------------------
 
@@ -155,6 +152,7 @@ class RelayPath:
         if self.is_over:
             return
         self.is_over = True
+        self._session.close_exchange(self._stream_id)
         self._waiting.clear()
         if not self._opened.done():
             self._opened.set_exception(error)

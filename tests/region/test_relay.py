@@ -11,10 +11,12 @@ from typing import Any, cast
 import pytest
 from region_peer import until
 
-from felix.errors import Code, ProtocolError, UnavailableError
+import felix
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import Frame, FrameDecoder, FrameType, Train, decode_datagrams
 from felix.messages import OpenRelay, RelayOpened, decode_answer, decode_error, encode_message
 from felix.names import SpiffeId
+from felix.relay import RelayPath
 from felix.transport.port import TransportLimits
 from region.budget import Budget
 from region.relay import CONNECTIONS_MAX, RelayService
@@ -207,3 +209,31 @@ async def test_the_protocol_of_a_relay_is_kept(far: Far) -> None:
     with pytest.raises(ProtocolError, match="1 to 16384 are carried"):
         role.data(Train(16_385, bytes(16_385)).encode(), False)
     role.closed()
+
+
+class Heedless:
+    """A sink that leaves its stream as it is."""
+
+    def __init__(self) -> None:
+        self.is_ended = False
+
+    def exchange_data(self, data: bytes, end: bool) -> None:
+        self.is_ended = self.is_ended or end
+
+    def exchange_end(self, error: FelixError | None) -> None: ...
+
+
+async def test_streams_that_the_broker_ended_keep_no_place_in_the_session(
+    operator: felix.RegionClient,
+) -> None:
+    link = operator.connection.link
+    assert link is not None
+    most = TransportLimits().streams_max
+    for _ in range(most):
+        with pytest.raises(RequestError, match="carries no connections"):
+            await RelayPath(link).open("127.0.0.1:9")
+    for _ in range(most):
+        sink = Heedless()
+        stream = link.open_exchange(sink)
+        link.send_exchange(stream, encode_message(FrameType.REQUEST, OpenRelay("127.0.0.1:9"), 1))
+        await until(lambda sink=sink: sink.is_ended)  # type: ignore[misc]
