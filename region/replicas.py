@@ -428,11 +428,16 @@ class Replicas:
         for number in range(stream.config.shards):
             shard = ShardId(stream.incarnation, number)
             async with self._changing:
-                record = self._member.mirror.view.shards.get(shard)
+                view = self._member.mirror.view
+                record = view.shards.get(shard)
                 if record is None or stream.incarnation in self._forgotten:
                     continue
                 if self._member.broker not in (*record.replicas, *record.target):
-                    if self.host.replica(shard) is not None:
+                    is_open = self.host.replica(shard) is not None
+                    if view.revision_of(view.keys.frozen) and (is_open or shard in self._found):
+                        # The records may be those of a store that was put back, and this copy the only one that is left.
+                        self._wanted.add(stream.name)
+                    elif is_open:
                         await self._drop(stream, shard)
                     elif shard in self._found and is_kept_elsewhere(record):
                         await self._delete(stream, shard, kinds)

@@ -1,0 +1,66 @@
+"""What is left on a broker of a shard that its record names it for no more: what goes, and what does not yet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from felix.bounded import BoundedMap
+from felix.names import StreamName
+from region.cluster.records import ShardId, ShardRecord
+from region.log.companions import RECORDS
+from region.replicas import Replicas
+
+STREAM = "acme/ops/orders"
+SHARD = ShardId("ab" * 16, 0)
+RECORD = ShardRecord(
+    stream=STREAM, epoch=3, election="0" * 16, leader="b1", replicas=("b1", "b2"), isr={"b1": 1, "b2": 1}, min=2
+)  # fmt: skip
+
+
+class Leftover:
+    """The copies of a broker, b3, that found something of the shard when it started."""
+
+    def __init__(self) -> None:
+        self.revisions: dict[str, int] = {}
+        self.deleted: list[Path] = []
+        keys = SimpleNamespace(frozen="frozen")
+        view = SimpleNamespace(
+            keys=keys, shards={SHARD: RECORD}, revision_of=lambda key: self.revisions.get(key, 0)
+        )
+        replicas: Any = Replicas.__new__(Replicas)
+        replicas._member = SimpleNamespace(broker="b3", mirror=SimpleNamespace(view=view))
+        replicas.host = SimpleNamespace(replica=lambda shard: None, shards=[])
+        replicas._folders = SimpleNamespace(
+            copies=Path("/copies"), shard_folder=self._folder, delete_copy=self._delete
+        )
+        replicas._changing = asyncio.Lock()
+        replicas._found, replicas._adopted, replicas._wanted = {SHARD}, set(), set()
+        replicas._forgotten = BoundedMap(1)
+        self.replicas = replicas
+
+    @staticmethod
+    def _folder(name: StreamName, incarnation: bytes, number: int) -> Path:
+        return Path("/streams") / str(number)
+
+    async def _delete(self, folders: Sequence[Path], kept: Sequence[Path]) -> None:
+        self.deleted += folders
+
+    async def look(self) -> None:
+        stream = SimpleNamespace(name=STREAM, incarnation=SHARD.incarnation, config=SimpleNamespace(shards=1))
+        await self.replicas._open_copies(stream, (RECORDS,))
+
+
+async def test_nothing_is_deleted_while_the_region_is_frozen() -> None:
+    """Its store was put back from before the shard moved here: those that the record names may have none of it any more."""
+    left = Leftover()
+    left.revisions["frozen"] = 9
+    await left.look()
+    assert not left.deleted
+    assert left.replicas._wanted == {STREAM}, "it is looked at again"
+    left.revisions.clear()
+    await left.look()
+    assert left.deleted
