@@ -51,7 +51,7 @@ from region.metadata.records import (
     min_in_sync,
     one_copy_since,
 )
-from region.replication.disk import LogPlan, kept_name, parse_kept_name
+from region.replication.disk import LogPlan, damaged_folder, kept_name, parse_kept_name
 from region.replication.host import Links, ReplicaHost, ShardPlan
 from region.replication.repairer import Source
 
@@ -470,7 +470,8 @@ class Replicas:
         self._found.discard(shard)
         if not any(each.incarnation == stream.incarnation for each in (*self.host.shards, *self._found)):
             self._adopted.discard(stream.incarnation)
-        folders = [self._log_folder(stream, shard, kind) for kind in kinds]
+        logs = [self._log_folder(stream, shard, kind) for kind in kinds]
+        folders = [folder for each in logs for folder in (each, damaged_folder(each))]
         # What tells of a copy whose folder is gone goes behind it.
         await self._folders.delete_copy(folders, [self._kept(shard, kind) for kind in kinds])
         log.info("the copy of shard %d of %s has moved away and is deleted", shard.number, stream.name)

@@ -500,7 +500,7 @@ class ReplicaDisk:
 
     def forget_damaged(self) -> None:
         """What could not be opened is needed no more: this copy is in sync again. Raises OSError."""
-        aside = _damaged_folder(self.plan)
+        aside = damaged_folder(self.plan.folder)
         if self._files.exists(aside):
             self._files.remove_folder(aside)
 
@@ -524,14 +524,15 @@ def _piece_path(folder: Path, closed: Closed) -> Path:
     return folder / f"{segment_name(closed.base_offset, closed.generation)}{TEMPORARY_SUFFIX}"
 
 
-def _damaged_folder(plan: LogPlan) -> Path:
-    return plan.folder.with_name(plan.folder.name + DAMAGED_SUFFIX)
+def damaged_folder(folder: Path) -> Path:
+    """Where a log that could not be opened is kept, which was in `folder`."""
+    return folder.with_name(folder.name + DAMAGED_SUFFIX)
 
 
 def set_aside(files: Files, plan: LogPlan) -> Path:
     """Give the folder of a log that cannot be opened another name, which is returned: `ReplicaDisk.open` begins the log anew, and knows that it was
     there. Blocking. Raises OSError."""
-    aside = _damaged_folder(plan)
+    aside = damaged_folder(plan.folder)
     if files.exists(aside):
         files.remove_folder(aside)
     files.rename(plan.folder, aside)

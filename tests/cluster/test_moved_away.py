@@ -64,3 +64,9 @@ async def test_nothing_is_deleted_while_the_region_is_frozen() -> None:
     left.revisions.clear()
     await left.look()
     assert left.deleted
+
+
+async def test_a_damaged_log_that_was_set_aside_goes_with_the_copy() -> None:
+    left = Leftover()
+    await left.look()
+    assert {path.name for path in left.deleted} == {"0", "0.damaged"}
