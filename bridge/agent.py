@@ -453,10 +453,11 @@ class Agent:
         opening, self._opening = self._opening, None
         if opening is None:
             return
-        try:
-            trail, _ = await opening
-        except (FelixError, OSError):
+        await asyncio.wait((opening,))
+        if opening.exception() is not None:
+            # Whoever waited for it tells why.
             return
+        trail, _ = opening.result()
         if self._submissions is not None:
             await asyncio.to_thread(self._submissions.stop)
             self._submissions = None

@@ -365,6 +365,20 @@ async def test_a_log_that_cannot_be_read_once_it_is_open_is_opened_again(
         await until(lambda: agent.context.trail, "its log")
 
 
+async def test_an_agent_whose_log_fails_to_open_by_a_mistake_of_ours_ends_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = unreachable(tmp_path)
+
+    def mistaken(*words: Any, **more: Any) -> Any:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(agent_module, "open_egress", mistaken)
+    agent = await Agent.start(mesh.bridge_config(), mesh.us.root)
+    await asyncio.wait(agent._tasks, return_when=asyncio.FIRST_EXCEPTION)
+    await agent.stop()
+
+
 def unreachable(home: Path) -> Mesh:
     """Of which no broker runs."""
     mesh = Mesh.make(home)
