@@ -323,8 +323,8 @@ def _pid_file(folder: RegionFolder, broker: str) -> Path:
     return folder.run / f"{broker}.pid" if broker else folder.broker_pid
 
 
-def _brokers_here(folder: RegionFolder, config: RegionConfig) -> list[tuple[Path, str]]:
-    """The process files of a region's several brokers, and what each is; of those that run elsewhere, too."""
+def _pid_files(folder: RegionFolder, config: RegionConfig) -> list[tuple[Path, str]]:
+    """Where each of a region's several brokers says that it runs, if it does on this machine, and what it is."""
     brokers = [] if config.cluster is None else [str(each.id) for each in config.cluster.brokers]
     return [(_pid_file(folder, broker), f"Broker {broker} of {config.region}") for broker in brokers]
 
@@ -427,9 +427,7 @@ def down(name: OptionalName = "") -> None:
     running = [(folder.broker_pid, f"The broker of {name}")]
     if read_state(folder.broker_pid) is None:
         # Those that were started by themselves: felix region up --broker.
-        running = [
-            each for each in _brokers_here(folder, config) if read_state(each[0]) is not None
-        ] or running
+        running = [each for each in _pid_files(folder, config) if read_state(each[0]) is not None] or running
     for path, what in running:
         out.print(f"{name} stopped (process {stop(path, what)})")
 
@@ -451,7 +449,7 @@ def ready(
     region = choose_region(name)
     folder, config = folder_of(region)
     # Of several machines' brokers, those that run here; where all run here, all of them.
-    running = [each for each in _brokers_here(folder, config) if _has_own_etcd(folder) or each[0].exists()]
+    running = [each for each in _pid_files(folder, config) if _has_own_etcd(folder) or each[0].exists()]
     for path, what in running or [(folder.broker_pid, f"The broker of {region}")]:
         check_ready(path, what, in_sync=in_sync)
 
@@ -580,10 +578,8 @@ def _status(region: str) -> dict[str, Any]:
 
 def _running(folder: RegionFolder, config: RegionConfig) -> dict[str, Any] | None:
     """What the region's broker said when it began to serve, or one of several on this machine; None where none runs."""
-    if (state := read_state(folder.broker_pid)) is not None or config.cluster is None:
-        return state
-    states = (read_state(_pid_file(folder, str(each.id))) for each in config.cluster.brokers)
-    return next((state for state in states if state is not None), None)
+    paths = (folder.broker_pid, *(path for path, _ in _pid_files(folder, config)))
+    return next((state for path in paths if (state := read_state(path)) is not None), None)
 
 
 async def _describe(region: str) -> RegionState:
