@@ -22,7 +22,6 @@ from region.cluster.transactions import Reason, Refusal, Transaction, batches
 from region.document_log import LASTING
 from region.metadata.catalog import Catalog
 from region.metadata.port import MetadataStore
-from region.metadata.transaction import Entry
 from region.reconciliation import FolderReport, Plan
 
 ASKED_AGAIN: Final = Transaction((), ())
@@ -99,7 +98,9 @@ class Reconciler:
                 )
         catalog = Catalog(self._store, self._region)
         streams = {stream.incarnation: stream for stream in await catalog.list_streams()}
-        audit = await self._audit_home(reports)
+        entry = await self._store.get(self._mirror.view.keys.audit_home)
+        stored = None if entry is None else AuditHome.of(entry)
+        audit = self._audit_home(reports, stored)
         if audit is not None and (leaves := audit.stream) is not None:
             streams[leaves.incarnation] = leaves
         deleted = {stream.incarnation for stream in await catalog.deleted_streams()}
@@ -115,9 +116,7 @@ class Reconciler:
         )
         if isinstance(made, Refusal):
             raise RequestError(made.sentence, code=Code.CONFLICT, hint=_HINTS.get(made.reason, ""))
-        if audit is not None and (
-            (entry := await self._stored_home()) is None or AuditHome.of(entry) != audit
-        ):
+        if audit is not None and audit != stored:
             made.audit_home, made.audit_revision = audit.encode(), 0 if entry is None else entry.mod_revision
             made.notes.append(
                 "The store does not say where the region's audit log is: that is put back as the folders know it."
@@ -148,16 +147,11 @@ class Reconciler:
                 hint="Stop every broker of the region, and reconcile again.",
             )
 
-    async def _stored_home(self) -> Entry | None:
-        return await self._store.get(self._mirror.view.keys.audit_home)
-
-    async def _audit_home(self, reports: Mapping[str, FolderReport]) -> AuditHome | None:
+    def _audit_home(self, reports: Mapping[str, FolderReport], stored: AuditHome | None) -> AuditHome | None:
         """Where the audit log is, as store and folders say. Raises RequestError(CONFLICT) where store and folders differ."""
-        key = self._mirror.view.keys.audit_home
-        entry = await self._stored_home()
         told = {f"broker {broker}": report.audit for broker, report in reports.items() if report.audit}
-        if entry is not None:
-            told[f"the store ({key})"] = AuditHome.of(entry).encode()
+        if stored is not None:
+            told[f"the store ({self._mirror.view.keys.audit_home})"] = stored.encode()
         homes = {what: AuditHome.decode(what, who) for who, what in told.items()}
         if not homes:
             return None
