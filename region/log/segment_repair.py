@@ -26,7 +26,7 @@ from region.log.segment_state import SegmentState
 
 
 class SegmentRepair:
-    """Of one segment: `take` all of its frames, then `finish`; `abandon` in the end, whatever became of it."""
+    """Of one segment: `take` all of its frames, `verify`, then `finish`; `abandon` in the end, whatever became of it."""
 
     def __init__(
         self, log: DiskLog, files: Files, segment: SegmentState, annotations: Mapping[int, bytes]
@@ -93,14 +93,16 @@ class SegmentRepair:
         """Whether all of its frames were taken."""
         return self.reached == self._segment.end_point
 
-    def finish(self) -> bool:
-        """Look at all that was written, and put it in the damaged file's place. False where the log has the segment no more. Whoever holds the
-        log's folder lets nobody close it meanwhile.
+    @property
+    def _is_all(self) -> bool:
+        """Whether what was written ends where the segment does, in log points and in bytes."""
+        return self.is_whole and self._position == self._segment.segment_bytes
 
-        Raises OSError, StorageFailedError; RequestError(CONFLICT) as `take` does; SegmentDamagedError where the disk damages this one, too.
-        """
+    def verify(self) -> None:
+        """Bring all that was written to the disk, and look at it. Raises OSError; RequestError(CONFLICT) as `take` does; SegmentDamagedError
+        where the disk damages this one, too."""
         segment = self._segment
-        if not self.is_whole or self._position != segment.segment_bytes:
+        if not self._is_all:
             raise self._other(
                 f"{self._position} bytes up to {self.reached}, where it has {segment.segment_bytes} up to {segment.end_point}"
             )
@@ -117,8 +119,11 @@ class SegmentRepair:
         check = SegmentCheck(self._files, written)
         while not check.step():
             pass
-        with self._log.writer:
-            return self._log.restore_segment(segment, self._aside)
+
+    def finish(self) -> bool:
+        """Put what was verified in the damaged file's place; False where the log has the segment no more, or has cut it. Whoever asks holds the
+        log's writer. Raises OSError, StorageFailedError."""
+        return self._is_all and self._log.restore_segment(self._segment, self._aside)
 
     def abandon(self) -> None:
         """Let go of what is not in place. Raises OSError."""

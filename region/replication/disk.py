@@ -63,8 +63,6 @@ DAMAGED_SUFFIX: Final = ".damaged"
 UNKNOWN_ELECTION: Final = "0" * 16
 """Of epochs that a broker began before its log was replicated: nobody was elected, and nobody else has them."""
 _REWRITE_BYTES: Final = 1 << 20
-_PASS_WAIT_S: Final = 2.0
-"""A repair waits so long for a pass of compaction, in a thread that others want to read by; then it begins again."""
 
 _starts: Final = msgspec.json.Decoder(list[EpochStart])
 _point: Final = msgspec.json.Decoder(LogPoint)
@@ -133,9 +131,9 @@ class ReplicaDisk:
         self._runtime = runtime
         self._open_logs = open_logs
         self._compacting = Lock()
-        """Held by a pass of compaction, and while a repaired segment is put in its place."""
+        """Held by a pass of compaction."""
         self._ending = Event()
-        """Ends one."""
+        """Ends one, and a repair: the log is closed."""
 
     @classmethod
     def open(
@@ -466,20 +464,19 @@ class ReplicaDisk:
         return SegmentRepair(self.log, self._files, segment, annotations)
 
     def finish_repair(self, repair: SegmentRepair) -> bool:
-        """Put what was written in its place; False where the log has the segment no more. Raises as `SegmentRepair.finish` does; WorkEndedError
-        where the log was closed, begun anew or compacted meanwhile."""
-        if not self._compacting.acquire(timeout=_PASS_WAIT_S):
-            raise WorkEndedError
+        """Put what was written in its place, also beside a pass of compaction; False where the log has the segment no more. Raises as
+        `SegmentRepair.finish` does; WorkEndedError where the log was closed or begun anew meanwhile."""
         try:
+            repair.verify()
+            with self.log.writer:
+                if self._ending.is_set():
+                    raise WorkEndedError
+                return repair.finish()
+        except FileNotFoundError:
+            # Of a log that was begun anew the folder has another name.
             if self._ending.is_set():
-                raise WorkEndedError
-            return repair.finish()
-        finally:
-            self._compacting.release()
-
-    def annotations_at(self, point: LogPoint) -> dict[int, bytes]:
-        """Those in force at a point of the log. Raises as `DiskLog.annotations_at` does."""
-        return self.log.annotations_at(point)
+                raise WorkEndedError from None
+            raise
 
     def rewrite_small_files(self) -> list[Path]:
         """Write the elections and the commit point again where their files are damaged: both are known here. Which were. Raises OSError."""

@@ -79,13 +79,18 @@ class Copies:
         finally:
             self.files.close(descriptor)
 
+    def finish(self, repair: SegmentRepair) -> bool:
+        with self.log.writer:
+            return repair.finish()
+
     def repair(self, segment: SegmentState) -> bool:
         annotations = self.other.annotations_at(segment.base_point)
         repair = SegmentRepair(self.log, self.files, segment, annotations)
         try:
             while not repair.is_whole:
                 repair.take(self.other.read_frames(repair.reached, 300, segment.end_point))
-            return repair.finish()
+            repair.verify()
+            return self.finish(repair)
         finally:
             repair.abandon()
 
@@ -143,7 +148,8 @@ def test_frames_that_are_not_those_that_were_written_are_refused_and_nothing_is_
     repair = SegmentRepair(copies.log, copies.files, segment, copies.other.annotations_at(segment.base_point))
     repair.take(had[:at])
     with pytest.raises(RequestError, match="does not have what"):
-        repair.finish()
+        repair.verify()
+    assert not copies.finish(repair)
     repair.abandon()
     assert copies.bytes_of(segment) == before
     assert not [name for name in copies.files.names(Path("/shard")) if name.endswith(".tmp")]
@@ -154,8 +160,9 @@ def test_a_segment_that_was_let_go_of_meanwhile_is_not_put_back() -> None:
     segment = copies.log.segments[0]
     repair = SegmentRepair(copies.log, copies.files, segment, {})
     repair.take(copies.other.read_frames(segment.base_point, 1 << 20, segment.end_point))
+    repair.verify()
     with copies.log.writer:
         copies.log.trim(segment.next_offset, 1_000)
-    assert not repair.finish()
+    assert not copies.finish(repair)
     repair.abandon()
     assert not copies.files.exists(segment.path)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 
+import pytest
 from replication.sealed import IDENTITY, entry
 
 from felix.runtime.real import REAL
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from region.cluster.records import ShardId
+from region.log.compactor import WorkEndedError
 from region.log.errors import SegmentDamagedError
 from region.log.point import LogPoint
 from region.log.scrub import Scrub
@@ -138,6 +140,36 @@ async def test_a_repair_that_is_ended_lets_go_of_its_file_once_nothing_writes_to
         await closing
         assert "closed" not in calls[:-1] and calls[-1] == "closed"
         assert not any(map(is_aside, asked.copies.disk.files()))
+
+
+async def test_a_repair_waits_for_no_pass_of_compaction() -> None:
+    with repairing() as asked:
+        damage = asked.repairs.note(SHARD, 0, asked.copies.damage())
+        assert damage is not None
+        with asked.copies.here._compacting:
+            await damage.news.wait()
+        assert damage.is_over and asked.repairs.repaired == 1
+        assert asked.copies.here.log.read(0, 100, 1)
+        await asked.repairs.close()
+
+
+async def test_a_repair_that_is_done_after_its_log_was_closed_changes_nothing() -> None:
+    with repairing() as asked:
+        here, segment = asked.copies.here, asked.copies.here.log.segments[0]
+        asked.copies.damage()
+        fetched = await asked.copies.fetch(
+            "b", SHARD, 0, LogPoint(0), segment.end_point, with_annotations=True
+        )
+        repair = here.begin_repair(segment, fetched.annotations)
+        repair.take(fetched.frames)
+        while not repair.is_whole:
+            repair.take(asked.copies.other.log.read_frames(repair.reached, 300, segment.end_point))
+        here.close()
+        with pytest.raises(WorkEndedError):
+            here.finish_repair(repair)
+        repair.abandon()
+        with pytest.raises(SegmentDamagedError):
+            here.log.read(0, 100, 1)
 
 
 async def test_a_repair_for_which_there_is_no_room_leaves_no_file_open() -> None:
