@@ -17,6 +17,7 @@ import os
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from threading import Event
 from typing import Final, TypeVar
@@ -39,6 +40,18 @@ REPAIRS_PER_READ_MAX: Final = 4
 REPAIR_RETRY_MS: Final = 1_000
 
 _T = TypeVar("_T")
+
+
+async def read_repaired(
+    read: Callable[[], Awaitable[_T]], repair: Callable[[SegmentDamagedError], Awaitable[None]]
+) -> _T:
+    """What `read` returns, once what it finds damaged is repaired. Raises as both do; UnavailableError where it is damaged again and again."""
+    for _ in range(REPAIRS_PER_READ_MAX):
+        try:
+            return await read()
+        except SegmentDamagedError as error:
+            await repair(error)
+    raise UnavailableError("What is read is damaged again and again.", retry_after_ms=REPAIR_RETRY_MS)
 
 
 class _FetchedDamageError(Exception):
@@ -113,14 +126,8 @@ class DiskReader:
         self._store.cache.forget(self._folder)
 
     async def _perform(self, read: Callable[..., _T], *arguments: int) -> _T:
-        for _ in range(REPAIRS_PER_READ_MAX):
-            try:
-                return await self._perform_once(read, *arguments)
-            except SegmentDamagedError as error:
-                if self._repair is None:
-                    raise
-                await self._repair(error)
-        raise UnavailableError("What is read is damaged again and again.", retry_after_ms=REPAIR_RETRY_MS)
+        once = partial(self._perform_once, read, *arguments)
+        return await once() if self._repair is None else await read_repaired(once, self._repair)
 
     async def _perform_once(self, read: Callable[..., _T], *arguments: int) -> _T:
         before = self.truncations

@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.storage.port import Files, is_full
-from felix.tasks import end_tasks
+from felix.tasks import TaskSet
 from region.cluster.records import ShardId
 from region.log.compactor import WorkEndedError
-from region.log.disk_reader import REPAIR_RETRY_MS, REPAIRS_PER_READ_MAX
+from region.log.disk_reader import read_repaired
 from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame
 from region.log.point import LogPoint
@@ -140,7 +141,7 @@ class Damage:
     number: int
     segment: SegmentState
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """set after each attempt"""
+    """set once it is over, or there is a reason why it is not"""
     why: str = ""
     """why the last attempt came to nothing; empty before that"""
     is_over: bool = False
@@ -186,19 +187,19 @@ class Repairer:
         self._alarm = alarm
         self._damaged: dict[tuple[ShardId, int, int, int], Damage] = {}
         self._one = asyncio.Lock()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._loop = asyncio.get_running_loop()
         self._is_closed = False
 
     def start(self) -> None:
         """Look at closed segments from now on."""
         if self._scrub_settings is not None:
-            self._begin(self._scrub(self._scrub_settings))
+            self._tasks.begin(self._scrub(self._scrub_settings), name="scrub")
 
     async def close(self) -> None:
         """Do nothing more. What was not repaired is found again."""
         self._is_closed = True
-        await end_tasks(*self._tasks)
+        await self._tasks.end()
 
     @property
     def damaged(self) -> int:
@@ -227,7 +228,7 @@ class Repairer:
             damage = self._damaged[key] = Damage(shard, number, segment)
             self.found += 1
             log.error("shard %s: %s It is repaired from another copy.", shard, found.sentence)
-            self._begin(self._repair_until_done(key, damage))
+            self._tasks.begin(self._repair_until_done(key, damage), name="repair")
         return damage
 
     async def repair(self, shard: ShardId, number: int, found: SegmentDamagedError) -> None:
@@ -258,12 +259,9 @@ class Repairer:
 
     async def reading(self, shard: ShardId, number: int, read: Callable[[], _T], pool: Executor) -> _T:
         """What `read` returns, done in a thread, once what it finds damaged is repaired. Raises as `read` and `repair` do."""
-        for _ in range(REPAIRS_PER_READ_MAX):
-            try:
-                return await self._loop.run_in_executor(pool, read)
-            except SegmentDamagedError as error:
-                await self.repair(shard, number, error)
-        raise UnavailableError("What is read is damaged again and again.", retry_after_ms=REPAIR_RETRY_MS)
+        return await read_repaired(
+            lambda: self._loop.run_in_executor(pool, read), partial(self.repair, shard, number)
+        )
 
     # Repairs
 
@@ -457,8 +455,3 @@ class Repairer:
             self._round_done += looked
             took_s = self._runtime.clock.monotonic() - begun_s
             await asyncio.sleep(max(looked / rate_bytes, took_s * (1 / SCRUB_SHARE - 1)))
-
-    def _begin(self, work: Coroutine[None, None, None]) -> None:
-        task = self._loop.create_task(work, name="repair")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
