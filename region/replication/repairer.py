@@ -144,12 +144,22 @@ class Damage:
     """set once it is over, or there is a reason why it is not"""
     why: str = ""
     """why the last attempt came to nothing; empty before that"""
+    is_copied: bool = False
+    """whether that is because the whole log is copied"""
     is_over: bool = False
 
     @property
     def offsets(self) -> str:
         """Which are damaged, as a sentence has them."""
         return f"{self.segment.base_offset} to {self.segment.next_offset - 1}"
+
+    def is_being_copied(self) -> UnavailableError:
+        """The answer to a reader that need not wait for more than time."""
+        return UnavailableError(
+            f"Offsets {self.offsets} of shard {self.shard.number} are damaged on this broker, and are being "
+            "copied from another one.",
+            retry_after_ms=int(REPAIR_SOON_S * 1_000),
+        )
 
 
 class Repairer:
@@ -244,18 +254,17 @@ class Repairer:
                 while not damage.is_over and not damage.why:
                     await damage.news.wait()
         except TimeoutError:
-            raise UnavailableError(
-                f"Offsets {damage.offsets} of shard {shard.number} are damaged on this broker, and are being "
-                "copied from another one.",
-                retry_after_ms=int(REPAIR_SOON_S * 1_000),
-            ) from None
-        if not damage.is_over:
-            raise CorruptionError(
-                f"Offsets {damage.offsets} of shard {shard.number} cannot be read: they are damaged on this broker's "
-                f"disk, and no copy in sync could give them ({damage.why}).",
-                hint="They are asked for again every ten seconds: start the brokers that have other copies, or read on behind them. "
-                "All else of the shard is served.",
-            )
+            raise damage.is_being_copied() from None
+        if damage.is_over:
+            return
+        if damage.is_copied:
+            raise damage.is_being_copied()
+        raise CorruptionError(
+            f"Offsets {damage.offsets} of shard {shard.number} cannot be read: they are damaged on this broker's "
+            f"disk, and no copy in sync could give them ({damage.why}).",
+            hint="They are asked for again every ten seconds: start the brokers that have other copies, or read on behind them. "
+            "All else of the shard is served.",
+        )
 
     async def reading(self, shard: ShardId, number: int, read: Callable[[], _T], pool: Executor) -> _T:
         """What `read` returns, done in a thread, once what it finds damaged is repaired. Raises as `read` and `repair` do."""
@@ -274,7 +283,7 @@ class Repairer:
                 if outcome is not Outcome.SOON and not damage.why:
                     self._tell(damage, why)
                 if outcome is not Outcome.SOON:
-                    damage.why = why
+                    damage.why, damage.is_copied = why, outcome is Outcome.COPIED
                     damage.news.set()
                 await asyncio.sleep(REPAIR_SOON_S if outcome is Outcome.SOON else REPAIR_AGAIN_S)
             if outcome is Outcome.REPAIRED:

@@ -15,6 +15,7 @@ from threading import Event, current_thread, main_thread
 import pytest
 from replication.sealed import IDENTITY, entry
 
+from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from region.cluster.records import ShardId
@@ -44,6 +45,7 @@ class Copies:
     """A copy here, and one of the same log elsewhere, which is asked: both have it all committed."""
 
     def __init__(self) -> None:
+        self.is_compacted_elsewhere = False
         self.disk = MemoryDisk()
         self.files = self.disk.mount()
         self.here = replica(self.files)
@@ -69,7 +71,7 @@ class Copies:
         return True
 
     def copy_anew(self, shard: ShardId, number: int) -> bool:
-        return False
+        return True
 
     async def fetch(
         self,
@@ -81,6 +83,8 @@ class Copies:
         *,
         with_annotations: bool,
     ) -> Fetched:
+        if self.is_compacted_elsewhere:
+            raise RequestError("It was compacted.", code=Code.UNSUPPORTED)
         log = self.other.log
         annotations = log.annotations_at(begin) if with_annotations else {}
         return Fetched(annotations, log.read_frames(begin, 300, end))
@@ -170,6 +174,15 @@ async def test_a_repair_that_is_done_after_its_log_was_closed_changes_nothing() 
         repair.abandon()
         with pytest.raises(SegmentDamagedError):
             here.log.read(0, 100, 1)
+
+
+async def test_a_reader_of_a_log_that_is_copied_as_a_whole_is_told_to_come_again() -> None:
+    with repairing() as asked:
+        asked.copies.is_compacted_elsewhere = True
+        with pytest.raises(UnavailableError, match="are being copied") as told:
+            await asked.repairs.repair(SHARD, 0, asked.copies.damage())
+        assert told.value.retry_after_ms
+        await asked.repairs.close()
 
 
 async def test_a_repair_for_which_there_is_no_room_leaves_no_file_open() -> None:
