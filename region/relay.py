@@ -27,7 +27,7 @@ from felix.address import Address as HostPort
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import NOBODY_LISTENS, FrameDecoder, FrameType, Train, decode_datagrams
 from felix.messages import OpenRelay, RelayOpened, decode_request, encode_error, encode_message
-from felix.transport.packet import read_long_header
+from felix.transport.packet import PACKET_BYTES_MIN, read_long_header
 from felix.transport.udp import RECEIVE_BYTES, Address, UdpSocket, is_loopback, open_socket
 from region.broker import Broker
 from region.clustered import Clustered
@@ -287,7 +287,8 @@ class Relay:
                 f"A datagram of {train.segment_bytes} bytes; 1 to {self._largest} are carried.",
                 code=Code.FRAME_MALFORMED,
             )
-        if udp.blocked:
+        # What is too short is dropped before it is split: a frame has room for 65,536 datagrams of one byte.
+        if udp.blocked or train.segment_bytes < PACKET_BYTES_MIN:
             service.dropped_bytes += len(train.data)
             return
         carried = [datagram for datagram in train.split() if self._may_pass(datagram)]
@@ -298,6 +299,8 @@ class Relay:
 
     def _may_pass(self, datagram: bytes) -> bool:
         """Whether it is of a connection that this relay may reach. A short header names one that was made, or nothing."""
+        if len(datagram) < PACKET_BYTES_MIN:
+            return False
         if not datagram[0] & _LONG:
             return True
         header = read_long_header(datagram)

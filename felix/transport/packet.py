@@ -27,6 +27,9 @@ INITIAL_CID_BYTES_MIN: Final = 8
 INITIAL_DATAGRAM_BYTES_MIN: Final = 1200
 """A client pads its first datagrams to this; shorter ones are not answered (RFC 9000, section 14.1)."""
 
+PACKET_BYTES_MIN: Final = 21
+"""No packet of version 1 that a client sends is shorter (RFC 9000, section 10.3)."""
+
 TOKEN_LIFETIME_MS: Final = 10_000
 """How long a Retry token is good: a round trip and the client's retransmissions, no longer."""
 

@@ -150,6 +150,14 @@ async def test_one_relay_reaches_no_more_connections_than_a_handshake_needs(far:
     assert far.service.dropped_bytes == 2 * 1200 + 9
 
 
+async def test_datagrams_too_short_for_quic_are_not_sent(far: Far) -> None:
+    role, _ = await far.opened()
+    for train in (Train(1, b"\x40" * 60_000), Train(20, SHORT), Train(99, SHORT), Train(21, SHORT[:21])):
+        role.data(train.encode(), False)
+    assert await far.received(2) == [SHORT[:99], SHORT[:21]]
+    assert far.service.dropped_bytes == 60_000 + 100 + 1
+
+
 async def test_what_a_client_does_not_take_is_dropped_and_not_held(far: Far) -> None:
     role, session = await far.opened()
     port = next(iter(far.service._relays))._udp.local_address[:2]  # type: ignore[union-attr]
