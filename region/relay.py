@@ -56,6 +56,8 @@ class RelayService:
         self._relays: dict[Relay, str] = {}
         """with the identity of each"""
         self._counts: Counter[str] = Counter()
+        self._lookups: dict[str, asyncio.Task[tuple[int, Address]]] = {}
+        """under way, by the address"""
         # One event loop reads them all, one after the other, and keeps nothing in it.
         self._buffer = bytearray(RECEIVE_BYTES)
         self.carried_bytes = 0
@@ -139,20 +141,28 @@ class RelayService:
 
     async def connect(self, address: str, receiver: Relay) -> tuple[UdpSocket, int]:
         """A socket to a broker, and the largest datagram to send there. Raises UnavailableError."""
-        loop, place = asyncio.get_running_loop(), HostPort.parse(address)
+        loop, lookup = asyncio.get_running_loop(), self._lookups.get(address)
+        if lookup is None:
+            lookup = self._lookups[address] = loop.create_task(_look_up(address))
+            lookup.add_done_callback(lambda done: self._looked_up(address, done))
         try:
-            (family, _, _, _, found), *_ = await loop.getaddrinfo(
-                place.host, place.port, type=socket.SOCK_DGRAM
-            )
-            sock = open_socket(int(family), connect=found, buffer_bytes=SOCKET_BYTES)  # type: ignore[arg-type]
+            # A look-up blocks a thread that disks need, too: one of each broker at a time, however many relays begin and end meanwhile.
+            family, found = await asyncio.shield(lookup)
+            sock = open_socket(family, connect=found, buffer_bytes=SOCKET_BYTES)
         except OSError as error:
             raise UnavailableError(
                 f"Broker {self._broker.broker_id} has no way to {address} (UDP): {error.strerror or error}.",
                 retry_after_ms=RETRY_MS,
             ) from error
-        limits, near = self._broker.transport_limits, is_loopback(found)  # type: ignore[arg-type]
+        limits, near = self._broker.transport_limits, is_loopback(found)
         size = limits.datagram_loopback_bytes_max if near else limits.datagram_bytes_max
         return UdpSocket(sock, loop, receiver, self._buffer), size
+
+    def _looked_up(self, address: str, done: asyncio.Task[tuple[int, Address]]) -> None:
+        del self._lookups[address]
+        if not done.cancelled():
+            # All who waited for it may have gone.
+            done.exception()
 
     def is_there(self, broker: str, address: str) -> bool:
         """Whether a broker is registered still, and at no other address."""
@@ -164,6 +174,15 @@ class RelayService:
     def _look(self) -> None:
         for relay in list(self._relays):
             relay.look()
+
+
+async def _look_up(address: str) -> tuple[int, Address]:
+    """Family and address of a socket. Raises OSError."""
+    place = HostPort.parse(address)
+    (family, _, _, _, found), *_ = await asyncio.get_running_loop().getaddrinfo(
+        place.host, place.port, type=socket.SOCK_DGRAM
+    )
+    return int(family), found  # type: ignore[return-value]
 
 
 class Relay:

@@ -158,6 +158,34 @@ async def test_datagrams_too_short_for_quic_are_not_sent(far: Far) -> None:
     assert far.service.dropped_bytes == 60_000 + 100 + 1
 
 
+async def test_relays_that_begin_and_end_share_one_lookup_of_a_broker(
+    far: Far, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, may_answer = asyncio.get_running_loop(), asyncio.Event()
+    look_up, asked = loop.getaddrinfo, list[object]()
+
+    async def slowly(host: str, port: int, **how: Any) -> Any:
+        asked.append(host)
+        await may_answer.wait()
+        return await look_up(host, port, **how)
+
+    monkeypatch.setattr(loop, "getaddrinfo", slowly)
+    sessions = [Session() for _ in range(6)]
+    for number, session in enumerate(sessions):
+        role = far.service.open(cast("Any", session), 4)
+        role.data(encode_message(FrameType.REQUEST, OpenRelay(far.address), 1), False)
+        await until(lambda: asked)
+        if number % 2:
+            role.data(b"", True)
+    may_answer.set()
+    await until(lambda: all(session.sent for session in sessions[::2]))
+    assert len(asked) == 1 and far.service.gauges()["relays"] == 3
+    assert all(session.is_over and not session.sent for session in sessions[1::2])
+    # The next one looks anew: names come to mean other addresses.
+    await far.opened()
+    assert len(asked) == 2
+
+
 async def test_what_a_client_does_not_take_is_dropped_and_not_held(far: Far) -> None:
     role, session = await far.opened()
     port = next(iter(far.service._relays))._udp.local_address[:2]  # type: ignore[union-attr]
