@@ -24,6 +24,7 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Final
 
 from felix.errors import Code, UnavailableError
@@ -378,16 +379,20 @@ class Quotas:
 
     def told(self, uses: list[Use]) -> list[Use]:
         """What is told, of all that is used and of what is stored where nobody uses it: ACCOUNTS_TOLD_MAX accounts, those that wait first."""
+        if len(uses) > ACCOUNTS_TOLD_MAX:
+            return sorted(uses, key=lambda use: -max(use.rates.values(), default=0.0))[:ACCOUNTS_TOLD_MAX]
         keys = {(use.scope, use.name) for use in uses}
-        stored = [
+        stored = (
             Use("tenant", name, {}, {"stored_bytes": size})
             for name, size in self._stored.items()
-            if size and ("tenant", name) not in keys and self.limits("tenant", name).stored_bytes
-        ]
-        found = [*uses, *stored]
-        if len(found) > ACCOUNTS_TOLD_MAX:
-            found.sort(key=lambda use: -max(use.rates.values(), default=0.0))
-        return found[:ACCOUNTS_TOLD_MAX]
+            if size and ("tenant", name) not in keys and self._limits_stored(name)
+        )
+        return [*uses, *islice(stored, ACCOUNTS_TOLD_MAX - len(uses))]
+
+    def _limits_stored(self, tenant: str) -> bool:
+        """Whether `limits` bound what it stores; without a value of all limits, for each tenant, each second."""
+        own = self.own_limits("tenant", tenant).stored_bytes
+        return bool(self._defaults["tenant"].stored_bytes if own is None else own)
 
     def take_shares(self, accounts: Iterable[Account]) -> list[Account]:
         """Their shares anew, as the brokers told; those of which one rose by much, whose waits are shorter now."""

@@ -17,7 +17,7 @@ from region_peer import until
 from felix.errors import Code, UnavailableError
 from felix.quota import QuotaLimits
 from region.quota import Account, Meter, Quotas
-from region.quota_shares import FLOOR_PARTS, SILENT_S, Region, fair_shares
+from region.quota_shares import ACCOUNTS_TOLD_MAX, FLOOR_PARTS, SILENT_S, Region, fair_shares
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -165,6 +165,11 @@ def test_what_is_stored_where_nobody_uses_it_counts_too() -> None:
     refused = brokers.meter("b1").refusal(20)
     assert refused is not None and refused.code is Code.LIMIT_STORED and "stores 90 bytes" in refused.sentence
     assert brokers.meter("b1").refusal(10) is None
+    # Of who may store what it likes nothing is told, nor of more than are told of.
+    brokers.quotas["b2"].set_limits({("tenant", "acme"): QuotaLimits(stored_bytes=0)})
+    brokers.quotas["b2"].sweep({"acme": 90} | {f"t{number}": 1 for number in range(ACCOUNTS_TOLD_MAX)})
+    told = brokers.quotas["b2"].told([])
+    assert len(told) == ACCOUNTS_TOLD_MAX and "acme" not in {use.name for use in told}
 
 
 def test_few_requests_are_still_let_through_one_at_a_time() -> None:
