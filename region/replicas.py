@@ -433,11 +433,12 @@ class Replicas:
                 if record is None or stream.incarnation in self._forgotten:
                     continue
                 if self._member.broker not in (*record.replicas, *record.target):
-                    is_open = self.host.replica(shard) is not None
-                    if view.revision_of(view.keys.frozen) and (is_open or shard in self._found):
+                    replica = self.host.replica(shard)
+                    is_frozen = view.revision_of(view.keys.frozen) or (replica and replica.fence.frozen)
+                    if is_frozen and (replica or shard in self._found):
                         # The records may be those of a store that was put back, and this copy the only one that is left.
                         self._wanted.add(stream.name)
-                    elif is_open:
+                    elif replica:
                         await self._drop(stream, shard)
                     elif shard in self._found and is_kept_elsewhere(record):
                         await self._delete(stream, shard, kinds)

@@ -66,6 +66,24 @@ async def test_nothing_is_deleted_while_the_region_is_frozen() -> None:
     assert left.deleted
 
 
+async def test_a_copy_that_is_open_stays_where_it_has_seen_that_the_store_went_back() -> None:
+    left = Leftover()
+    host = left.replicas.host
+    fence = SimpleNamespace(frozen="the store was at revision 9 and is at 5: it went back")
+    host.replica = lambda shard: SimpleNamespace(fence=fence)
+    host.is_used, host.plans = lambda shard: False, lambda shard: []
+
+    async def remove(shard: ShardId) -> None:
+        host.replica = lambda shard: None
+
+    host.remove = remove
+    await left.look()
+    assert host.replica(SHARD) is not None
+    fence.frozen = ""
+    await left.look()
+    assert host.replica(SHARD) is None, "it has moved away"
+
+
 async def test_a_damaged_log_that_was_set_aside_goes_with_the_copy() -> None:
     left = Leftover()
     await left.look()
