@@ -29,6 +29,7 @@ app.command("shards", cls=Command)(light.shards)
 app.command("sessions", cls=Command)(light.sessions)
 app.command("cluster", cls=Command)(clusters.cluster)
 app.command("failover", cls=Command)(clusters.failover)
+app.command("new-copy", cls=Command)(clusters.new_copy)
 
 if __name__ == "__main__":
     main(app)

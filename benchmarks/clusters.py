@@ -1,4 +1,4 @@
-"""`python -m benchmarks cluster` and `failover`: a region of several brokers. The modules copies and failover say how it is measured."""
+"""`python -m benchmarks cluster`, `failover` and `new-copy`: a region of several brokers. The modules copies, failover and new_copy say how it is measured."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ import typer
 
 from benchmarks.copies import CopiesPlan, CopiesReport, measure_copies
 from benchmarks.failover import FailoverPlan, FailoverReport, measure_failover
+from benchmarks.new_copy import NewCopyPlan, NewCopyReport, measure_new_copy
 from benchmarks.options import FolderOption, JsonOption, QuickOption, measured
 from benchmarks.tenants import settle, spread_of
-from cli.benchmark.figures import LatencySpread
+from cli.benchmark.figures import LatencySpread, Spread
 from cli.output import out, print_json, table
-from policy.quantity import Duration
+from policy.quantity import Duration, Size
 
 QUICK_COPIES: Final = CopiesPlan(seconds=1.0, records_max=20_000, lone=100, repeats=1)
 QUICK_FAILOVER: Final = FailoverPlan(kills=1, lease_ms=2_000)
+QUICK_NEW_COPY: Final = NewCopyPlan(gib=0.05, seconds=3.0)
 LOGGED: Final = logging.CRITICAL
 """Clients say that brokers went, as they should; here it is what is asked for."""
 
@@ -71,6 +73,41 @@ def failover(
     print_json(report, kind="Benchmark") if json else print_failover(report)
 
 
+def new_copy(
+    gib: Annotated[
+        float,
+        typer.Option("--gib", help="That the stream holds; 0: 1, or 0.05 with --quick.", min=0, max=1000),
+    ] = 0.0,
+    seconds: Annotated[
+        float,
+        typer.Option("--seconds", help="Before and after; 0: 20, or 3 with --quick.", min=0, max=600),
+    ] = 0.0,
+    per_second: Annotated[
+        float, typer.Option("--per-second", help="Small durable records.", min=1, max=10_000)
+    ] = NewCopyPlan().per_second,
+    repeats: Annotated[int, typer.Option("--repeats", help="Rounds.", min=1, max=100)] = 1,
+    copy_rate: Annotated[
+        str, typer.Option("--copy-rate", help="storage.copy_rate, as in 16MiB; unless said: as by default.")
+    ] = "",
+    quick: QuickOption = False,
+    folder: FolderOption = None,
+    json: JsonOption = False,
+) -> None:
+    """How long publishers wait while a full stream gets a third copy."""
+    plan = QUICK_NEW_COPY if quick else NewCopyPlan()
+    plan = msgspec.structs.replace(
+        plan,
+        gib=gib or plan.gib,
+        seconds=seconds or plan.seconds,
+        per_second=per_second,
+        repeats=repeats,
+        copy_rate=Size.parse(copy_rate) if copy_rate else 0,
+    )
+    report = measured(lambda said: measure_new_copy(plan, folder, said), LOGGED)
+    settle([("the stream with a new copy", report.account)])
+    print_json(report, kind="Benchmark") if json else print_new_copy(report)
+
+
 def print_copies(report: CopiesReport) -> None:
     """A table for people."""
     plan = report.plan
@@ -113,6 +150,31 @@ def print_failover(report: FailoverReport) -> None:
         )
     out.print(
         f"{report.account.received:,} acknowledged records, each found once, in order, at its offset; {report.seconds:.0f} s"
+    )
+
+
+def print_new_copy(report: NewCopyReport) -> None:
+    """A table for people."""
+    plan = report.plan
+    table(
+        f"{plan.per_second:.0f} records of {plan.payload_bytes} bytes a second, fsync, while a stream of {plan.gib:g} GiB gets a third copy: "
+        "median of the rounds (lowest – highest)",
+        ("", "p50 / p99 ms#", "worst ms#", "p50 of before#", "p99 of before#"),
+        [
+            (
+                each.phase,
+                _latency(each.latency),
+                f"{each.worst_us.median / 1e3:.1f}",
+                spread_of(each.p50_ratio),
+                spread_of(each.p99_ratio),
+            )
+            for each in report.phases
+        ],
+    )
+    mib = Spread.of([rate / (1 << 20) for rate in report.copy_rate.values])
+    out.print(f"the copy was in sync after {spread_of(report.copy_s)} s: {spread_of(mib)} MiB a second")
+    out.print(
+        f"{report.account.received:,} records, each found once, in order and unchanged; {plan.repeats} rounds in {report.seconds:.0f} s"
     )
 
 

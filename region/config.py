@@ -26,6 +26,7 @@ from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES
 from region.log.scrub import SCRUB_EVERY_MS, SCRUB_RATE_BYTES
 from region.metadata.lease import LEASE_TTL_MS_MAX, LEASE_TTL_MS_MIN
 from region.metadata.records import REPLICAS_MAX
+from region.replication.copy_pace import COPY_RATE_BYTES
 
 DEFAULT_PORT: Final = 7443
 DAY_MS: Final = 86_400_000
@@ -40,6 +41,8 @@ CATCH_UP_BUDGET_BYTES_MIN: Final = 1 << 20
 """One read."""
 OFFLOAD_RATE_BYTES_MIN: Final = 64 << 10
 """A segment in an hour."""
+COPY_RATE_BYTES_MIN: Final = 1 << 20
+"""A gigabyte in a quarter of an hour."""
 SCRUB_RATE_BYTES_MIN: Final = 64 << 10
 """Five gigabytes a day."""
 SCRUB_EVERY_MS_MIN: Final = 60_000
@@ -208,6 +211,8 @@ class StorageConfig(Part, frozen=True):
     Offload: the URLs, or beginnings of them, that closed segments may be copied to (none: nowhere), bytes moved per second,
     and bytes of segments that were fetched back for reading.
 
+    Copies: bytes per second that this broker sends of copies that are not in sync, beyond what is written to their streams meanwhile.
+
     Scrub: bytes per second of the closed segments of streams with copies that are looked at for damage, and how often all of them are.
     """
 
@@ -215,10 +220,15 @@ class StorageConfig(Part, frozen=True):
     offload_allow: tuple[Words, ...] = ()
     offload_rate: Size = Size(RATE_BYTES)
     offload_cache: Size = Size(FETCHED_BYTES_MAX)
+    copy_rate: Size = Size(COPY_RATE_BYTES)
     scrub_rate: Size = Size(SCRUB_RATE_BYTES)
     scrub_every: Duration = Duration(SCRUB_EVERY_MS)
 
     def __post_init__(self) -> None:
+        if self.copy_rate < COPY_RATE_BYTES_MIN:
+            raise RequestError(
+                f"copy_rate is {Size(self.copy_rate)}; at least {Size(COPY_RATE_BYTES_MIN)} a second are needed."
+            )
         if self.scrub_rate < SCRUB_RATE_BYTES_MIN:
             raise RequestError(
                 f"scrub_rate is {Size(self.scrub_rate)}; at least {Size(SCRUB_RATE_BYTES_MIN)} a second are needed."

@@ -41,8 +41,9 @@ class Peers:
         runtime: Runtime,
         system: Mapping[StreamName, SystemStream],
         scrub: Scrub,
+        copy_rate: int,
     ) -> None:
-        """`system`, `settings`, `make_seal`, `scrub`: as `Replicas` has them. `anchor`: the region's authority. `limits`: of connections that this broker
+        """`system`, `settings`, `make_seal`, `scrub`, `copy_rate`: as `Replicas` has them. `anchor`: the region's authority. `limits`: of connections that this broker
         takes."""
         bundle = TrustBundle([anchor])
         self.requests = PeerRequests(me.broker)
@@ -75,6 +76,7 @@ class Peers:
             system=system,
             source=frames,
             scrub=scrub,
+            copy_rate=copy_rate,
         )
         frames.serve(self.replicas.host)
 

@@ -51,6 +51,7 @@ from region.metadata.records import (
     min_in_sync,
     one_copy_since,
 )
+from region.replication.copy_pace import COPY_RATE_BYTES
 from region.replication.disk import LogPlan, damaged_folder, kept_name, parse_kept_name
 from region.replication.host import Links, ReplicaHost, ShardPlan
 from region.replication.repairer import Source
@@ -134,8 +135,9 @@ class Replicas:
         system: Mapping[StreamName, SystemStream] = MappingProxyType({}),
         source: Source | None = None,
         scrub: Scrub | None = None,
+        copy_rate: int = COPY_RATE_BYTES,
     ) -> None:
-        """`source`, `scrub`: as `ReplicaHost` has them. `streams`: the catalog, as it is known now. `system`: streams that no catalog has. `settings`: what a stream's mean for its shards' records. `make_seal`: what opens and seals
+        """`source`, `scrub`, `copy_rate`: as `ReplicaHost` has them. `streams`: the catalog, as it is known now. `system`: streams that no catalog has. `settings`: what a stream's mean for its shards' records. `make_seal`: what opens and seals
         a log's batches, for its stream, incarnation and number."""
         self._member = member
         self._region = region
@@ -155,6 +157,7 @@ class Replicas:
             compaction_pool=folders.maintenance_pool,
             source=source,
             scrub=scrub,
+            copy_rate=copy_rate,
         )
         self._settings = settings
         self._make_seal = make_seal

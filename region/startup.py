@@ -324,6 +324,7 @@ async def open_broker(
             runtime=runtime,
             system={} if audited is None else {AUDIT_STREAM: SystemStream(audited, LOGS)},
             scrub=Scrub(config.storage.scrub_rate, config.storage.scrub_every),
+            copy_rate=config.storage.copy_rate,
         )
         clustered.replicas = peers.replicas
         clustered.requests = peers.requests

@@ -5,7 +5,7 @@ What is asked for next, and which answer counts, says `copying`.
 
 Invariants:
 - of a log that the core wants copied one copy is under way, until the worker is told to begin the log anew or the core that it failed;
-- who leads answers for that epoch and election alone, and reads a piece only once the link to the follower has room for it.
+- who leads answers for that epoch and election alone, and reads a piece only once the link to the follower has room for it, at the pace of copies.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from typing import Protocol
 
 from felix.errors import FelixError
 from region.cluster.records import ShardId
+from region.replication.copy_pace import CopyPace
 from region.replication.copying import Copying, Replace
 from region.replication.core import ReplicaCore
+from region.replication.leader import COPY_BYTES_MAX
 from region.replication.log_worker import Collected, LogWorker
 from region.replication.origin import encode_beginning
 from region.replication.ready import CopyFailed, CopyFrom
 from region.replication.wire import (
     ORIGIN_BYTES_MAX,
-    PIECE_BYTES_MAX,
     OriginAsked,
     OriginTold,
     PieceAsked,
@@ -54,6 +55,7 @@ class Copier:
         workers: Mapping[int, LogWorker],
         links: Links,
         read_pool: Executor,
+        pace: CopyPace,
         *,
         leads: Callable[[], bool],
         producers: Callable[[int], bytes],
@@ -66,6 +68,7 @@ class Copier:
         self._workers = workers
         self._links = links
         self._read_pool = read_pool
+        self._pace = pace
         self._leads = leads
         self._producers = producers
         self._failed = failed
@@ -158,8 +161,9 @@ class Copier:
         self._links.send(peer, self._shard, OriginTold(asked, payload))
 
     async def tell_piece(self, peer: str, asked: PieceAsked) -> None:
-        """Bytes of a closed segment, once the link has room for them."""
+        """Bytes of a closed segment, once the link has room for them and it is their turn."""
         await self._links.room(peer)
+        await self._pace.take(COPY_BYTES_MAX)
         if not self._is_led(asked):
             return
         disk, data = self._workers[asked.log].disk, b""
@@ -170,8 +174,9 @@ class Copier:
                 asked.base_offset,
                 asked.generation,
                 asked.position,
-                PIECE_BYTES_MAX,
+                COPY_BYTES_MAX,
             )
         except OSError as error:
             log.warning("a segment of log %s cannot be copied: %s", disk.plan.folder, error)
+        self._pace.give_back(COPY_BYTES_MAX - len(data))
         self._links.send(peer, self._shard, PieceTold(asked, data))

@@ -49,6 +49,7 @@ from region.metadata.transaction import Change, Snapshot
 from region.replication.copier import Copier
 from region.replication.copier import Links as CopierLinks
 from region.replication.copies import HostedCopies
+from region.replication.copy_pace import COPY_RATE_BYTES, CopyPace
 from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
@@ -174,9 +175,11 @@ class ReplicaHost:
         compaction_pool: Executor | None = None,
         source: Source | None = None,
         scrub: Scrub | None = None,
+        copy_rate: int = COPY_RATE_BYTES,
     ) -> None:
         """`sync_failed`: `Registry.sync_failed`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
-        copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not."""
+        copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not.
+        `copy_rate`: bytes a second of copies that are not in sync."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
@@ -205,6 +208,7 @@ class ReplicaHost:
         self._tasks = TaskSet()
         self._ticks: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
+        self._pace = CopyPace(copy_rate, runtime.clock)
         self.repairs = Repairer(
             self,
             NO_SOURCE if source is None else source,
@@ -264,7 +268,7 @@ class ReplicaHost:
                 disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
             )
         hosted.copier = Copier(
-            plan.shard, hosted.core, hosted.workers, self._links, self._read_pool,
+            plan.shard, hosted.core, hosted.workers, self._links, self._read_pool, self._pace,
             leads=lambda: hosted.leads,
             producers=partial(_producers, hosted),
             failed=partial(self._step, hosted),
@@ -852,6 +856,8 @@ class ReplicaHost:
     async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
         """Frames for a follower, once the link to it has room."""
         await self._links.room(read.peer)
+        if read.paced:
+            await self._pace.take(read.paced)
         disk = hosted.workers[read.log].disk
         try:
             frames = await self._read_repaired(hosted, read, cuts)
@@ -867,6 +873,8 @@ class ReplicaHost:
                 why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
                 await self._disk_failed(hosted, DiskFailed(read.log, why))
                 return
+        if read.paced:
+            self._pace.give_back(min(read.paced, read.size - sum(frame.size for frame in frames)))
         self._step(hosted, FramesRead(read.peer, read.ask, read.log, read.begin, frames))
 
     async def _read_repaired(self, hosted: Hosted, read: Read, cuts: int) -> tuple[Frame, ...]:

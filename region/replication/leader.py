@@ -107,6 +107,8 @@ IN_FLIGHT_BYTES_MAX: Final = 8 << 20
 """Bytes of them: four of the largest groups."""
 APPEND_BYTES_MAX: Final = 2 << 20
 """Frames of one message."""
+COPY_BYTES_MAX: Final = 256 << 10
+"""The same, of a copy that nobody waits for: the event loop is at it for some milliseconds, in which nobody is answered."""
 
 
 class Phase(Enum):
@@ -122,12 +124,14 @@ class Phase(Enum):
 @dataclass(slots=True)
 class FollowerLog:
     """A follower's copy of one log, as far as its leader knows. `durable`: acknowledged since it was placed. `sent`: frames up to there
-    were sent. `told`: the commit point that it was told. `reading`: frames are being read for it."""
+    were sent. `told`: the commit point that it was told. `reading`: frames are being read for it. `written`: bytes of frames written since it was placed
+    that were not sent when they were, and were not read for it yet."""
 
     durable: LogPoint
     sent: LogPoint
     told: LogPoint
     reading: bool = False
+    written: int = 0
     flight: deque[tuple[LogPoint, int]] = field(default_factory=deque)
     flight_bytes: int = 0
 
@@ -170,6 +174,11 @@ class Follower:
     back_after_ms: int = 0
     acknowledged: dict[int, LogPoint] = field(default_factory=dict)
     lost: bool = False
+
+    def is_read_for(self) -> bool:
+        """Whether it has acknowledged all that it was sent, and waits for what is being read: it owes no answer."""
+        copies = self.logs.values()
+        return any(copy.reading for copy in copies) and not any(copy.flight for copy in copies)
 
     def has(self, points: dict[int, LogPoint]) -> bool:
         """Whether it has acknowledged all these."""
@@ -342,11 +351,15 @@ class LeaderCore:
         assert event.prev == log.end, (event.prev, log.end)
         log.take(event.frames, ())
         size = sum(frame.size for frame in event.frames)
-        if self.phase is Phase.SERVING and size <= APPEND_BYTES_MAX:
-            for peer, follower in self.followers.items():
-                copy = follower.logs.get(event.log)
-                if copy is not None and copy.sent == event.prev and not copy.reading and copy.has_room():
-                    self._append(peer, follower, log, copy, event.frames, size, ready)
+        may_send = self.phase is Phase.SERVING and size <= APPEND_BYTES_MAX
+        for peer, follower in self.followers.items():
+            copy = follower.logs.get(event.log)
+            if copy is None:
+                continue
+            if may_send and copy.sent == event.prev and not copy.reading and copy.has_room():
+                self._append(peer, follower, log, copy, event.frames, size, ready)
+            else:
+                copy.written += size
         self._sync(log, now, ready)
 
     def _sync(self, log: Log, now: int, ready: Ready) -> None:
@@ -404,7 +417,16 @@ class LeaderCore:
         copy = follower.logs[log.number]
         if copy.sent < log.end and not copy.reading and copy.has_room():
             copy.reading = True
-            ready.read.append(Read(peer, follower.ask, log.number, copy.sent, log.end, APPEND_BYTES_MAX))
+            size, paced = APPEND_BYTES_MAX, 0
+            if self._is_paced(peer):
+                size = COPY_BYTES_MAX
+                paced = max(0, size - copy.written)
+            ready.read.append(Read(peer, follower.ask, log.number, copy.sent, log.end, size, paced))
+
+    def _is_paced(self, peer: str) -> bool:
+        """Whether nobody waits for this copy: it is not in sync, and enough others are."""
+        assert self.standing is not None
+        return self._enough() and not any(peer in record.isr for record in self.standing.all)
 
     def _frames_read(self, event: FramesRead, now: int, ready: Ready) -> None:
         follower = self.followers.get(event.peer)
@@ -418,9 +440,9 @@ class LeaderCore:
             # Let go of since it was placed: it has to ask again, and will be told to copy.
             self._forget(event.peer, follower, now, ready)
             return
-        self._append(
-            event.peer, follower, log, copy, event.frames, sum(frame.size for frame in event.frames), ready
-        )
+        size = sum(frame.size for frame in event.frames)
+        copy.written = max(0, copy.written - size)
+        self._append(event.peer, follower, log, copy, event.frames, size, ready)
         self._catch_up(event.peer, follower, log, ready)
 
     # -- commits ---------------------------------------------------------------------------------------
@@ -781,6 +803,8 @@ class LeaderCore:
                 if self._is_caught_up(follower):
                     # It owes no answer either.
                     follower.caught_up_ms = follower.heard_ms = now
+                elif follower.is_read_for():
+                    follower.heard_ms = now
                 elif max(follower.heard_ms, follower.probed_ms) + PROBE_MS < now and follower.down_since < 0:
                     self._forget(peer, follower, now, ready)
             if self._is_cut_off(now):

@@ -63,7 +63,7 @@ class Sync(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Read at most `size` bytes of frames, one frame at least; answer with `FramesRead`."""
+    """Read at most `size` bytes of frames, one frame at least; answer with `FramesRead`. `paced`: so many of them wait for the pace of copies."""
 
     peer: str
     ask: int
@@ -71,6 +71,7 @@ class Read(NamedTuple):
     begin: LogPoint
     end: LogPoint
     size: int
+    paced: int = 0
 
 
 class CopyFrom(NamedTuple):

@@ -1,4 +1,4 @@
-"""`python -m benchmarks cluster` and `failover`: small runs settle all that they wrote, and what is missing ends them with exit code 6."""
+"""`python -m benchmarks cluster`, `failover` and `new-copy`: small runs settle all that they wrote, and what is missing ends them with exit code 6."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from benchmarks.copies import (
     report_of,
 )
 from benchmarks.failover import FailoverPlan, FailoverReport, Pauses, longest_gap_ns
+from benchmarks.new_copy import PHASES, NewCopyPlan, NewCopyReport
+from benchmarks.new_copy import Round as NewCopyRound
+from benchmarks.new_copy import report_of as new_copy_report_of
 from benchmarks.process_use import children_of
 from cli.benchmark.accounting import Account
 from cli.benchmark.figures import Latency, Spread
@@ -66,6 +69,20 @@ def test_a_small_run_of_a_failover_finds_every_acknowledged_record(monkeypatch: 
         ("SIGTERM", 1),
     ]
     clusters.print_failover(report)
+
+
+@only_long
+@needs_etcd
+@pytest.mark.etcd
+def test_a_small_run_of_a_new_copy_finds_every_acknowledged_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clusters, "QUICK_NEW_COPY", NewCopyPlan(gib=0.005, seconds=0.5))
+    said = CliRunner().invoke(app, ["new-copy", "--quick", "--copy-rate", "2MiB", "--json"])
+    assert said.exit_code == 0, said.output
+    report = msgspec.json.decode(said.stdout, type=NewCopyReport)
+    assert report.account.is_lossless and report.account.received > 80 * 16
+    assert [each.phase for each in report.phases] == list(PHASES)
+    assert report.copy_s.median > 0
+    clusters.print_new_copy(report)
 
 
 def taken(cpu_us: float, *, lost: int = 0) -> Round:
@@ -115,6 +132,31 @@ def test_no_figure_is_printed_where_a_record_was_lost(monkeypatch: pytest.Monkey
     said = CliRunner().invoke(app, ["failover", "--quick", "--json"])
     assert said.exit_code == EXIT_UNRECONCILED
     assert "duplicated 1" in said.output and "5.0" not in said.output
+
+
+def copied(before_ms: int, during_ms: int, *, lost: int = 0) -> NewCopyRound:
+    found = [Latency.of([ms * 1_000_000]) for ms in (before_ms, during_ms, during_ms)]
+    return NewCopyRound(
+        latencies={phase: latency for phase, latency in zip(PHASES, found, strict=True) if latency},
+        copied_bytes=10 << 20,
+        copy_s=2.0,
+        account=Account(published=10, received=10 - lost, lost=lost),
+    )
+
+
+def test_a_new_copy_is_held_against_what_was_before_it_in_the_same_round(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    report = new_copy_report_of(NewCopyPlan(repeats=2), [copied(4, 6), copied(10, 10)], seconds=1.0)
+    assert [each.p99_ratio.values for each in report.phases] == [[1, 1], [1.5, 1], [1.5, 1]]
+    clusters.print_new_copy(report)
+    assert "in sync after 2.00 (2.00 – 2.00) s: 5.00 (5.00 – 5.00) MiB a second" in capsys.readouterr().out
+
+    short = new_copy_report_of(NewCopyPlan(), [copied(4, 6, lost=1)], seconds=1.0)
+    monkeypatch.setattr(clusters, "measure_new_copy", lambda *_: short)
+    said = CliRunner().invoke(app, ["new-copy", "--quick"])
+    assert said.exit_code == EXIT_UNRECONCILED
+    assert "lost 1" in said.output and "MiB" not in said.output
 
 
 @pytest.mark.parametrize(

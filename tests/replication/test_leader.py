@@ -8,7 +8,9 @@ from replication.shard import Shard, frames, members, record, sent, swaps
 from region.cluster.records import Yielded
 from region.log.point import LogPoint
 from region.replication.leader import (
+    APPEND_BYTES_MAX,
     BELOW_MIN_MS,
+    COPY_BYTES_MAX,
     DETACHED_MS,
     EXPAND_BACKOFF_MS,
     HUNG_MS,
@@ -30,6 +32,7 @@ from region.replication.ready import (
     Swap,
     SwapAnswered,
     Synced,
+    Written,
     YieldAsked,
 )  # fmt: skip
 
@@ -405,6 +408,46 @@ def test_what_is_in_flight_is_bounded_and_read_later() -> None:
     assert read.begin == LogPoint(IN_FLIGHT_GROUPS_MAX)
     told = shard.tell(FramesRead("b", 1, 0, read.begin, frames(1, IN_FLIGHT_GROUPS_MAX, 5)))
     assert sent(told, Append)[0].prev == read.begin
+
+
+def behind(isr: str, minimum: int = 2) -> tuple[Shard, Ready]:
+    """a leads a log of five groups, which b has; c has none of it, and asks. What it answers."""
+    shard = Shard("a", starts=((1, 0),), end=5)
+    shard.lead(record(epoch=2, isr=isr, minimum=minimum))
+    shard.place("b", 5, epoch=1, starts=((1, 0),))
+    shard.ack("b", 5)
+    return shard, shard.place("c")
+
+
+def test_a_copy_that_nobody_waits_for_is_read_in_small_pieces_at_the_pace_of_copies() -> None:
+    shard, ready = behind("a1 b1")
+    assert [(read.size, read.paced) for read in ready.read] == [(COPY_BYTES_MAX, COPY_BYTES_MAX)]
+    assert shard.leader.may_append()
+    shard.write(3)
+    ready = shard.tell(FramesRead("c", 1, 0, LogPoint(0), frames(1, 0, 2)))
+    # Two frames were read for it, and three were written that it was not sent.
+    assert [(read.size, read.paced) for read in ready.read] == [(COPY_BYTES_MAX, COPY_BYTES_MAX - 10)]
+
+
+def test_what_is_written_faster_than_it_is_copied_is_not_paced() -> None:
+    shard, _ = behind("a1 b1")
+    shard.tell(Written(0, shard.log.end, frames(2, 5, 1, COPY_BYTES_MAX + 100)))
+    ready = shard.tell(FramesRead("c", 1, 0, LogPoint(0), frames(1, 0, 1)))
+    assert [read.paced for read in ready.read] == [0]
+
+
+def test_a_copy_that_waits_for_its_turn_is_not_asked_to_ask_anew() -> None:
+    shard, _ = behind("a1 b1")
+    assert not [probe for ready in shard.wait(5_000) for probe in sent(ready, Probe)]
+    shard.tell(FramesRead("c", 1, 0, LogPoint(0), frames(1, 0, 5)))
+    assert not [probe for ready in shard.wait(400) for probe in sent(ready, Probe)]
+    assert [probe for ready in shard.wait(400) for probe in sent(ready, Probe)]
+
+
+@pytest.mark.parametrize(("isr", "minimum"), [("a1 b1 c1", 2), ("a1", 2), ("a1 b1", 3)])
+def test_a_copy_that_publishers_wait_for_is_not_paced(isr: str, minimum: int) -> None:
+    _, ready = behind(isr, minimum)
+    assert [(read.size, read.paced) for read in ready.read] == [(APPEND_BYTES_MAX, 0)]
 
 
 def test_a_follower_that_asks_for_what_was_let_go_of_is_told_to_copy() -> None:
