@@ -109,6 +109,8 @@ APPEND_BYTES_MAX: Final = 2 << 20
 """Frames of one message."""
 COPY_BYTES_MAX: Final = 256 << 10
 """The same, of a copy that nobody waits for: the event loop is at it for some milliseconds, in which nobody is answered."""
+COPY_IN_FLIGHT_BYTES_MAX: Final = 1 << 20
+"""Of such a copy: where its disk, the link or the processors are slow, it waits for them, and publishers not behind it."""
 
 
 class Phase(Enum):
@@ -147,9 +149,9 @@ class FollowerLog:
         while self.flight and self.flight[0][0] <= point:
             self.flight_bytes -= self.flight.popleft()[1]
 
-    def has_room(self) -> bool:
-        """Whether more may be sent."""
-        return len(self.flight) < IN_FLIGHT_GROUPS_MAX and self.flight_bytes < IN_FLIGHT_BYTES_MAX
+    def has_room(self, bytes_max: int = IN_FLIGHT_BYTES_MAX) -> bool:
+        """Whether more may be sent, with so many bytes in flight at most."""
+        return len(self.flight) < IN_FLIGHT_GROUPS_MAX and self.flight_bytes < bytes_max
 
 
 @dataclass(slots=True)
@@ -415,12 +417,14 @@ class LeaderCore:
     def _catch_up(self, peer: str, follower: Follower, log: Log, ready: Ready) -> None:
         """Read for a follower what it lacks, where it has room and nothing is being read."""
         copy = follower.logs[log.number]
-        if copy.sent < log.end and not copy.reading and copy.has_room():
+        if copy.sent == log.end or copy.reading:
+            return
+        size, paced = APPEND_BYTES_MAX, 0
+        if self._is_paced(peer):
+            size = COPY_BYTES_MAX
+            paced = max(0, size - copy.written)
+        if copy.has_room(COPY_IN_FLIGHT_BYTES_MAX if paced else IN_FLIGHT_BYTES_MAX):
             copy.reading = True
-            size, paced = APPEND_BYTES_MAX, 0
-            if self._is_paced(peer):
-                size = COPY_BYTES_MAX
-                paced = max(0, size - copy.written)
             ready.read.append(Read(peer, follower.ask, log.number, copy.sent, log.end, size, paced))
 
     def _is_paced(self, peer: str) -> bool:

@@ -11,6 +11,7 @@ from region.replication.leader import (
     APPEND_BYTES_MAX,
     BELOW_MIN_MS,
     COPY_BYTES_MAX,
+    COPY_IN_FLIGHT_BYTES_MAX,
     DETACHED_MS,
     EXPAND_BACKOFF_MS,
     HUNG_MS,
@@ -433,6 +434,17 @@ def test_what_is_written_faster_than_it_is_copied_is_not_paced() -> None:
     shard, _ = behind("a1 b1")
     shard.tell(Written(0, shard.log.end, frames(2, 5, 1, COPY_BYTES_MAX + 100)))
     ready = shard.tell(FramesRead("c", 1, 0, LogPoint(0), frames(1, 0, 1)))
+    assert [read.paced for read in ready.read] == [0]
+
+
+def test_little_of_a_copy_is_in_flight_unless_it_is_written_faster() -> None:
+    shard, _ = behind("a1 b1")
+    ready = shard.tell(FramesRead("c", 1, 0, LogPoint(0), frames(1, 0, 1, COPY_IN_FLIGHT_BYTES_MAX)))
+    assert ready.read == []
+    assert [read.begin for read in shard.ack("c", 1, epoch=2).read] == [LogPoint(1)]
+    shard, _ = behind("a1 b1")
+    shard.tell(Written(0, shard.log.end, frames(2, 5, 1, 2 * COPY_IN_FLIGHT_BYTES_MAX)))
+    ready = shard.tell(FramesRead("c", 1, 0, LogPoint(0), frames(1, 0, 1, COPY_IN_FLIGHT_BYTES_MAX)))
     assert [read.paced for read in ready.read] == [0]
 
 
