@@ -39,6 +39,7 @@ SHARDS = 4_000
 REPORTED_SHARDS = 60
 KINDS = {"intent": Kind.INTENT, "withheld": Kind.WITHHELD, "gap": Kind.GAP, "ack": Kind.ACK}
 OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
+INVENTED_ID = "g-aaaaaaaaaaaaaaaa"
 PAPERS = dict(zip(SIGNED, (GRANTS[DEPARTURES], OTHER), strict=True))
 
 
@@ -49,7 +50,7 @@ def header(said: Said, shard: int, **more: Any) -> Header:
         "kind": KINDS[said.kind], "side": Side.EGRESS, "time_ms": START_MS + 1_000, "source_region": "us-east",
         "destination_region": "eu-west", "bridge": BRIDGE, "stream": DEPARTURES, "destination_stream": DEPARTURES, "shard": shard,
         "source_epoch": 1, "incarnation": INCARNATION, "first_offset": said.first, "last_offset": said.last,
-        "grant_id": "g-aaaaaaaaaaaaaaaa" if signed is None else signed.grant,
+        "grant_id": INVENTED_ID if signed is None else signed.grant,
         "terms_hash": b"t" * 32 if signed is None else signed.terms.hash(),
         "part": said.part, "parts": said.parts,
     }  # fmt: skip
@@ -160,6 +161,13 @@ def test_the_report_reconciles_exactly_the_shards_that_are_lawful(
             wanted[shard] = world.add(shard, leaves)
     result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
     rows = {row["shard"]: row for row in result.report.reconciliation.records()}
+    # Under a grant that nobody signed nothing crosses, also where all offsets are accounted for: each such leaf is a breach.
+    invented = {shard for shard, leaves in wanted.items() if any(said.grant == INVENTED for said in leaves)}
+    assert sum(
+        row["events"]
+        for row in result.report.exceptions.records()
+        if row["grant_id"] == INVENTED_ID and "no GRANT and no ACCEPT" in (row["sentence"] or "")
+    ) == sum(said.grant == INVENTED for shard in invented for said in wanted.pop(shard))
     for shard, leaves in wanted.items():
         oracle, state = judged(leaves), rows[shard]["status"]
         assert (state == "reconciled") == (oracle == SETTLED), (oracle, rows[shard], *leaves)
