@@ -61,6 +61,6 @@ async def test_a_shard_that_is_served_elsewhere_is_answered_so_and_the_others_ar
         assert set(found) == {0, Code.NOT_LEADER, Code.SHARD_STOPPED}
 
         with pytest.raises(UnavailableError) as refused:
-            await Queue(node.broker, stream).open()
+            await Queue(node.broker, stream, {}).open()
         assert refused.value.code is Code.NOT_LEADER, "a queue wants all shards of its stream at one broker"
         stream.replicas[1] = moved
