@@ -25,7 +25,7 @@ from audit.witness import DiskWitnessStore
 from audit.witness_policy import WitnessPolicy, format_policy
 from cli.audit_copies import furthest_copy
 from cli.exits import EXIT_DAMAGED, EXIT_VERSION_1
-from cli.grants import known_bundles, parse_moment
+from cli.grants import known_bundles, parse_past
 from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.process import read_state
 from cli.setting import (
@@ -155,17 +155,20 @@ def choose_logs(logs: list[Path] | None, region: str) -> list[Path]:
     return chosen
 
 
-# What a report is about: a log with one of these leaves is never left out of it.
+# What a report is about, and what forbids that it be: a log with one of these leaves is never left out of it.
 _REPORTED: Final = frozenset(
-    kind.name for kind in (Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP, Kind.DENY)
-)
+    kind.name
+    for kind in (
+        Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP, Kind.DENY, Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY,
+    )
+)  # fmt: skip
 
 
 def to_report(paths: Sequence[Path], trust: Trust, notes: Sequence[bytes]) -> list[Path]:
     """Of this machine's logs, those that a report is made of: without regions that are founded and lead nowhere yet.
 
-    Left out, with a sentence, is a log that nobody has cosigned, that is whole, and that tells of no crossing and no refusal. That
-    hides nothing: a crossing into such a region stands in the log of its bridge, and is then one side's word alone.
+    Left out, with a sentence, is a log that nobody has cosigned, that is whole, and that tells of no crossing, no refusal and nothing that forbids one. A
+    crossing into such a region stands in the log of its bridge, and is then one side's word alone.
     """
     kept = []
     for path in paths:
@@ -707,8 +710,10 @@ def report(
     ] = None,
     output: Annotated[Path, typer.Option("--out", help="The folder to write into.")] = Path("felix-report"),
     master: Annotated[str, typer.Option(help="A Spark master; this machine if left out.")] = "",
-    since: Annotated[str, typer.Option(help="Only leaves from this time on.")] = "",
-    until: Annotated[str, typer.Option(help="Only leaves before this time.")] = "",
+    since: Annotated[
+        str, typer.Option(help="Only leaves from this time on: a date, or so long ago, as in 30d.")
+    ] = "",
+    until: Annotated[str, typer.Option(help="Only leaves before this time: a date, or so long ago.")] = "",
     openlineage_url: Annotated[str, typer.Option(help="Post lineage events there.")] = "",
     bundle: Bundles = None,
     cosignatures: Cosignatures = COSIGNATURES_MIN,
@@ -726,7 +731,7 @@ def report(
 
     trust = trusted(bundle, policy)
     now = now_ms()
-    moments = [parse_moment(text, now) if text else None for text in (since, until)]
+    moments = [parse_past(text, now) if text else None for text in (since, until)]
     told = remembered_notes(remembered)
     logs: list[str] = list(log or ())
     if not logs:

@@ -109,8 +109,20 @@ def operator_id(region: str, identity: str = "") -> str:
 
 def parse_moment(text: str, now: int) -> int:
     """A duration from now (`90d`) or a date (`2027-01-31`), in ms. Raises RequestError(INVALID)."""
+    return _moment(text, now, 1)
+
+
+def parse_past(text: str, now: int) -> int:
+    """So long ago (`90d`) or a date that is not to come, in ms. Raises RequestError(INVALID)."""
+    moment = _moment(text, now, -1)
+    if moment > now:
+        raise RequestError(f"{text!r} is still to come.", hint="Write 30d for thirty days ago, or a date.")
+    return moment
+
+
+def _moment(text: str, now: int, sign: int) -> int:
     try:
-        return now + Duration.parse(text)
+        return now + sign * Duration.parse(text)
     except RequestError as error:
         try:
             moment = datetime.fromisoformat(text)

@@ -7,14 +7,16 @@ from shutil import copytree
 
 import pytest
 from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, REGION_ORIGIN, egress_appends, key, region_bundle
-from crossing_logs import write_log
-from signed_grants import paper_leaf, signed_grant
+from crossing_logs import START_MS, write_log
+from signed_grants import grant_leaves, paper_leaf, signed_grant, standing
 from typer.testing import CliRunner
 
+from audit.leaf import Side
 from audit.trust import Trust
 from cli.audit import to_report
 from cli.main import app
 from keys.bundle import sign_bundle
+from policy.grant import StandingAction
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +84,16 @@ def test_a_report_leaves_out_a_region_that_leads_nowhere_yet_and_no_log_of_a_cro
     assert to_report([log, own], trust, []) == [log]
     assert "is left out: nobody has cosigned it yet" in " ".join(capsys.readouterr().err.split())
     assert to_report([own], trust, []) == [own], "alone it is refused, with the reason"
+    # What forbids may be what a bridge kept from its own log.
+    signed = signed_grant()
+    leaves = [
+        *(grant_leaves(signed, Side.EGRESS, START_MS - 2_000)),
+        paper_leaf(
+            standing(signed.grant, StandingAction.REVOKE, "us-east", at=START_MS), signed, time_ms=START_MS
+        ),
+    ]
+    write_log(tmp_path / "revoked", REGION_ORIGIN, [[leaf] for leaf in leaves])
+    assert to_report([log, tmp_path / "revoked"], trust, []) == [log, tmp_path / "revoked"]
     changed = copytree(own, tmp_path / "changed")
     checkpoint = changed / "checkpoint"
     checkpoint.write_bytes(checkpoint.read_bytes()[:-9] + b"AAAAAAA=\n")

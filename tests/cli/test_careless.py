@@ -187,6 +187,7 @@ CASES: list[tuple[str, int, str]] = [
     ("audit verify --bundle nowhere.json", 1, "nowhere.json cannot be read"),
     ("audit report --log nowhere", 1, "nowhere"),
     ("audit report --since soonish", 2, "'soonish'"),
+    ("audit report --since 9999-01-01", 2, "still to come"),
     ("audit report --since 2026-02-01 --until 2026-01-01", 2, "window is empty"),
     ("audit report --openlineage-url ftp://x", 2, "OpenLineage"),
     ("demo --records none", 2, "'none' is no number of flights"),
