@@ -136,7 +136,8 @@ def find_bundle(files: Files, index: int, size: int) -> list[memoryview] | None:
         data = files.read(path)
         if data is not None:
             return decode_bundle(data, held)[:width]
-    for held in partial_widths(files, "entries", index):
+    for held in (*partial_widths(files, "entries", index), TILE_WIDTH):
+        # The full one again: a log that goes on may have replaced them all since.
         if held > width and (data := files.read(bundle_path(index, held))) is not None:
             return decode_bundle(data, held)[:width]
     return None
@@ -156,9 +157,10 @@ def _read_at_least(files: Files, kind: str, index: int, width: int) -> bytes | N
         # C2SP: a partial tile may be gone once the full one is there; it is the full one's prefix.
         data = files.read(_path(kind, index, TILE_WIDTH))
     if data is None:
-        for held in partial_widths(files, kind, index):
-            if held > width:
-                return files.read(_path(kind, index, held))
+        for held in (*partial_widths(files, kind, index), TILE_WIDTH):
+            # The full one again: a log that goes on may have replaced them all since.
+            if held > width and (data := files.read(_path(kind, index, held))) is not None:
+                return data
     return data
 
 

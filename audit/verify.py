@@ -8,7 +8,7 @@ leaf (audit.unjudged). `Files` may block. Callers: cli, audit.spark, tests.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -20,7 +20,7 @@ from audit.crossed import CROSSED_BEFORE
 from audit.document_leaf import read_document
 from audit.largest import Largest
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf, leaf_version
-from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
+from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash, root_from_nodes
 from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, differences
 from audit.tile import (
     CHECKPOINT_PATH,
@@ -28,6 +28,7 @@ from audit.tile import (
     WAL_FOLDER,
     WITNESSED_PATH,
     Files,
+    TileHashes,
     bundle_path,
     decode_bundle,
     partial_widths,
@@ -226,6 +227,7 @@ def verify_log(
     remembered: Iterable[bytes] = (),
     accept_version_1: Collection[bytes] = (),
     progress: Callable[[int, int], None] | None = None,
+    notes: Mapping[str, bytes] | None = None,
 ) -> Report:
     """Verify one log. Damage makes findings, never an exception; only `files` itself may raise OSError.
 
@@ -233,15 +235,25 @@ def verify_log(
     which log it must be; without it, the one that its checkpoint names. `cosignatures_min` regions or outside witnesses
     other than the log's own region must have cosigned the checkpoint or the newest cosigned one. `remembered`:
     checkpoint notes that cosigners kept of this log. `accept_version_1`: root hashes of leaves of version 1 that are taken for what
-    they are (`Version1`). `progress(leaves done, leaves)` is called per bundle.
+    they are (`Version1`). `progress(leaves done, leaves)` is called per bundle. `notes`: the log's checkpoint and those that were
+    cosigned, by path, where they were read before; a log may go on meanwhile, and is verified as of its checkpoint.
     """
-    run = _Run(files, trust, origin, accept_version_1)
+    run = _Run(files, trust, origin, accept_version_1, notes)
     return run.verify(cosignatures_min, tuple(remembered), progress)
 
 
 class _Run:
-    def __init__(self, files: Files, trust: Trust, origin: str, accept_version_1: Collection[bytes]) -> None:
-        self._files, self._trust = files, trust
+    def __init__(
+        self,
+        files: Files,
+        trust: Trust,
+        origin: str,
+        accept_version_1: Collection[bytes],
+        notes: Mapping[str, bytes] | None,
+    ) -> None:
+        self._files, self._trust, self._notes = files, trust, notes
+        self._held: list[tuple[str, bytes]] = []
+        """what was cosigned, by path"""
         self._accept_version_1 = accept_version_1
         self._before_version_2: tuple[int, bytes] | None = None
         self._crossed_by_version_1 = False
@@ -268,6 +280,9 @@ class _Run:
         progress: Callable[[int, int], None] | None,
     ) -> Report:
         report = self._report
+        # What was cosigned is read before the checkpoint: of an honest log that goes on meanwhile it is never the larger one. And the newest
+        # before the one that it may replace.
+        unreadable = [finding for path in (COSIGNED_PATH, WITNESSED_PATH) if (finding := self._hold(path))]
         # 1. The checkpoint is signed by the log, and cosigned.
         signed = self._checkpoint()
         if signed is None:
@@ -276,6 +291,8 @@ class _Run:
             return report
         self._agreements = Agreements(self._trust, self._log.origin)
         # 2. Nothing that was cosigned is missing.
+        for sentence, path in unreadable:
+            report.find(2, sentence, path=path)
         self._remembered(signed, remembered, cosignatures_min)
         # 3. to 8. and 10. in one pass over the entries.
         bundles = -(-report.size // TILE_WIDTH)
@@ -326,13 +343,26 @@ class _Run:
             report.version_1 = Version1(size, root, root in self._accept_version_1)
         return report
 
+    def _note(self, path: str) -> bytes | None:
+        return self._files.read(path) if self._notes is None else self._notes.get(path)
+
+    def _hold(self, path: str) -> tuple[str, str] | None:
+        """Read what was cosigned; what does not hold, and where, if it cannot be read."""
+        try:
+            held = self._note(path)
+        except TamperError as error:
+            return error.sentence, path
+        if held is not None:
+            self._held.append((path, held))
+        return None
+
     # Step 1
 
     def _checkpoint(self) -> SignedCheckpoint | None:
         report = self._report
         report.steps[0].checked = 1
         try:
-            data = self._files.read(CHECKPOINT_PATH)
+            data = self._note(CHECKPOINT_PATH)
             if data is None:
                 report.find(1, "The checkpoint is missing.", path=CHECKPOINT_PATH)
                 return None
@@ -357,14 +387,7 @@ class _Run:
         if not missing:
             quorum_size = signed.checkpoint.size
         notes = [(data, f"remembered checkpoint {at + 1}") for at, data in enumerate(remembered)]
-        for path in (COSIGNED_PATH, WITNESSED_PATH):
-            try:
-                held = self._files.read(path)
-            except TamperError as error:
-                report.find(2, error.sentence, path=path)
-                continue
-            if held is not None:
-                notes.append((held, path))
+        notes += [(held, path) for path, held in self._held]
         for data, path in notes:
             report.steps[1].checked += 1
             try:
@@ -664,10 +687,15 @@ class _Run:
         for found in held:
             where = f"{path.partition('.p/')[0]}.p/{found}"
             try:
-                data = self._files.read(where) or b""
+                data = self._files.read(where)
             except TamperError as error:
                 self._report.find(4, error.sentence, path=where)
                 continue
+            if data is None:
+                if found not in partial_widths(self._files, kind, number):
+                    # The log goes on, and removed it since it was listed.
+                    continue
+                data = b""
             prefix = whole[: found * HASH_BYTES] if kind != "entries" else whole[: len(data)]
             short = kind == "entries" and not _holds_entries(data, found)
             if data != prefix or short:
@@ -696,24 +724,28 @@ class _Run:
     # Step 9
 
     def _wal(self) -> None:
-        report, step = self._report, self._report.steps[8]
-        names = [name for name in self._files.names(WAL_FOLDER) if segment_first(name) is not None]
-        if not names:
-            step.note = "there is none (an exported copy has none)"
+        report = self._report
+        segments = self._segments()
+        if not segments:
+            report.steps[8].note = "there is none (an exported copy has none)"
             return
-        following: int | None = None
-        for at, name in enumerate(names):
-            path, first = f"{WAL_FOLDER}/{name}", segment_first(name)
-            assert first is not None
-            if following is not None and first != following:
-                report.find(9, f"Leaves {following}..{first - 1} are missing.", leaf=following, path=path)
-            elif following is None and first > report.size:
-                report.find(9, f"Leaves {report.size}..{first - 1} are missing.", leaf=report.size, path=path)
-            following = self._segment(name, first, at == len(names) - 1)
+        first, following = 0, None
+        while segments:
+            (first, name), *rest = segments
+            path = f"{WAL_FOLDER}/{name}"
+            expected = report.size if following is None else following
+            # Of what the log removed, and where the first one begins, its checkpoint of now is asked.
+            is_replaced = following is None and (first <= expected or self._goes_on_behind(first))
+            if first != expected and not is_replaced:
+                report.find(9, f"Leaves {expected}..{first - 1} are missing.", leaf=expected, path=path)
+            following = self._segment(name, first, not rest)
             if report.steps[8].findings >= WAL_FINDINGS_MAX:
                 report.find(9, "What follows was not looked at.", leaf=following, path=path)
                 break
-        assert following is not None
+            if following is None:
+                rest = [each for each in self._segments() if each[0] > first]
+            segments = rest
+        following = first if following is None else following
         if following < report.size:
             report.find(
                 9,
@@ -723,11 +755,33 @@ class _Run:
             )
         report.uncovered = max(0, following - report.size)
 
-    def _segment(self, name: str, first: int, last_segment: bool) -> int:
+    def _segments(self) -> list[tuple[int, str]]:
+        """The write-ahead segments by their first leaf."""
+        names = self._files.names(WAL_FOLDER)
+        return [(first, name) for name in names if (first := segment_first(name)) is not None]
+
+    def _goes_on_behind(self, leaf: int) -> bool:
+        """Whether the log went on since its checkpoint was read, and has every leaf before this one in full bundles now: it removed the segments
+        that held them."""
+        report = self._report
+        try:
+            now = self._log.open(self._files.read(CHECKPOINT_PATH) or b"").checkpoint
+            is_whole = read_tree(self._files, now.size).root() == now.root
+            if not is_whole or now.size // TILE_WIDTH * TILE_WIDTH < leaf:
+                return False
+            return root_from_nodes(report.size, TileHashes(self._files, now.size)) == report.root
+        except TamperError:
+            return False
+
+    def _segment(self, name: str, first: int, last_segment: bool) -> int | None:
+        """The leaf behind the segment's last one; None: the log removed the segment since it was listed."""
         report, path, following = self._report, f"{WAL_FOLDER}/{name}", first
         tile_number, tile = -1, b""
         try:
-            for found in read_segment(self._files.read(path) or b"", name, first, last_segment):
+            data = self._files.read(path)
+            if data is None and (first, name) not in self._segments():
+                return None
+            for found in read_segment(data or b"", name, first, last_segment):
                 if isinstance(found, Torn):
                     report.steps[8].note = f"{found.bytes} bytes of an unfinished append at the end of {name}"
                     continue

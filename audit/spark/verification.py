@@ -53,7 +53,6 @@ from felix.errors import CorruptionError, FelixError, TamperError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-_PINNED: Final = (CHECKPOINT_PATH, WITNESSED_PATH, COSIGNED_PATH)
 STORY_STEPS: Final = (7, 10)
 """The steps of `verify_log` that ask whether authentic leaves tell a consistent story: records accounted for once, under a
 grant; documents there and signed. What they find stands in the report; what the other steps find means that there is
@@ -99,6 +98,10 @@ def open_log(
     `remembered`: checkpoints that witnesses keep; those of other logs are left aside.
     """
     files = open_files(path)
+    # In the order of verify_log: what was cosigned first.
+    held = {
+        name: found for name in (COSIGNED_PATH, WITNESSED_PATH) if (found := files.read(name)) is not None
+    }
     data = read_checkpoint(files, path)
     origin = parse_note(data).text.partition("\n")[0]
     log = trust.log(origin)
@@ -107,7 +110,6 @@ def open_log(
     checkpoint = signed.checkpoint
     check_tree(files, checkpoint)
     bundles = read_bundle_roots(files, checkpoint.size, checkpoint.root)
-    held = {name: found for name in _PINNED[1:] if (found := files.read(name)) is not None}
     # As verify_log counts them: also those that stand on what witnesses remember.
     kept = [log.open(note) for note in notes_of(remembered, origin)]
     before = [*(log.open(found) for found in held.values()), *kept]
@@ -126,23 +128,6 @@ def open_log(
     return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held})
 
 
-class PinnedFiles:
-    """`audit.tile.Files` of a log that may be growing: its checkpoints are those that were read before."""
-
-    def __init__(self, files: Files, notes: Mapping[str, bytes]) -> None:
-        self._files, self._notes = files, notes
-
-    def read(self, path: str) -> bytes | None:
-        """The file's bytes, None where there is none."""
-        if path in _PINNED:
-            return self._notes.get(path)
-        return self._files.read(path)
-
-    def names(self, folder: str) -> list[str]:
-        """The names in a folder, sorted; empty where there is none."""
-        return self._files.names(folder)
-
-
 def verify_whole(
     log: OpenedLog,
     trust: Trust,
@@ -151,14 +136,14 @@ def verify_whole(
     accept_version_1: Collection[bytes] = (),
 ) -> VerificationReport:
     """All steps of `audit.verify.verify_log`. Memory is one entry bundle and the state of the link shards."""
-    files = PinnedFiles(open_files(log.path), log.notes)
     return verify_log(
-        files,
+        open_files(log.path),
         trust,
         origin=log.checkpoint.origin,
         cosignatures_min=cosignatures_min,
         remembered=remembered,
         accept_version_1=accept_version_1,
+        notes=log.notes,
     )
 
 

@@ -358,3 +358,114 @@ def test_kinds_are_all_in_the_sample(log: dict[str, bytes]) -> None:
     kinds = {decode_leaf(leaf).header.kind for leaf in leaves_of(log)}
     papers = {Kind.POLICY, Kind.GRANT, Kind.ACCEPT, Kind.APPROVE}
     assert kinds == {Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP, Kind.DENY} | papers
+
+
+class Going(Folder):
+    """The folder of a log that goes on while it is read: `then` is called once, before or behind the first access to `at`."""
+
+    def __init__(self, path: Path, at: str, then: Callable[[], None], *, behind: bool = False) -> None:
+        super().__init__(path)
+        self._at, self._then, self._behind = at, [then], behind
+
+    def _go_on(self, path: str) -> None:
+        if path == self._at and self._then:
+            self._then.pop()()
+
+    def read(self, path: str) -> bytes | None:
+        if not self._behind:
+            self._go_on(path)
+        data = super().read(path)
+        if self._behind:
+            self._go_on(path)
+        return data
+
+    def names(self, folder: str) -> list[str]:
+        if not self._behind:
+            self._go_on(folder)
+        found = super().names(folder)
+        if self._behind:
+            self._go_on(folder)
+        return found
+
+
+class Kept:
+    """An open log that is cosigned at each checkpoint."""
+
+    def __init__(self, path: Path, appends: list[list[Leaf]]) -> None:
+        self._appends = iter(appends)
+        self._witness = Witness(WITNESS, [SIGNER.key], MemoryWitnessStore(), lambda: 1_760_000_000)
+        settings = TrailSettings(
+            checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30, segment_bytes_max=16 << 10
+        )
+        self.trail = Trail.open(path, SIGNER, witnesses=[self._witness.key], settings=settings)
+
+    def go_on(self, appends: int) -> None:
+        ended = threading.Semaphore(0)
+        for appended in range(1, appends + 1):
+            self.trail.append_nowait(next(self._appends), lambda first, error: ended.release())
+            # A segment is as long as what is synced at once makes it: a few appends.
+            if appended % 10 == 0 or appended == appends:
+                for _ in range(appended % 10 or 10):
+                    assert ended.acquire(timeout=60)
+        note, last = self.trail.publish(), self._witness.last(SIGNER.key.name)
+        size = open_checkpoint(note, SIGNER.key).checkpoint.size
+        proof = self.trail.consistency_proof(last.size if last else 0, size)
+        self.trail.add_cosigned(self._witness.cosign(note, proof))
+
+
+@pytest.mark.parametrize("at", ["checkpoint", "checkpoint.cosigned"])
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_log_that_is_cosigned_while_it_is_verified_was_not_rolled_back(
+    tmp_path: Path, at: str, behind: bool
+) -> None:
+    log = Kept(tmp_path, list(egress_appends(20)))
+    log.go_on(10)
+    report = verify(Going(tmp_path, at, lambda: log.go_on(5), behind=behind))
+    log.trail.close()
+    assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_segments_that_full_bundles_replaced_while_the_log_was_verified_are_not_missed(
+    tmp_path: Path, behind: bool
+) -> None:
+    log = Kept(tmp_path, list(egress_appends(400)))
+    log.go_on(60)
+    before = Folder(tmp_path).names("wal")
+    report = verify(Going(tmp_path, "wal", lambda: log.go_on(340), behind=behind))
+    log.trail.close()
+    assert report.ok, report.findings
+    # All that were there are gone, and those that follow begin behind the checkpoint that was read.
+    assert not {*before} & {*Folder(tmp_path).names("wal")}
+    assert int(Folder(tmp_path).names("wal")[0][:20]) > report.size
+
+
+def test_a_partial_bundle_that_is_replaced_while_it_is_compared_is_no_finding(tmp_path: Path) -> None:
+    log = Kept(tmp_path, list(egress_appends(60)))
+    for _ in range(3):
+        log.go_on(5)
+    partials = "tile/entries/000.p"
+    oldest = Folder(tmp_path).names(partials)[0]
+
+    def go_on() -> None:
+        for _ in range(4):
+            log.go_on(5)
+
+    report = verify(Going(tmp_path, f"{partials}/{oldest}", go_on))
+    log.trail.close()
+    assert report.ok, report.findings
+    assert oldest not in Folder(tmp_path).names(partials)
+
+
+def test_segments_that_begin_behind_the_checkpoint_of_a_log_that_does_not_go_on_are_missed(
+    tmp_path: Path,
+) -> None:
+    log = Kept(tmp_path, list(egress_appends(400)))
+    log.go_on(60)
+    note = Folder(tmp_path).read("checkpoint")
+    assert note is not None
+    log.go_on(340)
+    log.trail.close()
+    files = in_memory(tmp_path)
+    files["checkpoint"] = files["checkpoint.cosigned"] = note
+    assert 9 in steps_of(verify(MemoryFiles(files)))

@@ -249,6 +249,27 @@ def test_a_log_that_grows_meanwhile_is_held_to_the_checkpoint_that_was_read(egre
     assert not verify_log(Folder(egress), trust(), cosignatures_min=1).ok
 
 
+def test_a_log_that_is_cosigned_while_it_is_opened_was_not_rolled_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leaves = five_days().egress
+    write_log(tmp_path / "log", EGRESS_ORIGIN, leaves[:-2], cosign=True)
+    write_log(tmp_path / "later", EGRESS_ORIGIN, leaves, cosign=True)
+
+    class Going(Folder):
+        def read(self, path: str) -> bytes | None:
+            found = super().read(path)
+            if path == "checkpoint":
+                shutil.copytree(tmp_path / "later", tmp_path / "log", dirs_exist_ok=True)
+            return found
+
+    monkeypatch.setattr("audit.spark.verification.open_files", lambda path: Going(Path(path)))
+    log = open_log(str(tmp_path / "log"), trust())
+    newest = open_log(str(tmp_path / "log"), trust())
+    assert log.checkpoint.size < newest.checkpoint.size
+    assert problems_of(verify_whole(log, trust(), 1, ())) == []
+
+
 def test_what_somebody_remembers_is_asked_for_of_its_own_log_alone(egress: Path, logs: list[Path]) -> None:
     notes = [(path / "checkpoint").read_bytes() for path in logs]
     log = open_log(str(egress), trust(), remembered=notes)
