@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -27,8 +28,9 @@ from audit.leaf import TIME_MS_MAX
 from felix.visible import visible
 from policy.quantity import AFTER_CALENDAR
 
-_FORMULA_STARTS: Final = ("=", "+", "-", "@")
-"""Also behind blanks, which some spreadsheets strip. Tabs and line feeds stand as escapes before this is asked."""
+_FORMULA: Final = re.compile(r"(?:^|(?<=;))(?=\s*[=+\-@\uff1d\uff0b\uff0d\uff20])")
+"""Where a spreadsheet may take what follows for a formula: at the beginning of a cell, and behind a semicolon, which begins one where it is the list
+separator; also behind blanks, which some strip, and where the sign is a full-width one. Tabs and line feeds stand as escapes before this is asked."""
 COUNT_MAX: Final = (1 << 63) - 1
 """The most that a COUNT column holds."""
 LIST_SEPARATOR: Final = "; "
@@ -151,9 +153,7 @@ def _csv_cell(value: Value, kind: Type) -> str:
     if kind is Type.FLAG:
         return "true" if value else "false"
     text = visible(LIST_SEPARATOR.join(value) if isinstance(value, list) else str(value))
-    if kind in (Type.TEXT, Type.LIST) and text.lstrip().startswith(_FORMULA_STARTS):
-        return "'" + text
-    return text
+    return _FORMULA.sub("'", text) if kind in (Type.TEXT, Type.LIST) else text
 
 
 def write_parquet(table: Table, path: Path) -> None:

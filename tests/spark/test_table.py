@@ -46,11 +46,18 @@ def test_json_names_every_column() -> None:
     assert rows[1] == {"name": None, "count": None, "at": None, "sure": None, "tags": []}
 
 
-@given(st.sampled_from("=+-@\t\r") | st.just(""), st.text(max_size=20))
+@given(
+    st.sampled_from("=+-@\t\r") | st.just(""),
+    st.text(max_size=20) | st.text("; =+-@\uff1d\uff0b\uff0d\uff20a", max_size=20),
+)
 def test_no_csv_cell_begins_a_formula(start: str, text: str) -> None:
-    table = Table("t", "T", COLUMNS[:2], ((start + text, 1),))
+    """Nor where a semicolon separates cells."""
+    table = Table("t", "T", (COLUMNS[0], COLUMNS[4]), ((start + text, ["a", start + text]),))
     _, row = csv.reader(io.StringIO(encode_csv(table), newline=""))
-    assert not row[0].lstrip().startswith(("=", "+", "-", "@", "\t", "\r"))
+    for cell in (cell for whole in row for cell in whole.split(";")):
+        assert not cell.lstrip().startswith(
+            ("=", "+", "-", "@", "\t", "\r", "\uff1d", "\uff0b", "\uff0d", "\uff20")
+        )
 
 
 def test_parquet_keeps_types_and_is_the_same_twice(tmp_path: Path) -> None:
