@@ -17,7 +17,7 @@ from region.log.point import LogPoint
 from region.log.segment import ANNOTATION_SLOTS_MAX
 from region.peer_requests import PeerRequest, PeerRequests
 from region.replication.host import ReplicaHost
-from region.replication.repairer import Fetched
+from region.replication.repairer import Fetched, Wanted
 from region.replication.wire import decode_entries, encode_entries
 
 ANSWER_S: Final = 5.0
@@ -54,30 +54,17 @@ class CopiedFrames:
         async def told(peer: str, asked: FramesAsk) -> FramesTold:
             if not asked.begin < asked.end or min(asked.begin) < 0 or asked.end.offset > OFFSET_MAX + 1:
                 raise ProtocolError(f"Broker {peer} asks for no range of a log.", code=Code.FRAME_MALFORMED)
-            fetched = await host.frames_for(
-                peer,
-                ShardId(asked.incarnation, asked.shard),
-                asked.log,
-                asked.begin,
-                asked.end,
-                with_annotations=asked.with_annotations,
-            )
+            shard = ShardId(asked.incarnation, asked.shard)
+            wanted = Wanted(shard, asked.log, asked.begin, asked.end, asked.with_annotations)
+            fetched = await host.frames_for(peer, wanted)
             return FramesTold(fetched.annotations, encode_entries(fetched.frames))
 
         self._requests.serve(FramesAsk, told)
 
-    async def fetch(
-        self,
-        peer: str,
-        shard: ShardId,
-        number: int,
-        begin: LogPoint,
-        end: LogPoint,
-        *,
-        with_annotations: bool,
-    ) -> Fetched:
+    async def fetch(self, peer: str, wanted: Wanted) -> Fetched:
         """For `Repairer`. Raises the peer's refusal, UnavailableError, ProtocolError."""
-        asked = FramesAsk(shard.incarnation, shard.number, number, begin, end, with_annotations)
+        shard, log, begin, end, with_annotations = wanted
+        asked = FramesAsk(shard.incarnation, shard.number, log, begin, end, with_annotations)
         try:
             told = await self._requests.ask(peer, asked, FramesTold, timeout_s=ANSWER_S)
         except msgspec.MsgspecError as error:

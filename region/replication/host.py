@@ -82,7 +82,7 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
-from region.replication.repairer import FETCH_BYTES, NO_SOURCE, Fetched, Repairer, Source
+from region.replication.repairer import FETCH_BYTES, NO_SOURCE, Fetched, Repairer, Source, Wanted
 from region.replication.replica import BrokerLease, Replica
 from region.replication.wire import (
     OriginAsked,
@@ -490,22 +490,13 @@ class ReplicaHost:
             shard, number, partial(disk.read, begin, size, end), self._read_pool
         )
 
-    async def frames_for(
-        self,
-        peer: str,
-        shard: ShardId,
-        number: int,
-        begin: LogPoint,
-        end: LogPoint,
-        *,
-        with_annotations: bool,
-    ) -> Fetched:
-        """What `peer`, which has a damaged copy, asks of a log here: committed frames from `begin` on, none that ends behind `end`, and the
-        annotations in force there.
+    async def frames_for(self, peer: str, wanted: Wanted) -> Fetched:
+        """What `peer`, which has a damaged copy, asks of a log here: committed frames, and the annotations in force where they begin.
 
         Raises UnavailableError where this copy is not in sync, or has not that much committed; RequestError(UNSUPPORTED) where its own were
         compacted; CorruptionError where they are damaged here, too.
         """
+        shard, number, begin, end, with_annotations = wanted
         hosted, record = self._hosted.get(shard), self._mirror.view.shards.get(shard)
         if (
             hosted is None

@@ -56,6 +56,16 @@ SCRUB_LOOK_S: Final = 60.0
 _T = TypeVar("_T")
 
 
+class Wanted(NamedTuple):
+    """What is asked of another copy: frames of a log of a shard from `begin` on, none that ends behind `end`."""
+
+    shard: ShardId
+    number: int
+    begin: LogPoint
+    end: LogPoint
+    with_annotations: bool
+
+
 class Fetched(NamedTuple):
     """What another copy has from a point on: the annotations in force there, where they were asked for, and frames."""
 
@@ -66,33 +76,15 @@ class Fetched(NamedTuple):
 class Source(Protocol):
     """How another broker is asked for frames of its copy (region.copied_frames)."""
 
-    async def fetch(
-        self,
-        peer: str,
-        shard: ShardId,
-        number: int,
-        begin: LogPoint,
-        end: LogPoint,
-        *,
-        with_annotations: bool,
-    ) -> Fetched:
-        """Committed frames of a log from `begin` on, none that ends behind `end`, about FETCH_BYTES. Raises what the other refuses it with:
+    async def fetch(self, peer: str, wanted: Wanted) -> Fetched:
+        """Committed frames, about FETCH_BYTES. Raises what the other refuses it with:
         RequestError(UNSUPPORTED) where its own were compacted; UnavailableError."""
 
 
 class _NoSource:
     """Nobody is asked."""
 
-    async def fetch(
-        self,
-        peer: str,
-        shard: ShardId,
-        number: int,
-        begin: LogPoint,
-        end: LogPoint,
-        *,
-        with_annotations: bool,
-    ) -> Fetched:
+    async def fetch(self, peer: str, wanted: Wanted) -> Fetched:
         raise UnavailableError(f"Broker {peer} is not asked for copies of segments.")
 
 
@@ -359,7 +351,7 @@ class Repairer:
 
         async def fetch(begin: LogPoint, *, with_annotations: bool) -> Fetched:
             return await self._source.fetch(
-                peer, damage.shard, damage.number, begin, segment.end_point, with_annotations=with_annotations
+                peer, Wanted(damage.shard, damage.number, begin, segment.end_point, with_annotations)
             )
 
         fetched = await fetch(segment.base_point, with_annotations=True)

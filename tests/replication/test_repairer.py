@@ -26,7 +26,7 @@ from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import EpochStart
-from region.replication.repairer import Fetched, Repairer
+from region.replication.repairer import Fetched, Repairer, Wanted
 
 SHARD = ShardId("ab" * 16, 0)
 PLAN = LogPlan(0, Path("/shard"), IDENTITY, SegmentLimits(segment_bytes_max=900))
@@ -73,21 +73,12 @@ class Copies:
     def copy_anew(self, shard: ShardId, number: int) -> bool:
         return True
 
-    async def fetch(
-        self,
-        peer: str,
-        shard: ShardId,
-        number: int,
-        begin: LogPoint,
-        end: LogPoint,
-        *,
-        with_annotations: bool,
-    ) -> Fetched:
+    async def fetch(self, peer: str, wanted: Wanted) -> Fetched:
         if self.is_compacted_elsewhere:
             raise RequestError("It was compacted.", code=Code.UNSUPPORTED)
         log = self.other.log
-        annotations = log.annotations_at(begin) if with_annotations else {}
-        return Fetched(annotations, log.read_frames(begin, 300, end))
+        annotations = log.annotations_at(wanted.begin) if wanted.with_annotations else {}
+        return Fetched(annotations, log.read_frames(wanted.begin, 300, wanted.end))
 
     def damage(self) -> SegmentDamagedError:
         """The first segment's, as whoever reads finds it."""
@@ -161,9 +152,7 @@ async def test_a_repair_that_is_done_after_its_log_was_closed_changes_nothing() 
     with repairing() as asked:
         here, segment = asked.copies.here, asked.copies.here.log.segments[0]
         asked.copies.damage()
-        fetched = await asked.copies.fetch(
-            "b", SHARD, 0, LogPoint(0), segment.end_point, with_annotations=True
-        )
+        fetched = await asked.copies.fetch("b", Wanted(SHARD, 0, LogPoint(0), segment.end_point, True))
         repair = here.begin_repair(segment, fetched.annotations)
         repair.take(fetched.frames)
         while not repair.is_whole:
