@@ -18,7 +18,7 @@ from benchmarks.process_use import ProcessUse, children_of
 from cli.benchmark.roles import REGION, found_bench_region
 from cli.process import read_state, start_detached, stop
 from cli.region import free_address
-from cli.several import free_etcd, name_brokers, pid_file
+from cli.several import free_etcd, name_brokers
 from felix.errors import FelixError, UnavailableError
 from felix.profile import HOME_VARIABLE
 from policy.quantity import Duration
@@ -81,7 +81,7 @@ class Brokers:
 
     def pid_of(self, broker: str) -> int:
         """0 while it does not serve."""
-        state = read_state(pid_file(self.folder, broker))
+        state = read_state(self.folder.pid_of(broker))
         return 0 if state is None else int(state["pid"])
 
     async def started_again(self, broker: str, pid: int) -> None:

@@ -285,8 +285,6 @@ NOTHING_HAPPENS: Final[Mapping[int, Callable[[], Awaitable[None]]]] = {}
 
 async def _kill_leader(region: str, figures: Figures) -> None:
     """SIGKILL to the broker that leads the granted stream; its parent starts it again."""
-    from cli.several import pid_file
-
     folder = RegionFolder.of(region)
     broker = ""
     async with connect(region) as client, asyncio.timeout(CATCH_UP_IDLE_S):
@@ -296,7 +294,7 @@ async def _kill_leader(region: str, figures: Figures) -> None:
             for stream in (await client.request(ListStreams(GRANTED))).streams:
                 # The broker that answers says nothing of itself.
                 broker = stream.state[0].leader or ("" if stream.state[0].stopped else client.session.broker)
-    state = read_state(pid_file(folder, broker))
+    state = read_state(folder.pid_of(broker))
     if state is None:
         raise RequestError(
             f"Broker {broker} of {region} does not run.", hint="See the region's log in the demo's folder."

@@ -320,13 +320,13 @@ def _has_own_etcd(folder: RegionFolder) -> bool:
 
 def _pid_file(folder: RegionFolder, broker: str) -> Path:
     """Of the process that serves; of one of several on this machine, its own."""
-    return folder.run / f"{broker}.pid" if broker else folder.broker_pid
+    return folder.pid_of(broker) if broker else folder.broker_pid
 
 
 def _pid_files(folder: RegionFolder, config: RegionConfig) -> list[tuple[Path, str]]:
     """Where each of a region's several brokers says that it runs, if it does on this machine, and what it is."""
     brokers = [] if config.cluster is None else [str(each.id) for each in config.cluster.brokers]
-    return [(_pid_file(folder, broker), f"Broker {broker} of {config.region}") for broker in brokers]
+    return [(folder.pid_of(broker), f"Broker {broker} of {config.region}") for broker in brokers]
 
 
 async def _serve(

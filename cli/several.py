@@ -198,11 +198,6 @@ def _with_more(
     return found
 
 
-def pid_file(folder: RegionFolder, broker: str) -> Path:
-    """Of one of several brokers."""
-    return folder.run / f"{broker}.pid"
-
-
 def log_file(folder: RegionFolder, broker: str) -> Path:
     """What one of several brokers, or their etcd, says."""
     return folder.run / f"{broker}.log"
@@ -387,7 +382,7 @@ class _Broker:
             ) from None
 
     def _is_serving(self) -> bool:
-        state = read_state(pid_file(self._folder, self._broker))
+        state = read_state(self._folder.pid_of(self._broker))
         return state is not None and state.get("pid") == self.child.process.pid
 
     async def keep(self) -> None:

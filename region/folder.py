@@ -138,3 +138,7 @@ class RegionFolder:
     @property
     def broker_pid(self) -> Path:
         return self.run / "broker.pid"
+
+    def pid_of(self, broker: str) -> Path:
+        """Of a process that serves as one of several brokers."""
+        return self.run / f"{broker}.pid"

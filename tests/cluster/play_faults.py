@@ -39,7 +39,7 @@ from region_peer import client
 
 import felix
 from cli.process import read_state
-from cli.several import log_file, pid_file
+from cli.several import log_file
 from felix.errors import FelixError
 from felix.messages import ListStreams
 from region.folder import RegionFolder
@@ -217,7 +217,7 @@ class Play:
         elif process is not None and process.poll() is not None:
             raise AssertionError(f"{name} ended with {process.returncode}:\n{self.words(name)}")
         process = self.brokers[name].process
-        state = read_state(pid_file(self.folder, name))
+        state = read_state(self.folder.pid_of(name))
         return process is not None and state is not None and state.get("pid") == process.pid
 
     def words(self, name: str) -> str:

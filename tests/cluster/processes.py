@@ -17,7 +17,7 @@ from region_home import make_region
 from region_peer import until
 
 from cli.process import read_state
-from cli.several import ETCD_FOLDER, pid_file
+from cli.several import ETCD_FOLDER
 from felix.address import Address
 from region.bootstrap import write_profile
 from region.config import load_config
@@ -52,7 +52,7 @@ def write_cluster(
 
 def process_of(folder: RegionFolder, broker: str) -> int:
     """The process id of a broker; 0 while it does not run."""
-    state = read_state(pid_file(folder, broker))
+    state = read_state(folder.pid_of(broker))
     return 0 if state is None else int(state["pid"])
 
 

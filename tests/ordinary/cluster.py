@@ -23,7 +23,7 @@ from region_process import ROOT
 from warm.process import WarmProcess
 
 from cli.process import read_state
-from cli.several import ETCD_FOLDER, ETCD_PEER, make_cluster, pid_file, scaled, start_etcd
+from cli.several import ETCD_FOLDER, ETCD_PEER, make_cluster, scaled, start_etcd
 from felix.address import Address
 from region.cluster.records import ClusterKeys, ShardRecord
 from region.config import RegionConfig, load_config
@@ -138,7 +138,7 @@ class Cluster:
         process = self.running[name]
 
         def is_up() -> bool:
-            said = read_state(pid_file(self.folder, name))
+            said = read_state(self.folder.pid_of(name))
             if said is not None and said.get("pid") == process.pid and "address" in said:
                 return True
             if process.poll() is not None:
