@@ -41,9 +41,8 @@ from region.folder import RegionFolder
 log = logging.getLogger("felix.cli.several")
 
 RESTARTS: Final = BackoffPolicy(first_ms=1_000, ceiling_ms=30_000)
-"""Before a broker that ended by itself is started again: one that cannot start would else take a processor."""
-SETTLED_S: Final = 30.0
-"""A broker that has served for so long is no longer one that cannot start."""
+"""Before a broker that ended by itself is started again: one that cannot start would else take a processor. One that has served for as long as
+it was waited for can start: it is back after the first wait, however often it is ended."""
 LOG_BYTES_MAX: Final = 4 << 20
 """A child's log that is longer is put aside at the child's next start, in the place of the one before: a week of words at level info."""
 LAST_BYTES_MAX: Final = 64 << 10
@@ -388,8 +387,9 @@ class _Broker:
     async def keep(self) -> None:
         """Start it again whenever it ends, until this is cancelled. One that keeps ending is spoken of twice, and once more when it serves."""
         backoff, ends = Backoff(RESTARTS, REAL.random), 0
+        waited_s = RESTARTS.first_ms / 1_000
         while True:
-            if await self._settles():
+            if await self._settles(waited_s):
                 if ends > 1:
                     log.warning("%s serves again.", self.child.what)
                 backoff.reset()
@@ -404,19 +404,22 @@ class _Broker:
                     "%s It is tried again until it serves, at most every %d s; see %s",
                     self.child.failure().sentence, RESTARTS.ceiling_ms // 1_000, self.child.said,
                 )  # fmt: skip
-            await asyncio.sleep(backoff.next_ms() / 1_000)
+            waited_s = backoff.next_ms() / 1_000
+            await asyncio.sleep(waited_s)
             await self.start()
 
-    async def _settles(self) -> bool:
-        """Wait until it has served for a while, or ended; whether it serves."""
-        process = self.child.process
-        while process.returncode is None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(SETTLED_S):
-                    await process.wait()
-            if process.returncode is None and self._is_serving():
-                return True
-        return False
+    async def _settles(self, seconds: float) -> bool:
+        """Wait until it has served for so long, or ended; whether it serves."""
+        while self.child.process.returncode is None and not self._is_serving():
+            await self._ends_within(LOOK_S)
+        await self._ends_within(seconds)
+        return self.child.process.returncode is None
+
+    async def _ends_within(self, seconds: float) -> None:
+        """Return once it has ended, or after so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self.child.process.wait()
 
 
 def _make_room(said: Path) -> None:

@@ -126,8 +126,9 @@ async def test_a_broker_that_cannot_start_is_tried_more_seldom_and_spoken_of_onc
         await sleep(0)
 
     caplog.set_level(logging.WARNING, "felix.cli.several")
-    monkeypatch.setattr(cli_several, "SETTLED_S", 0.01)
     monkeypatch.setattr(cli_several, "LOG_BYTES_MAX", 40)
+    policy = BackoffPolicy(first_ms=10, ceiling_ms=1_000)
+    monkeypatch.setattr(cli_several, "RESTARTS", policy)
     broker = _Restless(RegionFolder.of("us-east", tmp_path), "b1")
     await broker.start()
     with monkeypatch.context() as quick:
@@ -145,15 +146,51 @@ async def test_a_broker_that_cannot_start_is_tried_more_seldom_and_spoken_of_onc
     said = [record.getMessage() for record in caplog.records]
     assert [each.split(";")[0] for each in said] == [
         "Broker b1 ended with 3 and is started again",
-        "Broker b1 ended before it served: There is no disk. It is tried again until it serves, at most every 30 s",
+        "Broker b1 ended before it served: There is no disk. It is tried again until it serves, at most every 1 s",
         "Broker b1 serves again.",
     ]
-    policy: BackoffPolicy = cli_several.RESTARTS
-    assert waits[0] <= policy.first_ms / 1_000 and max(waits) >= 15, "longer and longer"
+    assert waits[0] <= policy.first_ms / 1_000 and max(waits) >= 0.5, "longer and longer"
     assert max(waits) <= policy.ceiling_ms / 1_000
     # What they said is bounded, too: the last part, and one before it.
     assert {each.name for each in broker.child.said.parent.iterdir()} == {"b1.log", "b1.log.1"}
     assert broker.child.said.stat().st_size < 80
+
+
+class _Killed(_Restless):
+    """It serves at once, and is killed whenever it has served for as long as it was waited for."""
+
+    stays = True
+
+    async def _settles(self, seconds: float) -> bool:
+        settles = await super()._settles(seconds)
+        self.child.process.kill()
+        return settles
+
+
+async def test_a_broker_that_serves_and_is_killed_again_and_again_is_started_again_each_time_as_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def at_once(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    policy = BackoffPolicy(first_ms=10, ceiling_ms=1_000)
+    monkeypatch.setattr(cli_several, "RESTARTS", policy)
+    broker = _Killed(RegionFolder.of("us-east", tmp_path), "b1")
+    await broker.start()
+    with monkeypatch.context() as quick:
+        quick.setattr(asyncio, "sleep", at_once)
+        keeping = asyncio.ensure_future(broker.keep())
+        while broker.starts < 9:
+            await sleep(0.01)
+    keeping.cancel()
+    await asyncio.gather(keeping, return_exceptions=True)
+    broker.child.process.kill()
+    await broker.child.process.wait()
+    assert len(waits) >= 8 and max(waits) <= policy.first_ms / 1_000
 
 
 class _Idle(_Broker):
