@@ -95,6 +95,8 @@ class DiskLog:
         self._log_reader = LogReader(self._segments, self._reader)
         self.epochs = recovered.epochs
         self._epochs_saved = False
+        self.before_frames: Callable[[], None] | None = None
+        """makes durable what is to be so before the next frame is written; whoever sets it takes it away once it is. Raises OSError"""
         self.synced_offset = recovered.segments[-1].next_offset if recovered.segments else 0
         """Every offset below is on the disk: recovery syncs what it lets stand, and `sync` moves it."""
         self._written = WrittenFiles(files, folder)
@@ -225,6 +227,8 @@ class DiskLog:
         StorageFailedError where the caller must stop using the log.
         """
         self._written.require_sound()
+        if self.before_frames is not None:
+            self._prepare_frames(self.before_frames)
         self._open_files()
         active = self._segments.active
         if self._roll_due(active, now_ms):
@@ -379,6 +383,15 @@ class DiskLog:
         self.save_epochs(self.epochs)
         self._create_segment(point, now_ms)
         self.synced_offset = point.offset
+
+    def _prepare_frames(self, make_durable: Callable[[], None]) -> None:
+        try:
+            make_durable()
+        except OSError as error:
+            if is_full(error):
+                raise
+            with self._written.fatal("Writing down what frames rest on", self.folder):
+                raise
 
     def _epoch_begins(self, frame: Frame) -> None:
         """A frame's epoch is newer than all known: its leader wrote it down before, elsewhere. Durable at the latest with the
@@ -688,12 +701,16 @@ class DiskLog:
 
     # Small files, and the end.
 
-    def begin_epoch(self, epoch: int) -> None:
-        """What is written from now on is of `epoch`, which is made durable where it is a new one."""
+    def begin_epoch(self, epoch: int, *, durably: bool = True) -> None:
+        """What is written from now on is of `epoch`. A new one is made durable; else, where it stands elsewhere before its first frame does,
+        with the segment's end: until then the frames themselves tell."""
         if epoch > self.epochs.current:
             history = EpochHistory(list(self.epochs.starts))
             history.begin(epoch, self.end_offset)
-            self.save_epochs(history)
+            if durably:
+                self.save_epochs(history)
+            else:
+                self.epochs, self._epochs_saved = history, False
 
     def end_epochs(self, epoch: int) -> None:
         """Forget, durably, epochs above `epoch` that begin where the log ends: `epoch` is the newest of which something stands. A follower

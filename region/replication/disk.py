@@ -241,14 +241,18 @@ class ReplicaDisk:
             self.log.save_producers(self.producers.encode(self.log.end_offset), self.log.end_offset)
 
     def begin(self, start: EpochStart) -> None:
-        """N1: all that is held is synced, and the epoch begins here, durably. Raises StorageFailedError, OSError."""
+        """N1: all that is held is synced, and the epoch begins here. It is durable before its first frame is written: of one without frames
+        nobody else knows, and a broker that starts again never leads what it was elected for before. Raises StorageFailedError, OSError."""
         with self.log.writer:
             assert start.start == self.log.end_point, (start, self.log.end_point)
             self.log.sync()
             if start.epoch > self.history.last.epoch:
                 self.history.begin(start)
-                self._save_elections()
-            self.log.begin_epoch(start.epoch)
+                self.log.before_frames = self._save_elections
+                if self.is_anew:
+                    # From now on this is the log, also where nothing is ever written to it.
+                    self._save_elections()
+            self.log.begin_epoch(start.epoch, durably=False)
 
     def cut(self, point: LogPoint) -> None:
         """What stands behind `point` goes, and epochs that began there; durable on return. Raises as `DiskLog.truncate` does."""
@@ -289,6 +293,7 @@ class ReplicaDisk:
 
     def _save_elections(self) -> None:
         save_checked(self._files, self.plan.folder / ELECTIONS_NAME, msgspec.json.encode(self.history.starts))
+        self.log.before_frames = None
 
     # Reading
 

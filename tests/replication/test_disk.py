@@ -92,7 +92,14 @@ def test_a_frame_whose_epoch_is_new_never_stands_without_its_election() -> None:
             start = EpochStart(epoch, f"{random.getrandbits(64):016x}", log.log.end_point)
             known[epoch] = start
             end = log.log.end_point.offset
-            write(log, entry(end, epoch, random.randrange(1, 3)), starts=(start,))
+            if random.random() < 0.5:
+                # Led here.
+                log.begin(start)
+                if random.random() < 0.3:
+                    continue
+                write(log, entry(end, epoch, random.randrange(1, 3)))
+            else:
+                write(log, entry(end, epoch, random.randrange(1, 3)), starts=(start,))
             if random.random() < 0.4:
                 log.sync()
         disk.lose_power(random)
@@ -102,6 +109,33 @@ def test_a_frame_whose_epoch_is_new_never_stands_without_its_election() -> None:
         assert epochs <= set(starts), seed
         assert all(known[epoch] == start for epoch, start in starts.items())
         assert all(start.start <= again.log.end_point for start in starts.values())
+
+
+def test_an_epoch_in_which_nothing_is_written_costs_the_disk_nothing_and_is_forgotten() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    write(log, entry(0, 1), starts=(begun(1, 0),))
+    log.sync()
+    calls: list[str] = []
+    disk.on_call = lambda name, _: calls.append(name)
+    log.begin(begun(5, 1))
+    assert log.beginning().history.last == begun(5, 1) and log.log.epochs.current == 5
+    assert not calls
+    assert opened(disk).beginning().history.starts == (begun(1, 0),)
+
+
+def test_a_full_disk_refuses_the_first_frame_of_an_epoch_and_takes_it_later() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    log.begin(begun(3, 0))
+    room_bytes, disk.room_bytes = disk.room_bytes, 0
+    with pytest.raises(OSError, match="No space"):
+        log.log.write((entry(0, 3),), 1_000)
+    disk.room_bytes = room_bytes
+    log.log.write((entry(0, 3),), 1_000)
+    log.sync()
+    disk.lose_power(Random(1))
+    assert opened(disk).beginning().history.starts == (begun(3, 0),)
 
 
 def test_an_older_epoch_goes_on_where_a_newer_one_wrote_nothing() -> None:
@@ -158,13 +192,11 @@ def test_elections_that_cannot_be_read_stop_the_copy(damage: str, tmp_path: Path
     assert "built anew" in stopped.value.hint
 
 
-@pytest.mark.parametrize("has", ["records", "an epoch"])
-def test_elections_that_are_gone_stop_the_copy(has: str, tmp_path: Path) -> None:
+def test_elections_that_are_gone_stop_the_copy(tmp_path: Path) -> None:
     plan = LogPlan(0, tmp_path / "shard", IDENTITY)
     log = ReplicaDisk.open(plan, files=DiskFiles())
     log.begin(begun(1, 0))
-    if has == "records":
-        write(log, entry(0, 1))
+    write(log, entry(0, 1))
     log.close()
     (tmp_path / "shard" / ELECTIONS_NAME).unlink()
     with pytest.raises(CorruptionError, match="it is gone"):
