@@ -14,7 +14,7 @@ from felix.batch import OFFSET_MAX
 from felix.errors import Code, ProtocolError
 from region.cluster.records import ShardId
 from region.log.point import LogPoint
-from region.log.segment import ANNOTATION_SLOTS_MAX
+from region.log.segment import ANNOTATION_BYTES_MAX, ANNOTATION_SLOTS_MAX
 from region.peer_requests import PeerRequest, PeerRequests
 from region.replication.host import ReplicaHost
 from region.replication.repairer import Fetched, Wanted
@@ -75,4 +75,10 @@ class CopiedFrames:
             raise ProtocolError(
                 f"Broker {peer} tells of {len(told.annotations)} annotations.", code=Code.FRAME_MALFORMED
             )
+        for slot, annotation in told.annotations.items():
+            if not 0 <= slot < 1 << 64 or not 0 < len(annotation) <= ANNOTATION_BYTES_MAX:
+                raise ProtocolError(
+                    f"Broker {peer} tells of an annotation of {len(annotation)} bytes in slot {slot}.",
+                    code=Code.FRAME_MALFORMED,
+                )
         return Fetched(told.annotations, decode_entries(told.entries))

@@ -158,6 +158,7 @@ class Replicas:
             source=source,
             scrub=scrub,
             copy_rate=copy_rate,
+            compacts=self._compacts,
         )
         self._settings = settings
         self._make_seal = make_seal
@@ -313,12 +314,22 @@ class Replicas:
 
     # -- compaction ------------------------------------------------------------------------------------
 
+    def _record_of(self, shard: ShardId) -> Stream | None:
+        name = self._names.get(shard.incarnation)
+        record = None if name is None else self._streams.get(StreamName.parse(name))
+        return record if record is not None and record.incarnation == shard.incarnation else None
+
+    def _compacts(self, shard: ShardId, number: int) -> bool:
+        record = self._record_of(shard)
+        return (
+            number == RECORDS and record is not None and self._settings(record.config).compaction is not None
+        )
+
     async def compact(self) -> None:
         """Compact the copies of this broker that are due, led here or not, one after the other."""
         for shard in self.host.shards:
-            name = self._names.get(shard.incarnation)
-            record = None if name is None else self._streams.get(StreamName.parse(name))
-            if record is None or record.incarnation != shard.incarnation:
+            record = self._record_of(shard)
+            if record is None:
                 continue
             compaction = self._settings(record.config).compaction
             now_ms = self._runtime.clock.now_ms()

@@ -176,10 +176,11 @@ class ReplicaHost:
         source: Source | None = None,
         scrub: Scrub | None = None,
         copy_rate: int = COPY_RATE_BYTES,
+        compacts: Callable[[ShardId, int], bool] | None = None,
     ) -> None:
         """`sync_failed`: `Registry.sync_failed`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
         copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not.
-        `copy_rate`: bytes a second of copies that are not in sync."""
+        `copy_rate`: bytes a second of copies that are not in sync. `compacts`: whether a log's copies are compacted; None: none are."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
@@ -194,6 +195,7 @@ class ReplicaHost:
         self._compaction_pool = compaction_pool or read_pool
         self._runtime = runtime
         self._sync_failed = sync_failed
+        self._compacts = compacts
         self._folder = ""
         self._registered_at = 0
         self._listeners: list[Callable[[ShardId], None]] = []
@@ -550,6 +552,12 @@ class ReplicaHost:
         """Whether this broker's copy is."""
         record = self._mirror.view.shards.get(shard)
         return record is not None and record.isr.get(self._broker) == self._registration
+
+    def may_be_compacted(self, shard: ShardId, number: int) -> bool:
+        """Whether copies of a log are compacted, or the one here was."""
+        disk = self.disks(shard).get(number)
+        was_compacted = disk is not None and disk.log.compaction.clean_to > 0
+        return was_compacted or (self._compacts is not None and self._compacts(shard, number))
 
     def copy_anew(self, shard: ShardId, number: int) -> bool:
         """Have the whole log copied from its leader; where this broker leads, it lets another one lead first. False where nobody else is in sync."""

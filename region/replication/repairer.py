@@ -6,7 +6,9 @@ leader hands over first.
 
 Invariants:
 - bytes that do not hold are given to nobody; whoever wants them waits for the repair, REPAIR_WAIT_S at most, or is told that no copy has them;
-- one segment is repaired at a time, from one answer at a time;
+- one segment is repaired at a time, from one answer at a time, and a copy that takes longer than it may, or answers what it should not, is
+  asked after the others from then on: no copy keeps another one from being asked;
+- what a copy says of itself moves no leadership and lets go of no log, unless the stream is compacted and no copy says anything else;
 - damage stops nothing else: the copy goes on leading or following, and what it acknowledges is what it was.
 """
 
@@ -48,6 +50,10 @@ REPAIR_SOON_S: Final = 0.25
 """So soon again where it only waits for a commit, or for the segment to be closed."""
 FETCH_BYTES: Final = 1 << 20
 """Frames asked of a copy at once."""
+FROM_ONE_S: Final = 10.0
+"""A copy has so long to give a segment, and as long as FROM_ONE_RATE takes for its bytes."""
+FROM_ONE_RATE: Final = 4 << 20
+"""Bytes a second; of the largest segments it makes a minute."""
 SCRUB_SHARE: Final = 0.1
 """Of a thread's time that the scrub takes at most: lone records of 100 bytes cost a core 30 ms for a megabyte, and publishers come first."""
 SCRUB_LOOK_S: Final = 60.0
@@ -110,6 +116,9 @@ class Copies(Protocol):
 
     def is_in_sync(self, shard: ShardId) -> bool:
         """Whether the copy here is."""
+
+    def may_be_compacted(self, shard: ShardId, number: int) -> bool:
+        """Whether copies of the log are compacted, or this one was."""
 
     def copy_anew(self, shard: ShardId, number: int) -> bool:
         """Have the whole log copied from its leader, which is another one soon where this broker leads; False where nobody has another copy."""
@@ -188,6 +197,8 @@ class Repairer:
         self._scrub_settings = scrub
         self._alarm = alarm
         self._damaged: dict[tuple[ShardId, int, int, int], Damage] = {}
+        self._failed: dict[str, int] = {}
+        """how often a broker was asked in vain since it last gave what it was asked for"""
         self._one = asyncio.Lock()
         self._tasks = TaskSet()
         self._loop = asyncio.get_running_loop()
@@ -330,7 +341,8 @@ class Repairer:
         self, damage: Damage, disk: ReplicaDisk, segment: SegmentState
     ) -> tuple[Outcome, str]:
         refused: list[FelixError] = []
-        for peer in self._copies.in_sync(damage.shard):
+        peers = self._copies.in_sync(damage.shard)
+        for peer in sorted(peers, key=lambda peer: self._failed.get(peer, 0)):
             try:
                 done = await self._from(peer, damage, disk, segment)
             except WorkEndedError:
@@ -340,19 +352,29 @@ class Repairer:
                     "shard %s: broker %s cannot give what is damaged here: %s", damage.shard, peer, error
                 )
                 refused.append(error)
+                self._failed[peer] = self._failed.get(peer, 0) + 1
             else:
+                self._failed.pop(peer, None)
                 return Outcome.REPAIRED if done else Outcome.GONE, ""
-        if any(error.code == Code.UNSUPPORTED for error in refused):
+        if (
+            refused
+            and all(error.code == Code.UNSUPPORTED for error in refused)
+            and self._copies.may_be_compacted(damage.shard, damage.number)
+        ):
             return self._copy_anew(damage, "it was compacted elsewhere")
         return Outcome.LATER, refused[-1].sentence.rstrip(".") if refused else "no other copy is in sync"
 
     async def _from(self, peer: str, damage: Damage, disk: ReplicaDisk, segment: SegmentState) -> bool:
         """Write the segment anew with the frames of a peer; False where the log has it no more."""
+        until = self._loop.time() + FROM_ONE_S + segment.segment_bytes / FROM_ONE_RATE
 
         async def fetch(begin: LogPoint, *, with_annotations: bool) -> Fetched:
-            return await self._source.fetch(
-                peer, Wanted(damage.shard, damage.number, begin, segment.end_point, with_annotations)
-            )
+            wanted = Wanted(damage.shard, damage.number, begin, segment.end_point, with_annotations)
+            try:
+                async with asyncio.timeout_at(until):
+                    return await self._source.fetch(peer, wanted)
+            except TimeoutError:
+                raise UnavailableError(f"Broker {peer} takes too long to give it.") from None
 
         fetched = await fetch(segment.base_point, with_annotations=True)
         repair = disk.begin_repair(segment, fetched.annotations)

@@ -9,13 +9,14 @@ import pytest
 from long_runs import count
 from replication.sealed import IDENTITY, entry, position
 
-from felix.batch import Batch
+from felix.batch import Batch, body_checksum
 from felix.errors import Code, RequestError
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from region.log.disk import DiskLog
 from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame, note_frames
 from region.log.point import LogPoint
+from region.log.segment import ENTRY_HEADER_BYTES
 from region.log.segment_check import SegmentCheck
 from region.log.segment_limits import SegmentLimits
 from region.log.segment_repair import SegmentRepair
@@ -47,12 +48,12 @@ def frames(random: Random, number: int) -> list[Frame]:
 class Copies:
     """A log on two disks, whose segments end elsewhere."""
 
-    def __init__(self, random: Random) -> None:
+    def __init__(self, random: Random, written: list[Frame] | None = None) -> None:
         self.disk = MemoryDisk()
         self.files = self.disk.mount()
         self.other = self.open(MemoryDisk().mount(), 1_700)
         self.log = self.open(self.files, 1_000)
-        for frame in frames(random, 120):
+        for frame in frames(random, 120) if written is None else written:
             for log in (self.other, self.log):
                 with log.writer:
                     log.write_frames(log.end_point, [frame], 1_000)
@@ -95,15 +96,22 @@ class Copies:
             repair.abandon()
 
 
-def all_of(log: DiskLog) -> list[Frame]:
+def frames_of(log: DiskLog, begin: LogPoint, end: LogPoint) -> list[Frame]:
     found: list[Frame] = []
-    at = log.start_point
-    while at < log.end_point:
-        for frame in log.read_frames(at, 1 << 20, log.end_point):
+    while begin < end:
+        for frame in log.read_frames(begin, 1 << 20, end):
             whole = frame.batch and Batch(frame.batch.header, bytes(frame.batch.body))
             found.append(frame._replace(batch=whole))
-            at = LogPoint(frame.batch.header.next_offset) if frame.batch else LogPoint(at.offset, at.note + 1)
+            begin = (
+                LogPoint(frame.batch.header.next_offset)
+                if frame.batch
+                else LogPoint(begin.offset, begin.note + 1)
+            )
     return found
+
+
+def all_of(log: DiskLog) -> list[Frame]:
+    return frames_of(log, log.start_point, log.end_point)
 
 
 def test_every_flipped_bit_is_found_and_repaired() -> None:
@@ -153,6 +161,94 @@ def test_frames_that_are_not_those_that_were_written_are_refused_and_nothing_is_
     repair.abandon()
     assert copies.bytes_of(segment) == before
     assert not [name for name in copies.files.names(Path("/shard")) if name.endswith(".tmp")]
+
+
+def forged(frame: Frame) -> Frame:
+    """Another frame that takes as many bytes, and holds: its checksums are its own."""
+    if frame.batch is None:
+        return frame._replace(slot=frame.slot + 1)
+    header, body = frame.batch.header, bytes(frame.batch.body)
+    body = body[:-1] + bytes([body[-1] ^ 1])
+    return frame._replace(batch=Batch(header._replace(body_checksum=body_checksum(body)), body))
+
+
+def refuses(
+    copies: Copies, segment: SegmentState, annotations: dict[int, bytes], answers: list[list[Frame]]
+) -> str:
+    """How a repair with these answers is refused."""
+    repair = SegmentRepair(copies.log, copies.files, segment, annotations)
+    try:
+        with pytest.raises(RequestError) as refused:
+            for answer in answers:
+                repair.take(answer)
+        assert refused.value.code == Code.CONFLICT
+        return str(refused.value)
+    finally:
+        repair.abandon()
+
+
+def places(segment: SegmentState, had: list[Frame]) -> list[int]:
+    """Where each of them stands in the file."""
+    at, found = segment.segment_bytes, list[int]()
+    for frame in reversed(had):
+        at -= (
+            ENTRY_HEADER_BYTES
+            + len(frame.annotation)
+            + (frame.batch.header.total_length if frame.batch else 0)
+        )
+        found.append(at)
+    return found[::-1]
+
+
+def test_of_what_can_still_be_read_another_copy_changes_nothing_before_and_behind_the_damage() -> None:
+    """Each entry damaged in turn, and each other one forged by whoever is asked, given as one answer and frame by frame."""
+    random, tried = Random(4), 0
+    copies = Copies(random)
+    for segment in copies.log.segments[:-1]:
+        had = frames_of(copies.other, segment.base_point, segment.end_point)
+        annotations = copies.other.annotations_at(segment.base_point)
+        for damaged, at in enumerate(places(segment, had)):
+            bit = (at + random.choice((0, 13, 41))) * 8
+            copies.disk.flip(segment.path, bit)
+            for other, frame in enumerate(had):
+                if other == damaged and frame.batch is None:
+                    continue  # nothing of it can be read
+                given = [*had[:other], forged(frame), *had[other + 1 :]]
+                for answers in ([given], [[one] for one in given]):
+                    assert refuses(copies, segment, annotations, answers)
+                    tried += 1
+            assert copies.repair(segment)
+    assert tried > 300
+    assert all_of(copies.log) == all_of(copies.other)
+
+
+def test_entries_that_begin_elsewhere_than_what_can_still_be_read_are_refused() -> None:
+    """One is damaged, and whoever is asked makes it longer and the next one shorter, so that all others would stand between what was written."""
+    copies = Copies(Random(1), [entry(at, 1, payload=b"." * 60) for at in range(40)])
+    segment = copies.log.segments[1]
+    first, second, *rest = frames_of(copies.log, segment.base_point, segment.end_point)
+    copies.disk.flip(segment.path, (segment.start + 20) * 8)
+    shifted = [
+        entry(first.base_offset, 1, payload=b"." * 70),
+        *(entry(one.base_offset, 1, payload=b"." * 60) for one in (second, *rest[:-1])),
+        entry(rest[-1].base_offset, 1, payload=b"." * 50),
+    ]
+    for answers in ([shifted], [[frame] for frame in shifted]):
+        assert "another entry begins" in refuses(copies, segment, {}, answers)
+    assert copies.repair(segment)
+
+
+def test_annotations_that_differ_from_what_a_segment_begins_with_are_refused() -> None:
+    copies = Copies(Random(2))
+    segment = next(
+        one for one in copies.log.segments[1:-1] if len(copies.other.annotations_at(one.base_point)) > 1
+    )
+    annotations = copies.other.annotations_at(segment.base_point)
+    copies.disk.flip(segment.path, (segment.segment_bytes - 3) * 8)
+    had = copies.other.read_frames(segment.base_point, 1 << 20, segment.end_point)
+    for slot, annotation in annotations.items():
+        changed = annotations | {slot: bytes([annotation[0] ^ 1]) + annotation[1:]}
+        assert f"another annotation {slot}" in refuses(copies, segment, changed, [had])
 
 
 def test_a_segment_that_was_let_go_of_meanwhile_is_not_put_back() -> None:

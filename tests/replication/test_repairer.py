@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from threading import Event, current_thread, main_thread
 import pytest
 from replication.sealed import IDENTITY, entry
 
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, ProtocolError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from region.cluster.records import ShardId
@@ -24,6 +24,7 @@ from region.log.errors import SegmentDamagedError
 from region.log.point import LogPoint
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
+from region.replication import repairer
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import EpochStart
 from region.replication.repairer import Fetched, Repairer, Wanted
@@ -45,7 +46,10 @@ class Copies:
     """A copy here, and one of the same log elsewhere, which is asked: both have it all committed."""
 
     def __init__(self) -> None:
-        self.is_compacted_elsewhere = False
+        self.is_compacted_elsewhere = self.is_compacted = False
+        self.peers = ["b"]
+        self.asked: list[str] = []
+        self.copied_anew = 0
         self.disk = MemoryDisk()
         self.files = self.disk.mount()
         self.here = replica(self.files)
@@ -62,7 +66,7 @@ class Copies:
         return self.here.log.end_point
 
     def in_sync(self, shard: ShardId) -> list[str]:
-        return ["b"]
+        return self.peers
 
     def is_copying(self, shard: ShardId, number: int) -> bool:
         return False
@@ -70,10 +74,15 @@ class Copies:
     def is_in_sync(self, shard: ShardId) -> bool:
         return True
 
+    def may_be_compacted(self, shard: ShardId, number: int) -> bool:
+        return self.is_compacted
+
     def copy_anew(self, shard: ShardId, number: int) -> bool:
+        self.copied_anew += 1
         return True
 
     async def fetch(self, peer: str, wanted: Wanted) -> Fetched:
+        self.asked.append(peer)
         if self.is_compacted_elsewhere:
             raise RequestError("It was compacted.", code=Code.UNSUPPORTED)
         log = self.other.log
@@ -167,7 +176,7 @@ async def test_a_repair_that_is_done_after_its_log_was_closed_changes_nothing() 
 
 async def test_a_reader_of_a_log_that_is_copied_as_a_whole_is_told_to_come_again() -> None:
     with repairing() as asked:
-        asked.copies.is_compacted_elsewhere = True
+        asked.copies.is_compacted_elsewhere = asked.copies.is_compacted = True
         with pytest.raises(UnavailableError, match="are being copied") as told:
             await asked.repairs.repair(SHARD, 0, asked.copies.damage())
         assert told.value.retry_after_ms
@@ -217,3 +226,67 @@ async def test_a_segment_that_is_cut_while_the_scrub_looks_at_it_is_not_damaged(
         assert here.log.end_point == cut, "it was looked at"
         await asked.repairs.close()
         assert not asked.repairs.found and not asked.alarms
+
+
+async def no_answer(peer: str, wanted: Wanted) -> Fetched:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+async def refused_answer(peer: str, wanted: Wanted) -> Fetched:
+    raise ProtocolError(f"Broker {peer} tells of an annotation in slot -1.", code=Code.FRAME_MALFORMED)
+
+
+async def says_compacted(peer: str, wanted: Wanted) -> Fetched:
+    raise RequestError("It was compacted.", code=Code.UNSUPPORTED)
+
+
+async def of_another_segment(peer: str, wanted: Wanted) -> Fetched:
+    return Fetched({}, [entry(5, 1)])
+
+
+@pytest.mark.parametrize("ill", [no_answer, refused_answer, says_compacted, of_another_segment])
+async def test_whatever_one_copy_answers_another_one_is_asked_and_first_from_then_on(
+    ill: Callable[[str, Wanted], Awaitable[Fetched]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repairer, "FROM_ONE_S", 0.2)
+    with repairing() as asked:
+        copies = asked.copies
+        copies.peers, honest = ["ill", "honest"], copies.fetch
+
+        async def fetch(peer: str, wanted: Wanted) -> Fetched:
+            if peer == "ill":
+                copies.asked.append(peer)
+                return await ill(peer, wanted)
+            return await honest(peer, wanted)
+
+        monkeypatch.setattr(copies, "fetch", fetch)
+        for times in (1, 2):
+            damage = asked.repairs.note(SHARD, 0, copies.damage())
+            assert damage is not None
+            await damage.news.wait()
+            assert damage.is_over and asked.repairs.repaired == times
+        assert copies.asked.count("ill") == 1 and not copies.copied_anew and not asked.alarms
+        await asked.repairs.close()
+
+
+@pytest.mark.parametrize("is_compacted", [False, True])
+async def test_a_copy_that_says_that_it_was_compacted_has_no_log_copied_while_another_one_says_otherwise(
+    is_compacted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor where the stream is not compacted, whoever says so."""
+    with repairing() as asked:
+        copies = asked.copies
+        copies.peers, copies.is_compacted = ["ill", "busy"] if is_compacted else ["ill"], is_compacted
+
+        async def fetch(peer: str, wanted: Wanted) -> Fetched:
+            if peer == "ill":
+                return await says_compacted(peer, wanted)
+            raise UnavailableError("It is busy.")
+
+        monkeypatch.setattr(copies, "fetch", fetch)
+        damage = asked.repairs.note(SHARD, 0, copies.damage())
+        assert damage is not None
+        await damage.news.wait()
+        assert not damage.is_over and not damage.is_copied and not copies.copied_anew and asked.alarms
+        await asked.repairs.close()
