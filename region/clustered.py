@@ -35,6 +35,7 @@ from felix.messages import (
 from felix.names import StreamName
 from region.audit_log import AuditLog
 from region.cluster import condition, registration, transactions
+from region.cluster.assignments import Leader
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
@@ -180,8 +181,12 @@ class Clustered:
 
     def leader_of(self, record: Stream, shard: int) -> str:
         """The broker that leads a shard; empty while none does."""
-        leader = self.member.assignments.leader(record.incarnation, shard)
+        leader = self.leader(record, shard)
         return "" if leader is None else leader.broker
+
+    def leader(self, record: Stream, shard: int) -> Leader | None:
+        """Who leads a shard, and in which epoch; None while nobody does."""
+        return self.member.assignments.leader(record.incarnation, shard)
 
     def placed_on(self, record: Stream) -> str:
         """The broker that has a stream's records, whether it leads now or not; empty before it is placed."""

@@ -70,6 +70,10 @@ COPIES: Final = 3
 """Brokers that have copies of the journal, where the region has so many: any one may be lost."""
 
 
+NEWEST_AHEAD_MAX: Final = 1 << 32
+"""So far a stream may be ahead of the journal, which lost its end: more than were ever lost, and too little to use the numbers up."""
+
+
 class _Reserved:
     """Transactions whose acknowledgements of one stream are prepared and not applied, all by a leader of the same epoch."""
 
@@ -445,7 +449,14 @@ class Coordinator:
             *(self._leaders.check(*stream, sorted(numbers)) for stream, numbers in shards.items())
         )
         # A journal that lacks its end, given up by an operator, must not give a number twice.
-        self._newest = max(self._newest, *known, 0)
+        newest = max(self._newest, *known, 0)
+        if newest > max(self.state.next_number, self._newest) + NEWEST_AHEAD_MAX:
+            raise UnavailableError(
+                f"A stream of this transaction says that it has transaction {newest}, and the newest one is "
+                f"{self.state.next_number - 1}.",
+                hint="The log of that stream was damaged, or its broker is ill: look at its alarms.",
+            )
+        self._newest = newest
 
     async def _prepare(self, transaction: OpenTransaction) -> list[Acknowledgement]:
         """All of it, or an error and nothing."""
@@ -557,9 +568,10 @@ class Coordinator:
             assert found is not None
             self._applies.enqueue(found, future)
 
-        for entry in entries:
+        # Encoded before the first one counts: what cannot be encoded was never decided.
+        for entry, encoded in [(entry, encode(entry)) for entry in entries]:
             self.state.apply(entry)
-            journal.append(encode(entry), durable if isinstance(entry, Committed) else ignore)
+            journal.append(encoded, durable if isinstance(entry, Committed) else ignore)
 
     def _decided_now(self, transaction: OpenTransaction, future: asyncio.Future[Outcome]) -> None:
         """It is open no longer. Its bytes are held until it is applied."""

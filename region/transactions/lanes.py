@@ -6,7 +6,8 @@ Invariants:
 - what is refused is refused before the decision (`CheckLane`, `PrepareAcknowledgements`); what is committed is appended once, in the order
   of the numbers, however often it is asked;
 - what was appended is hidden until its coordinator has it shown, or HIDDEN_S have passed: a coordinator that is gone hides nothing for ever;
-- a coordinator whose successor was heard of is refused;
+- only the broker that leads the transactions' stream, as the cluster's records say, has anything appended, shown, prepared or given back here, and only in
+  its own term: another broker of the region has none of that done by one that leads a stream;
 - what was prepared is kept until it is applied, abandoned, or its coordinator says that it never was decided.
 """
 
@@ -20,11 +21,12 @@ from typing import Final, NamedTuple
 from weakref import WeakValueDictionary
 
 from felix.bounded import BoundedMap
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.tasks import end_tasks
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.broker import Broker
+from region.cluster.assignments import Leader
 from region.clustered import Clustered
 from region.log.shard import ShardLog
 from region.peer_requests import PeerRequests
@@ -59,7 +61,7 @@ PREPARED_MAX: Final = 10_000
 """Acknowledgements that are prepared at a time: more than a broker's open transactions have (open_transactions.OPEN_MAX) in all but the
 largest of them."""
 LANES_MAX: Final = 4_096
-"""Streams of which the coordinator and the last transaction shown are remembered; of another one nothing is refused for them."""
+"""Streams of which the last transaction shown is remembered; of another one what is shown already may be hidden again, for HIDDEN_S."""
 
 
 class _Hidden:
@@ -112,7 +114,6 @@ class Lanes:
         self._busy: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._hidden: dict[str, _Hidden] = {}
         """by incarnation"""
-        self._terms: BoundedMap[str, int] = BoundedMap(LANES_MAX)
         self._shown: BoundedMap[str, int] = BoundedMap(LANES_MAX)
         self._preparing: WeakValueDictionary[tuple[bytes, str, bytes], asyncio.Lock] = WeakValueDictionary()
         self._prepared: dict[tuple[str, bytes], _Kept] = {}
@@ -154,7 +155,18 @@ class Lanes:
         self._broker.require_led(hosted)
         return hosted
 
+    def _require_coordinator(self, peer: str) -> Leader:
+        """Raises UnavailableError where this broker does not know, or not yet, that `peer` coordinates."""
+        leader = coordinator_of(self._broker, self._clustered)
+        if leader is None or leader.broker != peer:
+            raise UnavailableError(
+                f"Broker {self._broker.broker_id} does not know that {peer} coordinates transactions.",
+                retry_after_ms=100,
+            )
+        return leader
+
     async def _check(self, peer: str, asked: CheckLane) -> LaneChecked:
+        self._require_coordinator(peer)
         hosted = self._led(asked.stream, asked.incarnation)
         known = 0
         for number in asked.shards:
@@ -171,12 +183,11 @@ class Lanes:
         async with lock:
             # Within the lock: what came before is committed, or this broker leads the stream no more.
             hosted = self._led(asked.stream, asked.incarnation)
-            if asked.term < (self._terms.look(asked.incarnation) or 0):
-                raise RequestError(
-                    f"Broker {peer} is the coordinator of transactions no more: another one is.",
-                    code=Code.CONFLICT,
+            if self._require_coordinator(peer).epoch != asked.term:
+                raise UnavailableError(
+                    f"Broker {self._broker.broker_id} does not know that {peer} coordinates transactions in epoch {asked.term}.",
+                    retry_after_ms=100,
                 )
-            self._terms.put(asked.incarnation, asked.term)
             wanted: dict[int, list[Placing]] = {}
             for part, before in ((each.part, each.before) for each in asked.parts):
                 wanted.setdefault(part.shard, []).append(Placing(part, before))
@@ -238,6 +249,7 @@ class Lanes:
         release_all(hidden.settle())
 
     async def _show(self, peer: str, asked: ShowLane) -> LaneShown:
+        self._require_coordinator(peer)
         self._shown.put(asked.incarnation, max(asked.number, self._shown.look(asked.incarnation) or 0))
         hidden = self._hidden.get(asked.incarnation)
         if hidden is not None and hidden.number <= asked.number:
@@ -247,6 +259,7 @@ class Lanes:
     # -- acknowledgements ------------------------------------------------------------------------------
 
     async def _prepare(self, peer: str, asked: PrepareAcknowledgements) -> Prepared:
+        self._require_coordinator(peer)
         # One at a time: one that is asked again while it is being prepared gets the same answer.
         lock = self._preparing.setdefault((asked.transaction, asked.view, asked.body), asyncio.Lock())
         async with lock:
@@ -283,6 +296,7 @@ class Lanes:
         return kept is not None
 
     async def _abandon(self, peer: str, asked: AbandonAcknowledgements) -> Abandoned:
+        self._require_coordinator(peer)
         if self._let_go(asked.view, asked.body):
             self._participant(asked.view).abandon(asked.body)
         return Abandoned()
@@ -305,16 +319,16 @@ class Lanes:
 
     async def _may_be_decided(self, transaction: bytes) -> bool:
         coordinator = coordinator_of(self._broker, self._clustered)
-        if not coordinator:
+        if coordinator is None:
             return True
         try:
-            answer = await self._requests.ask(coordinator, AskDecision(transaction), Decision)
+            answer = await self._requests.ask(coordinator.broker, AskDecision(transaction), Decision)
         except FelixError:
             return True
         return answer.may_be
 
 
-def coordinator_of(broker: Broker, clustered: Clustered) -> str:
-    """The broker that decides transactions; empty where nobody does for now."""
+def coordinator_of(broker: Broker, clustered: Clustered) -> Leader | None:
+    """Who decides transactions; None where nobody does for now."""
     stream = broker.streams.get(TRANSACTIONS_STREAM)
-    return "" if stream is None else clustered.leader_of(stream.record, 0)
+    return None if stream is None else clustered.leader(stream.record, 0)

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 from audit_log import INGRESS_ORIGIN, Link, log_signer
 from bridge_mesh import until
+from msgspec.structs import replace
 
 from audit import crossed as crossed_module
 from audit.checkpoint import note_size
 from audit.crossed import PAGE_CHUNKS
 from audit.errors import AuditUnavailableError
-from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log, read_header
+from audit.leaf import EncodedLeaf, Kind, Leaf, decode_leaf, encode_for_log, encode_leaf, read_header
 from audit.position import ShardName
 from audit.tile import read_entries
 from audit.trail import Trail
@@ -170,6 +171,33 @@ async def test_a_leaf_whose_answer_was_lost_stands_once_and_has_its_index(region
     found = region.arrived()
     assert found == sorted(set(found)) and len(found) == 30, "each once, in order"
     assert said == {number: [number] for number in range(30)}
+
+
+async def test_a_leaf_that_cannot_be_read_whole_is_refused_and_the_log_verifies(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every byte of it changed in turn, and cut off at each: what is taken can be read."""
+    (whole,) = (leaf.data for group in ranges(1) for leaf in group)
+    ask, taken = region.wire.ends["b2"].ask, 0
+    changed = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(len(whole))]
+    swapped = whole[:-136] + whole[-68:] + whole[-136:-68]
+    leaf = decode_leaf(whole)
+    header = replace(leaf.header, record_bytes=0, payload_bytes=leaf.header.record_bytes)
+    old = encode_leaf(Leaf(header, leaf.entries, 1))
+    for number, data in enumerate([swapped, old, *changed, *(whole[:at] for at in range(0, len(whole), 7))]):
+        # In a thread, as many of them are.
+        monkeypatch.setattr(audit_server, "CHECKED_AT_ONCE_BYTES", (64 << 10) * (number % 2))
+        try:
+            await ask("b1", AppendLeaves([[data]], 0, False), LeavesAppended)
+        except RequestError as refused:
+            assert refused.code is Code.FORBIDDEN
+        else:
+            assert number > 1
+            taken += 1
+    size = note_size(region.trail.publish())
+    assert size <= taken
+    for _, data in read_entries(region.trail.files, 0, size, size):
+        assert decode_leaf(data).version == 2
 
 
 async def test_a_range_that_was_settled_while_its_leaves_waited_is_not_written_again(region: Region) -> None:

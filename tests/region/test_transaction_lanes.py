@@ -16,6 +16,7 @@ from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, NotLeaderError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.transaction_messages import TRANSACTIONS_STREAM
+from region.cluster.assignments import Leader
 from region.clustered import Clustered
 from region.metadata.records import StreamConfig
 from region.peer_requests import PeerRequest, PeerRequests
@@ -269,6 +270,7 @@ class Links:
         self.handlers: dict[type[PeerRequest], Callable[[str, Any], Awaitable[msgspec.Struct]]] = {}
         self.asked: list[PeerRequest] = []
         self.may_be = True
+        self.coordinator = Leader("b2", "", 1)
 
     def serve(self, request: type[PeerRequest], handler: Callable[[str, Any], Awaitable[Any]]) -> None:
         self.handlers[request] = handler
@@ -280,10 +282,13 @@ class Links:
     def leader_of(self, record: object, shard: int) -> str:
         return "b2"
 
-    async def do(self, request: PeerRequest) -> Any:
+    def leader(self, record: object, shard: int) -> Leader:
+        return self.coordinator
+
+    async def do(self, request: PeerRequest, peer: str = "b2") -> Any:
         """As a coordinator asks, over the wire's encoding."""
         decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=type(request))
-        return await self.handlers[type(request)]("b2", decoded)
+        return await self.handlers[type(request)](peer, decoded)
 
 
 class Leading:
@@ -329,6 +334,7 @@ class Leading:
 @pytest.fixture
 async def leading(home: Home) -> AsyncIterator[Leading]:
     made = Leading(home)
+    await home.broker.ensure_stream(TRANSACTIONS_STREAM, StreamConfig())
     yield made
     await made.lanes.close()
 
@@ -337,6 +343,8 @@ async def test_what_is_applied_is_hidden_until_it_is_to_be_shown_and_stands_once
     home = leading.home
     assert await leading.apply(1, b"0", b"1") == LaneApplied([(0,), (1,)])
     # Asked again, as by a coordinator that did not hear the answer, or its successor.
+    assert await leading.apply(1, b"0", b"1") == LaneApplied([(0,), (1,)])
+    leading.links.coordinator = Leader("b2", "", 2)
     assert await leading.apply(1, b"0", b"1", term=2) == LaneApplied([(0,), (1,)])
     await home.publish(A, b"between")
     assert await home.records(A) == []
@@ -345,10 +353,46 @@ async def test_what_is_applied_is_hidden_until_it_is_to_be_shown_and_stands_once
     # One that came late hides nothing.
     await leading.apply(1, b"0", b"1", term=2)
     assert len(await home.records(A)) == 3
-    with pytest.raises(RequestError, match="another one is"):
-        await leading.apply(2, b"late", term=1)
+    for term in (1, 3):
+        with pytest.raises(UnavailableError, match=f"in epoch {term}"):
+            await leading.apply(2, b"late", term=term)
     incarnation = leading.hosted().record.incarnation
     assert await leading.links.do(CheckLane(A, incarnation, [0, 1])) == LaneChecked(1)
+
+
+async def test_who_does_not_coordinate_has_nothing_done(leading: Leading) -> None:
+    incarnation, links = leading.hosted().record.incarnation, leading.links
+    await links.do(PrepareAcknowledgements(A, "jobs", str(OWNER), b"0", b"t" * 16))
+    await leading.apply(1, b"hidden")
+    batch = encode_batch([NewRecord(b"forged")], shard=0).encode()
+    part = Part(2, 0, A, bytes.fromhex(incarnation), 0, batch)
+    for peer in ("b3", "", "b1"):
+        for request in (
+            CheckLane(A, incarnation, [0]),
+            ApplyLane(A, incarnation, 1, 2, [Placed(part, 0)], [Acknowledged("jobs", b"0")]),
+            ApplyLane(A, incarnation, 1 << 62, 0, [], []),
+            ShowLane(A, incarnation, 1),
+            PrepareAcknowledgements(A, "jobs", str(OWNER), b"1", b"u" * 16),
+            AbandonAcknowledgements("jobs", b"0"),
+        ):
+            with pytest.raises(UnavailableError, match="coordinates transactions"):
+                await links.do(request, peer)
+    assert leading.jobs.prepared == [b"0"] and not leading.jobs.applied
+    assert await leading.home.records(A) == []
+    await leading.show(1)
+    assert await leading.home.records(A) == [b"hidden"]
+
+
+async def test_a_stream_that_says_that_it_is_far_ahead_is_believed_for_no_other(
+    coordinating: Coordinating,
+) -> None:
+    coordinating.leaders.newest = (1 << 64) - 1
+    with pytest.raises(UnavailableError, match="says that it has transaction"):
+        await coordinating.commit(A)
+    coordinating.leaders.newest = 1 << 31
+    assert await coordinating.commit(B)
+    number = (1 << 31) + 1
+    assert coordinating.leaders.applied == [(B, number, [number])]
 
 
 async def test_what_is_asked_at_a_time_is_bounded_and_acknowledgements_come_last(home: Home) -> None:
@@ -399,7 +443,6 @@ async def test_what_was_prepared_is_kept_until_its_coordinator_says_that_it_was_
     leading: Leading, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lanes_module, "PREPARED_LOOK_S", 0.005)
-    await leading.home.broker.ensure_stream(TRANSACTIONS_STREAM, StreamConfig())
     bodies = [f"{A}:{number}".encode() for number in range(3)]
     for body in bodies:
         await leading.links.do(PrepareAcknowledgements(A, "jobs", str(OWNER), body, b"t" * 16))
