@@ -86,7 +86,7 @@ from region.ingest import IngestService
 from region.key_service import KeyringRotation, KeyService, Rotation
 from region.landings import Landings
 from region.log.directory import LogDirectory
-from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit
+from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit, relays_max_of
 from region.log.scrub import Scrub
 from region.log.shard import ShardHooks
 from region.metadata.catalog import Catalog
@@ -196,9 +196,16 @@ async def open_broker(
     now_ms = runtime.clock.now_ms
     machine.files.make_folder(data)
     sys.setswitchinterval(SWITCH_S)
+    files_max = raise_files_limit()
     # On a simulated network there are no sockets.
-    relays_max = 0 if config.cluster is None or machine.engine is not None else config.limits.relays
-    open_logs = OpenLogs(logs_max_of(raise_files_limit() - relays_max))
+    relays_wanted = 0 if config.cluster is None or machine.engine is not None else config.limits.relays
+    relays_max = relays_max_of(relays_wanted, files_max)
+    if relays_max < relays_wanted:
+        log.warning(
+            "limits.relays is %d, and this broker carries %d connections to others at most: it may open %d files (raise the hard limit, ulimit -Hn).",
+            relays_wanted, relays_max, files_max,
+        )  # fmt: skip
+    open_logs = OpenLogs(logs_max_of(files_max - relays_max))
     storage = config.storage
     directory = LogDirectory(
         data / "streams",

@@ -74,6 +74,12 @@ def raise_files_limit() -> int:
     return hard if hard != resource.RLIM_INFINITY else OPEN_LOGS_MAX * FILES_PER_LOG + OTHER_FILES
 
 
+def relays_max_of(wanted: int, files_max: int) -> int:
+    """How many relays, of which each is a socket, a process may have that may open `files_max`: `wanted`, and half of what all else leaves at most,
+    so that logs can be written."""
+    return min(wanted, max(0, files_max - OTHER_FILES) // 2)
+
+
 def logs_max_of(files_max: int) -> int:
     """How many logs may have files open in a process that may open `files_max`."""
     return max(1, min(OPEN_LOGS_MAX, (files_max - OTHER_FILES) // FILES_PER_LOG))

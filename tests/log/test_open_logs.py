@@ -16,7 +16,7 @@ from felix.storage.disk import DiskFiles
 from region.log import open_logs
 from region.log.disk import DiskLog
 from region.log.frame import Frame
-from region.log.open_logs import OPEN_LOGS_MAX, OpenLogs, logs_max_of, raise_files_limit
+from region.log.open_logs import OPEN_LOGS_MAX, OpenLogs, logs_max_of, raise_files_limit, relays_max_of
 from region.log.segment import ShardIdentity
 
 EPOCH = 1
@@ -128,3 +128,17 @@ def test_the_bound_leaves_files_for_all_else() -> None:
     assert logs_max_of(1 << 20) == OPEN_LOGS_MAX
     assert logs_max_of(1_024) == 384
     assert logs_max_of(10) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "files", "relays", "logs"),
+    [
+        (256, 1_024, 256, 256),
+        (10_000, 1_024, 384, 192),
+        (10_000, 1 << 20, 10_000, OPEN_LOGS_MAX),
+        (256, 100, 0, 1),
+    ],
+)
+def test_relays_leave_half_of_the_files_to_logs(wanted: int, files: int, relays: int, logs: int) -> None:
+    assert relays_max_of(wanted, files) == relays
+    assert logs_max_of(files - relays) == logs
