@@ -214,7 +214,7 @@ class Meter:
                 return _refused(
                     account,
                     Code.LIMIT_STORED,
-                    f"{account} stores {stored} bytes, and {account.stored_limit} are allowed.",
+                    f"{account} stores {stored} bytes{_of_others(account, 'stored_bytes')}, and {account.stored_limit} are allowed.",
                     "Shorten a retention, delete streams, or have stored_bytes raised: felix quota set.",
                     STORED_RETRY_MS,
                 )
@@ -527,10 +527,16 @@ def _check_room(account: Account, what: str, amount: int) -> None:
         raise _refused(
             account,
             _HELD_CODES[what],
-            f"{account} has {held} {what} open, and {limit} are allowed.",
+            f"{account} has {held} {what} open{_of_others(account, what)}, and {limit} are allowed.",
             f"End some, or have {what} raised: felix quota set.",
             HELD_RETRY_MS,
         )
+
+
+def _of_others(account: Account, what: str) -> str:
+    """How much of it other brokers say that they hold: this one takes their word."""
+    amount = account.elsewhere.get(what, 0)
+    return f" ({amount} of them at other brokers, as those say)" if amount else ""
 
 
 _PUBLISH: Final = ("publish_bytes", "publish_records")

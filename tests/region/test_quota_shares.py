@@ -140,7 +140,10 @@ def test_what_is_held_is_counted_over_all_brokers() -> None:
     brokers.meter("b2")
     brokers.turn()
     brokers.turn()
-    with pytest.raises(UnavailableError, match="has 2 subscriptions open, and 2 are allowed") as refused:
+    with pytest.raises(
+        UnavailableError,
+        match=r"has 2 subscriptions open \(2 of them at other brokers, as those say\), and 2 are",
+    ) as refused:
         brokers.meter("b3").hold("subscriptions")
     assert refused.value.code is Code.LIMIT_SUBSCRIPTIONS
     brokers.turn()
@@ -163,7 +166,12 @@ def test_what_is_stored_where_nobody_uses_it_counts_too() -> None:
     assert held is not None
     held.hear("b2", [use], brokers.now)
     refused = brokers.meter("b1").refusal(20)
-    assert refused is not None and refused.code is Code.LIMIT_STORED and "stores 90 bytes" in refused.sentence
+    assert (
+        refused is not None
+        and refused.code is Code.LIMIT_STORED
+        and refused.sentence
+        == ("Tenant acme stores 90 bytes (90 of them at other brokers, as those say), and 100 are allowed.")
+    )
     assert brokers.meter("b1").refusal(10) is None
     # Of who may store what it likes nothing is told, nor of more than are told of.
     brokers.quotas["b2"].set_limits({("tenant", "acme"): QuotaLimits(stored_bytes=0)})
