@@ -4,7 +4,7 @@ Each thread looks at what the log offers, once a second and when told to, and as
 back is verified and kept on the log's checkpoint. A witness that fails is asked again after a pause that doubles up to a
 minute. Nothing here holds up the log, and nothing of it is on an event loop.
 
-Invariants: all witnesses are shown the same checkpoint (audit.trail, `offer`); what a witness answers counts only where
+Invariants: all witnesses are shown the same checkpoint (audit.checkpoint_disk, `offer`); what a witness answers counts only where
 its key's signature holds; a witness that has more leaves than the log ever checkpointed says that the log was rolled back,
 or lies: it is reported, and asked again only rarely. Callers: bridge.agent, region.startup.
 """
@@ -78,7 +78,7 @@ class Submission:
 
     def start(self) -> None:
         """Begin."""
-        self._trail.trust_witnesses(self._target.keys)
+        self._trail.checkpoints.trust_witnesses(self._target.keys)
         self._thread.start()
 
     def stop(self) -> None:
@@ -108,7 +108,11 @@ class Submission:
 
     def _run(self) -> None:
         self._size = max(
-            (held.checkpoint.size for held in self._trail.cosigned() if self._is_by_it(held.cosigned)),
+            (
+                held.checkpoint.size
+                for held in self._trail.checkpoints.cosigned()
+                if self._is_by_it(held.cosigned)
+            ),
             default=0,
         )
         self._known = self._size
@@ -145,10 +149,10 @@ class Submission:
         if self._trail.follows:
             return
         for _ in range(3):
-            offered = self._trail.offer(at_least=self._known)
+            offered = self._trail.checkpoints.offer(at_least=self._known)
             note = parse_note(offered)
             size = parse_tree_head(note.text).size
-            if not size or self._trail.is_cosigned_by(offered, self._target.keys):
+            if not size or self._trail.checkpoints.is_cosigned_by(offered, self._target.keys):
                 return
             if self._known > size:
                 claimed, self._known = self._known, self._size
@@ -156,7 +160,9 @@ class Submission:
                     f"The witness {self._target.url} has cosigned {claimed} leaves of {self._trail.key.name}, whose "
                     f"newest checkpoint has {size}: the log was rolled back, or the witness is wrong."
                 )
-            proof = self._trail.consistency_proof(self._known, size) if 0 < self._known < size else []
+            proof = (
+                self._trail.checkpoints.consistency_proof(self._known, size) if 0 < self._known < size else []
+            )
             # Made here, so that a certificate that cannot be read is a failure like others: shown, and tried again.
             self._client = self._client or WitnessClient(self._target)
             answer = self._client.add_checkpoint(AddCheckpoint(self._known, tuple(proof), offered))

@@ -431,7 +431,7 @@ class Agent:
                     )
                 )
                 trail, context.ledger = await asyncio.shield(self._opening)
-                trail.expect_cosigners(len(config.destinations) + len(config.witnesses))
+                trail.checkpoints.expect_cosigners(len(config.destinations) + len(config.witnesses))
                 self._submissions = Submissions(trail, outside, self._runtime)
                 self._submissions.start()
                 self._egress_documents.recall(await asyncio.to_thread(read_words, trail, context.ledger))
@@ -721,7 +721,7 @@ class Agent:
         assert self._quorum is not None
         trail, before = self.context.trail, self._held()
         if trail is not None:
-            self._quorum.update(self._monotonic_ms(), trail.cosigned(), trail.status().durable)
+            self._quorum.update(self._monotonic_ms(), trail.checkpoints.cosigned(), trail.status().durable)
         if bool(self._held()) is not bool(before):
             log.warning("%s", self._held() or "A quorum of witnesses has cosigned; links go on.")
             for worker, _ in list(self._workers.values()):
@@ -786,13 +786,15 @@ class Agent:
         connection = witness.connection()
         answer = await connection.request(WitnessedSize(trail.key.name))
         newest = await asyncio.to_thread(trail.publish)
-        note = trail.offer(at_least=note_size(newest) if final else answer.size)
+        note = trail.checkpoints.offer(at_least=note_size(newest) if final else answer.size)
         size = note_size(note)
-        if not size or (answer.size >= size and trail.is_cosigned_by(note, witness.trust.witnesses)):
+        if not size or (
+            answer.size >= size and trail.checkpoints.is_cosigned_by(note, witness.trust.witnesses)
+        ):
             return
         proof: list[bytes] = []
         if 0 < answer.size < size:
-            proof = await asyncio.to_thread(trail.consistency_proof, answer.size, size)
+            proof = await asyncio.to_thread(trail.checkpoints.consistency_proof, answer.size, size)
         cosigned = await connection.request(Cosign(note, proof))
         if cosigned.cosigned:
             await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
@@ -841,7 +843,7 @@ class Agent:
         self._files = files
         self.context.identity = files.identity
         if self.context.trail is not None:
-            self.context.trail.trust_witnesses(
+            self.context.trail.checkpoints.trust_witnesses(
                 Trust.of(files.bundles.values()).witnesses_for(self.config.source)
             )
 
@@ -849,5 +851,5 @@ class Agent:
 def _require_egress(trail: Trail, known: Witnessed, witness: str) -> None:
     """Raises RolledBackError where the egress log is not the one that the witness cosigned. Blocks on disk."""
     current = trail.publish()
-    proof = trail.consistency_proof(known.size, note_size(current))
+    proof = trail.checkpoints.consistency_proof(known.size, note_size(current))
     require_continued(known.cosigned, current, proof, log="the egress log", witness=witness, hint=EGRESS_HINT)

@@ -663,7 +663,7 @@ class LinkWorker:
         """Raises CorruptionError(TRUNCATED) where the destination no longer has what it gave receipts for."""
         source, channel = self._source, self._channel
         assert source is not None and channel is not None
-        last, at = trail.last_ack(self.link_shard), channel.opened.position
+        last, at = trail.positions.last_ack(self.link_shard), channel.opened.position
         account = self._context.ledger.shard(self.link_shard, source.live.incarnation)
         had = channel.opened.logged
         if last is not None and last.incarnation == source.live.incarnation:
@@ -687,7 +687,7 @@ class LinkWorker:
         assert source is not None and channel is not None
         account = context.ledger.shard(self.link_shard, source.live.incarnation)
         position, live = channel.opened.position, source.live.incarnation
-        announced = (each for each in trail.unanswered(self.link_shard) if each.incarnation == live)
+        announced = (each for each in trail.positions.unanswered(self.link_shard) if each.incarnation == live)
         known = source.begins_at if account is None else account.known_to(position, announced)
         # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
         if position <= known or (account is not None and account.grant_id == row.grant):
@@ -739,7 +739,7 @@ class LinkWorker:
         live = self._source.live.incarnation
         return [
             Announced(found.first_offset, found.last_offset, found.envelope_sha256)
-            for found in trail.unanswered(self.link_shard)
+            for found in trail.positions.unanswered(self.link_shard)
             if found.incarnation == live and found.grant_id == self.row.grant
         ]
 

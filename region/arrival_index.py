@@ -103,18 +103,18 @@ class ArrivalIndex:
 
     async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
         """As `ArrivalLog`."""
-        if self._trail.newest_incarnation(name) in (b"", incarnation):
-            return self._trail.arrived_below(name, incarnation)
+        if self._trail.positions.newest_incarnation(name) in (b"", incarnation):
+            return self._trail.positions.arrived_below(name, incarnation)
         # Another incarnation came last. This one may be new, or a source's older stream that was restored or stated again.
         return await self._crossed.arrived_below(str(bridge), name, incarnation)
 
     async def charged_bytes(self, grant: str) -> int:
         """As `ArrivalLog`."""
-        return self._trail.charged_bytes(grant)
+        return self._trail.positions.charged_bytes(grant)
 
     def charged_at_least(self, grant: str) -> int:
         """As `ArrivalLog`."""
-        return self._trail.charged_bytes(grant)
+        return self._trail.positions.charged_bytes(grant)
 
     async def close(self) -> None:
         """Begin no more reads."""

@@ -449,7 +449,7 @@ class AuditLog:
                 f"Not all leaves that broker {before.broker} alone had are in {AUDIT_STREAM} yet.",
                 hint=f"Broker {before.broker} goes on with that: start it, with its data folder.",
             )
-        await asyncio.to_thread(trail.check_holds, size, bytes.fromhex(before.root))
+        await asyncio.to_thread(trail.checkpoints.check_holds, size, bytes.fromhex(before.root))
         at = logs[LEAVES].log_end_offset
         await self._compare(at, before)
         if not at:
@@ -463,7 +463,7 @@ class AuditLog:
             await logs[LEAVES].append(batch, expected_offset=at)
             at += batch.header.records
         notes = [_Checkpoint(trail.checkpoint(), False)]
-        notes += [_Checkpoint(encode_note(each.note), True) for each in trail.cosigned()[:1]]
+        notes += [_Checkpoint(encode_note(each.note), True) for each in trail.checkpoints.cosigned()[:1]]
         await logs[CHECKPOINTS].append(
             encode_batch([NewRecord(payload=msgspec.msgpack.encode(each)) for each in notes])
         )
@@ -490,7 +490,9 @@ class AuditLog:
         if self._is_before_checked or before is None or note_size(self._trail.checkpoint()) < before.size:
             return
         try:
-            await asyncio.to_thread(self._trail.check_holds, before.size, bytes.fromhex(before.root))
+            await asyncio.to_thread(
+                self._trail.checkpoints.check_holds, before.size, bytes.fromhex(before.root)
+            )
         except RolledBackError as error:
             self._parted = error
             raise

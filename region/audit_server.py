@@ -210,7 +210,7 @@ class AuditServer:
             indexes |= await self._append_all({number: groups[number] for number in missing})
         ordered = [indexes[number] for number in range(len(groups))]
         grants = {group[0].header.grant_id for group in groups if is_arrival(group[0].header)}
-        charged = {grant: self._trail.charged_bytes(grant) for grant in grants}
+        charged = {grant: self._trail.positions.charged_bytes(grant) for grant in grants}
         return LeavesAppended(ordered, missing, self._trail.status().durable, charged)
 
     async def _append_all(self, groups: dict[int, list[EncodedLeaf]]) -> dict[int, int]:
@@ -279,7 +279,10 @@ class AuditServer:
         if not is_arrival(header):
             return False
         assert header.first_offset is not None
-        return self._trail.arrived_below(ShardName.of(header), header.incarnation) > header.first_offset
+        return (
+            self._trail.positions.arrived_below(ShardName.of(header), header.incarnation)
+            > header.first_offset
+        )
 
     async def _told_all(self, peer: str) -> None:
         """Wait until what a broker asked to be appended before is in the log, or refused. A process of it that is gone may have: what is asked for

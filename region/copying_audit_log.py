@@ -2,7 +2,7 @@
 
 While that broker is stopped, its log gets its last checkpoint, and one transaction says in the metadata store that the log goes on as a stream of
 the region's own, from these leaves: signed with the log's key, and compared with what was read. Until then nothing has changed. From then on that
-broker alone goes on with the log: at its start its files become a copy (`audit.trail.become_copied`), and once it leads the stream it writes the
+broker alone goes on with the log: at its start its files become a copy (`audit.copied_disk.become_copied`), and once it leads the stream it writes the
 leaves there before it is home (`region.audit_log`); other copies follow. Nothing is signed meanwhile, and nothing deleted.
 """
 

@@ -55,7 +55,7 @@ def denial(entry: DenyEntry) -> Denial:
 def own_log(trail: Trail) -> AuditLog:
     """The region's own log at its last durable checkpoint, and who cosigned the newest one that is cosigned. Does not block."""
     head = Checkpoint.parse(parse_note(trail.checkpoint()).text)
-    cosigned = trail.cosigned()
+    cosigned = trail.checkpoints.cosigned()
     if not cosigned:
         return AuditLog(head.origin, True, head.size, head.root)
     newest = max(cosigned, key=lambda each: each.checkpoint.size)

@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
+from audit.copied_disk import become_copied
 from audit.note import Algorithm
 from audit.origin import region_origin
 from audit.submission import Submissions
-from audit.trail import Trail, become_copied
+from audit.trail import Trail
 from audit.trust import RegionTrust
 from audit.witness import DiskWitnessStore
 from felix import __version__
@@ -301,7 +302,7 @@ async def open_broker(
     witnesses = config.audit.witnesses if has_audit_log else ()
     submissions = Submissions(trail, [each.target(folder.root) for each in witnesses], runtime)
     # One note is to have the cosignatures of them all, and of the regions that bridges may lead to.
-    trail.expect_cosigners(len(mirror.trusted()) + len(config.audit.witnesses))
+    trail.checkpoints.expect_cosigners(len(mirror.trusted()) + len(config.audit.witnesses))
     submissions.start()
     stack.push_async_callback(asyncio.to_thread, submissions.stop)
 

@@ -87,11 +87,11 @@ class Witnessing:
         """The checkpoint that witnesses are to cosign now, and the proof that it continues `from_size` leaves."""
         pace = self._own_checkpoints if actor.region == self._region else self._checkpoints
         self._require_pace(pace, actor.region, "give a checkpoint")
-        note = self._trail.offer(at_least=from_size)
+        note = self._trail.checkpoints.offer(at_least=from_size)
         size = note_size(note)
         proof: list[bytes] = []
         if 0 < from_size <= size:
-            proof = await asyncio.to_thread(self._trail.consistency_proof, from_size, size)
+            proof = await asyncio.to_thread(self._trail.checkpoints.consistency_proof, from_size, size)
         return CheckpointAnswer(note, size, proof)
 
     async def put_cosignature(self, cosigned: bytes) -> None:

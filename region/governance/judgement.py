@@ -106,7 +106,7 @@ class Judgement:
         self.book = GrantBook()
         before, self._made = self._made, None
         self.regions.read()
-        self._trail.trust_witnesses(self.regions.witnesses())
+        self._trail.checkpoints.trust_witnesses(self.regions.witnesses())
         self._waiting = set()
         self._stored.clear()
         policy = self.policies.read()

@@ -176,7 +176,7 @@ async def test_whatever_a_kill_leaves_every_record_has_its_leaf(
             await kill.restart()
         landed = "note" not in step and "half" not in step
         assert shard_of(mesh, stream).high_watermark == (5 if landed else 2), step
-        charged = trail_of(mesh).charged_bytes(grant[0])
+        charged = trail_of(mesh).positions.charged_bytes(grant[0])
         assert charged == sum(wild.size for at, wild in sent.items() if at < (5 if landed else 2)), step
         assert await accounted(mesh, stream, sent, agent) == (5 if landed else 2)
         checked += 1

@@ -127,7 +127,7 @@ def test_a_log_with_a_leaf_that_cannot_be_read_opens_goes_on_and_says_so(
         trail.close()
     for size in (before + 3, before + 4):
         again = Trail.open(path, signer, settings=quiet)
-        assert again.status().size == size and again.unreadable == (before,)
+        assert again.status().size == size and again.positions.unreadable == (before,)
         append(again, [EncodedLeaf(header, encode_leaf(link.deny()))])
         again.publish()
         # What looks for leaves passes it by.

@@ -66,7 +66,7 @@ def write(path: Path, leaves: Iterator[list[Leaf]]) -> Folder:
         path, log_signer(EGRESS_ORIGIN), settings=TrailSettings(checkpoint_interval_ms=3_600_000)
     )
     witness = Witness(witness_signer(), [trail.key], MemoryWitnessStore(), lambda: 1_760_000_000)
-    trail.trust_witnesses([witness.key])
+    trail.checkpoints.trust_witnesses([witness.key])
     for each in leaves:
         ended = threading.Event()
         trail.append_nowait(each, lambda first, error, ended=ended: ended.set())  # type: ignore[misc]

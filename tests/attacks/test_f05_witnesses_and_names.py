@@ -225,14 +225,14 @@ async def test_a_running_mesh_cosigns_across_and_keeps_to_it(mesh: Mesh) -> None
         await mesh.crossed(1)
         assert isinstance(agent, Agent) and agent.context.trail is not None
         own = RegionTrust(mesh.bundle("us-east")).witnesses
-        assert not set(own) & set(agent.context.trail._witnesses)
+        assert not set(own) & set(agent.context.trail.checkpoints.witnesses)
         await until(
             lambda: mesh.verify_egress().cosigners and mesh.verify_ingress().cosigners,
             "cosignatures both ways",
         )
     for region in ("us-east", "eu-west"):
         trail = mesh.nodes[region].services.governance.trail
-        assert not [each for each in trail._witnesses if each.name.startswith(f"{region}.")]
+        assert not [each for each in trail.checkpoints.witnesses if each.name.startswith(f"{region}.")]
     assert mesh.verify_egress(cosignatures_min=1).cosigners.keys() == {"eu-west"}
     assert mesh.verify_ingress(cosignatures_min=1).cosigners.keys() == {"us-east"}
 

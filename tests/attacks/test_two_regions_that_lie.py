@@ -70,7 +70,7 @@ def test_an_outside_witness_that_is_asked_for_finds_it(tmp_path: Path, tally: Ta
         judged = trust().under(WitnessPolicy.parse(f"{lines}group w all w0 w1\nquorum w\n".encode()))
 
         def submit(trail: Trail) -> None:
-            trail.trust_witnesses(keys)
+            trail.checkpoints.trust_witnesses(keys)
             Submission(trail, WitnessTarget(f"http://127.0.0.1:{witness.port}", keys)).submit()
 
         true = write(tmp_path / "true", appends, submit)
@@ -79,7 +79,7 @@ def test_an_outside_witness_that_is_asked_for_finds_it(tmp_path: Path, tally: Ta
         refused = []
 
         def attempt(trail: Trail) -> None:
-            trail.trust_witnesses(keys)
+            trail.checkpoints.trust_witnesses(keys)
             try:
                 Submission(trail, WitnessTarget(f"http://127.0.0.1:{witness.port}", keys)).submit()
             except FelixError as error:

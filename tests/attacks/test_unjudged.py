@@ -240,11 +240,11 @@ def test_a_log_opens_whatever_one_of_its_leaves_does_to_what_reads_it_again(
             patch.setattr(owner, method, fails)
             trail, ledger = open_egress(tmp_path / "log", log_signer(EGRESS_ORIGIN), [])
         assert raised and note_size(trail.checkpoint()) == sum(map(len, appends))
-        assert (trail.unreadable != ()) == (owner is Positions)
+        assert (trail.positions.unreadable != ()) == (owner is Positions)
         assert ledger.documents
         trail.close()
         for hint in ("positions", "ledger"):
             (tmp_path / "log" / hint).unlink(missing_ok=True)
     again = Trail.open(tmp_path / "log", log_signer(EGRESS_ORIGIN))
-    assert again.unreadable == ()
+    assert again.positions.unreadable == ()
     again.close()

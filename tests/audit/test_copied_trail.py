@@ -125,7 +125,7 @@ async def test_a_checkpoint_that_is_not_committed_is_shown_to_nobody(tmp_path: P
     copies.refusal = UnavailableError("it is led elsewhere")
     with pytest.raises(UnavailableError, match="led elsewhere"):
         await asyncio.to_thread(trail.publish)
-    assert note_size(trail.checkpoint()) == note_size(trail.offer()) == 0
+    assert note_size(trail.checkpoint()) == note_size(trail.checkpoints.offer()) == 0
     assert note_size((tmp_path / "checkpoint").read_bytes()) == 0
     assert trail.failure is None
     copies.refusal = None
@@ -231,7 +231,7 @@ async def test_a_copy_has_the_same_files_and_goes_on_from_them(tmp_path: Path) -
         assert report.ok and report.size == 904, report.findings
     assert (tmp_path / "home/checkpoint").read_bytes() == (tmp_path / "copy/checkpoint").read_bytes()
     assert (tmp_path / "home/index").read_bytes() == (tmp_path / "copy/index").read_bytes()
-    assert copy.offer(at_least=904) == trail.checkpoint()
+    assert copy.checkpoints.offer(at_least=904) == trail.checkpoint()
     trail.follow()
     await asyncio.to_thread(copy.close)
     copy = open_copy(tmp_path / "copy")
@@ -264,14 +264,14 @@ async def test_a_checkpoint_that_is_written_too_late_is_not_held_against_later_l
     for number in range(2):
         await trail.append([leaf(number)])
         notes.append(await asyncio.to_thread(trail.publish))
-    take, begun, goes_on = copy._tree.take, threading.Event(), threading.Event()
+    take, begun, goes_on = copy._published.tree.take, threading.Event(), threading.Event()
 
     def slow(data: bytes, header: Header | None) -> None:
         begun.set()
         goes_on.wait(60)
         take(data, header)
 
-    monkeypatch.setattr(copy._tree, "take", slow)
+    monkeypatch.setattr(copy._published.tree, "take", slow)
     copy.take(0, copies.leaves[:1])
     await asyncio.to_thread(begun.wait, 60)
     with pytest.raises(AuditUnavailableError, match="was not written in"):

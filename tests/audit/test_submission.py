@@ -76,7 +76,7 @@ def test_checkpoints_are_cosigned_by_all_witnesses_as_the_log_grows(tmp_path: Pa
     ):
         for running in (one, two):
             running.state.add_log(log.origin, log_signer().key)
-        trail.expect_cosigners(2)
+        trail.checkpoints.expect_cosigners(2)
         with submitting(trail, target(one), target(two)) as submissions:
             for size in (1, 2, 5, 300):
                 append(trail, size - trail.status().durable)
@@ -100,7 +100,7 @@ def test_a_log_catches_up_with_a_witness_that_knows_another_size(tmp_path: Path)
         append(trail, 3)
         trail.publish()
         first = Submission(trail, target(running))
-        trail.trust_witnesses(keys(running))
+        trail.checkpoints.trust_witnesses(keys(running))
         first.submit()
         append(trail, 4)
         trail.publish()
@@ -120,12 +120,12 @@ def test_a_witness_that_has_more_than_the_log_is_reported_and_asked_again_later(
         running.state.add_log(trail.key.name, trail.key)
         append(trail, 9)
         trail.publish()
-        trail.trust_witnesses(keys(running))
+        trail.checkpoints.trust_witnesses(keys(running))
         Submission(trail, target(running)).submit()
         with closing(Trail.open(tmp_path / "again", log_signer(), settings=BRISK)) as shorter:
             append(shorter, 4, Link().deny())
             shorter.publish()
-            shorter.trust_witnesses(keys(running))
+            shorter.checkpoints.trust_witnesses(keys(running))
             submission = Submission(shorter, target(running))
             with pytest.raises(
                 TamperError, match=r"cosigned 9 leaves .* checkpoint has 4: the log was rolled back"
@@ -135,7 +135,7 @@ def test_a_witness_that_has_more_than_the_log_is_reported_and_asked_again_later(
             shorter.publish()
             with pytest.raises(FelixError, match="422"):
                 submission.submit()
-            assert not shorter.cosigned()
+            assert not shorter.checkpoints.cosigned()
 
 
 def test_a_witness_that_is_away_costs_the_log_nothing_and_its_lag_is_shown(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_stopping_ends_a_call_that_is_under_way(tmp_path: Path) -> None:
 def test_cosignatures_of_other_keys_or_other_checkpoints_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("audit.trail.ROUND_MS", 0)
+    monkeypatch.setattr("audit.checkpoint_disk.ROUND_MS", 0)
     with (
         closing(Trail.open(tmp_path / "log", log_signer(), settings=BRISK)) as trail,
         serving(tmp_path / "w") as running,
@@ -266,19 +266,19 @@ def test_cosignatures_of_other_keys_or_other_checkpoints_do_not_count(
         append(trail)
         trail.publish()
         wrong = VerifierKey(keys(running)[0].name, Algorithm.COSIGNATURE, log_signer().key.public)
-        trail.trust_witnesses([wrong])
+        trail.checkpoints.trust_witnesses([wrong])
         with pytest.raises(TamperError, match="no signature of a known key"):
             Submission(trail, WitnessTarget(target(running).url, (wrong,))).submit()
-        assert not trail.cosigned()
+        assert not trail.checkpoints.cosigned()
         # Its answer for another checkpoint of this log, replayed.
         other = post(running.port, b"old 1\n\n" + trail.checkpoint())
         append(trail)
         trail.publish()
         with answering(reply(b"200 OK", other.body)) as port:
-            trail.trust_witnesses(keys(running))
+            trail.checkpoints.trust_witnesses(keys(running))
             with pytest.raises(TamperError, match="does not hold"):
                 Submission(trail, WitnessTarget(f"http://127.0.0.1:{port}", keys(running))).submit()
-        assert not trail.cosigned()
+        assert not trail.checkpoints.cosigned()
 
 
 def test_the_client_reads_both_answers(tmp_path: Path) -> None:

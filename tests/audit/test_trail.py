@@ -16,12 +16,13 @@ import pytest
 from audit_log import Link, egress_appends, log_signer, trust, witness_signer
 
 from audit.checkpoint import note_size, open_checkpoint
+from audit.checkpoint_disk import cosigners
 from audit.errors import AuditUnavailableError, RolledBackError
 from audit.leaf import Leaf, decode_leaf
 from audit.note import NoteSigner, encode_note, parse_note
 from audit.tile import read_bundle
 from audit.tile_disk import Folder
-from audit.trail import Trail, TrailSettings, cosigners
+from audit.trail import Trail, TrailSettings
 from audit.verify import verify_log
 from audit.wal_disk import RECORD_HEADER_BYTES, Record, read_segment, segments
 from audit.witness import MemoryWitnessStore, Witness
@@ -250,13 +251,13 @@ def test_positions_survive_a_crash_and_a_clean_end(tmp_path: Path) -> None:
     append(trail, third)
 
     def check(trail: Trail) -> None:
-        intent, ack = trail.last_intent(link.key), trail.last_ack(link.key)
+        intent, ack = trail.positions.last_intent(link.key), trail.positions.last_ack(link.key)
         assert intent is not None and ack is not None
         assert (intent.first_offset, intent.last_offset, intent.records, intent.number) == (7, 9, 3, 5)
         assert (ack.first_offset, ack.last_offset, ack.number) == (0, 2, 2)
-        assert [crossing.first_offset for crossing in trail.unanswered(link.key)] == [3, 7]
-        assert trail.link_shards() == [link.key]
-        assert trail.last_intent(Link(shard=9).key) is None
+        assert [crossing.first_offset for crossing in trail.positions.unanswered(link.key)] == [3, 7]
+        assert trail.positions.link_shards() == [link.key]
+        assert trail.positions.last_intent(Link(shard=9).key) is None
 
     check(trail)
     crashed = open_trail(copy_of_live(trail, tmp_path / "a", tmp_path / "b"))
@@ -278,7 +279,7 @@ def test_a_long_batch_has_one_position_over_all_its_parts(tmp_path: Path) -> Non
     leaves = link.intent(2_500)
     assert len(leaves) == 3
     append(trail, leaves)
-    crossing = trail.last_intent(link.key)
+    crossing = trail.positions.last_intent(link.key)
     assert crossing is not None
     assert (crossing.first_offset, crossing.last_offset, crossing.records, crossing.leaves) == (
         0,
@@ -287,7 +288,7 @@ def test_a_long_batch_has_one_position_over_all_its_parts(tmp_path: Path) -> Non
         3,
     )
     append(trail, [link.ack(leaves)])
-    assert trail.unanswered(link.key) == ()
+    assert trail.positions.unanswered(link.key) == ()
     trail.close()
 
 
@@ -433,7 +434,9 @@ def cosign(trail: Trail, witness: Witness) -> bytes:
     note = trail.checkpoint()
     checkpoint = open_checkpoint(note, trail.key).checkpoint
     last = witness.last(trail.key.name)
-    return witness.cosign(note, trail.consistency_proof(last.size if last else 0, checkpoint.size))
+    return witness.cosign(
+        note, trail.checkpoints.consistency_proof(last.size if last else 0, checkpoint.size)
+    )
 
 
 def test_a_log_shorter_than_what_was_cosigned_does_not_open(tmp_path: Path) -> None:
@@ -522,10 +525,10 @@ def test_consistency_is_proved_between_checkpoints_only(tmp_path: Path) -> None:
     trail, link = open_trail(tmp_path), Link()
     append(trail, [link.grant()])
     with pytest.raises(RequestError) as caught:
-        trail.consistency_proof(0, 1)
+        trail.checkpoints.consistency_proof(0, 1)
     assert caught.value.code is Code.OFFSET_OUT_OF_RANGE
     trail.publish()
-    assert trail.consistency_proof(0, 1) == []
+    assert trail.checkpoints.consistency_proof(0, 1) == []
     trail.close()
 
 
@@ -596,7 +599,8 @@ WRITER = """
 import sys
 from pathlib import Path
 from audit_log import Link, log_signer
-from audit.trail import Trail, TrailSettings, cosigners
+from audit.checkpoint_disk import cosigners
+from audit.trail import Trail, TrailSettings
 
 trail, link = Trail.open(Path(sys.argv[1]), log_signer(), settings=TrailSettings(checkpoint_interval_ms=20)), Link()
 print(trail.status().size, flush=True)
@@ -663,46 +667,48 @@ def test_checkpoints_are_signed_with_both_algorithms_and_a_log_may_take_the_seco
 def test_one_checkpoint_is_offered_until_all_that_are_expected_have_cosigned_it(tmp_path: Path) -> None:
     one, two = witness_signer("one.example/w", 2), witness_signer("two.example/w", 3)
     with closing(open_trail(tmp_path, witnesses=[one.key, two.key])) as trail:
-        trail.expect_cosigners(2)
+        trail.checkpoints.expect_cosigners(2)
         append(trail, [Link().grant()])
         trail.publish()
-        offered = trail.offer()
+        offered = trail.checkpoints.offer()
         text = parse_note(offered).text
         append(trail, [Link().grant()])
         trail.publish()
-        assert trail.offer() == offered, "the second witness is shown what the first one was"
+        assert trail.checkpoints.offer() == offered, "the second witness is shown what the first one was"
         trail.add_cosigned(encode_note(parse_note(offered).with_signatures([one.cosign(text, 5)])))
-        assert trail.offer() == offered
-        assert trail.is_cosigned_by(offered, [one.key]) and not trail.is_cosigned_by(offered, [two.key])
+        assert trail.checkpoints.offer() == offered
+        assert trail.checkpoints.is_cosigned_by(offered, [one.key]) and not trail.checkpoints.is_cosigned_by(
+            offered, [two.key]
+        )
         trail.add_cosigned(encode_note(parse_note(offered).with_signatures([two.cosign(text, 6)])))
-        (both,) = trail.cosigned()
+        (both,) = trail.checkpoints.cosigned()
         assert cosigners(both) == {"one.example/w", "two.example/w"}
-        following = trail.offer()
+        following = trail.checkpoints.offer()
         assert parse_note(following).text.split("\n")[1] == "2"
         again = parse_note(following)
         trail.add_cosigned(encode_note(again.with_signatures([one.cosign(again.text, 7)])))
-        newest, most = trail.cosigned()
+        newest, most = trail.checkpoints.cosigned()
         assert (newest.checkpoint.size, most.checkpoint.size) == (2, 1)
         assert len(cosigners(most)) == 2, "what the one before had collected is kept"
     with closing(open_trail(tmp_path, witnesses=[one.key, two.key])) as trail:
-        assert [held.checkpoint.size for held in trail.cosigned()] == [2, 1]
+        assert [held.checkpoint.size for held in trail.checkpoints.cosigned()] == [2, 1]
 
 
 def test_a_round_ends_by_its_time_or_where_a_witness_has_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_trail(tmp_path)) as trail:
-        trail.expect_cosigners(2)
+        trail.checkpoints.expect_cosigners(2)
         append(trail, [Link().grant()])
         trail.publish()
-        first = trail.offer()
+        first = trail.checkpoints.offer()
         append(trail, [Link().grant()])
         newest = trail.publish()
-        assert trail.offer() == first != newest
-        assert trail.offer(at_least=3) == first, "the log has no third leaf"
-        assert trail.offer(at_least=2) == newest
+        assert trail.checkpoints.offer() == first != newest
+        assert trail.checkpoints.offer(at_least=3) == first, "the log has no third leaf"
+        assert trail.checkpoints.offer(at_least=2) == newest
         append(trail, [Link().grant()])
         newest = trail.publish()
-        assert trail.offer() != newest
-        monkeypatch.setattr("audit.trail.ROUND_MS", 0)
-        assert trail.offer() == newest
+        assert trail.checkpoints.offer() != newest
+        monkeypatch.setattr("audit.checkpoint_disk.ROUND_MS", 0)
+        assert trail.checkpoints.offer() == newest

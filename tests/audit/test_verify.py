@@ -53,7 +53,7 @@ def write(path: Path, appends: list[list[Leaf]], cosign_at: int | None = None, o
             last, size = witness.last(signer.key.name), open_checkpoint(note, signer.key).checkpoint.size
             if cosign_at is not None:
                 trail.add_cosigned(
-                    witness.cosign(note, trail.consistency_proof(last.size if last else 0, size))
+                    witness.cosign(note, trail.checkpoints.consistency_proof(last.size if last else 0, size))
                 )
     trail.close()
     return witness
@@ -409,7 +409,7 @@ class Kept:
                     assert ended.acquire(timeout=60)
         note, last = self.trail.publish(), self._witness.last(SIGNER.key.name)
         size = open_checkpoint(note, SIGNER.key).checkpoint.size
-        proof = self.trail.consistency_proof(last.size if last else 0, size)
+        proof = self.trail.checkpoints.consistency_proof(last.size if last else 0, size)
         self.trail.add_cosigned(self._witness.cosign(note, proof))
 
 

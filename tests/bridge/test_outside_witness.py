@@ -62,7 +62,7 @@ async def test_nothing_crosses_without_a_quorum_and_goes_on_once_there_is_one(tm
                     durable = trail_of(agent).status().durable
                     return any(
                         held.checkpoint.size == durable and policy.is_met(by.key for by in held.cosigned)
-                        for held in trail_of(agent).cosigned()
+                        for held in trail_of(agent).checkpoints.cosigned()
                     )
 
                 await until(has_quorum, "one checkpoint with the cosignatures of both")

@@ -18,7 +18,7 @@ from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
-from audit import trail as trail_module
+from audit import published_disk
 from audit.checkpoint import Checkpoint, note_size
 from audit.document_leaf import document_path
 from audit.leaf import encode_for_log
@@ -181,8 +181,8 @@ async def test_what_one_broker_alone_has_is_not_signed_so_that_another_may_go_on
         signed.append(checkpoint)
         return sign(checkpoint, *more)
 
-    sign = trail_module.sign_checkpoint
-    monkeypatch.setattr(trail_module, "sign_checkpoint", record)
+    sign = published_disk.sign_checkpoint
+    monkeypatch.setattr(published_disk, "sign_checkpoint", record)
     if is_left_out:
         answer_before_it_is_committed(monkeypatch)
     async with serving(tmp_path, etcd, 3) as region:

@@ -17,14 +17,14 @@ from cluster.clustered_region import ClusteredRegion
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
-from audit import trail as trail_module
+from audit import copied_disk
 from audit.checkpoint import note_size
+from audit.copied_disk import COPIED_PATH
 from audit.document_leaf import document_path
 from audit.errors import RolledBackError
 from audit.leaf import encode_for_log
 from audit.note import Algorithm, NoteSigner, encode_note, parse_note
 from audit.tile import WAL_FOLDER
-from audit.trail import COPIED_PATH
 from audit.trust import Trust
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import CorruptionError, RequestError, UnavailableError
@@ -154,7 +154,7 @@ async def test_a_log_on_one_disk_goes_on_as_copies_wherever_that_was_cut_off(
             await copied(region, etcd)
         # Its folder is a copy from then on.
         with (
-            cut_off(monkeypatch, (trail_module, "segment_name", 0)),
+            cut_off(monkeypatch, (copied_disk, "segment_name", 0)),
             pytest.raises(UnavailableError, match="Cut off"),
         ):
             await region.start("b1")

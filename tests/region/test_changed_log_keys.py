@@ -196,7 +196,7 @@ async def test_a_history_is_not_exchanged_under_the_new_keys(home: Home) -> None
         assert not report.ok or told[: stands.size] == leaves[: stands.size]
     await home.append()
     trail = home.open()
-    proof = trail.consistency_proof(stands.size, size + 1)
+    proof = trail.checkpoints.consistency_proof(stands.size, size + 1)
     trail.close()
     assert witness.cosign((home.log / "checkpoint").read_bytes(), proof)
     last = witness.last(home.origin)

@@ -349,7 +349,7 @@ async def test_what_a_process_asked_for_that_is_gone_is_told_to_the_one_after_it
     assert not charged.done() and not below.done()
     for arguments in waiting:
         append(*arguments)
-    assert await charged == region.trail.charged_bytes(header.grant_id) > 0
+    assert await charged == region.trail.positions.charged_bytes(header.grant_id) > 0
     assert await below == 3 * len(groups)
     monkeypatch.undo()
     await after.close()
@@ -369,7 +369,7 @@ async def test_what_other_brokers_took_under_a_grant_is_heard_with_each_leaf_and
     assert meter.taken_bytes == there.arrivals.charged_at_least(grant) == 0
     await region.trail.append(groups[0])
     assert await service.meter(grant) is meter
-    assert meter.taken_bytes == region.trail.charged_bytes(grant) > 0
+    assert meter.taken_bytes == region.trail.positions.charged_bytes(grant) > 0
     for leaves in groups[1:3]:
         await region.trail.append(leaves)
     said: list[int] = []
@@ -377,7 +377,7 @@ async def test_what_other_brokers_took_under_a_grant_is_heard_with_each_leaf_and
     region.remote.append_nowait(groups[3], lambda index, error: said.append(index))
     await until(lambda: said, "its index")
     charged = sum(leaf.header.charged_bytes for leaves in groups for leaf in leaves)
-    assert there.arrivals.charged_at_least(grant) == region.trail.charged_bytes(grant) == charged
+    assert there.arrivals.charged_at_least(grant) == region.trail.positions.charged_bytes(grant) == charged
     meter.hear(there.arrivals.charged_at_least(grant))
     assert meter.taken_bytes == charged, "what it took itself counts once"
     service.close()

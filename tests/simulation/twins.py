@@ -15,7 +15,7 @@ from simulation.restored_world import RestoredWorld
 from simulation.switching import missed, patched
 from simulation.world import FailedError, World, simulate
 
-from audit import trail
+from audit import opening
 from audit.trail import Trail
 from audit.wal_disk import Recovery
 from bridge import link_worker
@@ -154,7 +154,7 @@ TWINS: Final = (
         "an audit log's folder is durable before its first leaf",
         1,
         MeshWorld,
-        patched(trail, "FOLDERS_ABOVE", 0),
+        patched(opening, "FOLDERS_ABOVE", 0),
     ),
     Twin(
         "an audit log writes again what a failed sync may have left to the page cache",
