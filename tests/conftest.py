@@ -65,6 +65,16 @@ def spark() -> Iterator[Any]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Unit by unit, what costs most first; within a unit the order stays."""
     costs, unit = schedule.costs(), schedule.unit_of
+    strays = {
+        path
+        for item in items
+        if "spark" in getattr(item, "fixturenames", ()) and (path := unit(item.nodeid)) != schedule.SPARK
+    }
+    if strays:
+        raise pytest.UsageError(
+            f"{', '.join(sorted(strays))}: takes the `spark` fixture, and would start a JVM of its own beside that of {schedule.SPARK}, "
+            "because schedule.TAKES_SPARK does not find it in the text. Name the argument `spark: Any` where a function begins."
+        )
     items.sort(key=lambda item: (-costs.get(unit(item.nodeid), 0), unit(item.nodeid)))
 
 

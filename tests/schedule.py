@@ -17,12 +17,13 @@ COSTS = Path(__file__).with_name("costs.json")
 """Seconds by unit, where it takes some; `FELIX_RECORD_COSTS=1 make test` writes it anew."""
 COST_LEAST_S = 2.0
 """Shorter files fill the gaps in whatever order."""
+SPARK = "tests/spark"
 UNITS = {
-    "tests/spark": ("tests/spark/",),
+    SPARK: ("tests/spark/",),
     "tests/e2e": ("tests/e2e/test_crossing.py", "tests/e2e/test_refusal.py"),
 }
 """Files that share more than a process: Spark's session, with every file that takes the `spark` fixture, and the mesh of tests/e2e/conftest.py."""
-TAKES_SPARK = re.compile(r"^(def |async def | {4}).*\bspark: Any", re.M)
+TAKES_SPARK = re.compile(r"^(def |async def | {4}).*\bspark: \w", re.M)
 ROOT = Path(__file__).parents[1]
 
 
@@ -35,7 +36,7 @@ def unit_of(nodeid: str) -> str:
 @cache
 def _alone(path: str) -> str:
     """The unit of a file that no unit names. Read from its text: who hands out tests knows no fixtures."""
-    return "tests/spark" if TAKES_SPARK.search((ROOT / path).read_text()) else path
+    return SPARK if TAKES_SPARK.search((ROOT / path).read_text()) else path
 
 
 def costs() -> dict[str, float]:
