@@ -210,6 +210,8 @@ class LeaderCore:
         self._unreachable_ms = -UNREACHABLE_PAUSE_MS
         self._yield: YieldReason | None = None
         self._ticked_ms = -1
+        self._unlinked: set[str] = set()
+        """brokers whose link went down, also while another one led"""
         self._conflicting: set[str] = set()
         """followers with an epoch of another election, in this epoch"""
 
@@ -532,7 +534,10 @@ class LeaderCore:
         if peer not in self.followers:
             assert self.standing is not None
             in_sync = peer in self.standing.record.isr
-            self.followers[peer] = Follower(now, mark_ms=now, heard_ms=now, joined=in_sync)
+            down_since = now if peer in self._unlinked else -1
+            self.followers[peer] = Follower(
+                now, mark_ms=now, heard_ms=now, joined=in_sync, down_since=down_since
+            )
         return self.followers[peer]
 
     def _forget(self, peer: str, follower: Follower, now: int, ready: Ready) -> None:
@@ -679,6 +684,10 @@ class LeaderCore:
             follower.mark, follower.mark_ms = ends, now
 
     def _linked(self, event: Linked, now: int, ready: Ready) -> None:
+        if event.up:
+            self._unlinked.discard(event.peer)
+        else:
+            self._unlinked.add(event.peer)
         if not self.commits or event.peer not in self._members():
             return
         follower = self._follower(event.peer, now)

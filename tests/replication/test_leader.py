@@ -571,6 +571,17 @@ def test_a_copy_that_is_cut_off_is_waited_for_until_it_counts_for_nothing() -> N
     assert not shard.core.is_quiescent, "it may be let in again"
 
 
+def test_a_copy_that_went_before_the_election_is_not_waited_for() -> None:
+    shard = Shard("a")
+    shard.tell(Linked("c", False))
+    shard.lead(record(isr="a1 b1"))
+    shard.place("b")
+    shard.ack("b", 0)
+    waited = shard.wait(1_500)
+    assert shard.core.is_quiescent and not any(sent(ready, Probe) for ready in waited)
+    assert sent(shard.tell(Linked("c", True)), Probe)
+
+
 def test_an_end_of_the_lease_ends_the_rest() -> None:
     shard = at_rest()
     shard.replica.lease.until_ms = shard.now
