@@ -107,8 +107,10 @@ class LogModel:
             self.starts = tuple(sorted({*older, *self.starts}))
 
     def recover(self) -> None:
-        """A start writes again what a failed sync may have left to the cache."""
+        """A start writes again what a failed sync may have left to the cache. An epoch without frames is durable where the log was begun anew
+        with it, and else not: here one in two is."""
         self.hole = -1
+        self.starts = tuple(start for start in self.starts if start.start < self.end or start.epoch % 2)
 
     def copy(self) -> LogModel:
         return replace(self, frames=list(self.frames), stable=list(self.stable))
