@@ -352,9 +352,14 @@ def recover(
 
 
 def freeze(view: ClusterView, broker: str, why: str) -> Transaction:
-    """Say that the store went back: nothing is placed or elected until it has been reconciled."""
+    """Say that the store went back: nothing is placed or elected until it has been reconciled.
+
+    Compared is the broker's own start: a mark that comes late, once the region was reconciled and its brokers were started again, is none.
+    """
     key = view.keys.frozen
-    return Transaction((Absent(key),), (Put(key, encode(FrozenRecord(broker, why), key)),))
+    return Transaction(
+        (Absent(key), *_nodes(view, [broker])), (Put(key, encode(FrozenRecord(broker, why), key)),)
+    )
 
 
 def went_back(known: tuple[int, str], record: ShardRecord) -> bool:

@@ -97,7 +97,7 @@ class Copier:
             return
         job = None
         try:
-            job = copying.take(told, replica.logs[asked.log].commit)
+            job = copying.take(told, self._core.follower.must_keep(replica.logs[asked.log]))
         except FelixError as error:
             log.error("broker %s says where a log begins so that it cannot be read: %s", peer, error)
         if job is None:

@@ -65,14 +65,15 @@ class Copying:
         """Whether this answers what was asked last."""
         return (peer, told.asked) == (self.leader, self._asked)
 
-    def take(self, told: OriginTold | PieceTold, commit: LogPoint) -> Collect | Piece | Replace | None:
-        """What the disk is to do with an answer that was awaited; None where the log cannot be begun so. `commit`: what is committed here.
+    def take(self, told: OriginTold | PieceTold, must_keep: LogPoint) -> Collect | Piece | Replace | None:
+        """What the disk is to do with an answer that was awaited; None where the log cannot be begun so. `must_keep`: nothing before
+        this point may go.
 
         Raises ProtocolError (of where the log begins).
         """
         self._asked = None
         if isinstance(told, OriginTold):
-            return self._take_beginning(told.payload, commit)
+            return self._take_beginning(told.payload, must_keep)
         closed = self._next
         assert closed is not None
         if not told.data or self._position + len(told.data) > closed.size:
@@ -81,11 +82,11 @@ class Copying:
         self._writing = Piece(closed, self._position, told.data)
         return self._writing
 
-    def _take_beginning(self, payload: bytes, commit: LogPoint) -> Collect | Replace | None:
+    def _take_beginning(self, payload: bytes, must_keep: LogPoint) -> Collect | Replace | None:
         if not payload:
             return None
         beginning = decode_beginning(payload)
-        if beginning.origin.point < commit:
+        if beginning.origin.point < must_keep:
             return None
         self._beginning = beginning
         if not beginning.closed:

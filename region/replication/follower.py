@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Final
 
 from region.cluster.records import ShardRecord
 from region.log.point import LogPoint
+from region.replication.history import BEGINNING
 from region.replication.messages import (
     Action,
     Append,
@@ -222,14 +223,18 @@ class FollowerCore:
                 self._acknowledge(log, ready)
 
     def _may_cut(self, log: Log, place: Placement) -> bool:
-        """F3."""
-        if place.action is Action.COPY or place.point >= log.commit:
-            return True
-        return (
+        """F3. A copy is looked at when it is known where it ends."""
+        return place.action is Action.COPY or place.point >= self.must_keep(log)
+
+    def must_keep(self, log: Log) -> LogPoint:
+        """F3: nothing before this point may go: the commit point, or the beginning where the record says that what was committed here is
+        given up."""
+        is_given_up = (
             self.record is not None
             and self.record.epoch >= self.epoch
             and self.record.unclean > log.history.last.epoch
         )
+        return BEGINNING if is_given_up else log.commit
 
     def _refuse_cut(self, message: Placed, ready: Ready) -> None:
         if self.record is None or self.record.epoch < message.epoch:
@@ -315,13 +320,14 @@ class FollowerCore:
     def _copied(self, event: Copied, now: int, ready: Ready) -> None:
         log = self.replica.logs[event.log]
         self.replica.copying.discard(event.log)
-        if event.end < log.commit:
+        if event.end < self.must_keep(log):
             self.replica.failed = "corrupt"
             ready.alarms.append("a copy of the leader's log ends below what is committed here")
             return
         log.cuts += 1
         log.history, log.start, log.end, log.durable = event.history, event.start, event.end, event.end
-        log.commit = max(log.commit, event.start)
+        log.commit = max(min(log.commit, event.end), event.start)
+        log.kept = min(log.kept, event.end)
         log.whole = event.whole
         log.syncing_since = -1
         self._copies_failed = 0

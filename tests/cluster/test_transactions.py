@@ -351,6 +351,15 @@ def test_r10_a_frozen_region_elects_nobody_and_leaders_change_nothing() -> None:
     assert not stage.do(transactions.join([transactions.in_office(stage.view(), 0), elect]))
 
 
+def test_r10_a_mark_of_before_a_start_freezes_no_region_that_was_reconciled_meanwhile() -> None:
+    stage = Stage()
+    late = transactions.freeze(stage.view(), "b", "the store is at revision 15 and was at 21")
+    stage.die("b")
+    stage.start("b")
+    assert not stage.do(late)
+    assert stage.do(transactions.freeze(stage.view(), "b", "the store is at revision 15 and was at 21"))
+
+
 def test_placing_needs_the_brokers_as_they_were_seen_and_the_stream_to_be_there() -> None:
     stage = Stage()
     record = shard_record({"a": 1, "b": 1}, epoch=1)

@@ -215,6 +215,17 @@ def test_a_copy_that_lacks_what_is_committed_is_refused() -> None:
     assert shard.tell(Copied(0, LogPoint(0), LogPoint(2), History())).alarms
 
 
+def test_a_copy_that_lacks_what_was_given_up_is_taken() -> None:
+    """Also where retention let go here of all that the new leader has, so that nothing can be cut."""
+    shard = Shard("b", end=5, starts=((1, 0),), commit=4)
+    shard.read(record(epoch=2, unclean=2))
+    shard.sync()
+    shard.hear("a", placed(2, 0, ask=shard.follower.ask, action=Action.COPY))
+    ready = shard.tell(Copied(0, LogPoint(0), LogPoint(2), History()))
+    assert not ready.alarms and sent(ready, Follow)
+    assert (shard.log.end, shard.log.commit) == (LogPoint(2), LogPoint(2))
+
+
 def test_a_leader_known_by_a_message_alone_is_not_heard_until_its_record_is_read() -> None:
     shard = following()
     assert not shard.hear("c", append(3, 0, 0, ask=9)).send

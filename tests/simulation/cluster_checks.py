@@ -6,7 +6,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from region.cluster.membership import is_replaced
 from region.cluster.records import ShardId, ShardRecord, decode_controller, decode_shard
@@ -21,6 +21,10 @@ from region.replication.standing import RECORDS_MAX
 
 if TYPE_CHECKING:
     from simulation.cluster_world import Append, Client, ClusterWorld, Machine
+
+
+OPERATOR: Final = "operator"
+"""The name that an operator's transactions are made under."""
 
 
 class BrokenError(AssertionError):
@@ -47,10 +51,18 @@ class Checks:
         self._folders: dict[str, str] = {}
         self._ill: dict[tuple[str, ShardId], int] = {}
         """copies that were lost, by the registration under which they were"""
+        self._unclean: dict[ShardId, int] = {}
+        """the last epoch whose leader was let lead although it may lack what was committed"""
+        self._lossy: set[ShardId] = set()
+        """of which nobody has begun to lead since"""
+        self._newest: dict[int, int] = {}
+        """per log of such a shard, the newest epoch that it had before the step"""
 
     # -- after each step -------------------------------------------------------------------------------
 
-    def before(self, core: ReplicaCore) -> None:
+    def before(self, shard: ShardId, core: ReplicaCore) -> None:
+        if shard in self._unclean:
+            self._newest = {number: log.history.last.epoch for number, log in core.replica.logs.items()}
         self._before = {number: (log.commit, log.start) for number, log in core.replica.logs.items()}
         self._fence = core.replica.fence.epoch
         self._phase = core.leader.phase
@@ -69,13 +81,13 @@ class Checks:
                 f"4: {machine.name} took frames of epoch {event.message.epoch}, knowing {self._fence}"
             )
         for cut in ready.truncate:
-            if cut.point < self._before[cut.log][0]:
+            if cut.point < self._before[cut.log][0] and not self._may_lose(shard, cut.log):
                 raise BrokenError(
                     f"6: {machine.name} cut log {cut.log} at {cut.point}, below its commit point"
                 )
         for number, log in replica.logs.items():
             commit, start = self._before[number]
-            if log.commit < commit:
+            if log.commit < commit and not self._may_lose(shard, number):
                 raise BrokenError(f"5: the commit point of {machine.name} fell from {commit} to {log.commit}")
             if not (log.start <= log.commit <= log.end and log.durable <= log.end):
                 raise BrokenError(f"the ends of {machine.name} are out of order: {log}")
@@ -97,6 +109,10 @@ class Checks:
             if leader.may_answer(self.world.local(machine)):
                 self._on_answer(machine, shard, core)
 
+    def _may_lose(self, shard: ShardId, number: int) -> bool:
+        """Whether a log is of before a leader was let lead that may lack what was committed."""
+        return shard in self._unclean and self._newest[number] < self._unclean[shard]
+
     def left_out(self, machine: Machine, core: ReplicaCore) -> None:
         """A tick that a quiescent core is not given would ask for nothing, and not for what was forgiven because it came late either."""
         now, twin = self.world.local(machine), deepcopy(core)
@@ -111,7 +127,40 @@ class Checks:
         if self.leaders.setdefault(key, me) != me:
             raise BrokenError(f"1: epoch {core.leader.epoch} is led by {me} and was by {self.leaders[key]}")
         self.world.counts["epochs"] += 1
+        if shard in self._lossy and core.leader.epoch >= self._unclean[shard]:
+            self._lossy.discard(shard)
+            self._is_what_there_is(machine, shard, core)
         self._holds_all(machine, shard, f"was elected for epoch {core.leader.epoch}")
+
+    def _is_what_there_is(self, machine: Machine, shard: ShardId, core: ReplicaCore) -> None:
+        """What this copy lacks is lost, as the operator was told."""
+        for number in core.replica.logs:
+            log, key = machine.disk.log(shard, number), (shard, number)
+            known = self.committed.get(key, [])
+            held = {frame.end: frame for frame in log.frames}
+            count = next(
+                (
+                    at
+                    for at, frame in enumerate(known)
+                    if frame.end > log.start and held.get(frame.end) != frame
+                ),
+                len(known),
+            )
+            self.world.counts["lost"] += len(known) - count
+            del known[count:]
+            del self.committed_in.get(key, [])[count:]
+
+    def _given_up(self, shard: ShardId, epoch: int) -> None:
+        """From now on nothing of before `epoch` counts."""
+        self._unclean[shard] = epoch
+        self._lossy.add(shard)
+        for key in [key for key in self.told if key[0] == shard]:
+            del self.told[key]
+        names = {client.name for client in self.world.clients if client.shard == shard}
+        self.answered = {asked: point for asked, point in self.answered.items() if asked[0] not in names}
+        for reader in self.world.readers:
+            if reader.shard == shard:
+                reader.forget()
 
     def _holds_all(self, machine: Machine, shard: ShardId, what: str) -> None:
         """2: whoever is elected has everything that was committed before its epoch, whoever committed it. (A broker may hear of its
@@ -134,20 +183,27 @@ class Checks:
         mine = [frame for frame in log.frames if self._before[number][0] < frame.end <= point]
         for frame in mine:
             if frame.end <= end:
-                at = self._index(known, frame)
+                at = self.index(known, frame)
                 if at < 0 or known[at] != frame:
                     raise BrokenError(f"3: {machine.name} committed {frame}, and another one stands there")
         new = [frame for frame in mine if frame.end > end]
         if not new:
             return
         known.extend(new)
+        if core.leader.commits and core.leader.epoch < self._unclean.get(shard, 0):
+            raise BrokenError(
+                f"R12: {machine.name} commits in epoch {core.leader.epoch}, and what it has was given up"
+            )
         epochs = self.committed_in.setdefault(key, [])
         epochs.extend([max(core.replica.fence.epoch, epochs[-1] if epochs else 0)] * len(new))
         self.world.counts["committed"] += len(new)
+        if self.world.audit is not None:
+            self.world.audit.committed(shard, number, new)
         self._held_by_members(machine, shard, core, number, known, "committed")
 
     @staticmethod
-    def _index(known: list[Frame], frame: Frame) -> int:
+    def index(known: list[Frame], frame: Frame) -> int:
+        """Where what is committed has a frame with this end; -1: nowhere yet."""
         low, high = 0, len(known)
         while low < high:
             middle = (low + high) // 2
@@ -235,8 +291,14 @@ class Checks:
                 continue
             old, new = decode_shard(old_entry.value, key), decode_shard(new_entry.value, key)
             self._can_be_read(keys.shard_of(key), new)
+            if new.unclean > old.unclean:
+                self._given_up(keys.shard_of(key), new.unclean)
             left = client == old.leader and not new.leader and client not in new.members()
-            if (old.epoch, old.leader, old.replicas) != (new.epoch, new.leader, new.replicas) and not left:
+            if (
+                (old.epoch, old.leader, old.replicas) != (new.epoch, new.leader, new.replicas)
+                and not left
+                and client != OPERATOR
+            ):
                 office = entries.get(keys.controller)
                 holder = "" if office is None else decode_controller(office.value, office.key).broker
                 if holder != client:

@@ -10,16 +10,16 @@ from typing import Any, Final, NamedTuple
 
 import pytest
 from replication import test_follower, test_leader
-from simulation import cluster_world
+from simulation import cluster_audit, cluster_disaster, cluster_readers, cluster_world
 from simulation.cluster_checks import BrokenError
 from simulation.cluster_world import ClusterWorld, Fault, Scene, simulate_cluster
-from simulation.log_model import DiskModel, LogModel
+from simulation.log_model import Captured, DiskModel, LogModel
 from simulation.switching import missed, patched, switched_off
 
 from region import reconciliation
 from region.cluster import membership, registration, transactions
 from region.cluster.election import Brokers
-from region.cluster.records import ShardRecord
+from region.cluster.records import ShardId, ShardRecord
 from region.cluster.transactions import Transaction
 from region.cluster.view import ClusterView
 from region.log.point import LogPoint
@@ -262,6 +262,43 @@ def always(*asked: object) -> bool:
     return True
 
 
+def begin_without_lease(core: ReplicaCore, now: int) -> bool:
+    """Tells where a log ends, whatever became of the lease."""
+    return core.leader.commits
+
+
+def all_that_is_held(core: ReplicaCore) -> LogPoint:
+    """Signs what is not committed yet."""
+    return core.replica.logs[cluster_audit.LEAVES].end
+
+
+def sign_in_the_cache(self: LogModel, captured: Captured) -> None:
+    """Takes what is in the page cache for durable, as `interval` does."""
+
+
+def power_goes_everywhere() -> None:
+    """An audit log that is signed, and a loss of power on all machines at once."""
+    scene = Scene(faults=(Fault(4_000, "all power", 0, 0, 400, 0),), audited=True)
+    assert simulate_cluster(0, scene).counts["checkpoints"] > 1
+
+
+def recover_whoever_lives(
+    view: ClusterView, shard: ShardId, winner: str, dead: Collection[str], election: str, **asked: object
+) -> Transaction:
+    """Lets the operator's choice lead, whoever else may have what was committed and is alive."""
+    after = membership.elected_unclean(
+        view.shards[shard], winner, view.brokers.registration(winner), election
+    )
+    return Transaction(
+        (transactions.unchanged(view, view.keys.shard(shard)),), (transactions._put(view, shard, after),)
+    )
+
+
+def never_given_up(self: FollowerCore, log: Log) -> LogPoint:
+    """Keeps what was committed here, although the record says that it is given up."""
+    return log.commit
+
+
 def all_of(*offs: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     def off(patch: pytest.MonkeyPatch) -> None:
         for each in offs:
@@ -435,6 +472,35 @@ TWINS: Final = (
         None,
         patched(leader, "DETACHED_MS", 1 << 40),
         test_leader.test_r12_a_leader_without_a_lease_stops_committing_in_the_end,
+    ),
+    Twin(
+        "R12: an operator waits until who is cut off has stopped",
+        242,
+        patched(cluster_disaster, "RECOVERED_AFTER_MS", 0),
+    ),
+    Twin(
+        "R12: nothing is recovered while somebody lives who has what was committed",
+        171,
+        patched(transactions, "recover", recover_whoever_lives),
+    ),
+    Twin(
+        "F3: what was given up may be cut",
+        36,
+        patched(FollowerCore, "must_keep", never_given_up),
+    ),
+    Twin(
+        "R13: what is signed is durable",
+        None,
+        patched(LogModel, "sync", sign_in_the_cache),
+        power_goes_everywhere,
+    ),
+    Twin(
+        "19: only what is committed is signed", 91, patched(cluster_audit, "signed_up_to", all_that_is_held)
+    ),
+    Twin(
+        "R17: a holder of a lease tells where a log ends",
+        14,
+        patched(cluster_readers, "may_begin", begin_without_lease),
     ),
     Twin(
         "R20: a disk that hangs has failed",

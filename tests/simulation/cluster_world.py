@@ -19,7 +19,10 @@ from itertools import repeat
 from random import Random
 from typing import Final, NamedTuple
 
-from simulation.cluster_checks import BrokenError, Checks
+from simulation.cluster_audit import AUDIT_STREAM, AuditHome
+from simulation.cluster_checks import OPERATOR, BrokenError, Checks
+from simulation.cluster_disaster import Disaster
+from simulation.cluster_readers import Reader
 from simulation.log_model import DiskModel, LogModel
 from simulation.script import shrink
 from simulation.store_model import (
@@ -126,6 +129,8 @@ class Scene:
     minimum: int = 2
     faults: tuple[Fault, ...] = ()
     appends: bool = True
+    audited: bool = False
+    """the first shard is an audit log: its leader signs what is committed of it"""
 
 
 FAULTS: Final = {
@@ -136,6 +141,12 @@ ILL_COPIES: Final = 0.2
 """Of so many seeds, one copy of a shard is gone, older than it was, or damaged."""
 STORES_BACK: Final = 0.12
 """Of so many of the others, the store is put back from a backup, and reconciled from the folders."""
+RECOVERED: Final = 0.1
+"""Of so many of the rest, all that have what was committed are away, and an operator lets a copy lead that may lack some of it."""
+APART: Final = {"lost copy", "older copy", "damaged copy", "store back"}
+"""Faults of seeds in which nothing is recovered so."""
+AUDITED: Final = 0.15
+"""In so many seeds the first shard is an audit log."""
 
 
 def draw(seed: int) -> Scene:
@@ -168,7 +179,16 @@ def draw(seed: int) -> Scene:
     elif random.random() < STORES_BACK:
         at, lasts = random.randrange(1_000, 4_000), random.randrange(300, 4_500)
         faults.append(Fault(at, "store back", 0, 0, lasts, random.getrandbits(16)))
-    return Scene(brokers, shards, minimum, tuple(sorted(faults)))
+    random = Random(f"recover shard {seed}")
+    if not any(fault.what in APART for fault in faults) and random.random() < RECOVERED:
+        at, where, lasts = (
+            random.randrange(700, 3_000),
+            random.randrange(brokers),
+            random.randrange(3_500, 6_000),
+        )
+        faults.append(Fault(at, "recovered", where, where, lasts, random.getrandbits(16)))
+    audited = Random(f"home {seed}").random() < AUDITED
+    return Scene(brokers, shards, minimum, tuple(sorted(faults)), audited=audited)
 
 
 @dataclass
@@ -270,9 +290,18 @@ class ClusterWorld:
             Client(f"c{number}", shard, at=number % self.scene.brokers)
             for number, shard in enumerate([*self.shards, self.shards[0]])
         ]
+        self.readers = [
+            Reader(self, f"r{number}", client.shard) for number, client in enumerate(self.clients)
+        ]
+        self.audit = AuditHome(self, self.shards[0]) if self.scene.audited else None
+        self.operator = self.store.client(OPERATOR)
         self._folders = self.scene.brokers
         elections = Random(f"elections {seed}")
         self._elections = (f"{elections.getrandbits(64):016x}" for _ in repeat(None))
+
+    def election(self) -> str:
+        """A fresh election id."""
+        return next(self._elections)
 
     # -- time ------------------------------------------------------------------------------------------
 
@@ -354,8 +383,8 @@ class ClusterWorld:
         for number, shard in enumerate(self.shards):
             order = tuple(names[(at + number) % len(names)] for at in range(min(3, len(names))))
             record = ShardRecord(
-                stream=f"acme/test/orders{number}", epoch=1, election=f"{number + 1:016x}", leader=order[0], replicas=order,
-                isr=dict.fromkeys(order, 1), min=self.scene.minimum,
+                stream=AUDIT_STREAM if self.scene.audited and number == 0 else f"acme/test/orders{number}",
+                epoch=1, election=f"{number + 1:016x}", leader=order[0], replicas=order, isr=dict.fromkeys(order, 1), min=self.scene.minimum,
             )  # fmt: skip
             key = self.keys.shard(shard)
             self.store.transact((), (Put(key, encode(record, key)),))
@@ -366,6 +395,8 @@ class ClusterWorld:
         if self.scene.appends:
             for client in self.clients:
                 self.later(700, lambda client=client: self.drive(client))  # type: ignore[misc]
+            for reader in self.readers:
+                self.later(800, reader.look)
 
     def rest(self) -> None:
         """No more faults: everything is served again, and nothing that was promised is missing."""
@@ -822,7 +853,7 @@ class ClusterWorld:
         if core is None:
             return
         self.steps += 1
-        self.checks.before(core)
+        self.checks.before(shard, core)
         ready = core.step(event, self.local(machine))
         self._carry_out(machine, shard, core, ready, event)
         self.checks.after(machine, shard, core, ready, event)
@@ -837,6 +868,7 @@ class ClusterWorld:
             self.note(machine.name, "cuts log", cut.log, "at", cut.point)
             self.counts["cuts"] += 1
             disk.log(shard, cut.log).cut(cut.point)
+            disk.lower_mark(shard, cut.log, cut.point)
         if ready.begin:
             self._begin(machine, shard, core, ready)
         for write in ready.write:
@@ -884,13 +916,7 @@ class ClusterWorld:
         for begin in ready.begin:
             log = machine.disk.log(shard, begin.log)
             log.starts = core.replica.logs[begin.log].history.starts
-        captured = {
-            begin.log: (
-                list(machine.disk.log(shard, begin.log).frames),
-                machine.disk.log(shard, begin.log).starts,
-            )
-            for begin in ready.begin
-        }
+        captured = {begin.log: machine.disk.log(shard, begin.log).begin_sync() for begin in ready.begin}
 
         def begun() -> None:
             disk = machine.disk
@@ -899,8 +925,8 @@ class ClusterWorld:
             if disk.fails:
                 self._disk_fails(machine, shard, 0)
                 return
-            for number, (frames, starts) in captured.items():
-                disk.log(shard, number).sync(frames, starts)
+            for number, synced in captured.items():
+                disk.log(shard, number).sync(synced)
             self.step(machine, shard, Begun(epoch))
 
         self.on(machine, self._sync_ms(machine), begun)
@@ -916,7 +942,7 @@ class ClusterWorld:
             return
         machine.syncing.add(at)
         log = machine.disk.log(shard, number)
-        frames, starts, point = list(log.frames), log.starts, log.end
+        captured, point = log.begin_sync(), log.end
 
         def synced() -> None:
             if machine.disk.hangs:
@@ -926,7 +952,7 @@ class ClusterWorld:
             if machine.disk.fails:
                 self._disk_fails(machine, shard, number)
                 return
-            log.sync(frames, starts)
+            log.sync(captured)
             if at in machine.again:
                 machine.again.discard(at)
                 self._sync(machine, shard, number, core.replica.logs[number].cuts)
@@ -963,6 +989,7 @@ class ClusterWorld:
         log = LogModel(list(frames), starts, source.start, BEGINNING, list(frames), starts)
         log.kept = min(machine.disk.log(shard, number).kept, end)
         machine.disk.logs[shard][number] = log
+        machine.disk.lower_mark(shard, number, end)
         self.step(machine, shard, Copied(number, log.start, end, History(starts)))
 
     # -- the record ------------------------------------------------------------------------------------
@@ -1036,6 +1063,8 @@ class ClusterWorld:
             else:
                 self.step(machine, shard, Tick())
         self.steer(machine, controller.Tick())
+        if self.audit is not None:
+            self.audit.look(machine)
         self.on(machine, TICK_MS, lambda: self._tick(machine))
 
     # -- clients ---------------------------------------------------------------------------------------
@@ -1083,9 +1112,15 @@ class ClusterWorld:
         frames = [Frame(epoch, LogPoint(prev.offset + 1), 100, me)]
         if client.number % 4 == 1:
             frames.append(Frame(epoch, LogPoint(prev.offset + 1, 1), 30, ("position", *me)))
-        disk.frames.extend(frames)
         machine.appends[shard].append(Append(client, client.number, number, frames[0].end))
-        self.step(machine, shard, Written(number, prev, tuple(frames)))
+        self.write(machine, shard, number, tuple(frames))
+
+    def write(self, machine: Machine, shard: ShardId, number: int, frames: tuple[Frame, ...]) -> None:
+        """Frames of a leader, to its own file first."""
+        disk = machine.disk.log(shard, number)
+        prev = disk.end
+        disk.frames.extend(frames)
+        self.step(machine, shard, Written(number, prev, frames))
 
     def _answer(self, machine: Machine, shard: ShardId, core: ReplicaCore, ready: Ready) -> None:
         """Clients whose appends are committed, or whose leader is none any more."""
@@ -1130,11 +1165,11 @@ class ClusterWorld:
         match fault.what:
             case "crash" | "power":
                 self.crash(machine, power=fault.what == "power")
-                self._start_after(machine, lasts)
+                self.start_after(machine, lasts)
             case "all power":
                 for each in self.machines:
                     self.crash(each, power=True)
-                    self._start_after(each, 1 + (lasts * (each.index + 1)) // 4)
+                    self.start_after(each, 1 + (lasts * (each.index + 1)) // 4)
             case "pause":
                 machine.paused_until = max(machine.paused_until, self.now + lasts)
             case "link":
@@ -1190,7 +1225,7 @@ class ClusterWorld:
                 if self.checks.may_replace(machine):
                     self.crash(machine, power=True)
                     self.replace_folder(machine)
-                    self._start_after(machine, lasts)
+                    self.start_after(machine, lasts)
             case "snapshot":
                 machine.copy = machine.disk.copy()
                 self.later(lasts + 2_500, lambda: self._put_back(machine))
@@ -1203,6 +1238,8 @@ class ClusterWorld:
                     self.loss = self.doubles = self.shuffle = 0.0
 
                 self.later(lasts, clear)
+            case "recovered":
+                Disaster(self, machine, fault).begin()
             case "store back":
                 backup = self.store.backup()
                 self.later(lasts, lambda: self._put_store_back(backup, fault.number))
@@ -1229,7 +1266,7 @@ class ClusterWorld:
             case what:
                 raise AssertionError(what)
 
-    def _start_after(self, machine: Machine, delay: int) -> None:
+    def start_after(self, machine: Machine, delay: int) -> None:
         life = machine.life
 
         def start() -> None:
@@ -1251,7 +1288,7 @@ class ClusterWorld:
         self.counts["older copies"] += 1
         machine.disk = copy
         self.checks.replaced(machine)
-        self._start_after(machine, 500)
+        self.start_after(machine, 500)
 
     def _put_store_back(self, backup: Backup, number: int) -> None:
         """The store is what it was. Brokers may go on for a while; then all are stopped, and an operator reconciles the region."""
@@ -1293,7 +1330,7 @@ class ClusterWorld:
         names = [machine.name for machine in self.machines]
         plan = reconciliation.reconcile(
             view(), {}, (), {machine.name: self._heard(machine) for machine in self.machines}, names,
-            without=(), election=lambda: next(self._elections),
+            without=(), election=self.election,
         )  # fmt: skip
         assert not isinstance(plan, Refusal), plan
         if frozen := reconciliation.freeze(view(), names[0]):
@@ -1317,7 +1354,7 @@ class ClusterWorld:
             told = []
             for number, log in logs.items():
                 log.recover()
-                log.sync(list(log.frames), log.starts)
+                log.sync(log.begin_sync())
                 last = log.history().last
                 kept = disk.marks.get((shard, number), LogPoint(0))
                 told.append(
@@ -1367,7 +1404,7 @@ class ClusterWorld:
             else:
                 disk.damaged.add(shard)
                 self.later(fault.lasts_ms + 3_000, lambda: self._repair(machine))
-            self._start_after(machine, 100 + fault.number % 700)
+            self.start_after(machine, 100 + fault.number % 700)
 
         if fault.what == "older copy":
             self.later(fault.lasts_ms + 1_500, happens)
@@ -1400,7 +1437,7 @@ class ClusterWorld:
     def _trim(self, machine: Machine, shard: ShardId) -> None:
         """Retention: a leader lets go of half of what is committed."""
         core = machine.cores[shard]
-        if not core.leader.may_append():
+        if not core.leader.may_append() or (self.audit is not None and shard == self.audit.shard):
             return
         for number, log in core.replica.logs.items():
             model = machine.disk.log(shard, number)

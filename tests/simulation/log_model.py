@@ -10,6 +10,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from random import Random
+from typing import NamedTuple
 
 from region.cluster.records import ShardId
 from region.cluster.registration import FolderRecord
@@ -18,6 +19,14 @@ from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Frame
 
 END = attrgetter("end")
+
+
+class Captured(NamedTuple):
+    """What a sync is to bring to the disk."""
+
+    number: int
+    frames: list[Frame]
+    starts: tuple[EpochStart, ...]
 
 
 @dataclass
@@ -33,6 +42,10 @@ class LogModel:
     stable_starts: tuple[EpochStart, ...] = ()
     hole: int = -1
     """frames from this index on never come to the disk; -1: no sync has failed"""
+    syncs: int = 0
+    """that began"""
+    synced: int = 0
+    """the newest of them that has returned"""
 
     @property
     def end(self) -> LogPoint:
@@ -66,8 +79,16 @@ class LogModel:
     def below(self, point: LogPoint) -> list[Frame]:
         return self.frames[: bisect_right(self.frames, point, key=END)]
 
-    def sync(self, frames: list[Frame], starts: tuple[EpochStart, ...]) -> None:
-        """What stood in the cache when the sync began is on the disk."""
+    def begin_sync(self) -> Captured:
+        """What stands in the cache now."""
+        self.syncs += 1
+        return Captured(self.syncs, list(self.frames), self.starts)
+
+    def sync(self, captured: Captured) -> None:
+        """What stood in the cache when the sync began is on the disk. One that began before another one which has returned adds nothing."""
+        if captured.number < self.synced:
+            return
+        self.synced, frames, starts = captured
         self.stable = frames if self.hole < 0 else frames[: self.hole]
         self.stable_starts = starts
 
@@ -134,6 +155,11 @@ class DiskModel:
 
     def log(self, shard: ShardId, number: int) -> LogModel:
         return self.logs.setdefault(shard, {}).setdefault(number, LogModel())
+
+    def lower_mark(self, shard: ShardId, number: int, point: LogPoint) -> None:
+        """What is committed behind `point` is given up."""
+        if self.marks.get((shard, number), point) > point:
+            self.marks[shard, number] = point
 
     def is_short(self, shard: ShardId) -> bool:
         """Whether a log of the shard ends before what is known to be committed of it."""

@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from simulation.cluster_checks import BrokenError
 from simulation.cluster_twins import TWINS, Twin, caught
-from simulation.cluster_world import draw, simulate_cluster, simulate_cluster_or_explain
+from simulation.cluster_world import Fault, Scene, draw, simulate_cluster, simulate_cluster_or_explain
 from simulation.switching import switched_off
 
 SLICES, SLICE = 3, 50
@@ -21,7 +21,23 @@ def test_what_is_promised_is_kept_whatever_fails(number: int) -> None:
         counts.update(simulate_cluster_or_explain(seed).counts)
     assert counts["acknowledged"] > 10 * SLICE
     assert counts["epochs"] > SLICE
-    assert all(counts[what] for what in ("power", "crashes", "swaps applied", "ticks left out"))
+    assert all(
+        counts[what]
+        for what in ("power", "crashes", "swaps applied", "ticks left out", "checkpoints", "read")
+    )
+
+
+def test_a_late_mark_of_a_store_that_went_back_freezes_no_region_that_was_reconciled_meanwhile() -> None:
+    simulate_cluster_or_explain(16331)
+
+
+def test_a_sync_that_returns_late_takes_nothing_back() -> None:
+    simulate_cluster_or_explain(17190)
+
+
+def test_a_copy_that_is_to_be_begun_anew_may_lack_what_was_given_up() -> None:
+    faults = (Fault(1_524, "recovered", 2, 2, 5_034, 54_331), Fault(4_163, "trim", 0, 2, 514, 56_558))
+    assert simulate_cluster(364, Scene(faults=faults)).counts["recovered"]
 
 
 def test_a_seed_replays_exactly() -> None:
