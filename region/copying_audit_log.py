@@ -12,14 +12,15 @@ import asyncio
 from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint
-from audit.note import Algorithm, NoteSigner, parse_note
+from audit.note import parse_note
 from audit.origin import region_origin
+from audit.signer_disk import load_signers
 from audit.trail import Trail
 from audit.trust import RegionTrust
 from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from keys.bundle import RegionBundle
-from keys.key_file import load_ml_dsa_key, load_signing_key
+from keys.key_file import load_signing_key
 from region.cluster.audit_home import AuditHome, Before
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ELECTION_CHARS, ClusterKeys, ShardId, ShardRecord, encode
@@ -171,9 +172,7 @@ def _last_checkpoint(
             hint=f"Run the command where broker {config.broker} runs.",
         )
     origin = region_origin(config.region, config.mesh)
-    signers = [NoteSigner.from_key(origin, load_signing_key(folder.audit_key), Algorithm.ED25519)]
-    if folder.audit_ml_dsa_key.exists():
-        signers.append(NoteSigner.from_ml_dsa(origin, load_ml_dsa_key(folder.audit_ml_dsa_key)))
+    signers = load_signers(origin, folder.audit_key, folder.audit_ml_dsa_key)
     earlier = RegionTrust(own).earlier_keys(origin, (signer.key for signer in signers))
     trail = Trail.open(
         path,

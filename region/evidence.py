@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 
-from audit.note import Algorithm, NoteSigner
+from audit.note import Algorithm
 from audit.origin import region_origin, witness_name
+from audit.signer_disk import load_signers
 from audit.trail import Trail, TrailSettings
 from audit.trust import RegionTrust, Trust
 from audit.witness import Witness
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
 from keys.bundle import RegionBundle
-from keys.key_file import load_ml_dsa_key, load_signing_key
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.trusted_bundles import pinned_bundles
@@ -40,23 +39,23 @@ def open_evidence(
     """
     region, mesh = config.region, config.mesh
     known = list(pinned_bundles(folder).values())
-    audit_key = load_signing_key(folder.audit_key)
     cosigned.move_in()
-    cosigning_key = load_signing_key(folder.witness_key)
+    cosigner, *also = load_signers(
+        witness_name(region, mesh), folder.witness_key, folder.witness_ml_dsa_key, Algorithm.COSIGNATURE
+    )
     witness = Witness(
-        NoteSigner.from_key(witness_name(region, mesh), cosigning_key, Algorithm.COSIGNATURE),
+        cosigner,
         [key for bundle in known for key in RegionTrust(bundle).logs],
         cosigned,
         lambda: runtime.clock.now_ms() // 1000,
-        also=_post_quantum(witness_name(region, mesh), folder.witness_ml_dsa_key),
+        also=also,
     )
-    signer = NoteSigner.from_key(region_origin(region, mesh), audit_key, Algorithm.ED25519)
-    also = _post_quantum(region_origin(region, mesh), folder.audit_ml_dsa_key)
+    signers = load_signers(region_origin(region, mesh), folder.audit_key, folder.audit_ml_dsa_key)
     trail = Trail.open(
         folder.root / config.data / name,
-        signer,
-        also=also,
-        earlier=RegionTrust(own).earlier_keys(signer.key.name, (each.key for each in (signer, *also))),
+        signers[0],
+        also=signers[1:],
+        earlier=RegionTrust(own).earlier_keys(signers[0].key.name, (each.key for each in signers)),
         witnesses=[
             *Trust.of((*known, own)).witnesses_for(region),
             *(key for each in config.audit.witnesses for key in each.target(folder.root).keys),
@@ -70,8 +69,3 @@ def open_evidence(
     if trail.recovered is not None:
         log.warning("audit log: %s", trail.recovered)
     return witness, trail
-
-
-def _post_quantum(name: str, path: Path) -> list[NoteSigner]:
-    """The ML-DSA-44 signer whose key is in this file; none in a region that was founded before there were any."""
-    return [NoteSigner.from_ml_dsa(name, load_ml_dsa_key(path))] if path.exists() else []

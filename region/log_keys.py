@@ -24,8 +24,8 @@ import msgspec
 
 from audit.checkpoint import note_size
 from audit.leaf import KEY_ID_BYTES, Header, Kind, Leaf, Side
-from audit.note import Algorithm, NoteSigner
 from audit.origin import egress_origin, region_origin
+from audit.signer_disk import load_signers
 from audit.tile import CHECKPOINT_PATH
 from audit.tile_disk import Folder
 from audit.trail import Trail
@@ -33,7 +33,7 @@ from audit.trust import RegionTrust
 from felix.errors import Code, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
-from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
+from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.config import RegionConfig
@@ -144,9 +144,7 @@ def _begun(bundle: RegionBundle, files: _Files) -> int | None:
 
 def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: SigningKey, now_ms: int) -> int:
     """The log's last checkpoint under the keys of before; its size."""
-    signers = [NoteSigner.from_key(files.origin, load_signing_key(files.ed25519), Algorithm.ED25519)]
-    if files.ml_dsa.exists():
-        signers.append(NoteSigner.from_ml_dsa(files.origin, load_ml_dsa_key(files.ml_dsa)))
+    signers = load_signers(files.origin, files.ed25519, files.ml_dsa)
     if {key.public for key in ended} != {signer.key.public for signer in signers}:
         raise RequestError(
             f"The bundle of {bundle.region} names other keys of the log {files.origin} than {files.ed25519.parent} holds.",
