@@ -44,6 +44,14 @@ class TaskSet:
         task.add_done_callback(self._tasks.discard)
         return task
 
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def cancel(self) -> None:
+        """Have all end soon, and wait for none."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
     async def end(self) -> None:
         """`end_tasks` for all, with those that begin meanwhile."""
         while tasks := tuple(self._tasks):

@@ -12,7 +12,6 @@ the end once.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -29,6 +28,7 @@ from felix.frames import (
 )
 from felix.messages import Message, Request, decode_request, encode_error, encode_message
 from felix.names import SpiffeId
+from felix.tasks import TaskSet
 from region.broker import Broker
 from region.ports import Exchanging, Role
 from region.quota import Meter
@@ -153,7 +153,7 @@ class Exchange:
         self._held: deque[tuple[int, Any]] = deque()
         self._unlooked_bytes = 0
         self._partial = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._asked = False
         self._is_open = False
         self._over = False
@@ -271,8 +271,7 @@ class Exchange:
         if self._over:
             return
         self._over = True
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         budget = self.broker.budgets.exchange
         budget.give(sum(self._sizes.values()) + self._partial)
         self._sizes.clear()
@@ -315,9 +314,7 @@ class Exchange:
 
     def spawn(self, correlation: int, work: Coroutine[None, None, None]) -> None:
         """Run what a call needs time for. An error that it raises answers the call."""
-        task = asyncio.ensure_future(self._guard(correlation, work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task = self._tasks.begin(self._guard(correlation, work))
         # One that is cancelled before it begins has not awaited the work.
         task.add_done_callback(lambda _: work.close())
 

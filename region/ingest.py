@@ -70,6 +70,7 @@ from felix.messages import IngestOpened, OpenIngest, decode_request, encode_erro
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.session import CreditWindow
+from felix.tasks import TaskSet
 from keys.hybrid import HybridKeyPair
 from keys.link import commitment_secret
 from keys.signing import SigningKey
@@ -204,7 +205,7 @@ class IngestStream:
         self._decoder = FrameDecoder(frozenset({FrameType.REQUEST, FrameType.TRANSFER}))
         self._window = CreditWindow(INGEST_WINDOW_BYTES)
         self._opening: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._ended = False
         self._inbox: deque[Frame] = deque()
         self._work: asyncio.Task[None] | None = None
@@ -714,9 +715,7 @@ class IngestStream:
 
     def _logged_before(self, way: _Way) -> None:
         """The range landed before, and nothing of this shard is on its way to the log."""
-        task = asyncio.ensure_future(self._again(way, self._answer_again(way)))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.begin(self._again(way, self._answer_again(way)))
 
     async def _again(self, way: _Way, work: Awaitable[None]) -> None:
         """Run what answers a range that was sent again; whatever fails ends the stream, and frees the range."""

@@ -45,6 +45,7 @@ from felix.messages import (
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
+from felix.tasks import TaskSet
 from felix.transport.port import Connection
 from policy.access import Verb
 from region.audience import has_audience, request_name, require_audience
@@ -135,7 +136,7 @@ class ClientSession:
         self.name = self.broker.runtime.random.randbytes(8).hex()
         self._control_stream: int | None = None
         self._roles: dict[int, Role | None] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._publish_taken = 0
         self._publish_partial = 0
         self._delivery_charged = 0
@@ -222,8 +223,7 @@ class ClientSession:
         for timer in (self._timeout, self._release):
             if timer is not None:
                 timer.cancel()
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
         for role in self._roles.values():
             if role is not None:
                 role.closed()
@@ -587,9 +587,7 @@ class ClientSession:
         if refusal is not None:
             self.refuse(correlation, refusal)
             return
-        task = asyncio.ensure_future(self._answer(correlation, request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.begin(self._answer(correlation, request))
 
     async def _answer(self, correlation: int, request: Request[Any]) -> None:
         assert self.identity is not None

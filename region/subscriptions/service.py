@@ -37,6 +37,7 @@ from felix.messages import (
 )
 from felix.names import SpiffeId, StreamName, parse_subscription
 from felix.settings import SubscriptionSettings, altered
+from felix.tasks import TaskSet
 from policy.access import Verb
 from region.broker import Broker
 from region.delivery import resolve_starts
@@ -86,7 +87,7 @@ class SubscriptionService:
         self._mirror = mirror
         self._held: dict[StreamName, _Loaded] = {}
         self._generation = 0
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = TaskSet()
         self._unfollow: Callable[[], None] | None = None
         self._closed = False
         broker.streams.on_change(self._stream_changed)
@@ -103,9 +104,7 @@ class SubscriptionService:
         self._closed = True
         if self._unfollow is not None:
             self._unfollow()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._tasks.end()
 
     def _changed(self, change: MirrorChange) -> None:
         if change.section == "subscriptions":
@@ -125,9 +124,7 @@ class SubscriptionService:
         if self._closed:
             work.close()
             return
-        task = asyncio.ensure_future(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.begin(work)
 
     async def _load_quietly(self, name: StreamName) -> None:
         stream = self._broker.streams.get(name)
