@@ -14,7 +14,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from threading import Lock
 from typing import Final
@@ -33,7 +34,7 @@ from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, e
 from region.log.durable_mark import MARK_NAME, Mark
 from region.log.epochs import EpochHistory
 from region.log.errors import StorageFailedError
-from region.log.frame import Frame, SealedBatch, misfit
+from region.log.frame import Frame, Place, SealedBatch, misfit
 from region.log.index import SparseIndex
 from region.log.log_reader import LogReader
 from region.log.offload import OFFLOADED_NAME, Offloaded, OffloadState, encode_offload
@@ -53,7 +54,7 @@ from region.log.segment import (
     segment_name,
 )
 from region.log.segment_limits import SegmentLimits
-from region.log.segment_list import SegmentList
+from region.log.segment_list import SegmentList, base_point
 from region.log.segment_reader import SegmentReader
 from region.log.segment_scan import annotate
 from region.log.segment_state import SegmentState, told_from, write_index
@@ -103,6 +104,8 @@ class DiskLog:
         self._open_logs = open_logs
         self.writer: Final = Lock()
         """Held by whoever writes."""
+        self.shares_offload = False
+        """whether other copies have the same segments in the store: then their leader deletes them there, by the list of all"""
 
     @classmethod
     def open(
@@ -221,7 +224,8 @@ class DiskLog:
         return True
 
     def write(self, frames: Sequence[Frame], now_ms: int) -> None:
-        """Write all of `frames` after each other, rolling the segment first where it is due.
+        """Write all of `frames` after each other, rolling the segment first where it is due: by this log's limits, or where the first says
+        that it begins one of its leader's.
 
         Raises OSError for want of room: nothing of them is left, the log is as it was. Raises
         StorageFailedError where the caller must stop using the log.
@@ -231,7 +235,11 @@ class DiskLog:
             self._prepare_frames(self.before_frames)
         self._open_files()
         active = self._segments.active
-        if self._roll_due(active, now_ms):
+        if frames[0].place is Place.UNKNOWN:
+            is_due = self._roll_due(active, now_ms)
+        else:
+            is_due = frames[0].place is Place.FIRST and self._may_roll(active)
+        if is_due:
             self.roll(now_ms)
             active = self._segments.active
         buffers: list[bytes | memoryview] = []
@@ -334,16 +342,21 @@ class DiskLog:
         self._written.sync_mark()
 
     def _roll_due(self, active: SegmentState, now_ms: int) -> bool:
+        return self._may_roll(active) and (
+            active.segment_bytes >= self.limits.segment_bytes_max
+            or self._aged(active, now_ms, self.limits.segment_age_ms)
+        )
+
+    def _may_roll(self, active: SegmentState) -> bool:
         # A segment without a batch stays: the next one would have its base offset, and so its name.
         # A note stays with what it is for: retention lets go of both or of none.
-        return (
-            not self._note_is_open
-            and active.next_offset > active.base_offset
-            and (
-                active.segment_bytes >= self.limits.segment_bytes_max
-                or self._aged(active, now_ms, self.limits.segment_age_ms)
-            )
-        )
+        return not self._note_is_open and active.next_offset > active.base_offset
+
+    def begins_segment(self, point: LogPoint) -> bool:
+        """Whether a segment begins at this point. From every thread."""
+        segments = self._segments.now
+        at = bisect_right(segments, point, key=base_point) - 1
+        return at >= 0 and segments[at].base_point == point
 
     def _aged(self, active: SegmentState, now_ms: int, age_ms: int) -> bool:
         index = active.index
@@ -521,11 +534,12 @@ class DiskLog:
         self.sync_mark()
         copies = [segment.remote for segment in gone if segment.remote]
         if copies:
+            doomed = () if self.shares_offload else tuple(one.url for one in copies)
             self.save_offload(
                 msgspec.structs.replace(
                     self.offload,
                     segments=tuple(one for one in self.offload.segments if one not in copies),
-                    pending_deletion=(*self.offload.pending_deletion, *(one.url for one in copies)),
+                    pending_deletion=(*self.offload.pending_deletion, *doomed),
                 )
             )
         for segment in gone:
@@ -623,17 +637,56 @@ class DiskLog:
                 msgspec.structs.replace(state, pending_deletion=(*state.pending_deletion, entry.url))
             )
 
+    def follow_offloaded(self, entries: Iterable[Offloaded], below: int) -> int:
+        """Copies of whole segments of this log are in a store, as whoever leads it has verified; how many of them are news here. Only those
+        below offset `below`, which is committed, and that are the same segments here. Raises OSError."""
+        told = {(one.base_offset, one.next_offset): one for one in entries if one.next_offset <= below}
+        news = {
+            at: told[place]
+            for at, one in enumerate(self._segments.now[:-1])
+            if one.remote is None
+            and one.header.span is None
+            and (place := (one.base_offset, one.next_offset)) in told
+            and one.base_note == _note_of(told[place])
+        }
+        if news:
+            segments = (*self.offload.segments, *news.values())
+            self.save_offload(msgspec.structs.replace(self.offload, segments=segments))
+            for at, entry in news.items():
+                self._segments.now[at].remote = entry
+        return len(news)
+
     def droppable(self, local_bytes: int) -> SegmentState | None:
         """The oldest local segment, where more than `local_bytes` are local and a copy of it is in a store."""
         return self._segments.droppable(local_bytes)
 
     def drop_local(self, segment: SegmentState) -> None:
-        """Let the local file of an offloaded segment go; its index stays."""
-        if segment.remote is None or segment not in self._segments.now[:-1]:
+        """Let the local file of an offloaded segment go; its index stays, where entries have the same places in both files."""
+        entry, segments = segment.remote, self._segments.now
+        if entry is None or segment not in segments[:-1]:
             return
-        if read_file(self._files, segment.index_path) is None:
+        same_places = (segment.start, segment.segment_bytes) == (len(entry.header), entry.segment_bytes)
+        if same_places and read_file(self._files, segment.index_path) is None:
             write_index(self._files, segment.index_path, self._reader.index(segment).encode())
-        segment.is_local = False
+        # The store has another copy's file: another salt, perhaps another length.
+        there = SegmentState(
+            segment.path,
+            entry.segment_header,
+            len(entry.header),
+            entry.next_offset,
+            entry.segment_bytes,
+            entry.last_time_ms,
+            None,
+            entry,
+            is_local=False,
+            base_note=segment.base_note,
+            end_note=segment.end_note,
+        )
+        at = segments.index(segment)
+        self._segments.now = (*segments[:at], there, *segments[at + 1 :])
+        if not same_places:
+            self._reader.forget_indexes()
+            self._files.remove(segment.index_path)
         self._files.remove(segment.path)
         self._files.sync_folder(self.folder)
 
@@ -745,3 +798,8 @@ class DiskLog:
         """Close the files, and promise nothing."""
         self._open_logs.closed(self)
         self._written.close()
+
+
+def _note_of(entry: Offloaded) -> int:
+    head = entry.segment_header.head
+    return head.note if head else 0

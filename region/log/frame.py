@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 from felix.batch import Batch, BatchHeader, body_checksum
 from region.log.segment import NOTE_PIECE_BYTES_MAX, Kind, beside_bytes_max
+
+
+class Place(IntEnum):
+    """Where in a segment of its leader's a frame stands, for copies whose segments are to begin where the leader's begin."""
+
+    UNKNOWN = 0
+    """not told: a copy ends its segments by its own limits"""
+    FIRST = 1
+    LATER = 2
 
 
 class Frame(NamedTuple):
@@ -13,6 +23,7 @@ class Frame(NamedTuple):
     carries its final header.
 
     Without batch and annotation it frees the slot. `is_note`: the annotation is a piece of a note, which the next frame that is none has.
+    `place`: of the first of a group; nothing is known of those behind it.
     """
 
     batch: Batch | None
@@ -21,6 +32,7 @@ class Frame(NamedTuple):
     slot: int = 0
     annotation: bytes = b""
     is_note: bool = False
+    place: Place = Place.UNKNOWN
 
     @property
     def kind(self) -> Kind:

@@ -4,6 +4,9 @@ A closed segment is uploaded as it stands on disk, sealed; beside it goes a mani
 file `offloaded` says which segments are in the store, verified. Only of those may the local file go. What the log still
 is does not depend on where its bytes are: an offloaded segment keeps its place among the others.
 
+A log with copies has one such list for all of them (`OffloadList`): an object in the store, which never changes, and a pointer to it that
+only the log's leader moves (`ListPointer`, in the shard's record). Each copy's file `offloaded` has what of it the copy's own segments are.
+
 Invariants:
 - an entry is in `segments` only after its bytes were read back from the store and compared;
 - `begun` names an object before its upload begins, `pending_deletion` names objects before their segment is forgotten: nothing that
@@ -12,18 +15,22 @@ Invariants:
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from typing import Final
 
 import msgspec
 
 from felix.errors import CorruptionError
 from region.log.epochs import EpochStart
-from region.log.segment import SegmentHeader, decode_segment_header
+from region.log.segment import SEGMENT_SUFFIX, SegmentHeader, decode_segment_header
 
 OFFLOADED_NAME: Final = "offloaded"
 FETCHED_SUFFIX: Final = ".fetched"
 """Of a local copy for reading; it may go at any time."""
 MANIFEST_SUFFIX: Final = ".json"
+LIST_PREFIX: Final = "list-"
+_NAME: Final = re.compile(r"[0-9]{20}-([0-9]{10})\.seg(?:\.json)?|list-([0-9]{10})-[0-9a-f]{16}\.json")
 
 
 class Offloaded(msgspec.Struct, frozen=True):
@@ -64,6 +71,39 @@ class OffloadState(msgspec.Struct, frozen=True, array_like=True):
         return [*self.pending_deletion, *(one.url for one in self.segments), *filter(None, [self.begun])]
 
 
+class ListPointer(msgspec.Struct, frozen=True):
+    """Which list of a log with copies is in force: its object, the SHA-256 of its bytes in hex, and the epoch of the leader that wrote it."""
+
+    url: str
+    sha256: str
+    epoch: int
+
+
+class OffloadList(msgspec.Struct, frozen=True):
+    """What of a log with copies is in a store, by base offset. Below `start` nothing is left. Entries may overlap where copies had segments
+    of their own."""
+
+    start: int = 0
+    segments: tuple[Offloaded, ...] = ()
+    version: int = 1
+
+    def less(self, start: int) -> OffloadList:
+        """Without what lies wholly below `start`: retention let go of it."""
+        start = max(start, self.start)
+        return OffloadList(start, tuple(one for one in self.segments if one.next_offset > start))
+
+    def more(self, entries: Iterable[Offloaded]) -> OffloadList:
+        """With these, which are verified."""
+        known = {one.url: one for one in (*self.segments, *entries)}
+        return OffloadList(self.start, tuple(sorted(known.values(), key=lambda one: (one.base_offset, one.url))))
+
+    def taken_over(self, own: Iterable[Offloaded], end: int) -> OffloadList:
+        """As a new leader goes on from it, whose log ended at offset `end` when it was elected: with what its own copy knows (`own`) in
+        place of a pointer that was lost or put back, and without what an unclean election gave up."""
+        known = self.more(one for one in own if one.base_offset >= self.start)
+        return OffloadList(self.start, tuple(one for one in known.segments if one.next_offset <= end))
+
+
 class Manifest(msgspec.Struct, frozen=True):
     """What stands beside an object: all that a lost local folder takes to be made anew."""
 
@@ -79,6 +119,7 @@ def encode_offload(state: OffloadState) -> bytes:
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
 _offload: Final = msgspec.msgpack.Decoder(OffloadState)
+_list: Final = msgspec.json.Decoder(OffloadList)
 _manifest: Final = msgspec.json.Decoder(Manifest)
 
 
@@ -108,6 +149,40 @@ def decode_manifest(data: bytes, url: str) -> Manifest:
     except (msgspec.MsgspecError, CorruptionError) as error:
         raise CorruptionError(f"The manifest {url} does not decode: {error}.") from error
     return manifest
+
+
+def encode_list(listed: OffloadList) -> bytes:
+    """JSON."""
+    return msgspec.json.encode(listed)
+
+
+def decode_list(data: bytes, url: str) -> OffloadList:
+    """Raises CorruptionError that names the object."""
+    try:
+        listed = _list.decode(data)
+        if listed.version != 1:
+            raise CorruptionError(f"it has version {listed.version}, and 1 is known")
+        for one in listed.segments:
+            decode_segment_header(one.header)
+    except (msgspec.MsgspecError, CorruptionError) as error:
+        raise CorruptionError(f"The list of offloaded segments {url} does not decode: {error}.") from error
+    return listed
+
+
+def object_name(base_offset: int, epoch: int) -> str:
+    """Of a segment that the leader of `epoch` offloads: no leader before or after it writes over it."""
+    return f"{base_offset:020d}-{epoch:010d}{SEGMENT_SUFFIX}"
+
+
+def list_name(epoch: int, sha256: str) -> str:
+    """Of a list, by its content."""
+    return f"{LIST_PREFIX}{epoch:010d}-{sha256[:16]}{MANIFEST_SUFFIX}"
+
+
+def epoch_of(name: str) -> int | None:
+    """Of the leader that wrote an object of a log with copies, or its manifest; None for another object."""
+    match = _NAME.fullmatch(name)
+    return int(match[1] or match[2]) if match else None
 
 
 def object_url(base: str, name: str) -> str:

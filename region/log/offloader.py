@@ -171,43 +171,9 @@ class Offloader:
     def _upload(self, segment: SegmentState, epochs: tuple[EpochStart, ...]) -> None:
         url = object_url(self._base, segment.path.name)
         self._save(lambda state: _begin(state, url))  # 1
-        self._verify(segment)  # 2
-        sent = store.put_file(self._files, segment.path, url, self._pace)
-        if sent.size != segment.segment_bytes:
-            raise damaged(
-                segment.path, sent.size, segment.base_offset, "the file has another length than it had"
-            )
-        if store.digest_of(url, self._pace) != sent:  # 3
-            raise _differs(url)
-        header = segment.header.encode()
-        entry = Offloaded(
-            url, header, segment.next_offset, segment.segment_bytes, segment.last_time_ms, sent.sha256
-        )
-        manifest = encode_manifest(Manifest(entry, epochs))
-        store.put_bytes(manifest, entry.manifest_url)  # 4
-        if store.get_bytes(entry.manifest_url) != manifest:
-            raise _differs(entry.manifest_url)
+        entry = upload(self._files, segment, url, epochs, self._pace)  # 2 to 4
         with self._writer:  # 5
             self._disk.add_offloaded(segment, entry)
-
-    def _verify(self, segment: SegmentState) -> None:
-        position = segment.start
-        descriptor = self._files.open(segment.path, os.O_RDONLY)
-        try:
-            for entry in scan_file(
-                self._files,
-                descriptor,
-                segment.header,
-                segment.start,
-                segment.segment_bytes,
-                verify_bodies=True,
-            ):
-                position = entry.end
-                self._pace(0)
-        except EntryDamagedError as error:
-            raise damaged(segment.path, position, segment.base_offset, str(error)) from error
-        finally:
-            self._files.close(descriptor)
 
     def _delete_doomed(self) -> int:
         urls = self._disk.offload.pending_deletion
@@ -220,6 +186,47 @@ class Offloader:
                 )
             )
         return len(urls)
+
+
+def upload(
+    files: Files, segment: SegmentState, url: str, epochs: tuple[EpochStart, ...], pace: store.Pace
+) -> Offloaded:
+    """Copy a closed segment to the object `url`, with its manifest: both are read back and are what was written.
+
+    Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError.
+    """
+    _verify(files, segment, pace)
+    sent = store.put_file(files, segment.path, url, pace)
+    if sent.size != segment.segment_bytes:
+        raise damaged(
+            segment.path, sent.size, segment.base_offset, "the file has another length than it had"
+        )
+    if store.digest_of(url, pace) != sent:
+        raise _differs(url)
+    header = segment.header.encode()
+    entry = Offloaded(
+        url, header, segment.next_offset, segment.segment_bytes, segment.last_time_ms, sent.sha256
+    )
+    manifest = encode_manifest(Manifest(entry, epochs))
+    store.put_bytes(manifest, entry.manifest_url)
+    if store.get_bytes(entry.manifest_url) != manifest:
+        raise _differs(entry.manifest_url)
+    return entry
+
+
+def _verify(files: Files, segment: SegmentState, pace: store.Pace) -> None:
+    position = segment.start
+    descriptor = files.open(segment.path, os.O_RDONLY)
+    try:
+        for entry in scan_file(
+            files, descriptor, segment.header, segment.start, segment.segment_bytes, verify_bodies=True
+        ):
+            position = entry.end
+            pace(0)
+    except EntryDamagedError as error:
+        raise damaged(segment.path, position, segment.base_offset, str(error)) from error
+    finally:
+        files.close(descriptor)
 
 
 def _begin(state: OffloadState, url: str) -> OffloadState:

@@ -83,11 +83,10 @@ class SegmentList:
         ]
 
     def droppable(self, local_bytes: int) -> SegmentState | None:
-        """The oldest local segment, where more than `local_bytes` are local and a copy of it is in a store."""
+        """The oldest local segment of which a copy is in a store, where more than `local_bytes` are local."""
         if self.local_bytes <= local_bytes:
             return None
-        oldest = next(segment for segment in self.now if segment.is_local)
-        return oldest if oldest.remote and oldest is not self.active else None
+        return next((one for one in self.now[:-1] if one.is_local and one.remote), None)
 
     def position_of(self, run: Sequence[SegmentState]) -> int | None:
         """Where this run of closed segments stands, or None where it no longer stands there whole."""

@@ -86,7 +86,8 @@ class HostedCopies:
         return self._deposed or self._refusal()
 
     def written(self, prev: LogPoint, frames: Sequence[Frame]) -> None:
-        self._happened(Written(self._number, prev, frames_from(prev, frames)))
+        placed = self._worker.disk.placed(prev, frames)
+        self._happened(Written(self._number, prev, frames_from(prev, placed)))
 
     def trimmed(self, start: LogPoint) -> None:
         self._happened(Trimmed(self._number, start))

@@ -38,6 +38,7 @@ from region.log.compactor import Compactor, PassSettings, Transform, WorkEndedEr
 from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME, decode_mark
 from region.log.frame import Frame as LogFrame
+from region.log.frame import Place
 from region.log.maintenance import COMPACTION_SHARE, CompactionPace
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
@@ -123,6 +124,7 @@ class ReplicaDisk:
         self.is_short = kept > log.end_point
         """whether the log ends before what was known here to be committed"""
         self.log = log
+        log.shares_offload = True
         self.producers = producers
         self._segments_seen = log.segment_count
         self.history = History(starts)
@@ -301,6 +303,17 @@ class ReplicaDisk:
         """Frames from `begin` on and before `end`, of at most `size` bytes, one at least. Raises as `DiskLog.read_frames` does."""
         return frames_from(begin, self.log.read_frames(begin, size, end))
 
+    def placed(self, begin: LogPoint, entries: Sequence[LogFrame]) -> Sequence[LogFrame]:
+        """The same entries, which stand behind `begin`, with the word whether a segment begins with them: so that it does on other copies."""
+        if not entries:
+            return entries
+        place = Place.FIRST if self.log.begins_segment(begin) else Place.LATER
+        return (entries[0]._replace(place=place), *entries[1:])
+
+    def read_placed(self, begin: LogPoint, size: int, end: LogPoint) -> tuple[Frame, ...]:
+        """As `read`, for another copy."""
+        return frames_from(begin, self.placed(begin, self.log.read_frames(begin, size, end)))
+
     # Copies
 
     def told_beginning(self, producers: bytes = b"") -> Beginning:
@@ -412,7 +425,7 @@ class ReplicaDisk:
     def compaction_due(self, below: int, lag_ms: int) -> bool:
         """Whether `compact` would be worth its work. Does not block."""
         log = self.log
-        return is_due(
+        return not log.offload.segments and is_due(
             log.dirty_spans(below),
             log.compaction.clean_to,
             now_ms=self._runtime.clock.now_ms(),

@@ -883,7 +883,7 @@ class ReplicaHost:
         while True:
             try:
                 return await self._loop.run_in_executor(
-                    self._read_pool, disk.read, read.begin, read.size, read.end
+                    self._read_pool, disk.read_placed, read.begin, read.size, read.end
                 )
             except SegmentDamagedError as error:
                 follower = hosted.core.leader.followers.get(read.peer)

@@ -36,6 +36,7 @@ from felix.tasks import end_tasks
 from felix.transport.port import ClientTls, Connection, Engine, Handler, TransportLimits
 from region.cluster.records import ShardId
 from region.replication.wire import (
+    FEATURES,
     ASK_BYTES_MAX,
     Answered,
     Asked,
@@ -191,7 +192,7 @@ class PeerLinks:
         """Say something of a shard to a peer; it may be lost."""
         link = self._up.get(peer)
         if link is not None:
-            link.say(encode(shard, message))
+            link.say(encode(shard, message, link.features))
 
     def request(self, peer: str, message: Asked | Answered) -> bool:
         """Send a request, or the answer to one. False where it was not sent: no link stands, or too much is on its way."""
@@ -264,7 +265,7 @@ class PeerLinks:
         return self._runtime.random.randbytes(NONCE_BYTES)
 
     def hello(self) -> bytes:
-        return encode_hello(Hello(self.me.broker, self.me.registration, self.me.folder))
+        return encode_hello(Hello(self.me.broker, self.me.registration, self.me.folder, FEATURES))
 
     def now_ms(self) -> int:
         return self._runtime.clock.now_ms()
@@ -334,6 +335,8 @@ class Link:
     def __init__(self, links: PeerLinks, called: str | None, limits: TransportLimits) -> None:
         """`called`: whom this end has called; None at the other end. `limits`: the connection's."""
         self.peer = called or ""
+        self.features: tuple[str, ...] = ()
+        """of the peer, as it says hello"""
         self.error: FelixError | None = None
         self.heard_ms = 0
         self.over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -458,7 +461,7 @@ class Link:
                 code=Code.IDENTITY_REFUSED,
                 hint="A broker that has just been started is heard once its record has been read here; it calls again by itself.",
             )
-        self.peer = hello.broker
+        self.peer, self.features = hello.broker, hello.features
         if self._called is None:
             self._open()
         if self._timeout is not None:

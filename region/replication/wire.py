@@ -15,7 +15,7 @@ then, by kind::
     FOLLOW   folder 16, logs u8, each: log u32, start point, end point, complete u8, starts u16, each: epoch u32, election 8, point
     PLACED   logs u8, each: log u32, action u8, point, start point
     APPEND   log u32, prev point, prev epoch u32, commit point, start point, starts u16, each as above, then frames to the end:
-             kind u8 (as in a segment), zero u8, annotation u16, batch length u32, epoch u32, base offset u64, slot u64, annotation, batch
+             kind u8 (as in a segment), place u8, annotation u16, batch length u32, epoch u32, base offset u64, slot u64, annotation, batch
     COMMIT   log u32, commit point
     DURABLE  log u32, point, status u8
     ORIGIN_ASKED  log u32
@@ -34,7 +34,7 @@ Bytes that do not hold raise ProtocolError, and the link ends.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from enum import IntEnum
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -45,6 +45,7 @@ from felix.errors import Code, ProtocolError, RequestError
 from region.cluster.records import FOLDER_CHARS, ShardId
 from region.log.epochs import EPOCHS_MAX
 from region.log.frame import Frame as LogFrame
+from region.log.frame import Place
 from region.log.point import LogPoint
 from region.log.producers import SNAPSHOT_BYTES_LEAST
 from region.log.segment import Kind as EntryKind
@@ -101,6 +102,12 @@ _ENTRY: Final = struct.Struct(">BBHIIQQ")
 assert _ENTRY.size == FRAME_OVERHEAD_BYTES
 
 
+PLACES: Final = "places"
+"""Whoever has this feature takes an APPEND whose entries say where in a segment they stand."""
+FEATURES: Final = (PLACES,)
+"""Of this version, as a broker says them in HELLO."""
+
+
 class Lane(IntEnum):
     """Streams of a link. Frames of logs wait for each other; what is short, and what is asked of a broker, wait for none of them."""
 
@@ -155,6 +162,7 @@ _LANES: Final = dict.fromkeys(map(int, Kind), Lane.CONTROL) | {
 }
 
 _ACTIONS: Final = (Action.APPEND, Action.COPY, Action.OLDER)
+_PLACES: Final = {int(place): place for place in Place}
 _STATUSES: Final = (Status.OK, Status.STALE, Status.FAILED)
 _ACTION_NUMBERS: Final = {action: number for number, action in enumerate(_ACTIONS)}
 _STATUS_NUMBERS: Final = {status: number for number, status in enumerate(_STATUSES)}
@@ -300,14 +308,14 @@ def _start(start: EpochStart) -> bytes:
     return _START.pack(start.epoch, _election(start.epoch, start.election), *start.start)
 
 
-def encode(shard: ShardId, message: Told) -> bytes:
-    """One frame. The message is within its limits: that is our own mistake otherwise."""
+def encode(shard: ShardId, message: Told, features: Container[str] = FEATURES) -> bytes:
+    """One frame, for a peer that has these features. The message is within its limits: that is our own mistake otherwise."""
     if isinstance(message, Probe):
         return _frame(Kind.PROBE, (_head(shard, message.epoch, message.election),))
     said = message.asked if isinstance(message, OriginTold | PieceTold) else message
     head = _head(shard, said.epoch, said.election) + _PLACE.pack(said.registration, said.ask)
     if isinstance(message, Append):
-        return _frame(Kind.APPEND, _append_pieces(head, message))
+        return _frame(Kind.APPEND, _append_pieces(head, message, PLACES in features))
     if isinstance(message, Durable):
         status = _STATUS_NUMBERS[message.status]
         return _frame(Kind.DURABLE, (head, _DURABLE.pack(message.log, *message.point, status)))
@@ -344,7 +352,7 @@ def _piece(asked: PieceAsked) -> bytes:
     return _PIECE.pack(asked.log, asked.base_offset, asked.generation, asked.position)
 
 
-def _append_pieces(head: bytes, message: Append) -> list[Buffer]:
+def _append_pieces(head: bytes, message: Append, tells_places: bool) -> list[Buffer]:
     pieces: list[Buffer] = [
         head,
         _APPEND.pack(
@@ -359,17 +367,17 @@ def _append_pieces(head: bytes, message: Append) -> list[Buffer]:
     ]
     for frame in message.frames:
         assert isinstance(frame.body, LogFrame)
-        _entry_pieces(pieces, frame.body)
+        _entry_pieces(pieces, frame.body, frame.body.place if tells_places else Place.UNKNOWN)
     return pieces
 
 
-def _entry_pieces(pieces: list[Buffer], entry: LogFrame) -> None:
+def _entry_pieces(pieces: list[Buffer], entry: LogFrame, place: Place = Place.UNKNOWN) -> None:
     batch = entry.batch
     length = batch.header.total_length if batch else 0
     pieces.append(
         _ENTRY.pack(
             entry.kind,
-            0,
+            place,
             len(entry.annotation),
             length,
             entry.leader_epoch,
@@ -599,14 +607,14 @@ def _decode_append(reader: _Reader, epoch: int, election: str, registration: int
 
 
 def _decode_entry(reader: _Reader) -> LogFrame:
-    kind, zero, annotation_length, length, epoch, base_offset, slot = reader.take(_ENTRY)
-    if zero or kind not in ((EntryKind.BATCH,) if length else (EntryKind.POSITION, EntryKind.NOTE)):
+    kind, place, annotation_length, length, epoch, base_offset, slot = reader.take(_ENTRY)
+    if place not in _PLACES or kind not in ((EntryKind.BATCH,) if length else (EntryKind.POSITION, EntryKind.NOTE)):
         raise _malformed(f"a frame of kind {kind}")
     if annotation_length > beside_bytes_max(kind):
         raise _malformed(f"an annotation of {annotation_length} bytes")
     annotation = bytes(reader.bytes(annotation_length))
     if not length:
-        return LogFrame(None, base_offset, epoch, slot, annotation, kind == EntryKind.NOTE)
+        return LogFrame(None, base_offset, epoch, slot, annotation, kind == EntryKind.NOTE, _PLACES[place])
     data = reader.bytes(length)
     try:
         header = decode_header(data)
@@ -620,6 +628,7 @@ def _decode_entry(reader: _Reader) -> LogFrame:
         epoch,
         slot,
         annotation,
+        place=_PLACES[place],
     )
 
 

@@ -260,7 +260,7 @@ def test_a_mistake_in_one_copy_stops_that_copy_alone(where: str, caplog: pytest.
         hosted = broken.host._hosted[shard]
         if where == "read":
             # What a follower that comes back asks for.
-            hosted.workers[0].disk.read = mistaken  # type: ignore[assignment,method-assign]
+            hosted.workers[0].disk.read_placed = mistaken  # type: ignore[assignment,method-assign]
             region.kill(other.name)
             await region.until(lambda: (record := region.record(shard)) and other.name not in record.isr)
             await region.start(other.name)
