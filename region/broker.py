@@ -495,20 +495,6 @@ class Broker:
                 hint="Copy its records into another stream of this region, and give that one the copies.",
             )
 
-    def check_one_copy(self, stream: HostedStream) -> None:
-        """Raises RequestError(CONFLICT) for one that cannot be offloaded yet, as copies of it are still being dropped."""
-        if self.clustered is None:
-            return
-        count = max(
-            len(self.clustered.members(stream.record, number)[0]) for number in range(stream.shard_count)
-        )
-        if count > 1:
-            raise RequestError(
-                f"{stream.name} has {count} copies, and an offloaded stream has one so far.",
-                code=Code.CONFLICT,
-                hint=f"First felix stream alter {stream.name} --replicas 1; felix stream describe shows when there is one.",
-            )
-
     def check_copies(self, name: StreamName, replicas: int) -> None:
         """Raises RequestError(CONFIG_INVALID) where the region has fewer brokers than the stream is to have copies."""
         cluster = self.config.cluster

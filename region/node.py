@@ -194,6 +194,8 @@ class Node:
 
         async def offload() -> None:
             await streams.offload(self._now_ms(), storage.offload_allow)
+            if parts.peers is not None:
+                await parts.peers.replicas.offload()
             if next(turns) % OFFLOAD_CHECKS_PER_DELETION == 0:
                 await asyncio.to_thread(parts.directory.retry_deletions)
 

@@ -36,13 +36,14 @@ from region.log.compactor import WorkEndedError
 from region.log.companions import RECORDS, JournalKind, kind_of, log_number, shard_of
 from region.log.copies import Copies
 from region.log.errors import storage_error
-from region.log.maintenance import COMPACTION_AGAIN_MS
+from region.log.maintenance import COMPACTION_AGAIN_MS, OFFLOAD_AGAIN_MS_MAX
 from region.log.open_logs import OpenLogs
 from region.log.scrub import Scrub
 from region.log.seal import MakeSeal
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
 from region.log.shard_settings import ShardSettings
+from region.log.shared_offload import read_list
 from region.metadata.records import (
     REMOVED_REMEMBERED_MAX,
     Stream,
@@ -53,7 +54,7 @@ from region.metadata.records import (
 )
 from region.replication.copy_pace import COPY_RATE_BYTES
 from region.replication.disk import LogPlan, damaged_folder, kept_name, parse_kept_name
-from region.replication.host import Links, ReplicaHost, ShardPlan
+from region.replication.host import Links, OffloadNews, ReplicaHost, ShardPlan
 from region.replication.repairer import Source
 
 log = logging.getLogger("felix.region.replicas")
@@ -164,6 +165,8 @@ class Replicas:
         self._make_seal = make_seal
         self._runtime = runtime
         self._compact_after_ms: dict[ShardId, int] = {}
+        self._offload_after_ms: dict[ShardId, int] = {}
+        self._offload_seen: dict[ShardId, OffloadNews] = {}
         """copies of which a pass failed: not before this"""
         self._names: dict[str, str] = {}
         """of the streams that have copies here, by incarnation"""
@@ -354,6 +357,35 @@ class Replicas:
                 if report is not None:
                     log.info("the copy of %s shard %d was compacted: %s", record.name, shard.number, report)
 
+    # -- offload ---------------------------------------------------------------------------------------
+
+    async def offload(self) -> None:
+        """Have the copies that follow know what their leaders have put into a store, and let local files of it go, one after the other."""
+        for shard in self.host.shards:
+            name = self._names.get(shard.incarnation)
+            record = None if name is None else self._streams.get(StreamName.parse(name))
+            offload = None if record is None else record.config.views.offload
+            now_ms = self._runtime.clock.now_ms()
+            if record is None or offload is None or record.incarnation != shard.incarnation:
+                continue
+            if now_ms < self._offload_after_ms.get(shard, 0):
+                continue
+            news = self.host.offload_news(shard)
+            # What this list does not have comes with another one.
+            if news is None or news == self._offload_seen.get(shard):
+                continue
+            try:
+                listed = await asyncio.to_thread(read_list, news.pointer)
+                now = self.host.offload_news(shard)
+                if now is not None and now.pointer == news.pointer:
+                    await self.host.follow_offload(shard, listed, offload.local_bytes)
+                    self._offload_seen[shard] = news
+            except (FelixError, OSError) as error:
+                self._offload_after_ms[shard] = now_ms + OFFLOAD_AGAIN_MS_MAX
+                log.warning("offload of the copy of %s shard %d: %s", record.name, shard.number, error)
+            else:
+                self._offload_after_ms.pop(shard, None)
+
     # -- which copies there are ------------------------------------------------------------------------
 
     def look_at(self, name: str) -> None:
@@ -477,6 +509,7 @@ class Replicas:
             self._wanted.add(stream.name)
             return
         kinds = [plan.number for plan in self.host.plans(shard)]
+        self._offload_seen.pop(shard, None)
         await self.host.remove(shard)
         await self._delete(stream, shard, kinds)
 

@@ -191,8 +191,6 @@ class Requests:
         if request.replicas is not None:
             self._broker.check_copies(name, request.replicas)
             self._broker.check_more_copies(hosted, request.replicas)
-        if request.offload is not None:
-            self._broker.check_one_copy(hosted)
 
         def change(config: records.StreamConfig) -> records.StreamConfig:
             retention = config.retention if request.retention is None else request.retention

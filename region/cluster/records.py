@@ -19,6 +19,7 @@ import msgspec
 
 from felix.errors import CorruptionError, RequestError
 from felix.names import StreamName, parse_region
+from region.log.offload import ListPointer
 from region.metadata.records import REPLICAS_MAX, SHARDS_MAX, Keys, decode
 
 EPOCH_MAX: Final = (1 << 32) - 1
@@ -64,7 +65,8 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     `leader`: empty while nobody can lead (vacant). `isr`: in-sync set: has all that is committed, and every commit waits for it.
     `elr`: eligible leader replicas: have all that is committed, but commits do not wait for them. `failed`: cannot serve under that
     registration. `min`: in-sync members that a commit needs. `durability`: what an acknowledgement of a member means, and so what it
-    survived. Both are in force as they stand here, not as in the catalog. `target`: the replicas that a move leads to; the first of
+    survived. Both are in force as they stand here, not as in the catalog. `offloaded`: which list of segments in a store is in force; its
+    leader's. `target`: the replicas that a move leads to; the first of
     `replicas`, and of `target`, is to lead. `unclean`: the last epoch whose leader may have lacked what was committed; 0: none.
     """
 
@@ -80,6 +82,7 @@ class ShardRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     min: int
     durability: ShardDurability = "fsync"
     unclean: int = 0
+    offloaded: ListPointer | None = None
     target: tuple[str, ...] = ()
 
     def members(self) -> dict[str, int]:

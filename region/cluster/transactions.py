@@ -231,13 +231,13 @@ def remove(view: ClusterView, shard: ShardId, deleted: str, deleted_revision: in
 def change(
     view: ClusterView, shard: ShardId, leader: str, before: ShardRecord, revision: int, after: ShardRecord
 ) -> Transaction | Refusal:
-    """The leader's change of sets, min, durability, or its word that it yields: `before`, as read at `revision`, becomes `after`.
+    """The leader's change of sets, min, durability, the list of offloaded segments, or its word that it yields: `before`, as read at `revision`, becomes `after`.
 
     Compared are the record, the leader's own lease and registration, and the start of each member that is newly written. `after` may be
     equal to `before`: that settles an earlier change whose answer was lost.
     """
     assert _leaders_part(before) == _leaders_part(after), (
-        "a leader changes sets, min and durability, and yields"
+        "a leader changes sets, min, durability and what is offloaded, and yields"
     )
     registration = before.isr.get(leader)
     if before.leader != leader or has_yielded(before):
@@ -269,7 +269,9 @@ def change(
 
 
 def _leaders_part(record: ShardRecord) -> ShardRecord:
-    return msgspec.structs.replace(record, isr={}, elr={}, failed={}, min=1, durability="fsync", yielded=None)
+    return msgspec.structs.replace(
+        record, isr={}, elr={}, failed={}, min=1, durability="fsync", yielded=None, offloaded=None
+    )
 
 
 # A broker that has a copy

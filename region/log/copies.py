@@ -15,8 +15,10 @@ from region.log.core import CommitPort
 from region.log.disk import DiskLog
 from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame
+from region.log.offload import ListPointer
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
+from region.log.segment_state import SegmentState
 
 
 class LedLog(Protocol):
@@ -30,6 +32,9 @@ class LedLog(Protocol):
 
     def producers_snapshot(self) -> bytes:
         """The producers up to the commit point."""
+
+    async def fetch(self, segment: SegmentState) -> None:
+        """Bring a segment back that is in a store only, for another copy. Raises UnavailableError, CorruptionError."""
 
 
 class Copies(CommitPort, Protocol):
@@ -65,6 +70,14 @@ class Copies(CommitPort, Protocol):
     async def repair(self, damage: SegmentDamagedError) -> None:
         """A segment of the log on this disk is damaged: return once it was written anew from another copy. Raises UnavailableError while that
         takes longer than a reader waits, CorruptionError where no copy has it: of these offsets alone."""
+
+    @property
+    def offloaded(self) -> ListPointer | None:
+        """Which list of segments in a store is in force; None: there is none."""
+
+    async def point_to(self, pointer: ListPointer) -> None:
+        """Have this list in force in place of the one that `offloaded` says. Raises UnavailableError where it is not, or is not known to be: as
+        where another leader was elected."""
 
     def released(self) -> None:
         """Nothing here reads or writes the log any more."""

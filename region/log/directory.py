@@ -31,9 +31,10 @@ from region.log.compaction import CompactionReport
 from region.log.copies import Copies
 from region.log.durable_mark import MARK_NAME
 from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
-from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport, delete_object
+from region.log.offloader import FETCHED_BYTES_MAX, RATE_BYTES, FetchedCache, OffloadReport
 from region.log.segment import ShardIdentity
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore
+from region.log.shared_offload import delete_all
 
 log = logging.getLogger("felix.region.log")
 
@@ -401,8 +402,7 @@ class LogDirectory:
         try:
             for shard in (deleted / name for name in self.files.names(deleted)):
                 payload = load_checked(self.files, shard / OFFLOADED_NAME)
-                for url in decode_offload(payload).urls if payload else ():
-                    delete_object(url)
+                delete_all(decode_offload(payload).urls if payload else ())
                 self.files.remove(shard / OFFLOADED_NAME)
             self.files.remove_folder(deleted)
         except (OSError, FelixError) as error:

@@ -157,8 +157,14 @@ class DiskReader:
             self._failed(failure)
             raise failure from error
 
+    async def fetch(self, segment: SegmentState) -> None:
+        """Bring a segment back from its store; of several that want it, one does it. Raises UnavailableError, CorruptionError (of the store's copy)."""
+        try:
+            await self._fetch(segment)
+        except _FetchedDamageError as error:
+            raise error.found from error
+
     async def _fetch(self, segment: SegmentState) -> None:
-        """Bring a segment back from its store; of several that want it, one does it."""
         entry = segment.remote
         assert entry is not None
         under_way = self._fetching.get(segment.base_offset)

@@ -11,24 +11,37 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
 from typing import Final, Protocol, TypeVar
 
+import msgspec
+
 from felix.errors import CorruptionError, FelixError
 from felix.runtime.port import Clock
 from felix.storage.port import Files
 from region.log.compaction import CompactionReport, is_due
 from region.log.compactor import Compactor, PassSettings, WorkEndedError
+from region.log.copies import Copies
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog
 from region.log.epochs import EpochHistory
-from region.log.errors import StorageFailedError, storage_error
-from region.log.offloader import Offloader, OffloadReport, Throttle
+from region.log.errors import SegmentDamagedError, StorageFailedError, storage_error
+from region.log.offload import ListPointer, Offloaded, OffloadList, OffloadState
+from region.log.offloader import Offloader, OffloadReport, Throttle, delete_object, drop_local
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
+from region.log.shared_offload import (
+    UPLOADS_PER_LIST,
+    delete_orphans,
+    delete_unlisted,
+    read_list,
+    upload_segments,
+    waiting,
+    write_list,
+)
 from region.log.states import State
 
 COMPACTION_SHARE: Final = 0.5
@@ -38,6 +51,8 @@ COMPACTION_TURN_NS: Final = 5_000_000
 OFFLOAD_AGAIN_MS: Final = 1_000
 OFFLOAD_AGAIN_MS_MAX: Final = 60_000
 """A store that does not answer is asked again after a second, then after twice as long each time up to this."""
+ORPHANS_AGAIN_MS: Final = 86_400_000
+"""How often a leader looks for objects that no list names: what leaders before it left behind costs a listing to find, and money by the day."""
 COMPACTION_AGAIN_MS: Final = 60_000
 """After a pass that failed (no room, a key that is gone) the next one waits."""
 
@@ -71,6 +86,8 @@ class Shard(Protocol):
     @property
     def disk_bytes_changed(self) -> Callable[[], None]: ...
 
+    async def trim(self, offset: int) -> int: ...
+
     def stop(self, error: FelixError) -> None: ...
 
 
@@ -88,7 +105,9 @@ class Maintenance:
         folder: Path,
         writer: Lock,
         ending: ThreadEvent,
+        copies: Copies | None = None,
     ) -> None:
+        """`copies`: of a log that has some; what is in a store is theirs together (region.log.shared_offload)."""
         self._shard = shard
         self._disk = disk
         self._files = files
@@ -104,6 +123,13 @@ class Maintenance:
         self._compaction_again_ms = 0
         self._offload_again_ms = 0
         self._offload_failures = 0
+        self._copies = copies
+        # Of a log with copies: the list in force as this leader knows it, and the pointer to it.
+        self._listed: OffloadList | None = None
+        self._pointer: ListPointer | None = None
+        # Where the log ended when it began to be led: nothing above is this leader's inheritance.
+        self._led_from = disk.end_offset
+        self._orphans_due_ms = 0
 
     def end(self) -> None:
         """The shard closes: a compaction ends at its next turn."""
@@ -179,6 +205,14 @@ class Maintenance:
             return False
         if disk.offload.pending_deletion:
             return True
+        if self._copies is not None:
+            return self._list_due(self._copies.offloaded, now_ms) or (
+                wanted is not None
+                and (
+                    bool(waiting(disk, shard.high_watermark))
+                    or disk.droppable(wanted.local_bytes) is not None
+                )
+            )
         return wanted is not None and (
             any(
                 one.remote is None and one.header.span is None and one.next_offset <= shard.high_watermark
@@ -187,12 +221,30 @@ class Maintenance:
             or disk.droppable(wanted.local_bytes) is not None
         )
 
+    def _list_due(self, pointer: ListPointer | None, now_ms: int) -> bool:
+        """Whether the list of a log with copies is to be gone on from, or has what is to be deleted."""
+        listed = self._listed
+        if listed is None or pointer != self._pointer:
+            return pointer is not None or bool(self._disk.offload.segments)
+        first = listed.segments[0] if listed.segments else None
+        return (first is not None and first.next_offset <= self._disk.start_offset) or (
+            pointer is not None
+            and self._shard.settings.offload is not None
+            and now_ms >= self._orphans_due_ms
+        )
+
     async def offload(self, now_ms: int, base: str) -> OffloadReport:
         """See ShardLog."""
         shard, wanted = self._shard, self._shard.settings.offload
         async with self._one:
             if refused := shard.changes_refused():
                 raise refused.with_traceback(None)
+            if self._copies is not None:
+                try:
+                    report = await self._offload_for_all(now_ms, base, self._copies)
+                finally:
+                    shard.disk_bytes_changed()
+                return self._count_offload(report, base)
             offloader = Offloader(
                 self._disk,
                 self._files,
@@ -211,16 +263,126 @@ class Maintenance:
                 )
             finally:
                 shard.disk_bytes_changed()
+        return self._count_offload(report, base)
+
+    def _count_offload(self, report: OffloadReport, base: str) -> OffloadReport:
         if base:
             self._offload_failures = 0
-        shard.counters.offloaded_segments += report.uploaded
-        shard.counters.offloaded_bytes += report.uploaded_bytes
+        self._shard.counters.offloaded_segments += report.uploaded
+        self._shard.counters.offloaded_bytes += report.uploaded_bytes
         return report
 
+    async def _offload_for_all(self, now_ms: int, base: str, copies: Copies) -> OffloadReport:
+        """One turn of the leader of a log with copies: see region.log.shared_offload, whose steps these are."""
+        shard, disk, wanted = self._shard, self._disk, self._shard.settings.offload
+        epoch = shard.epochs.current
+
+        async def work(what: Callable[[], _T]) -> _T:
+            return await self._perform_for_all(what, now_ms)
+
+        pointer = copies.offloaded
+        if self._listed is None or pointer != self._pointer:  # 1
+            self._listed = None
+            known, doomed = await work(lambda: read_list(pointer)), disk.offload
+            # What of this copy alone no list says any more, retention let go of under another leader.
+            if known.start > disk.start_offset:
+                await shard.trim(known.start)
+            end = disk.end_offset if pointer is not None and pointer.epoch == epoch else self._led_from
+            taken = known.taken_over(disk.offload.segments, end)
+            if doomed.pending_deletion or doomed.begun:
+                # Of the time before the log had copies.
+                await work(lambda: self._forget_begun(doomed))
+            await work(lambda: self._mark(taken.segments, shard.high_watermark))
+            if (taken, epoch) == (known, pointer.epoch if pointer else epoch):
+                self._listed, self._pointer = taken, pointer
+            else:
+                await self._publish(known, pointer, taken, base, epoch, copies, now_ms)
+        listed = self._listed
+        assert listed is not None
+        less = listed.less(disk.start_offset) if listed.segments else listed
+        entries: list[Offloaded] = []
+        if wanted and base:  # 2
+            below, throttle = shard.high_watermark, self._throttle()
+            segments = waiting(disk, below)[:UPLOADS_PER_LIST]
+            epochs = shard.epochs.starts
+            entries = await work(
+                lambda: upload_segments(self._files, segments, base, epoch, epochs, throttle)
+            )
+        new = less.more(entries)
+        deleted = 0
+        if new.segments != listed.segments:  # 3
+            deleted = await self._publish(listed, self._pointer, new, base, epoch, copies, now_ms)
+        dropped = 0
+        if wanted and base:  # 4
+            local_bytes, below = wanted.local_bytes, shard.high_watermark
+            dropped = await work(lambda: self._mark_and_drop(entries, below, local_bytes))
+        in_force, led = self._pointer, self._listed
+        if in_force is not None and led is not None and base and now_ms >= self._orphans_due_ms:  # 5
+            await work(lambda: delete_orphans(led, in_force, base))
+            self._orphans_due_ms = now_ms + ORPHANS_AGAIN_MS
+        return OffloadReport(len(entries), sum(one.segment_bytes for one in entries), dropped, deleted)
+
+    async def _publish(
+        self,
+        before: OffloadList,
+        old: ListPointer | None,
+        new: OffloadList,
+        base: str,
+        epoch: int,
+        copies: Copies,
+        now_ms: int,
+    ) -> int:
+        """Steps 3 and 5, where `old` points to `before`: how many segments were deleted in the store."""
+        known = old.url if old else before.segments[0].url if before.segments else new.segments[0].url
+        place = base or known.rpartition("/")[0]
+        self._listed = None
+        pointer = await self._perform_for_all(lambda: write_list(new, place, epoch), now_ms)
+        try:
+            await copies.point_to(pointer)
+        except FelixError:
+            self.offload_later(now_ms)
+            raise
+        self._listed, self._pointer = new, pointer
+        return await self._perform_for_all(lambda: delete_unlisted(before, old, new), now_ms)
+
+    async def _perform_for_all(self, work: Callable[[], _T], now_ms: int) -> _T:
+        return await self._perform(
+            self._store.pool, work, self._ending, lambda: self.offload_later(now_ms), is_shared=True
+        )
+
+    def _throttle(self) -> Throttle:
+        return Throttle(self._store.rate_bytes, self._ending, self._store.clock)
+
+    def _forget_begun(self, doomed: OffloadState) -> None:
+        """In a thread: objects that the only copy was to delete."""
+        listed = {one.url for one in doomed.segments}
+        for url in filter(None, (doomed.begun, *doomed.pending_deletion)):
+            if url not in listed:
+                delete_object(url)
+        with self._writer:
+            state = self._disk.offload
+            left = tuple(url for url in state.pending_deletion if url not in doomed.pending_deletion)
+            self._disk.save_offload(msgspec.structs.replace(state, begun="", pending_deletion=left))
+
+    def _mark(self, entries: Iterable[Offloaded], below: int) -> None:
+        with self._writer:
+            self._disk.follow_offloaded(entries, below)
+
+    def _mark_and_drop(self, entries: Iterable[Offloaded], below: int, local_bytes: int) -> int:
+        self._mark(entries, below)
+        return drop_local(self._disk, self._writer, local_bytes)
+
     async def _perform(
-        self, pool: Executor, work: Callable[[], _T], end: ThreadEvent, failed: Callable[[], None]
+        self,
+        pool: Executor,
+        work: Callable[[], _T],
+        end: ThreadEvent,
+        failed: Callable[[], None],
+        *,
+        is_shared: bool = False,
     ) -> _T:
-        """Do `work` in a thread of `pool`; `end` ends it early. `failed` is told where it is worth another attempt."""
+        """Do `work` in a thread of `pool`; `end` ends it early. `failed` is told where it is worth another attempt. `is_shared`: damage that it
+        finds stops nothing: it is the store's, or is repaired from another copy."""
         try:
             under_way = self._loop.run_in_executor(pool, work)
             try:
@@ -232,7 +394,15 @@ class Maintenance:
                 raise
         except WorkEndedError:
             raise
-        except (CorruptionError, StorageFailedError) as error:
+        except CorruptionError as error:
+            if is_shared:
+                failed()
+                if isinstance(error, SegmentDamagedError) and self._copies is not None:
+                    await self._copies.repair(error)
+            else:
+                self._shard.stop(error)
+            raise
+        except StorageFailedError as error:
             self._shard.stop(error)
             raise
         except OSError as error:

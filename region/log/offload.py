@@ -95,7 +95,9 @@ class OffloadList(msgspec.Struct, frozen=True):
     def more(self, entries: Iterable[Offloaded]) -> OffloadList:
         """With these, which are verified."""
         known = {one.url: one for one in (*self.segments, *entries)}
-        return OffloadList(self.start, tuple(sorted(known.values(), key=lambda one: (one.base_offset, one.url))))
+        return OffloadList(
+            self.start, tuple(sorted(known.values(), key=lambda one: (one.base_offset, one.url)))
+        )
 
     def taken_over(self, own: Iterable[Offloaded], end: int) -> OffloadList:
         """As a new leader goes on from it, whose log ended at offset `end` when it was elected: with what its own copy knows (`own`) in

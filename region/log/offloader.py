@@ -157,11 +157,7 @@ class Offloader:
                 self._upload(segment, tuple(epochs))
                 uploaded += 1
                 uploaded_bytes += segment.segment_bytes
-        dropped = 0
-        while upload and (oldest := disk.droppable(self._local_bytes)) is not None:
-            with self._writer:
-                disk.drop_local(oldest)
-            dropped += 1
+        dropped = drop_local(disk, self._writer, self._local_bytes) if upload else 0
         return OffloadReport(uploaded, uploaded_bytes, dropped, deleted)
 
     def _save(self, change: Callable[[OffloadState], OffloadState]) -> None:
@@ -198,9 +194,7 @@ def upload(
     _verify(files, segment, pace)
     sent = store.put_file(files, segment.path, url, pace)
     if sent.size != segment.segment_bytes:
-        raise damaged(
-            segment.path, sent.size, segment.base_offset, "the file has another length than it had"
-        )
+        raise damaged(segment.path, sent.size, segment.base_offset, "the file has another length than it had")
     if store.digest_of(url, pace) != sent:
         raise _differs(url)
     header = segment.header.encode()
@@ -233,6 +227,16 @@ def _begin(state: OffloadState, url: str) -> OffloadState:
     """An upload begins. What was begun before and is not gone on with is there for nothing: its segment is gone."""
     left = (state.begun,) if state.begun not in ("", url) else ()
     return msgspec.structs.replace(state, begun=url, pending_deletion=(*state.pending_deletion, *left))
+
+
+def drop_local(disk: DiskLog, writer: AbstractContextManager[object], local_bytes: int) -> int:
+    """Let local files of offloaded segments go beyond `local_bytes`; how many. Raises OSError."""
+    dropped = 0
+    while (oldest := disk.droppable(local_bytes)) is not None:
+        with writer:
+            disk.drop_local(oldest)
+        dropped += 1
+    return dropped
 
 
 def delete_object(url: str) -> None:

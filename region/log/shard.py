@@ -55,6 +55,7 @@ from region.log.point import LogPoint
 from region.log.recovery import Recovered, RecoveryReport
 from region.log.ring import Entry, Ring
 from region.log.segment import ShardIdentity
+from region.log.segment_state import SegmentState
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.states import TRANSITIONS, Event, State
 from region.log.tail import Tail
@@ -341,6 +342,7 @@ class ShardLog:
             folder=self._folder,
             writer=disk.writer,
             ending=self._ending,
+            copies=self._copies,
         )
 
     # What the log holds.
@@ -1013,6 +1015,12 @@ class ShardLog:
         if self._maintenance is None:
             return OffloadReport()
         return await self._maintenance.offload(now_ms, base)
+
+    async def fetch(self, segment: SegmentState) -> None:
+        """Bring a segment back that is in a store only, to be read by another copy. Raises UnavailableError; CorruptionError of the store's copy,
+        which stops nothing."""
+        assert self._reader is not None
+        await self._reader.fetch(segment)
 
     def offload_later(self, now_ms: int) -> None:
         """A turn came to nothing: the next one is due after a while, longer each time."""

@@ -104,7 +104,9 @@ def delete_unlisted(before: OffloadList, old: ListPointer | None, now: OffloadLi
 
 def delete_orphans(listed: OffloadList, pointer: ListPointer, base: str) -> int:
     """Step 5, of what leaders up to this epoch left behind below `base`; how many objects."""
-    kept = {one.url for one in listed.segments} | {one.manifest_url for one in listed.segments} | {pointer.url}
+    kept = (
+        {one.url for one in listed.segments} | {one.manifest_url for one in listed.segments} | {pointer.url}
+    )
     count = 0
     for name in store.list_names(base):
         url, epoch = object_url(base, name), epoch_of(name)

@@ -229,15 +229,7 @@ def min_in_sync(config: StreamConfig) -> int:
 
 def one_copy_since(config: StreamConfig) -> str:
     """What a stream is that has one copy so far; empty where it may have several."""
-    views = config.views
-    for what, is_so in (
-        ("ephemeral", config.durability.kind == "ephemeral"),
-        ("offloaded", views.offload is not None),
-        ("offloaded no more, but has segments in a store", config.former_offload),
-    ):
-        if is_so:
-            return what
-    return ""
+    return "ephemeral" if config.durability.kind == "ephemeral" else ""
 
 
 def _check_copies(name: StreamName, config: StreamConfig) -> None:

@@ -12,18 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from functools import partial
 from typing import Protocol
 
 from felix.errors import FelixError
 from region.cluster.records import ShardId
+from region.log.errors import NotLocalError
+from region.log.segment_state import SegmentState
 from region.replication.copy_pace import CopyPace
 from region.replication.copying import Copying, Replace
 from region.replication.core import ReplicaCore
+from region.replication.disk import ReplicaDisk
 from region.replication.leader import COPY_BYTES_MAX
 from region.replication.log_worker import Collected, LogWorker
-from region.replication.origin import encode_beginning
+from region.replication.origin import Beginning, encode_beginning
 from region.replication.ready import CopyFailed, CopyFrom
 from region.replication.wire import (
     ORIGIN_BYTES_MAX,
@@ -60,9 +64,10 @@ class Copier:
         leads: Callable[[], bool],
         producers: Callable[[int], bytes],
         failed: Callable[[CopyFailed], None],
+        fetch: Callable[[int, SegmentState], Awaitable[None]],
     ) -> None:
         """`leads`: whether this replica commits as leader. `producers`: what is known of those of a log, as it stands in its folder. `failed`
-        tells the core."""
+        tells the core. `fetch` brings a segment of a log that is led here back from its store."""
         self._shard = shard
         self._core = core
         self._workers = workers
@@ -72,6 +77,7 @@ class Copier:
         self._leads = leads
         self._producers = producers
         self._failed = failed
+        self._fetch = fetch
         self._under_way: dict[int, Copying] = {}
 
     # As a follower
@@ -147,10 +153,7 @@ class Copier:
             return
         disk, payload = self._workers[asked.log].disk, b""
         try:
-            beginning = await asyncio.get_running_loop().run_in_executor(
-                self._read_pool, disk.told_beginning, self._producers(asked.log)
-            )
-            payload = encode_beginning(beginning)
+            payload = encode_beginning(await self._beginning(asked.log, disk))
         except (FelixError, OSError) as error:
             log.warning("log %s cannot be begun at %s as it is: %s", disk.plan.folder, peer, error)
         if len(payload) > ORIGIN_BYTES_MAX:
@@ -159,6 +162,15 @@ class Copier:
             )
             payload = b""
         self._links.send(peer, self._shard, OriginTold(asked, payload))
+
+    async def _beginning(self, number: int, disk: ReplicaDisk) -> Beginning:
+        tell = partial(disk.told_beginning, self._producers(number))
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._read_pool, tell)
+        except NotLocalError as error:
+            # It begins in a store; whoever asks, asks again where what was fetched is gone once more.
+            await self._fetch(number, error.segment)
+            return await asyncio.get_running_loop().run_in_executor(self._read_pool, tell)
 
     async def tell_piece(self, peer: str, asked: PieceAsked) -> None:
         """Bytes of a closed segment, once the link has room for them and it is their turn."""

@@ -7,19 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
+from typing import Final
 
-from felix.errors import CorruptionError, FelixError
+from felix.errors import CorruptionError, FelixError, UnavailableError
 from region.cluster.records import YieldReason
 from region.log.copies import LedLog
 from region.log.disk import DiskLog
 from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame
+from region.log.offload import ListPointer
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
+from region.log.segment_state import SegmentState
 from region.replication.log_worker import LogWorker
 from region.replication.ready import DiskFailed, Trimmed, Written
 from region.replication.replica import Log
 from region.replication.wire import frames_from
+
+FETCH_RETRY_MS: Final = 250
 
 
 class HostedCopies:
@@ -37,6 +42,8 @@ class HostedCopies:
         released: Callable[[], None],
         may_answer: Callable[[], bool] | None,
         repair: Callable[[SegmentDamagedError], Awaitable[None]],
+        offloaded: Callable[[], ListPointer | None],
+        point_to: Callable[[ListPointer], Awaitable[None]],
     ) -> None:
         """`happened` and `failed` tell the shard's core; `refusal`: why the shard takes no appends now. `may_answer`: of a stream with
         `acks: leader`, whether what is durable here may be answered before it is committed (L1); None: never."""
@@ -49,6 +56,8 @@ class HostedCopies:
         self._released = released
         self._may_answer = may_answer
         self._repair = repair
+        self._offloaded = offloaded
+        self._point_to = point_to
         self._commit = log.commit
         self._durable = log.durable
         self._leader: LedLog | None = None
@@ -100,6 +109,15 @@ class HostedCopies:
     async def repair(self, damage: SegmentDamagedError) -> None:
         await self._repair(damage)
 
+    @property
+    def offloaded(self) -> ListPointer | None:
+        return self._offloaded()
+
+    async def point_to(self, pointer: ListPointer) -> None:
+        if self._deposed is not None:
+            raise self._deposed.with_traceback(None)
+        await self._point_to(pointer)
+
     def released(self) -> None:
         self._released()
 
@@ -125,6 +143,12 @@ class HostedCopies:
             self._deposed = why
             if self._leader is not None:
                 self._leader.stop(why)
+
+    async def fetch(self, segment: SegmentState) -> None:
+        """Bring a segment back that is in a store only. Raises UnavailableError, CorruptionError."""
+        if self._leader is None:
+            raise UnavailableError("The log is about to be led here.", retry_after_ms=FETCH_RETRY_MS)
+        await self._leader.fetch(segment)
 
     def snapshot(self) -> bytes | None:
         """The producers up to the commit point; None before somebody leads."""

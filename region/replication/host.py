@@ -23,7 +23,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
+
+import msgspec
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
@@ -40,10 +42,14 @@ from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
 from region.log.companions import RECORDS
 from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError
+from region.log.offload import ListPointer, OffloadList
+from region.log.offloader import drop_local
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
+from region.log.segment_state import SegmentState
+from region.log.shared_offload import waiting
 from region.metadata.lease import Lease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copier import Copier
@@ -107,6 +113,14 @@ class Links(CopierLinks, Protocol):
     """What the host needs of `links.PeerLinks`."""
 
     def know(self, addresses: Mapping[str, str]) -> None: ...
+
+
+class OffloadNews(NamedTuple):
+    """For a copy that follows: the list in force, and the offset behind the last segment here that is closed, committed and not known to be in
+    it; -1 without one."""
+
+    pointer: ListPointer
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +288,7 @@ class ReplicaHost:
             leads=lambda: hosted.leads,
             producers=partial(_producers, hosted),
             failed=partial(self._step, hosted),
+            fetch=partial(self._fetch, hosted),
         )  # fmt: skip
         self._hosted[plan.shard] = hosted
         if self._is_started:
@@ -456,8 +471,74 @@ class ReplicaHost:
             if hosted.answers_early and number == RECORDS
             else None,
             repair=partial(self.repairs.repair, shard, number),
+            offloaded=partial(self._offloaded, shard),
+            point_to=partial(self._point_to, hosted),
         )
         return copies
+
+    # -- offload ---------------------------------------------------------------------------------------
+
+    def _offloaded(self, shard: ShardId) -> ListPointer | None:
+        record = self._mirror.view.shards.get(shard)
+        return None if record is None else record.offloaded
+
+    async def _point_to(self, hosted: Hosted, pointer: ListPointer) -> None:
+        """The leader's change of the list that is in force, compared with the record: of an epoch that is over it changes nothing."""
+        view, shard = self._mirror.view, hosted.shard
+        record = view.shards.get(shard)
+        if record is None or not hosted.serves or record.epoch != hosted.core.leader.epoch:
+            raise not_leader(shard)
+        after = msgspec.structs.replace(record, offloaded=pointer)
+        made = change(view, shard, self._broker, record, view.revision_of(view.keys.shard(shard)), after)
+        if isinstance(made, Refusal):
+            raise UnavailableError(made.sentence, retry_after_ms=RETRY_MS)
+        result = await self._mirror.commit(made)
+        if result is None or not result.succeeded:
+            raise UnavailableError(
+                f"The record of shard {shard.number} was changed meanwhile: what was offloaded is listed in another turn.",
+                retry_after_ms=RETRY_MS,
+            )
+
+    def offload_news(self, shard: ShardId) -> OffloadNews | None:
+        """What of the list in force a copy here may have to do with, where it follows the leader that wrote that; None where there is nothing."""
+        hosted, record = self._hosted.get(shard), self._mirror.view.shards.get(shard)
+        if (
+            hosted is None
+            or record is None
+            or hosted.broken
+            or hosted.core.leader.leads
+            or not hosted.core.follower.placed
+            or hosted.core.replica.stopped
+            or hosted.core.replica.copying
+            or record.offloaded is None
+            or record.offloaded.epoch != hosted.core.follower.epoch
+        ):
+            return None
+        below = hosted.core.replica.logs[RECORDS].commit.offset
+        left = waiting(hosted.workers[RECORDS].disk.log, below)
+        return OffloadNews(record.offloaded, left[-1].next_offset if left else -1)
+
+    async def follow_offload(self, shard: ShardId, listed: OffloadList, local_bytes: int) -> int:
+        """What of a follower's own segments is in the store, by the list that `offload_news` pointed to, is known to be so, and its local file goes
+        beyond `local_bytes`; how many. Raises OSError, UnavailableError where its disk has failed."""
+        hosted = self._hosted[shard]
+        worker, below = hosted.workers[RECORDS], hosted.core.replica.logs[RECORDS].commit.offset
+        disk = worker.disk
+
+        def work() -> int:
+            # In its turn behind what was written before: the commit point stands on it.
+            with disk.log.writer:
+                disk.log.follow_offloaded(listed.segments, below)
+            return drop_local(disk.log, disk.log.writer, local_bytes)
+
+        return await self._loop.run_in_executor(worker.executor, work)
+
+    async def _fetch(self, hosted: Hosted, number: int, segment: SegmentState) -> None:
+        """Bring a segment of a log that is led here back from its store. Raises UnavailableError, CorruptionError (of the store's copy)."""
+        led = hosted.led.get(number)
+        if led is None:
+            raise UnavailableError("The log is not led here yet.", retry_after_ms=RETRY_MS)
+        await led.fetch(segment)
 
     def _refusal(self, hosted: Hosted) -> UnavailableError | None:
         """Why a shard that is led here takes no appends now."""
@@ -877,7 +958,8 @@ class ReplicaHost:
         self._step(hosted, FramesRead(read.peer, read.ask, read.log, read.begin, frames))
 
     async def _read_repaired(self, hosted: Hosted, read: Read, cuts: int) -> tuple[Frame, ...]:
-        """As `ReplicaDisk.read`. What is damaged is repaired first, and a copy that wants it waits as long as that takes: nobody else does.
+        """As `ReplicaDisk.read_placed`. What is damaged is repaired first, what is in a store only is fetched, and a copy that wants it waits as
+        long as that takes: nobody else does.
         Raises UnavailableError where it does not want it any more."""
         disk, number = hosted.workers[read.log].disk, read.log
         while True:
@@ -885,17 +967,20 @@ class ReplicaHost:
                 return await self._loop.run_in_executor(
                     self._read_pool, disk.read_placed, read.begin, read.size, read.end
                 )
-            except SegmentDamagedError as error:
+            except (SegmentDamagedError, NotLocalError) as error:
                 follower = hosted.core.leader.followers.get(read.peer)
                 if hosted.core.replica.logs[number].cuts != cuts or not hosted.leads:
                     raise
                 if follower is None or follower.ask != read.ask:
                     raise UnavailableError(f"Broker {read.peer} asks anew.") from None
                 try:
-                    await self.repairs.repair(hosted.shard, number, error)
+                    if isinstance(error, NotLocalError):
+                        await self._fetch(hosted, number, error.segment)
+                    else:
+                        await self.repairs.repair(hosted.shard, number, error)
                 except (CorruptionError, UnavailableError) as left:
                     log.warning(
-                        "shard %s: broker %s waits for what is damaged here: %s",
+                        "shard %s: broker %s waits for what cannot be read here: %s",
                         hosted.shard,
                         read.peer,
                         left,

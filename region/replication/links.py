@@ -36,8 +36,8 @@ from felix.tasks import end_tasks
 from felix.transport.port import ClientTls, Connection, Engine, Handler, TransportLimits
 from region.cluster.records import ShardId
 from region.replication.wire import (
-    FEATURES,
     ASK_BYTES_MAX,
+    FEATURES,
     Answered,
     Asked,
     Beat,

@@ -608,7 +608,9 @@ def _decode_append(reader: _Reader, epoch: int, election: str, registration: int
 
 def _decode_entry(reader: _Reader) -> LogFrame:
     kind, place, annotation_length, length, epoch, base_offset, slot = reader.take(_ENTRY)
-    if place not in _PLACES or kind not in ((EntryKind.BATCH,) if length else (EntryKind.POSITION, EntryKind.NOTE)):
+    if place not in _PLACES or kind not in (
+        (EntryKind.BATCH,) if length else (EntryKind.POSITION, EntryKind.NOTE)
+    ):
         raise _malformed(f"a frame of kind {kind}")
     if annotation_length > beside_bytes_max(kind):
         raise _malformed(f"an annotation of {annotation_length} bytes")

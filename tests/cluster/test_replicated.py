@@ -17,7 +17,7 @@ from region_peer import payloads, until
 
 import felix
 from felix.errors import Code, RequestError
-from felix.settings import Durability, Offload, QueueSettings, Views
+from felix.settings import Durability, QueueSettings, Views
 from region.log.directory import shard_folder
 from region.metadata.records import StreamConfig, decode, min_in_sync
 
@@ -138,10 +138,6 @@ async def test_what_copies_cannot_be_is_refused(region: ClusteredRegion) -> None
         ({"replicas": 3, "acks": "leader", "min_in_sync": 2}, "it waits for the leader alone"),
         ({"acks": "leader"}, "of a stream of one copy"),
         ({"replicas": 3, "durability": Durability("ephemeral")}, "ephemeral, which has one copy"),
-        (
-            {"replicas": 2, "views": Views(offload=Offload("file:///tmp/felix"))},
-            "offloaded, which has one copy",
-        ),
         ({"replicas": 3, "acks": "leader", "views": Views(queue=QueueSettings())}, "answers stand for good"),
     ]
     async with region.client("b1") as client:

@@ -13,12 +13,8 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
 
 import felix
-from felix.errors import Code, RequestError
-from felix.settings import Durability, Offload
-from region import node, streams
+from felix.settings import Durability
 from region.cluster.records import ShardId, ShardRecord
-from region.config import StorageConfig
-from region.log.segment_limits import SegmentLimits
 from region.replicas import is_kept_elsewhere
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -158,54 +154,6 @@ async def test_what_is_in_memory_goes_on_with_another_broker_once_its_own_has_st
         state = await client.describe_stream(STREAM)
         assert state.incarnation != made.incarnation
         assert len({record.leader for record in records_of(region)} - {leader}) == 1
-
-
-async def test_what_moved_can_be_offloaded_and_stays_from_then_on(
-    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(streams, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=2_000))
-    monkeypatch.setattr(node, "OFFLOAD_CHECK_S", 0.05)
-    place = tmp_path / "store"
-    url = f"file://{place}"
-    region = ClusteredRegion(tmp_path, etcd, len(NAMES))
-    region.config = msgspec.structs.replace(region.config, storage=StorageConfig(offload_allow=(url,)))
-    try:
-        await region.start(*NAMES)
-        async with region.client("b1") as client:
-            await client.create_stream(STREAM, replicas=2)
-            with pytest.raises(
-                RequestError, match="has 2 copies, and an offloaded stream has one"
-            ) as refused:
-                await client.alter_stream(STREAM, replicas=1, offload=Offload(url, 0))
-            assert refused.value.code is Code.CONFLICT
-            await client.alter_stream(STREAM, replicas=1)
-            await until_all(region, lambda record: len(record.replicas) == 1 and not record.target)
-            await client.alter_stream(STREAM, offload=Offload(url, 0))
-            for number in range(60):
-                await client.stream(STREAM).publish(b"%d" % number * 50)
-            await until(
-                lambda: len(list(place.rglob("*.felix*"))) > 3 or len(list(place.rglob("*.json"))) > 3
-            )
-            with pytest.raises(RequestError, match="offloaded, which has one copy"):
-                await client.alter_stream(STREAM, replicas=2)
-            (record,) = records_of(region)
-            await client.drain_broker(record.leader)
-
-            async def stays() -> bool:
-                return sum(each.alone for each in (await client.describe()).brokers) == 1
-
-            await until(stays)
-            await region.stop(record.leader)
-            await region.start(record.leader)
-        async with region.client("b1") as client:
-            found = await payloads(client, STREAM, 60)
-            assert found == [b"%d" % number * 50 for number in range(60)]
-            assert await client.stream(STREAM).publish(b"x") == 60
-            assert records_of(region)[0].replicas == record.replicas
-            await client.delete_stream(STREAM)
-            await until(lambda: not [each for each in place.rglob("*") if each.is_file()])
-    finally:
-        await region.stop()
 
 
 async def test_a_copy_that_was_taken_away_while_its_broker_was_down_is_made_again(

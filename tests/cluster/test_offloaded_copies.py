@@ -1,0 +1,155 @@
+"""Streams with copies whose closed segments go into a store: one upload for all copies, whoever leads, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from cluster.clustered_region import ClusteredRegion
+from etcd_process import EtcdProcess, etcd_of_each_test
+from region_peer import payloads, until
+
+import felix
+from felix.settings import Offload, Views
+from region import node, streams
+from region.cluster.records import ShardId, ShardRecord
+from region.config import StorageConfig
+from region.log.disk import DiskLog
+from region.log.segment_limits import SegmentLimits
+
+__all__ = ["etcd_of_each_test"]  # the fixture
+
+pytestmark = pytest.mark.etcd
+STREAM = "acme/ops/orders"
+NAMES = ("b1", "b2", "b3")
+
+
+@pytest.fixture
+async def region(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[ClusteredRegion]:
+    monkeypatch.setattr(streams, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=1_000))
+    monkeypatch.setattr(node, "OFFLOAD_CHECK_S", 0.05)
+    region = ClusteredRegion(tmp_path, etcd, len(NAMES))
+    allowed = StorageConfig(offload_allow=(url_of(tmp_path),))
+    region.config = msgspec.structs.replace(region.config, storage=allowed)
+    try:
+        await region.start(*NAMES)
+        yield region
+    finally:
+        await region.stop()
+
+
+def url_of(folder: Path) -> str:
+    return f"file://{folder}/store"
+
+
+def objects(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "store").rglob("*") if path.is_file())
+
+
+def segments_in(folder: Path) -> Counter[str]:
+    """How often each segment is in the store, by its base offset."""
+    return Counter(name[:20] for name in objects(folder) if name.endswith(".seg"))
+
+
+def record_of(region: ClusteredRegion) -> ShardRecord:
+    broker = next(iter(region.nodes))
+    stream = region.nodes[broker].broker.streams.get(felix.StreamName.parse(STREAM))
+    assert stream is not None
+    return region.clustered(broker).member.mirror.view.shards[ShardId(stream.record.incarnation, 0)]
+
+
+def log_of(region: ClusteredRegion, name: str) -> DiskLog | None:
+    """A broker's copy of the records."""
+    peers = region.nodes[name]._parts.peers
+    stream = region.nodes[name].broker.streams.get(felix.StreamName.parse(STREAM))
+    if peers is None or stream is None:
+        return None
+    disk = peers.replicas.host.disks(ShardId(stream.record.incarnation, 0)).get(0)
+    return disk and disk.log
+
+
+async def until_record(region: ClusteredRegion, **wanted: int) -> None:
+    def holds() -> bool:
+        record = record_of(region)
+        return (
+            not record.target
+            and len(record.replicas) == wanted["copies"]
+            and len(record.isr) == wanted["copies"]
+        )
+
+    await until(holds, 60)
+
+
+async def fill(client: felix.RegionClient, published: list[bytes], count: int) -> None:
+    stream = client.stream(STREAM)
+    for _ in range(count // 10):
+        group = [b"%d" % (len(published) + at) * 10 for at in range(10)]
+        # One group after the other: a segment ends between two.
+        await asyncio.gather(*(stream.publish(each) for each in group))
+        published += group
+
+
+def is_offloaded(region: ClusteredRegion, least: int) -> bool:
+    """Whether all closed segments of all copies are in the store alone, at least so many."""
+    for name in region.nodes:
+        log = log_of(region, name)
+        if log is None or any(one.is_local for one in log.segments[:-1]) or len(log.segments) <= least:
+            return False
+    return True
+
+
+async def test_a_leader_offloads_for_all_copies_and_the_next_goes_on(
+    region: ClusteredRegion, tmp_path: Path
+) -> None:
+    published: list[bytes] = []
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3, views=Views(offload=Offload(url_of(tmp_path), 0)))
+        await fill(client, published, 150)
+        await until(lambda: is_offloaded(region, 3), 60)
+        first = record_of(region)
+        assert first.offloaded is not None and first.offloaded.epoch == first.epoch
+        await region.stop(first.leader)
+    async with region.client(next(iter(region.nodes))) as client:
+        await fill(client, published, 100)
+        await until(lambda: is_offloaded(region, 6), 60)
+        second = record_of(region)
+        assert second.offloaded is not None and second.offloaded.epoch == second.epoch > first.epoch
+        assert set(segments_in(tmp_path).values()) == {1}, "nothing was uploaded twice"
+        await region.start(first.leader)
+        await until_record(region, copies=3)
+        await until(lambda: is_offloaded(region, 6), 60)
+        assert await payloads(client, STREAM, len(published)) == published
+        assert set(segments_in(tmp_path).values()) == {1}
+        assert sum(name.startswith("list-") for name in objects(tmp_path)) == 1
+        await client.delete_stream(STREAM)
+        await until(lambda: not objects(tmp_path), 60)
+
+
+async def test_the_only_copy_gets_others_moves_and_is_the_only_one_again(
+    region: ClusteredRegion, tmp_path: Path
+) -> None:
+    published: list[bytes] = []
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=1, views=Views(offload=Offload(url_of(tmp_path), 0)))
+        await fill(client, published, 150)
+        await until(lambda: len(segments_in(tmp_path)) > 3, 60)
+        await client.alter_stream(STREAM, replicas=3)
+        await until_record(region, copies=3)
+        await fill(client, published, 50)
+        await until(lambda: is_offloaded(region, 4), 60)
+        assert set(segments_in(tmp_path).values()) == {1}, "also what was there before"
+        assert await payloads(client, STREAM, len(published)) == published
+        await client.alter_stream(STREAM, replicas=1)
+        await until_record(region, copies=1)
+        before = record_of(region)
+        await client.drain_broker(before.leader)
+        await until(lambda: record_of(region).leader not in ("", before.leader), 60)
+        await until_record(region, copies=1)
+        await fill(client, published, 50)
+        assert await payloads(client, STREAM, len(published)) == published
