@@ -40,7 +40,7 @@ def drain(
 ) -> None:
     """Move all copies off a broker, and place nothing more there.
 
-    What cannot be moved stays on it: streams of one copy that are offloaded or fed by another region. Their number is told, and the command
+    What cannot be moved stays on it: streams of one copy that are fed by another region. Their number is told, and the command
     ends with 4. Ephemeral streams stay while the broker runs, and begin anew on another one once it has stopped.
     """
     state = run(_drain(region, identity, broker, int(Duration.parse(wait))))
@@ -52,7 +52,7 @@ def drain(
     if state.alone:
         raise UnavailableError(
             f"{counted(state.alone, 'stream')} cannot be moved and stay on {broker}: they are not served while it is down.",
-            hint="These are streams of one copy that are offloaded or fed by another region; felix stream describe shows where each is.",
+            hint="These are streams of one copy that are fed by another region; felix stream describe shows where each is.",
         )
 
 
@@ -103,7 +103,7 @@ def rebalance(
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Move copies until each broker has its share. Streams that are ephemeral, offloaded or fed by another region stay."""
+    """Move copies until each broker has its share. Streams that are ephemeral or fed by another region stay."""
     moves = run(_rebalance(region, identity, dry_run, int(Duration.parse(wait))))
     if json:
         print_json(moves)
@@ -291,7 +291,7 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
                 raise RequestError(
                     f"{name} has {counted(found.alone, 'stream')} that cannot be moved, so it stays.",
                     code=Code.CONFLICT,
-                    hint="These are streams of one copy that are offloaded or fed by another region: delete those that are "
+                    hint="These are streams of one copy that are fed by another region: delete those that are "
                     "not needed any more, or copy their records into another stream.",
                 )
     for name in names:

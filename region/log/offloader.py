@@ -291,19 +291,14 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
         for name in store.list_names(base)
         if name.endswith(SEGMENT_SUFFIX + MANIFEST_SUFFIX)
     ]
-    manifests.sort(key=lambda one: one.segment.base_offset)
     if not manifests:
         raise RequestError(f"There is no offloaded segment at {base}.", code=Code.NOT_FOUND)
-    following = -1
     for one in (manifest.segment for manifest in manifests):
         header = one.segment_header
-        if header.identity != identity or one.url != object_url(
-            base, f"{header.base_offset:020d}{SEGMENT_SUFFIX}"
-        ):
+        if header.identity != identity or not one.url.startswith(object_url(base, f"{header.base_offset:020d}")):
             raise CorruptionError(f"{one.manifest_url} is about {header.identity} at {one.url}.")
-        if following not in (-1, header.base_offset):
-            raise CorruptionError(f"Offsets {following} to {header.base_offset - 1} are missing at {base}.")
-        following = one.next_offset
+    manifests = _chain(manifests, base)
+    following = manifests[-1].segment.next_offset
     newest = manifests[-1]
     files.make_folder(folder)
     history = EpochHistory(list(newest.epochs))
@@ -324,6 +319,20 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
     files.sync_folder(folder)
     files.sync_folder(folder.parent)
     return state
+
+
+def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:
+    """Those that follow each other up to the newest, oldest first: leaders of a log with copies may have uploaded a segment twice. Raises
+    CorruptionError where offsets are missing."""
+    by_end = {one.segment.next_offset: one for one in sorted(manifests, key=lambda one: one.segment.url)}
+    chain = [by_end[max(by_end)]]
+    while (before := by_end.get(chain[-1].segment.base_offset)) is not None:
+        chain.append(before)
+    first = chain[-1].segment.base_offset
+    ends = [one.segment.next_offset for one in manifests if one.segment.base_offset < first]
+    if ends:
+        raise CorruptionError(f"Offsets {max(ends)} to {first - 1} are missing at {base}.")
+    return chain[::-1]
 
 
 def _differs(url: str) -> UnavailableError:
