@@ -295,7 +295,9 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
         raise RequestError(f"There is no offloaded segment at {base}.", code=Code.NOT_FOUND)
     for one in (manifest.segment for manifest in manifests):
         header = one.segment_header
-        if header.identity != identity or not one.url.startswith(object_url(base, f"{header.base_offset:020d}")):
+        if header.identity != identity or not one.url.startswith(
+            object_url(base, f"{header.base_offset:020d}")
+        ):
             raise CorruptionError(f"{one.manifest_url} is about {header.identity} at {one.url}.")
     manifests = _chain(manifests, base)
     following = manifests[-1].segment.next_offset
