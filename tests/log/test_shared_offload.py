@@ -1,0 +1,317 @@
+"""Offload of a log with copies: leaders that follow each other share one list, whatever fails in the middle of a turn."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+from log.building import IDENTITY, batch_of, open_disk, placed
+from log.test_offload import HOOKS, SMALL, offload, read_all
+
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from felix.settings import Offload, Retention
+from region.log import fsspec_store as store
+from region.log.copies import LedLog
+from region.log.disk import DiskLog
+from region.log.errors import SegmentDamagedError
+from region.log.frame import Frame, Place
+from region.log.offload import ListPointer, OffloadList, decode_list, epoch_of, object_url
+from region.log.offloader import check_object, restore_shard
+from region.log.point import LogPoint
+from region.log.producers import ProducerTable
+from region.log.shard import ShardLog, ShardSettings, ShardStore
+from region.log.shared_offload import read_list
+
+FOLLOWERS_READ = 10_000
+
+
+class Record:
+    """What the shard's record says: which epoch leads, and which list is in force. `told`: before and after each change of the pointer."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.pointer: ListPointer | None = None
+        self.told: Callable[[], None] = lambda: None
+
+
+class Led:
+    """Copies of which none but this one counts, in one epoch (`region.log.copies.Copies`)."""
+
+    def __init__(self, disk: DiskLog, record: Record, pool: Executor) -> None:
+        record.epoch += 1
+        self.disk, self.record, self.pool, self.epoch = disk, record, pool, record.epoch
+        self.producers = ProducerTable(settled=disk.end_offset)
+        disk.shares_offload = True
+        disk.begin_epoch(self.epoch)
+
+    def led(self, log: LedLog) -> None: ...
+    def committed(self, durable: LogPoint) -> LogPoint:
+        return durable
+
+    def acknowledged(self, durable: LogPoint) -> LogPoint:
+        return durable
+
+    def may_cut(self, point: LogPoint) -> bool:
+        return False
+
+    def refusal(self) -> FelixError | None:
+        return None
+
+    def written(self, prev: LogPoint, frames: Sequence[Frame]) -> None: ...
+    def trimmed(self, start: LogPoint) -> None: ...
+    def failed(self, error: FelixError) -> None:
+        raise error
+
+    async def repair(self, damage: SegmentDamagedError) -> None:
+        raise damage
+
+    @property
+    def offloaded(self) -> ListPointer | None:
+        return self.record.pointer
+
+    async def point_to(self, pointer: ListPointer) -> None:
+        self.record.told()
+        if self.record.epoch != self.epoch:
+            raise UnavailableError("Another leader was elected.", code=Code.NOT_LEADER)
+        self.record.pointer = pointer
+        self.record.told()
+
+    def released(self) -> None: ...
+
+
+@asynccontextmanager
+async def leading(
+    disk: DiskLog, record: Record, place: str, local_bytes: int = 0, retention: Retention | None = None
+) -> AsyncIterator[ShardLog]:
+    settings = ShardSettings(
+        segments=SMALL, offload=Offload(place, local_bytes), retention=retention or Retention()
+    )
+    with ThreadPoolExecutor(2) as pool:
+        copies = Led(disk, record, pool)
+        shard = await ShardLog.lead(IDENTITY, settings, HOOKS, copies, read_pool=pool, store=ShardStore(pool))
+        try:
+            yield shard
+        finally:
+            await shard.close()
+
+
+def filled(folder: Path, batches: int = 20) -> DiskLog:
+    log = open_disk(folder, limits=SMALL)
+    grown(log, batches)
+    return log
+
+
+def grown(log: DiskLog, batches: int) -> None:
+    for _ in range(batches):
+        batch = placed(batch_of(b"%d" % log.end_offset * 40), log.end_offset, 1_000)
+        log.write([Frame(batch, batch.header.base_offset, 0)], 1_000)
+    log.sync()
+
+
+def copied(log: DiskLog, folder: Path) -> DiskLog:
+    """Another copy, whose segments begin where those of `log` do."""
+    other = open_disk(folder, limits=SMALL)
+    while (point := other.end_point) < log.end_point:
+        frames = log.read_frames(point, FOLLOWERS_READ, log.end_point)
+        first = Place.FIRST if log.begins_segment(point) else Place.LATER
+        other.write_frames(point, [frames[0]._replace(place=first), *frames[1:]], 1_000)
+    other.sync()
+    other.shares_offload = True
+    return other
+
+
+async def turns(shard: ShardLog, place: str) -> None:
+    """Until nothing is due."""
+    now_ms = 0
+    while shard.offload_due(now_ms):
+        await shard.offload(now_ms, place)
+        now_ms += 1
+
+
+def check_store(record: Record, log: DiskLog, place: str) -> OffloadList:
+    """The list in force has each closed segment of the log, every object is what it says, and nothing else is there."""
+    listed = read_list(record.pointer)
+    assert [one.base_offset for one in listed.segments] == [one.base_offset for one in log.segments[:-1]]
+    for one in listed.segments:
+        check_object(one)
+    assert record.pointer is not None
+    wanted = {record.pointer.url} | {url for one in listed.segments for url in (one.url, one.manifest_url)}
+    assert {object_url(place, name) for name in store.list_names(place)} == wanted
+    return listed
+
+
+@pytest.fixture
+def place() -> str:
+    return f"memory://felix/{uuid4().hex}"
+
+
+async def test_a_copy_knows_its_own_segments_in_the_list_and_reads_them_from_the_store(
+    tmp_path: Path, place: str
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    other = copied(log, tmp_path / "b")
+    everything = read_all(log)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    listed = check_store(record, log, place)
+    assert other.follow_offloaded(listed.segments, log.segments[1].next_offset) == 2, (
+        "what is committed there"
+    )
+    assert other.follow_offloaded(listed.segments, other.end_offset) == len(listed.segments) - 2
+    while (oldest := other.droppable(0)) is not None:
+        other.drop_local(oldest)
+    assert len(list((tmp_path / "b").glob("*.seg"))) == 1
+    assert read_all(other) == everything
+    other.close()
+    again = open_disk(tmp_path / "b", limits=SMALL)
+    assert read_all(again) == everything
+    again.close()
+    restore_shard(place, tmp_path / "c", IDENTITY, log._files)
+    restored = open_disk(tmp_path / "c", limits=SMALL)
+    assert read_all(restored) == everything[: restored.end_offset]
+    restored.close()
+
+
+@pytest.mark.parametrize("loses_answers", [False, True])
+async def test_another_leader_goes_on_wherever_the_one_before_it_ended(
+    loses_answers: bool, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each call of the store or of the record: before it was done, or, `loses_answers`, behind it."""
+    calls, left = 0, -1
+
+    def call() -> None:
+        nonlocal calls
+        calls += 1
+        if left == 0 or calls > left > 0:
+            raise UnavailableError("It does not answer.")
+
+    def around(name: str) -> None:
+        done = getattr(store, name)
+
+        def wrapped(*arguments: object) -> object:
+            if not loses_answers:
+                call()
+            found = done(*arguments)
+            if loses_answers:
+                call()
+            return found
+
+        monkeypatch.setattr(store, name, wrapped)
+
+    for name in ("put_file", "put_bytes", "get_bytes", "digest_of", "delete", "list_names"):
+        around(name)
+    at, ends = 1, False
+    while not ends:
+        folder, base = tmp_path / str(at), f"{place}/{at}"
+        record, log = Record(), filled(folder / "a", 9)
+        record.told = call
+        other = copied(log, folder / "b")
+        everything = read_all(log)
+        calls, left = 0, at
+        async with leading(log, record, base, 10_000) as deposed:
+            try:
+                await turns(deposed, base)
+                ends = True
+            except UnavailableError:
+                pass
+            left = -1
+            async with leading(other, record, base) as shard:
+                await turns(shard, base)
+                listed = check_store(record, other, base)
+                # The one before wakes up.
+                with pytest.raises(UnavailableError):
+                    grown(log, 6)
+                    deposed.commit_moved()
+                    while True:
+                        await deposed.offload(1 << 40, base)
+                assert read_list(record.pointer) == listed
+                for one in listed.segments:
+                    check_object(one)
+        assert read_all(other) == everything
+        log.close()
+        other.close()
+        at += 3
+
+
+async def test_retention_deletes_in_the_store_once_a_list_without_it_is_in_force(
+    tmp_path: Path, place: str
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    other = copied(log, tmp_path / "b")
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+        before = read_list(record.pointer)
+        other.follow_offloaded(before.segments, other.end_offset)
+        assert await shard.trim(before.segments[2].next_offset) == 3
+        assert {one.url for one in before.segments[:3]} <= {
+            object_url(place, name) for name in store.list_names(place)
+        }
+        await turns(shard, place)
+        listed = check_store(record, log, place)
+        assert listed.start == log.start_offset and not log.offload.pending_deletion
+    # The other one has not heard of it, and leads.
+    async with leading(other, record, place) as shard:
+        await turns(shard, place)
+        assert other.start_offset == log.start_offset
+        check_store(record, other, place)
+    assert read_all(other) == read_all(log)
+
+
+async def test_a_damaged_list_stops_offload_and_deletes_nothing(tmp_path: Path, place: str) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    other = copied(log, tmp_path / "b")
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    assert record.pointer is not None
+    whole, names = store.get_bytes(record.pointer.url), store.list_names(place)
+    store.put_bytes(whole[:-9] + b"x" + whole[-8:], record.pointer.url)
+    async with leading(other, record, place) as shard:
+        with pytest.raises(CorruptionError, match="is not the list"):
+            await shard.offload(0, place)
+        assert shard.failure is None and store.list_names(place) == names
+        store.put_bytes(whole, record.pointer.url)
+        await turns(shard, place)
+        check_store(record, other, place)
+
+
+async def test_what_the_only_copy_offloaded_is_the_first_list(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path / "a")
+    offload(log, place)
+    record = Record()
+    names = {one.url for one in log.offload.segments}
+    grown(log, 6)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+        listed = check_store(record, log, place)
+        assert names < {one.url for one in listed.segments}, "none was uploaded again"
+
+
+async def test_an_unclean_election_gives_up_what_was_listed_behind_it(tmp_path: Path, place: str) -> None:
+    record, log = Record(), filled(tmp_path / "a", 10)
+    short = copied(log, tmp_path / "b")
+    grown(log, 10)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    async with leading(short, record, place) as shard:
+        await turns(shard, place)
+    listed = read_list(record.pointer)
+    assert listed.segments and all(one.next_offset <= short.end_offset for one in listed.segments)
+    assert sum(name.endswith(".seg") for name in store.list_names(place)) == len(listed.segments)
+
+
+def test_names_tell_the_epoch_of_who_wrote_them() -> None:
+    assert epoch_of("00000000000000000007-0000000003.seg") == 3
+    assert epoch_of("00000000000000000007-0000000003.seg.json") == 3
+    assert epoch_of("list-0000000012-0123456789abcdef.json") == 12
+    assert epoch_of("00000000000000000007.seg") is epoch_of("else") is None
+
+
+def test_a_list_that_cannot_be_read_names_its_object() -> None:
+    for data in (b"", b"{}x", b'{"version":2}', b'{"segments":[{"url":"u"}]}'):
+        with pytest.raises(CorruptionError, match="memory://x/list"):
+            decode_list(data, "memory://x/list")
+    assert decode_list(b"{}", "") == OffloadList()
