@@ -879,7 +879,18 @@ class PublisherCore:
             self.accumulators = [Accumulator(shard) for shard in range(event.shards)]
             self._unkeyed = self._next_accumulator = 0
             self._began.clear()
+        for accumulator in self.accumulators:
+            self._end_first_stall(accumulator)
         return ready
+
+    def _end_first_stall(self, accumulator: Accumulator) -> None:
+        """Whoever takes the publish stream now is not asked to be waited for: who was may have led before. Only once, or two brokers that each
+        name the other would be asked as fast as they answer."""
+        if accumulator.stalled_until is None or not accumulator.unacknowledged:
+            return
+        backoff = accumulator.unacknowledged[0].backoff
+        if backoff is not None and backoff.failures == 1:
+            accumulator.stalled_until = None
 
     def _recreated(self) -> Ready:
         """The stream of this name is another one now: what was meant for the old one is not put into it."""

@@ -196,7 +196,8 @@ class PublishStream:
         if session.ended:
             return
         if isinstance(result, FelixError):
-            session.refuse(correlation, result)
+            assert self.name is not None, "batches come behind OpenPublisher"
+            session.refuse(correlation, named(self.name, result))
             session.send_publish_credit()
         elif self._acks:
             body = AppendedBody(result.base_offset, result.append_time_ms, window.announce(), result.offsets)
@@ -220,6 +221,16 @@ class PublishStream:
         self._request_held = 0
         partial, self._partial = self._partial, 0
         self._session.publisher_closed(self, partial)
+
+
+def named(name: StreamName, error: FelixError) -> FelixError:
+    """The refusal of a batch, which says of which stream nobody leads here any more: whoever sent it then asks who does, and does not try it here
+    again. A batch that was under way when its leader was deposed is refused by the log, which knows no name."""
+    if error.code is not Code.NOT_LEADER or isinstance(error, NotLeaderError):
+        return error
+    return NotLeaderError(
+        error.sentence, hint=error.hint, retry_after_ms=ELSEWHERE_RETRY_MS, stream=str(name)
+    )
 
 
 def _elected_anew(name: StreamName) -> NotLeaderError:

@@ -16,6 +16,7 @@ from long_runs import count
 from felix import Code, FelixError, NewRecord, RequestError, UnavailableError
 from felix.backoff import BackoffPolicy
 from felix.batch import BATCH_BYTES_MAX, Batch, decode_batch, decode_records
+from felix.errors import NotLeaderError
 from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameDecoder, FrameType
 from felix.messages import Throttled
 from felix.names import StreamName
@@ -157,6 +158,26 @@ def test_the_rest_goes_on_when_the_head_was_not_answered_in_time() -> None:
     assert core.step(TimeCame(None), 1.0).forget == ["1"]
     assert send(core, "3", now=1.0) is second
     assert (second.header.producer_epoch, second.header.base_sequence) == (1, 0)
+
+
+def test_a_first_refusal_is_waited_for_no_longer_once_another_publish_stream_stands() -> None:
+    core = core_of()
+    opened = Opened(b"i" * 16, 1, BATCH_BYTES_MAX, WINDOW, IN_FLIGHT)
+    not_here = NotLeaderError("Not here.", retry_after_ms=250, stream=str(STREAM))
+    core.add(b"a", None, None)
+    core.step(FLUSHED, 0.0)
+    batch = send(core, "first")
+    assert core.step(Refused(batch, "first", not_here), 0.0).reopen
+    core.step(LINK_LOST, 0.0)
+    assert core.next_batch(0.0) is None
+    core.step(opened, 0.01)
+    assert send(core, "second", 0.01) is batch
+    core.step(Refused(batch, "second", not_here), 0.02)
+    core.step(LINK_LOST, 0.02)
+    core.step(opened, 0.03)
+    assert core.next_batch(0.03) is None, "brokers that name each other are not asked as fast as they answer"
+    core.step(TimeCame(None), 0.3)
+    assert send(core, "third", 0.3) is batch
 
 
 def test_shards_have_their_turns() -> None:

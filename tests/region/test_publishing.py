@@ -11,11 +11,15 @@ from region_peer import batch_frame, client, raw_peer, take, until
 
 import felix
 import felix.sync
-from felix.errors import Code, OffsetMismatchError, RequestError
+from felix.errors import Code, NotLeaderError, OffsetMismatchError, RequestError, UnavailableError
 from felix.frames import FrameType, encode_frame
 from felix.messages import OpenPublisher
+from felix.names import StreamName
+from region.cluster.records import ShardId
 from region.folder import RegionFolder
 from region.node import Node
+from region.publishing import named
+from region.replication.host import not_leader
 
 ORDERS = "acme/payments/orders"
 
@@ -173,3 +177,12 @@ async def test_lost_answers_and_ids_leave_each_record_once(node: Node, operator:
         assert offsets[n] == distinct[("id", n % 200) if n % 5 else ("plain", n)]
     state = await operator.describe_stream(ORDERS)
     assert state.state[0].high_watermark == len(distinct) == len(set(distinct.values()))
+
+
+def test_a_batch_that_was_under_way_when_its_leader_was_deposed_is_refused_by_the_streams_name() -> None:
+    name = StreamName.parse("acme/ops/orders")
+    told = named(name, not_leader(ShardId("00" * 16, 3)))
+    assert isinstance(told, NotLeaderError) and told.stream == str(name)
+    assert told.sentence == "This broker does not lead shard 3. It was not written."
+    for other in (told, UnavailableError("Busy.", code=Code.LIMIT_RATE), RequestError("No.")):
+        assert named(name, other) is other
