@@ -11,7 +11,6 @@ is the whole of what the two share.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -43,10 +42,10 @@ class GroupCommit:
         self._tell = tell
         # Shared with the thread that writes.
         self._lock = Lock()
-        self._queue: deque[Pending] = deque()
+        self._queue: list[Pending] = []
         self._writing = False
         self._halted = False
-        # Without the lock: appending to a deque is whole by itself, and who takes takes from the other end.
+        # Without the lock: appending to a list is whole by itself, and who takes takes from the other end.
         self.put: Callable[[Pending], None] = self._queue.append
         """To be written behind what was put before, once `start` was called."""
 
@@ -76,9 +75,12 @@ class GroupCommit:
         group: list[Pending] = []
         size = 0
         with self._lock:
-            while self._queue and not (group and size + self._queue[0].size > GROUP_BYTES_MAX):
-                group.append(self._queue.popleft())
-                size += group[-1].size
+            for item in self._queue:
+                if group and size + item.size > GROUP_BYTES_MAX:
+                    break
+                group.append(item)
+                size += item.size
+            del self._queue[: len(group)]
             if not group:
                 # What waited was dropped.
                 self._writing = False

@@ -30,6 +30,7 @@ from typing import Final, NamedTuple, Protocol
 
 from felix.batch import FLAG_HEADERS, HEADER_BYTES, Batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.lazy_event import LazyEvent
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files, is_full
 from region.log import core
@@ -134,8 +135,7 @@ class ShardLog:
         self._ephemeral = kept is None
         self._tail = Tail(self._loop, self._report)
         self._start_scheduled = False
-        self._drained = asyncio.Event()
-        self._drained.set()
+        self._drained = LazyEvent(is_set=True)
         self._sync_timer: asyncio.TimerHandle | None = None
         self._mark_timer: asyncio.TimerHandle | None = None
         self._epoch_due = False

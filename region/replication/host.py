@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -151,7 +150,7 @@ class Hosted:
     """as listeners were told"""
     min_wanted: int = 0
     """as the core was told"""
-    put_off: deque[object] = field(default_factory=deque)
+    put_off: list[object] = field(default_factory=list)
     """events meanwhile"""
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
@@ -902,7 +901,7 @@ class ReplicaHost:
         if hosted.is_settling and not hosted.led:
             hosted.is_settling = False
             while hosted.put_off and not hosted.is_settling:
-                self._step(hosted, hosted.put_off.popleft())
+                self._step(hosted, hosted.put_off.pop(0))
 
     # -- the disk --------------------------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ follower's frames in flight are within IN_FLIGHT_GROUPS_MAX and IN_FLIGHT_BYTES_
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -134,7 +133,7 @@ class FollowerLog:
     told: LogPoint
     reading: bool = False
     written: int = 0
-    flight: deque[tuple[LogPoint, int]] = field(default_factory=deque)
+    flight: list[tuple[LogPoint, int]] = field(default_factory=list)
     flight_bytes: int = 0
 
     def fly(self, end: LogPoint, size: int) -> None:
@@ -147,7 +146,7 @@ class FollowerLog:
         """It has all up to `point`."""
         self.durable = max(self.durable, point)
         while self.flight and self.flight[0][0] <= point:
-            self.flight_bytes -= self.flight.popleft()[1]
+            self.flight_bytes -= self.flight.pop(0)[1]
 
     def has_room(self, bytes_max: int = IN_FLIGHT_BYTES_MAX) -> bool:
         """Whether more may be sent, with so many bytes in flight at most."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from threading import Lock
 from typing import Any, Final, TypeVar
 
 from felix.errors import CorruptionError, FelixError
+from felix.lazy_event import LazyEvent
 from felix.runtime.port import Runtime
 from felix.storage.port import is_full
 from region.cluster.records import YieldReason
@@ -112,11 +112,10 @@ class LogWorker:
         self._runtime = runtime
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle = LazyEvent(is_set=True)
         # Shared with the thread.
         self._lock = Lock()
-        self._jobs: deque[Job] = deque()
+        self._jobs: list[Job] = []
         self._running = False
         self._halted = False
 
@@ -165,9 +164,12 @@ class LogWorker:
         group: list[Job] = []
         size = 0
         with self._lock:
-            while self._jobs and not (group and size + _size(self._jobs[0]) > GROUP_BYTES_MAX):
-                group.append(self._jobs.popleft())
-                size += _size(group[-1])
+            for job in self._jobs:
+                if group and size + _size(job) > GROUP_BYTES_MAX:
+                    break
+                group.append(job)
+                size += _size(job)
+            del self._jobs[: len(group)]
         left: list[Job] = []
         try:
             left = self._perform(group)
@@ -179,7 +181,7 @@ class LogWorker:
             log.exception("replicating log %s failed", self.disk.plan.folder)
             self._fail("failed", f"{type(error).__name__}: {error}", group)
         with self._lock:
-            self._jobs.extendleft(reversed(left))
+            self._jobs[:0] = left
             more = bool(self._jobs) and not self._halted
             self._running = more
         self._soon(self._done, size - sum(map(_size, left)), not more)
