@@ -121,6 +121,11 @@ class Progress:
         unsent = sum(out.ranges.count for out in self._unsent)
         return self.out_count + unsent + waiting + len(self._dying) < self.settings.unacked_max
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether a transaction is being committed that acknowledges records here."""
+        return any(self._reserved.values())
+
     def lag(self, high_watermark: int) -> int:
         """Records that are not settled."""
         return max(0, high_watermark - self.committed - self.settled.count)

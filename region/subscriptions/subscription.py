@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
 from felix.consumer_messages import Nack, ShardAck
-from felix.errors import FelixError, RequestError
+from felix.errors import FelixError, RequestError, UnavailableError
 from felix.messages import ConsumerState, SubscriptionShard, SubscriptionState
 from felix.names import SpiffeId
 from felix.ranges import RangeSet, pairs
@@ -357,11 +357,18 @@ class DurableSubscription:
 
     async def position(self, starts: dict[int, int]) -> None:
         """Start at these offsets, by shard; the shard's consumer is fenced and gets the shard again. Durable once this
-        returns.
+        returns. Raises UnavailableError while a transaction is being committed that acknowledged records of these shards: it would settle them after the
+        move, too.
         """
         refused = self.refusal()
         if refused is not None:
             raise refused.with_traceback(None)
+        if any(self.progress(shard).is_reserved for shard in starts):
+            raise UnavailableError(
+                f"A transaction that acknowledges records for {self.definition.name} is being committed.",
+                hint="Try again: it is over soon. A stream of the transaction that no broker leads holds it up.",
+                retry_after_ms=RETRY_MS,
+            )
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         gather = Gather(resolving(written))
         for shard, offset in starts.items():

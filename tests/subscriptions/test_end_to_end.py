@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from region_home import running
@@ -23,6 +25,7 @@ from policy.quantity import Duration
 from region.config import SubscriptionsConfig
 from region.folder import RegionFolder
 from region.node import Node
+from region.transactions.coordinator import Coordinator
 
 pytestmark = pytest.mark.timeout(120)
 ORDERS = "acme/payments/orders"
@@ -564,3 +567,33 @@ async def test_what_a_transaction_gave_up_while_the_disk_was_full_is_delivered_a
         node.subscriptions.abandon(acks)
         journal.hold = None
         assert payloads(await take(consumer, 1)) == [b"a"]
+
+
+async def test_a_seek_is_refused_while_a_transaction_is_being_committed(
+    region: felix.RegionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it acknowledged before the seek must not be settled after it."""
+    await region.create_stream(ORDERS)
+    orders = region.stream(ORDERS)
+    await publish(region, *(b"%d" % n for n in range(5)))
+    held, write = list[Callable[[], None]](), Coordinator._write
+
+    def late(coordinator: Coordinator, *what: Any) -> None:
+        held.append(lambda: write(coordinator, *what))
+
+    async with orders.consumer("billing", start="earliest") as consumer:
+        records = await take(consumer, 5)
+        transaction = region.transaction()
+        await transaction.begin()
+        for record in records:
+            await transaction.acknowledge(record, consumer=consumer)
+        monkeypatch.setattr(Coordinator, "_write", late)
+        commit = asyncio.create_task(transaction.commit())
+        await until(lambda: held)
+        with pytest.raises(UnavailableError, match="is being committed"):
+            await orders.seek_subscription("billing", "earliest")
+        (decide,) = held
+        decide()
+        await commit
+        await orders.seek_subscription("billing", "earliest")
+        assert payloads(await take(consumer, 5)) == [b"%d" % n for n in range(5)]
