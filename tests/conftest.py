@@ -9,12 +9,20 @@ from typing import Any
 
 import pytest
 import schedule
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from long_runs import IS_LONG
 from slow_disk import slow_down
 
 # `make test` tries the same examples everywhere, also where Hypothesis sees a CI; `make test-long` tries others each time.
-settings.register_profile("felix", deadline=None, print_blob=True, derandomize=not IS_LONG, database=None)
+# A busy machine generates slowly.
+settings.register_profile(
+    "felix",
+    deadline=None,
+    print_blob=True,
+    derandomize=not IS_LONG,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("felix")
 slow_down()
 
