@@ -37,7 +37,8 @@ from bridge.health import AgentCollector
 from bridge.history import require_continued
 from bridge.ledger import Ledger
 from bridge.link import LinkPhase
-from bridge.link_worker import LinkContext, LinkStats, LinkWorker, may_run
+from bridge.link_context import LinkContext, LinkStats
+from bridge.link_worker import LinkWorker, may_run
 from bridge.plan import PlannedLink, Verdict, plan_links
 from bridge.region_log import check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing

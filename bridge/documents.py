@@ -26,7 +26,7 @@ from audit.document_disk import keep_document
 from audit.leaf import Side
 from audit.signed_leaf import signed_leaf
 from bridge.document_sync import KINDS, Documents, parse_documents
-from bridge.link_worker import LinkContext
+from bridge.link_context import LinkContext
 from bridge.said import BYTES_MAX, WORDS_MAX, Said
 from felix.errors import FelixError, RequestError, UnavailableError
 from felix.names import StreamName

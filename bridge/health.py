@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from audit.submission import SubmissionStatus
 from audit.trail import TrailStatus
-from bridge.link_worker import LinkStats
+from bridge.link_context import LinkStats
 from felix.messages import LinkState
 
 _COUNTERS: Final = (

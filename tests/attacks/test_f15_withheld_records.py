@@ -40,8 +40,9 @@ async def test_what_is_withheld_is_not_found_by_trying(mesh: Mesh, tally: Tally)
         await mesh.crossed(10)
         # What the destination has: it opened the ingest stream's transfer key, and nothing else of the link.
         (worker, _) = next(iter(agent._workers.values()))
-        assert worker._route is not None
-        key, secrets = worker._route.key, worker._secrets
+        session = worker._session
+        assert session is not None and session._route is not None
+        key, secrets = session._route.key, session._secrets
         assert secrets is not None
     withheld = mesh.leaves(mesh.egress_folder, Kind.WITHHELD)
     crossed = mesh.leaves(mesh.egress_folder, Kind.INTENT)

@@ -14,6 +14,7 @@ from runtimes import with_wall
 
 from audit.leaf import Kind
 from bridge.link import LinkPhase
+from bridge.link_session import LinkSession
 from bridge.link_worker import LinkWorker
 from bridge.plan import Verdict
 from keys.envelope import DataKey
@@ -34,19 +35,19 @@ async def test_a_grant_that_expires_while_a_key_is_waited_for_lets_nothing_cross
     await mesh.create()
     await mesh.grant()
     await mesh.publish([flight(number) for number in range(20)])
-    took, waits = LinkWorker._take_data_key, 0
+    took, waits = LinkSession._take_data_key, 0
 
-    async def slow(self: LinkWorker, key_id: bytes) -> DataKey:
+    async def slow(self: LinkSession, key_id: bytes) -> DataKey:
         nonlocal waits
         key = await took(self, key_id)
-        export, clock = self.row.export, self._context.runtime.clock.now_ms
+        export, clock = self._link.row.export, self._context.runtime.clock.now_ms
         assert export is not None and clock() < export.terms.expires
         ends = export.terms.expires
         self._context.runtime = with_wall(lambda: max(clock(), ends))
         waits += 1
         return key
 
-    monkeypatch.setattr(LinkWorker, "_take_data_key", slow)
+    monkeypatch.setattr(LinkSession, "_take_data_key", slow)
     async with mesh.agent() as agent:
         workers = agent._workers
         await until(
@@ -91,29 +92,30 @@ async def test_a_plan_that_ends_the_link_while_a_key_is_waited_for_lets_nothing_
     await mesh.create()
     await mesh.grant()
     await mesh.publish([flight(number) for number in range(20)])
-    took, waits = LinkWorker._take_data_key, 0
+    took, waits = LinkSession._take_data_key, 0
 
-    async def slow(self: LinkWorker, key_id: bytes) -> DataKey:
+    async def slow(self: LinkSession, key_id: bytes) -> DataKey:
         nonlocal waits
         key = await took(self, key_id)
         if not waits:
-            self.take_plan(self.row._replace(verdict=Verdict.PAUSE, reason="paused meanwhile"))
+            assert isinstance(self._link, LinkWorker)
+            self._link.take_plan(self._link.row._replace(verdict=Verdict.PAUSE, reason="paused meanwhile"))
             assert not mesh.headers(mesh.egress_folder, Kind.INTENT)
         waits += 1
         return key
 
-    monkeypatch.setattr(LinkWorker, "_take_data_key", slow)
-    cross = LinkWorker._cross
+    monkeypatch.setattr(LinkSession, "_take_data_key", slow)
+    cross = LinkSession._cross
     announced_before: list[int] = []
 
-    async def counting(self: LinkWorker, *more: object) -> bool:
-        before = self.stats.envelopes
+    async def counting(self: LinkSession, *more: object) -> bool:
+        before = self._memory.stats.envelopes
         went = await cross(self, *more)  # type: ignore[arg-type]
         if waits == 1 and not announced_before:
-            announced_before.append(self.stats.envelopes - before)
+            announced_before.append(self._memory.stats.envelopes - before)
         return went
 
-    monkeypatch.setattr(LinkWorker, "_cross", counting)
+    monkeypatch.setattr(LinkSession, "_cross", counting)
     async with mesh.agent():
         # The next plan says that the link runs; the first batch crosses then, and not before.
         await mesh.crossed(20)

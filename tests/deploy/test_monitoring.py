@@ -24,7 +24,7 @@ from region_peer import client
 from audit.submission import SubmissionStatus
 from audit.trail import TrailStatus
 from bridge.health import AgentCollector
-from bridge.link_worker import LinkStats
+from bridge.link_context import LinkStats
 from felix.address import Address
 from felix.settings import Deduplication, Views
 from region.cluster import condition

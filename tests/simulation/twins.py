@@ -18,7 +18,7 @@ from simulation.world import FailedError, World, simulate
 from audit import opening
 from audit.trail import Trail
 from audit.wal_disk import Recovery
-from bridge import link_worker
+from bridge import link_opening
 from felix.batch import Batch
 from felix.storage.memory import MemoryFiles
 from keys.envelope import BatchSealer
@@ -115,7 +115,7 @@ def seal_anew(self: BatchSealer, batch: Batch, *, seal: Any = BatchSealer.seal) 
 
 def compare_nothing(patch: pytest.MonkeyPatch) -> None:
     """Neither side compares the epochs that a source states with those that were read."""
-    for module in (stated_link, link_worker):
+    for module in (stated_link, link_opening):
         patch.setattr(module, "cut_of", lambda *_: None)
 
 

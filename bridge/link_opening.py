@@ -1,0 +1,261 @@
+"""What a link's session begins with: what the source and the destination say of the shard, held to the egress log.
+
+What either no longer has, and what the log has not been told, gets its GAP leaf here. Invariant: a link whose source or destination has lost what
+crossed does not begin again by itself. Caller: bridge.link_session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from audit.crossed import OffsetSet, crossed_before
+from audit.leaf import GapKind, Header, Kind, Side
+from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
+from audit.trail import Trail
+from bridge.crossing import gap_leaf
+from bridge.ledger import ShardAccount
+from bridge.link import Announced
+from bridge.link_context import Link, LinkContext, LinkMemory
+from bridge.plan import PlannedLink
+from felix.errors import Code, CorruptionError, ProtocolError, UnavailableError
+from felix.messages import CutState, DescribeStream, GetStreamStatement, IngestOpened, StreamState
+from policy.truncation import Accepted, Live, chain, other_chain
+
+log = logging.getLogger("felix.bridge.link_opening")
+
+
+class SourceShard(NamedTuple):
+    """What the source states that a shard is, as signed and as read; and what it crossed under, the newest last."""
+
+    signed: bytes
+    statement: StreamStatement
+    lives: tuple[Live, ...]
+    accepted: Mapping[str, tuple[Accepted, ...]]
+    """what the last follows from"""
+
+    @property
+    def live(self) -> Live:
+        """What it crosses under now."""
+        return self.lives[-1]
+
+    @property
+    def begins_at(self) -> int:
+        """The source offset at which that begins: the log's start, or where a truncation was accepted."""
+        accepted = self.live.accepted
+        return self.statement.log_start if accepted is None else accepted.truncation.offset
+
+
+class LinkOpening:
+    """Of one session; the calls come in the order of the methods."""
+
+    def __init__(self, link: Link, context: LinkContext, memory: LinkMemory) -> None:
+        self._link, self._context, self._memory = link, context, memory
+        self._source: SourceShard | None = None
+
+    @property
+    def source(self) -> SourceShard:
+        """What `take_statement` took."""
+        assert self._source is not None
+        return self._source
+
+    async def describe(self) -> StreamState:
+        row = self._link.row
+        stream = await self._context.source.connection().request(DescribeStream(row.stream))
+        if row.shard >= len(stream.state):
+            raise ProtocolError(f"The source does not describe shard {row.shard} of {row.stream}.")
+        self._link.take_shard(stream, stream.state[row.shard])
+        return stream
+
+    def log_old_incarnation(self) -> None:
+        """What was not read of an incarnation that is gone, as far as is known, gets its GAP leaf."""
+        context, row = self._context, self._link.row
+        lives = {each.incarnation for each in self.source.lives}
+        for incarnation, account in context.ledger.incarnations(self._link.link_shard).items():
+            high = self._memory.high.get(incarnation, 0)
+            if incarnation not in lives and account.accounted_to < high:
+                self._memory.alarm = (
+                    f"{row.stream} was made anew; offsets {account.accounted_to} to {high - 1} of the old one "
+                    "were never read."
+                )
+                log.error("%s", self._memory.alarm)
+                self._memory.stats.gaps += high - account.accounted_to
+                template = self._template(incarnation)
+                leaf = gap_leaf(
+                    template, GapKind.INCARNATION, account.accounted_to, high - 1, context.clock_ms()
+                )
+                context.append([leaf], lambda index, error: None)
+
+    async def take_statement(self, row: PlannedLink, stream: StreamState) -> None:
+        """Take what the source signs that the shard is. Raises TamperError, UnavailableError where it was made anew meanwhile."""
+        source = self._context.source
+        answer = await source.connection().request(GetStreamStatement(row.grant, row.stream, row.shard))
+        statement = open_statement(answer.statement, source.trust.receipt_keys)
+        said = (statement.region, statement.stream, statement.shard)
+        if said != (source.region, row.stream, row.shard):
+            raise ProtocolError(f"The source stated what another shard is: {said}.", code=Code.TAMPERED)
+        if statement.incarnation != stream.incarnation:
+            raise UnavailableError(f"{row.stream} was made anew while the link opened.", retry_after_ms=50)
+        lives = self._lives(statement.incarnation, row)
+        self._source = SourceShard(answer.statement, statement, lives, row.accepted)
+
+    def _lives(self, incarnation: bytes, row: PlannedLink) -> tuple[Live, ...]:
+        """What the shard crossed under, by what was accepted, by what has leaves and by what the destination refused; the newest last."""
+        begun, source = self._context.ledger.incarnations(self._link.link_shard), self._context.source.region
+        lives = chain(incarnation, row.accepted, source, begun)
+        if lives[-1].incarnation not in self._memory.not_there:
+            return lives
+        other = other_chain(lives, row.accepted, source, begun, self._memory.not_there)
+        if not other:
+            self._memory.not_there.clear()
+        return other or lives
+
+    async def crossed_before(self, trail: Trail) -> OffsetSet | None:
+        """After a resend: what crossed before it, by the egress log; None where there was none. Reads the whole log, on another thread."""
+        lives = self.source.lives
+        if not any(each.accepted is not None and each.accepted.is_resend for each in lives):
+            return None
+        name = self._link.link_shard.shard_name
+
+        def find() -> OffsetSet:
+            return crossed_before((data for _, data in trail.leaves()), name, lives)
+
+        return await asyncio.to_thread(find)
+
+    def check_source(self) -> None:
+        """Raises CorruptionError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that."""
+        source, ledger, live = self.source, self._context.ledger, self.source.live
+        for each in reversed(source.lives):
+            account = ledger.shard(self._link.link_shard, each.incarnation)
+            if account is not None and account.read:
+                break
+        else:
+            return
+        cut = cut_of(source.statement, account.read)
+        if each is not live:
+            # It was accepted that the link goes on, and it has not begun to: no later than where the histories part.
+            most = account.accounted_to if cut is None else min(cut.offset, account.accounted_to)
+            goes_on = cut is None or live.accepted is None or not live.accepted.is_resend
+            if source.begins_at <= most and goes_on:
+                return
+            cut = Cut(source.statement.epoch_at(most), most)
+        if cut is None:
+            return
+        row, last = self._link.row, account.accounted_to - 1
+        said = (
+            f"{row.stream} shard {row.shard} was cut back to offset {cut.offset}, where its epoch {cut.epoch} begins: offsets "
+            f"{cut.offset} to {last}, the newest of epoch {account.read[-1].epoch}, had been announced, and are not there as they crossed."
+        )
+        raise self._truncated(said, each.incarnation, account, cut)
+
+    def check_destination(self, trail: Trail, opened: IngestOpened) -> None:
+        """Raises CorruptionError(TRUNCATED) where the destination no longer has what it gave receipts for."""
+        source = self.source
+        last, at = trail.positions.last_ack(self._link.link_shard), opened.position
+        account = self._context.ledger.shard(self._link.link_shard, source.live.incarnation)
+        had = opened.logged
+        if last is not None and last.incarnation == source.live.incarnation:
+            had = max(had, last.last_offset + 1)
+        if had <= at:
+            return
+        row = self._link.row
+        said = (
+            f"{row.destination_region} had {row.stream} shard {row.shard} up to offset {had - 1}, and now has what lies below "
+            f"{at}: {row.destination_stream} was deleted there, restored from an older copy, or lost records."
+        )
+        cut = Cut(source.statement.epoch_at(at), at)
+        raise self._truncated(said, source.live.incarnation, account, cut)
+
+    def log_elsewhere(self, trail: Trail, opened: IngestOpened) -> None:
+        """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.
+        The GAP leaf says whose word it is, and the report holds the ingress log to it. Where another bridge brought a part of what this
+        one announced, or the destination goes back into what this one has as a gap, it begins where that batch or gap does: none counts
+        in part (`audit.accounting`)."""
+        source, context, row = self.source, self._context, self._link.row
+        account = context.ledger.shard(self._link.link_shard, source.live.incarnation)
+        position, live = opened.position, source.live.incarnation
+        announced = (
+            each for each in trail.positions.unanswered(self._link.link_shard) if each.incarnation == live
+        )
+        known = source.begins_at if account is None else account.known_to(position, announced)
+        # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
+        if position <= known or (account is not None and account.grant_id == row.grant):
+            return
+        template = msgspec.structs.replace(
+            self._template(source.live.incarnation),
+            sentence=f"{row.destination_region} says that it has them; this bridge did not bring them.",
+        )
+        leaf = gap_leaf(template, GapKind.ELSEWHERE, known, position - 1, context.clock_ms())
+        context.append([leaf], lambda index, error: None)
+
+    def _truncated(
+        self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut
+    ) -> CorruptionError:
+        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. Without an
+        account another bridge carried before, and this one's log has nothing to say of it."""
+        context, row = self._context, self._link.row
+        self._memory.truncation = said
+        self._memory.cut = CutState(self.source.live.incarnation, cut.epoch, cut.offset)
+        if account is not None and (cut.offset, last := account.accounted_to - 1) not in account.truncated:
+            log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
+            self._memory.stats.gaps += last + 1 - cut.offset
+            template = msgspec.structs.replace(
+                self._template(incarnation),
+                source_epoch=account.read[-1].epoch if account.read else 0,
+                sentence=said,
+            )
+            leaf = gap_leaf(template, GapKind.TRUNCATION, cut.offset, last, context.clock_ms())
+            context.append([leaf], lambda index, error: None)
+        return CorruptionError(
+            said,
+            code=Code.TRUNCATED,
+            hint="Put the newest copy back; or go on from there, which the logs of both regions will say: felix bridge "
+            f"resume {row.grant} --accept-truncation.",
+        )
+
+    def first_epoch(self, trail: Trail) -> int:
+        """The epoch of what is likely to be sent first; `_deal` opens anew where it is another."""
+        source = self.source
+        account = self._context.ledger.shard(self._link.link_shard, source.live.incarnation)
+        first = account.accounted_to if account is not None else source.begins_at
+        first = min([first, *(found.first_offset for found in self.unanswered(trail))])
+        return source.statement.epoch_at(first)
+
+    def unanswered(self, trail: Trail) -> list[Announced]:
+        """INTENTs of this grant and incarnation without an ACK."""
+        live = self.source.live.incarnation
+        return [
+            Announced(found.first_offset, found.last_offset, found.envelope_sha256)
+            for found in trail.positions.unanswered(self._link.link_shard)
+            if found.incarnation == live and found.grant_id == self._link.row.grant
+        ]
+
+    def _template(self, incarnation: bytes) -> Header:
+        row, context = self._link.row, self._context
+        assert row.export is not None
+        return Header(
+            kind=Kind.GAP,
+            side=Side.EGRESS,
+            time_ms=context.clock_ms(),
+            source_region=context.source.region,
+            destination_region=row.destination_region,
+            bridge=str(context.bridge),
+            stream=row.stream,
+            destination_stream=row.destination_stream,
+            shard=row.shard,
+            incarnation=incarnation,
+            grant_id=row.grant,
+            terms_hash=bytes.fromhex(row.export.terms_hash),
+        )
+
+    def goes_back(self) -> bool:
+        """Whether the shard crosses under another incarnation by now: a resend was asked for."""
+        source = self.source
+        if self._link.row.accepted == source.accepted:
+            return False
+        lives = self._lives(source.statement.incarnation, self._link.row)
+        return lives[-1].incarnation != source.live.incarnation
