@@ -3,7 +3,7 @@
     IDLE -> ELECTED -> PREPARING -> SERVING, and from each of them -> YIELDED -> IDLE, or -> IDLE
 
 - ELECTED: the record names this broker under its own registration, for an epoch that this process never led (N0). It has all logs synced and the
-  epoch begun on the disk (N1), and answers nobody before.
+  epoch begun (N1), and answers nobody before.
 - PREPARING: followers are placed (N2). What was held at the election is being committed.
 - SERVING: all that was held at the election is committed (N3). Appends are taken while enough members are in sync (L4).
 - YIELDED: it has stopped for good in this epoch, and writes so until a later record is read.
