@@ -1,4 +1,4 @@
-"""`felix keys`: list and rotate keys. Their bytes never leave the broker."""
+"""`felix keys`: list, rotate and destroy keys. Their bytes never leave the broker."""
 
 from __future__ import annotations
 
@@ -75,3 +75,24 @@ def rotate(
 async def _rotate(region: str, identity: str, level: str, stream: str) -> str:
     async with connect(region, identity) as client:
         return await client.rotate_keys(level, stream)
+
+
+@app.command("destroy-retired-roots")
+def destroy_retired_roots(
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    region: RegionOption = "",
+    identity: IdentityOption = "",
+) -> None:
+    """Destroy the root keys that rotations retired. Older backups of key files and of etcd open nothing from then on."""
+    if not yes:
+        typer.confirm(
+            "Destroy the retired root keys? Backups of keys and metadata from before the last rotation open nothing any more.",
+            abort=True,
+            err=True,
+        )
+    out.print(run(_destroy_retired_roots(region, identity)))
+
+
+async def _destroy_retired_roots(region: str, identity: str) -> str:
+    async with connect(region, identity) as client:
+        return await client.destroy_retired_roots()

@@ -400,7 +400,7 @@ def delete(
     region: RegionOption = "",
     identity: IdentityOption = "",
 ) -> None:
-    """Delete a stream and its records. This cannot be undone."""
+    """Delete a stream and its records, and destroy its key. This cannot be undone."""
     try:
         state = run(_describe(region, identity, name))
     except RequestError as error:
@@ -412,13 +412,15 @@ def delete(
     records = sum(shard.high_watermark - shard.log_start for shard in state.state)
     if not yes:
         typer.confirm(f"Delete {name} and its {records:,} records?", abort=True, err=True)
-    run(_delete(region, identity, name, state.incarnation))
+    said = run(_delete(region, identity, name, state.incarnation))
     out.print(f"{name} and its {records:,} records are deleted")
+    if key := said.removeprefix(f"{name} and its records are deleted.").strip():
+        out.print(key)
 
 
-async def _delete(region: str, identity: str, name: str, incarnation: bytes) -> None:
+async def _delete(region: str, identity: str, name: str, incarnation: bytes) -> str:
     async with connect(region, identity) as client:
-        await client.delete_stream(name, incarnation=incarnation)
+        return await client.delete_stream(name, incarnation=incarnation)
 
 
 # -- subscribe -----------------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ from felix.messages import (
     DescribeStream,
     DescribeSubscription,
     DescribeTraffic,
+    DestroyRetiredRoots,
     DrainBroker,
     ExplainCrossing,
     KeyState,
@@ -455,9 +456,11 @@ class RegionClient:
         """Settings and offsets of a stream. Raises RequestError(NOT_FOUND_OR_FORBIDDEN)."""
         return await self.connection.request(DescribeStream(str(StreamName.parse(str(name)))))
 
-    async def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
-        """Delete a stream and its records; with `incarnation`, only if it is still that one."""
-        await self.connection.request(DeleteStream(str(StreamName.parse(str(name))), incarnation))
+    async def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> str:
+        """Delete a stream and its records, and destroy its key; with `incarnation`, only if it is still that one. Returns the broker's note."""
+        return (
+            await self.connection.request(DeleteStream(str(StreamName.parse(str(name))), incarnation))
+        ).note
 
     async def list_subscriptions(self, stream: str = "") -> AsyncIterator[SubscriptionState]:
         """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers.
@@ -663,6 +666,10 @@ class RegionClient:
     async def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
         return (await self.connection.request(RotateKeys(level, stream))).note
+
+    async def destroy_retired_roots(self) -> str:
+        """Destroy the root keys that rotations retired. Returns the broker's note. Raises RequestError(CONFLICT) where one may be needed still."""
+        return (await self.connection.request(DestroyRetiredRoots())).note
 
     async def list_links(self) -> list[LinkState]:
         """Links of bridges, as their agents last said."""

@@ -481,6 +481,10 @@ class RotateKeys(Request["Done"], frozen=True, tag="rotate_keys"):
     stream: Name = ""
 
 
+class DestroyRetiredRoots(Request["Done"], frozen=True, tag="destroy_retired_roots"):
+    """Destroys the root keys that rotations retired: what is wrapped under them in older copies and backups opens no more."""
+
+
 class RenewIdentity(Repeatable["IdentityRenewed"], frozen=True, tag="renew_identity"):
     """Asks for the next certificate of the identity that this session is of. `csr` is a PKCS #10 request (RFC 2986, DER), signed with the key
     that is to be certified: it proves the new key, the session proves the old one. Names in it are not read."""

@@ -303,9 +303,9 @@ class SyncRegion(BlockingRegion):
         """Settings and offsets of a stream. Raises RequestError(NOT_FOUND_OR_FORBIDDEN)."""
         return self._background.call(self._inner.describe_stream(name))
 
-    def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> None:
-        """Delete a stream and its records; with `incarnation`, only if it is still that one."""
-        self._background.call(self._inner.delete_stream(name, incarnation=incarnation))
+    def delete_stream(self, name: str | StreamName, *, incarnation: bytes = b"") -> str:
+        """Delete a stream and its records, and destroy its key; with `incarnation`, only if it is still that one. Returns the broker's note."""
+        return self._background.call(self._inner.delete_stream(name, incarnation=incarnation))
 
     def list_subscriptions(self, stream: str = "") -> Rows[SubscriptionState]:
         """Durable subscriptions of a stream, or of all that this identity may subscribe to, without shards and consumers.
@@ -452,6 +452,10 @@ class SyncRegion(BlockingRegion):
     def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""
         return self._background.call(self._inner.rotate_keys(level, stream))
+
+    def destroy_retired_roots(self) -> str:
+        """Destroy the root keys that rotations retired. Returns the broker's note. Raises RequestError(CONFLICT) where one may be needed still."""
+        return self._background.call(self._inner.destroy_retired_roots())
 
     def list_links(self) -> Rows[LinkState]:
         """Links of bridges, as their agents last said."""

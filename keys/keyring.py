@@ -302,6 +302,17 @@ class Keyring:
                 if entry.state is KeyState.ACTIVE
             ]
 
+    def live_streams(self) -> list[StreamEntry]:
+        """Every stream key that is not destroyed."""
+        with self._lock:
+            return [entry for entry in self._tree.streams.values() if entry.state is KeyState.ACTIVE]
+
+    def state_of(self, key_id: bytes) -> KeyState | None:
+        """The state of a root or stream key; None where it is not known."""
+        with self._lock:
+            entry = self._tree.roots.get(key_id) or self._tree.streams.get(key_id)
+            return None if entry is None else entry.state
+
     def data_entries(self) -> dict[bytes, list[DataEntry]]:
         """The data keys of each incarnation, wrapped; of destroyed ones none."""
         found: dict[bytes, list[DataEntry]] = {}
@@ -384,20 +395,46 @@ class Keyring:
             self._replace_tree(plan)
             return RootRotation(old, new, len(moved))
 
+    def retired_roots(self) -> list[bytes]:
+        """The ids of the roots that a rotation retired and that are not destroyed, those that still wrap a key left out."""
+        with self._lock:
+            return [
+                root.key_id
+                for root in self._tree.roots.values()
+                if root.state is KeyState.DECRYPT_ONLY and not self._tree.wrapped_under(root.key_id)
+            ]
+
+    def destroy_root(self, key_id: bytes) -> None:
+        """Destroy a retired root that wraps nothing any more; again is no error. From then on older copies of the key file cannot be used.
+
+        Raises RequestError(CONFLICT) where it is in use, KeyUnknownError, KeyProviderError.
+        """
+        with self._lock:
+            root = self._tree.roots.get(key_id)
+            if root is None:
+                raise KeyUnknownError(f"The key file of {self.region} names no root key {key_id.hex()}.")
+            if root.state is KeyState.DESTROYED:
+                return
+            if root.state is not KeyState.DECRYPT_ONLY or self._tree.wrapped_under(key_id):
+                raise RequestError(
+                    f"Root key {key_id.hex()} is in use.",
+                    code=Code.CONFLICT,
+                    hint="Rotate the root key first: felix keys rotate root.",
+                )
+            self._provider.destroy(key_id)
+            state = next_state(root.state, KeyEvent.DESTROY)
+            self._append(RootEntry(key_id, state, self.now_ms()))
+
     def destroy_retired_roots(self) -> list[bytes]:
         """Destroy every root that a rotation retired and nothing needs any more. Returns their ids.
 
-        From then on older copies of the key file cannot be used: do it once no such copy is needed, and after
-        `destroy` where the destruction has to hold for those copies too. Raises KeyProviderError.
+        Do it once no older copy of the key file is needed, and after `destroy` where the destruction has to hold for those copies too. Raises
+        KeyProviderError.
         """
         with self._lock:
-            gone = []
-            for root in list(self._tree.roots.values()):
-                if root.state is KeyState.DECRYPT_ONLY and not self._tree.wrapped_under(root.key_id):
-                    self._provider.destroy(root.key_id)
-                    state = next_state(root.state, KeyEvent.DESTROY)
-                    self._append(RootEntry(root.key_id, state, self.now_ms()))
-                    gone.append(root.key_id)
+            gone = self.retired_roots()
+            for key_id in gone:
+                self.destroy_root(key_id)
             return gone
 
     def destroy(self, stream: StreamName, incarnation: bytes | None = None) -> list[bytes]:
@@ -566,10 +603,21 @@ def active_root(folder: Path, region: str) -> bytes | None:
     """
     if not (folder / KEY_FILE).exists():
         return None
+    return _read_tree(folder, region).active_root()
+
+
+def live_streams(folder: Path, region: str) -> list[StreamEntry]:
+    """The stream keys of the key file in `folder` that are not destroyed, read without taking its lock. Raises as `active_root`, and
+    RequestError(NOT_FOUND)."""
+    tree = _read_tree(folder, region)
+    return [entry for entry in tree.streams.values() if entry.state is KeyState.ACTIVE]
+
+
+def _read_tree(folder: Path, region: str) -> Hierarchy:
     tree = Hierarchy(region)
     for body in read_entries(folder, region):
         tree.apply(decode_entry(body))
-    return tree.active_root()
+    return tree
 
 
 def open_keyring(

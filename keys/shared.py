@@ -32,7 +32,7 @@ from felix.runtime.real import REAL
 from keys.envelope import SECRET_BYTES, DataKey
 from keys.errors import KeyProviderError, KeyScopeError, KeyUnknownError
 from keys.file_provider import FileKeyProvider
-from keys.hierarchy import DataEntry, KeyState
+from keys.hierarchy import DataEntry, KeyState, StreamEntry
 from keys.key_id import RANDOM_BYTES, KeyKind, kind_of, new_key_id
 from keys.keyring import (
     DATA_KEYS_CACHED_MAX,
@@ -41,6 +41,7 @@ from keys.keyring import (
     Keyring,
     ShardSealer,
     active_root,
+    live_streams,
     open_keyring,
     unwrap_data_key,
 )
@@ -100,8 +101,15 @@ class SharedKeyring:
     """One per broker of several. `own`: the keyring that it had before keys were shared; it is closed with this one."""
 
     def __init__(
-        self, region: str, provider: KeyProvider, own: Keyring | None = None, *, runtime: Runtime = REAL
+        self,
+        region: str,
+        provider: KeyProvider,
+        own: Keyring | None = None,
+        *,
+        former: Path | None = None,
+        runtime: Runtime = REAL,
     ) -> None:
+        """`former`: the folder of the keyring that the region had while one broker served it, which nobody has open."""
         if provider.region != region:
             raise KeyScopeError(
                 f"The key provider holds root keys of {provider.region}, and this is {region}."
@@ -109,6 +117,8 @@ class SharedKeyring:
         self.region = region
         self.provider = provider
         self.own = own
+        self._former = former
+        self._runtime = runtime
         self.now_ms = runtime.clock.now_ms
         self.roots: Roots | None = None
         """as the store says; set by who follows it"""
@@ -242,13 +252,42 @@ class SharedKeyring:
         return known is not None
 
     def destroy_own(self, incarnation: bytes) -> None:
-        """Destroy what this broker's own keyring has of an incarnation, where it has one. Blocks on the disk. Raises KeyProviderError,
-        UnavailableError."""
-        if self.own is None:
-            return
-        for key in self.own.list():
-            if key.level == "stream" and key.incarnation == incarnation:
-                self.own.destroy(StreamName.parse(key.stream), incarnation)
+        """Destroy what keyrings of before the brokers shared keys have of an incarnation: this broker's own, and the one of the region's folder.
+        Blocks on the disk. Raises KeyProviderError, UnavailableError; RequestError(CONFLICT) where another broker is about to do it."""
+        if self.own is not None:
+            _destroy_in(self.own, incarnation)
+        if any(entry.incarnation == incarnation for entry in self.former_streams()):
+            try:
+                former = open_keyring(
+                    self._former_folder, self.region, provider=self.provider, runtime=self._runtime
+                )
+            except KeyProviderError:
+                # The root that wraps what it has is destroyed.
+                return
+            try:
+                _destroy_in(former, incarnation)
+            finally:
+                former.close()
+
+    def former_streams(self) -> list[StreamEntry]:
+        """The stream keys that the keyring of the region's folder has still. Blocks on the disk. Raises RequestError, CorruptionError."""
+        if self._former is None or not (self._former / KEY_FILE).exists():
+            return []
+        return live_streams(self._former, self.region)
+
+    @property
+    def _former_folder(self) -> Path:
+        assert self._former is not None
+        return self._former
+
+    def destroy_root(self, key_id: bytes) -> None:
+        """Destroy a retired root here: in the provider, and its copy in this broker's own keyring, which goes over to a root of its own. Again is no
+        error. Blocks. Raises KeyProviderError, TamperError, UnavailableError."""
+        if self.own is not None and self.own.state_of(key_id) not in (None, KeyState.DESTROYED):
+            if self.own.state_of(key_id) is KeyState.ACTIVE:
+                self.own.rotate_root()
+            self.own.destroy_retired_roots()
+        self.provider.destroy(key_id)
 
     # -- sealing and opening ---------------------------------------------------------------------------
 
@@ -402,6 +441,12 @@ class SharedKeyring:
             if self._records.get(incarnation) == record:
                 self._held.put(incarnation, _Held(record, secret))
         return secret
+
+
+def _destroy_in(keyring: Keyring, incarnation: bytes) -> None:
+    for entry in keyring.live_streams():
+        if entry.incarnation == incarnation:
+            keyring.destroy(StreamName.parse(entry.stream), incarnation)
 
 
 def open_copies(folder: Path, region: str) -> KeyStore:

@@ -32,6 +32,7 @@ from policy.pattern import covers
 from region.budget import Budgets
 from region.clustered import Clustered
 from region.config import RegionConfig
+from region.erasure import Erasure
 from region.metadata.catalog import Catalog
 from region.metadata.records import StreamConfig, check_stream_config, is_replicated, one_copy_since
 from region.metrics import BrokerMetrics
@@ -89,6 +90,8 @@ class Broker:
     ) -> None:
         """`clustered`: its place among several brokers; None where it is the only one."""
         self.clustered = clustered
+        self.erasure: Erasure | None = None
+        """what destroys keys; of a broker that is open"""
         self.config = config
         self.region, self.mesh, self.broker_id = config.region, config.mesh, config.broker
         self.streams = streams

@@ -18,6 +18,7 @@ from felix.messages import (
     BrokerState,
     Cosign,
     DescribeMesh,
+    DestroyRetiredRoots,
     ExplainCrossing,
     GetCheckpoint,
     ListDocuments,
@@ -81,6 +82,7 @@ _WITH_AUDIT_LOG: Final = frozenset(
         DescribeMesh,
         ExplainCrossing,
         RotateKeys,
+        DestroyRetiredRoots,
         ReportLinks,
         ListLinks,
     )

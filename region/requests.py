@@ -34,6 +34,7 @@ from felix.messages import (
     DescribeStream,
     DescribeSubscription,
     DescribeTraffic,
+    DestroyRetiredRoots,
     DocumentPage,
     Done,
     DrainBroker,
@@ -282,10 +283,16 @@ class Requests:
                 f"{name} is another incarnation than the one to be deleted.", code=Code.CONFLICT
             )
         deleted = await self._catalog.delete_stream(
-            name, incarnation=hosted.record.incarnation, deleted_ms=self._broker.clock_ms()
+            name,
+            incarnation=hosted.record.incarnation,
+            deleted_ms=self._broker.clock_ms(),
+            by=str(identity),
         )
         await self._broker.streams.remove(name, deleted.incarnation)
-        return Done(f"{name} and its records are deleted.")
+        said = f"{name} and its records are deleted."
+        if self._broker.erasure is not None and not hosted.ephemeral:
+            said = f"{said} {await self._broker.erasure.stream_deleted(deleted)}".rstrip()
+        return Done(said)
 
     async def describe_stream(self, identity: SpiffeId, request: DescribeStream) -> StreamState:
         name = StreamName.parse(request.stream)
@@ -505,6 +512,10 @@ class Requests:
     async def list_keys(self, identity: SpiffeId, request: ListKeys) -> KeyPage:
         self._broker.require_operator(identity, "list keys")
         keys = await self._governance.keys.list(request.stream)
+        if self._broker.erasure is not None:
+            destroyed = self._broker.erasure.shown(request.stream)
+            gone = {key.id for key in destroyed}
+            keys = [*(key for key in keys if key.id not in gone), *destroyed]
         listing = _listing(
             request, keys, lambda key: f"{_LEVELS.index(key.level)} {key.created_ms:015} {key.id.hex()}"
         )
@@ -551,6 +562,12 @@ class Requests:
     async def rotate_keys(self, identity: SpiffeId, request: RotateKeys) -> Done:
         self._broker.require_operator(identity, "rotate keys")
         return Done(await self._governance.keys.rotate(identity, request.level, request.stream))
+
+    async def destroy_retired_roots(self, identity: SpiffeId, request: DestroyRetiredRoots) -> Done:
+        self._broker.require_operator(identity, "destroy keys")
+        erasure = self._broker.erasure
+        assert erasure is not None
+        return Done(await erasure.destroy_retired_roots(str(identity)))
 
     # -- region and links ------------------------------------------------------------------------------
 

@@ -77,6 +77,7 @@ from region.clustered import Clustered
 from region.config import RegionConfig
 from region.copying_audit_log import AUDIT, AUDIT_COPIES
 from region.document_log import DocumentLog
+from region.erasure import Destruction, Erasure, KeyringDestruction, SharedDestruction
 from region.evidence import open_evidence
 from region.export import ExportService
 from region.folder import RegionFolder
@@ -91,6 +92,7 @@ from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit, relay
 from region.log.scrub import Scrub
 from region.log.shard import ShardHooks
 from region.metadata.catalog import Catalog
+from region.metadata.destroyed_keys import DestroyedKeys
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls
 from region.metadata.genesis import claim_or_verify, region_prefix, sign_genesis
@@ -235,6 +237,7 @@ async def open_broker(
     shared: StreamKeys | None = None
     keyring: RegionKeys
     rotation: Rotation
+    destruction: Destruction | None = None
     if config.cluster is not None:
         clustered = await _join(
             store,
@@ -248,7 +251,7 @@ async def open_broker(
             replace=replace_folder,
         )
         shared, rotation = await _share_keys(store, folder, config, machine, clustered.member, runtime, stack)
-        keyring = shared.keyring
+        keyring, destruction = shared.keyring, SharedDestruction(rotation)
         # A machine that was stopped and goes on may have done so twice, from one image.
         clustered.member.on_lease(keyring.rotate_data)
     else:
@@ -361,6 +364,18 @@ async def open_broker(
         view = clustered.member.mirror.view
         exchange = QuotaExchange(broker, peers.requests, lambda: view.alive)
         stack.push_async_callback(exchange.close)
+    if destruction is None:
+        ledger = DestroyedKeys(store, config.region)
+        await ledger.load()
+        destruction = KeyringDestruction(alone, ledger, lambda: mirror.deleted_streams, streams.is_closed)
+    broker.erasure = erasure = Erasure(
+        destruction,
+        trail,
+        config.region,
+        runtime.clock.now_ms,
+        lambda: clustered is None or clustered.has_audit_log,
+    )
+    stack.push_async_callback(erasure.close)
     certificate = BrokerCertificate(config, authority, issuing, certification, broker.expiries, now_ms)
     caches = CacheService(broker)
     landings = Landings()
@@ -500,6 +515,9 @@ async def open_broker(
         await at_once(OPENED_AT_ONCE, open_stream, records.values())
     landings.streams_opened()
 
+    erasure.start()
+    _follow_deletions(mirror, rotation, erasure)
+
     await subscriptions.start()
     stack.push_async_callback(subscriptions.close)
 
@@ -546,7 +564,7 @@ async def _share_keys(
         copies = open_copies(own_folder, region)
         stack.callback(copies.close)
         provider = FileKeyProvider(folder.keys / ROOTS, region, runtime.random)
-        return SharedKeyring(region, provider, own, runtime=runtime), copies
+        return SharedKeyring(region, provider, own, former=folder.keys, runtime=runtime), copies
 
     keyring, copies = await asyncio.to_thread(open_files)
     shared = StreamKeys(
@@ -694,6 +712,18 @@ def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: Stream
     member.follow(catalogued)
     mirror.on_change(changed)
     member.on_assigned(follower.assigned)
+
+
+def _follow_deletions(mirror: CatalogMirror, rotation: Rotation, erasure: Erasure) -> None:
+    """Keys of deleted streams go, also where another broker was asked to delete them."""
+
+    def changed(change: MirrorChange) -> None:
+        if change.section == "deleted":
+            erasure.look_soon()
+
+    mirror.on_change(changed)
+    if isinstance(rotation, KeyRotation):
+        rotation.on_news.append(erasure.look_soon)
 
 
 def _follow_settings(broker: Broker, mirror: CatalogMirror) -> None:

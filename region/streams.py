@@ -823,6 +823,12 @@ class StreamTable:
                 await self._leading.forget(incarnation)
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
 
+    async def is_closed(self, name: StreamName, incarnation: str) -> bool:
+        """Whether nothing of this incarnation is open, once what is under way with streams of this name is done."""
+        async with self._busy.setdefault(name, asyncio.Lock()):
+            held = self._streams.get(name)
+            return held is None or held.record.incarnation != incarnation
+
     async def remove_marked(self, marked: Container[str]) -> None:
         """Remove what the disk still has of these incarnations, as after a deletion that this broker was down for. What the disk has is asked,
         since marks stay for ever."""

@@ -10,6 +10,10 @@ The root key, each step by compare-and-swap, and resumed by the next call after 
 4. the others are wrapped anew, record by record. Each names its root, so it opens before and after;
 5. each broker says under which roots its copies are. The old root's file may go once all say: under the new one alone.
 
+Destroying keys: a stream's goes in the transaction that deletes the stream, which leaves a record in `keys/destroyed`; retired roots go in the transaction
+that takes them out of `keys/roots`. Each broker destroys what it has of them, and says up to which of these records it has, also after it was down. Whoever
+has the audit log then writes the leaf (region.erasure).
+
 No plain key, and no root, ever goes through the store. One event loop.
 """
 
@@ -33,8 +37,9 @@ from keys.hierarchy import KeyEvent, KeyState, next_state
 from keys.keyring import RootRotation
 from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_stream_key, prove_root
 from region.cluster.stream_keys import RETRY, SWAPS_MAX, StreamKeys
+from region.metadata.destroyed_keys import DestroyedKeys
 from region.metadata.port import MetadataStore, OutcomeUnknownError
-from region.metadata.records import Keys
+from region.metadata.records import DestroyedKey, Keys, encode
 from region.metadata.transaction import Entry, Event, ModRevision, Put
 
 log = logging.getLogger("felix.region.stream_keys")
@@ -64,11 +69,13 @@ class Rotated(msgspec.Struct, frozen=True):
 
 class Followed(msgspec.Struct, frozen=True):
     """How far a broker follows: the last rotation of data keys, the roots that it holds, and those under which its copies of stream keys are
-    (None: it did not say), as hex ids."""
+    (None: it did not say), as hex ids. `destroyed`: it has nothing any more of the keys whose records in `keys/destroyed` were first written at this
+    revision or before."""
 
     rotated: _Id
     roots: tuple[str, ...]
     under: tuple[str, ...] | None = None
+    destroyed: int = 0
 
 
 class KeyRotation:
@@ -86,6 +93,11 @@ class KeyRotation:
         self._shared = keys
         self._keyring = keys.keyring
         self._keys = Keys(keys.keyring.region)
+        self.ledger = DestroyedKeys(store, keys.keyring.region)
+        """the keys that the region destroyed"""
+        self.on_news: list[Callable[[], None]] = []
+        """called when a key is destroyed, or a broker says how far it follows"""
+        self._destroyed = 0
         self._broker = broker
         self._brokers = brokers
         self._runtime = runtime
@@ -142,6 +154,43 @@ class KeyRotation:
             f"The brokers take fresh data keys for {what} with their next batches. Not confirmed within {CONFIRM_S:.0f} s by {', '.join(silent)}: "
             "they follow once they reach the metadata store, or by their next start."
         )
+
+    async def destroy_retired_roots(self, by: str) -> list[bytes]:
+        """Have every broker destroy the roots that rotations retired; their ids. `by`: who asks (SPIFFE id).
+
+        Raises RequestError(CONFLICT) where something is wrapped under one of them, or a broker's copies may be; UnavailableError, KeyProviderError,
+        TamperError.
+        """
+        async with self._one:
+            roots = await self._shared.renew_roots()
+            active, retired = roots.active, roots.in_state(KeyState.DECRYPT_ONLY)
+            if roots.in_state(KeyState.PENDING):
+                raise _unfinished("A rotation of the root key is under way")
+            await self._rewrap(active)
+            if retired and (behind := await self._behind(active)):
+                raise _unfinished(
+                    f"The copies of stream keys at {', '.join(behind)} may be under a retired root key"
+                )
+            for root in retired:
+                await self._drop_root(root, by)
+            return [root.key_id for root in retired]
+
+    def holding(self, created: int) -> tuple[str, ...]:
+        """The brokers of the region that may have something of a destroyed key whose record was first written at this revision."""
+        return tuple(
+            sorted(
+                name
+                for name in self._brokers()
+                if (said := self._followed.get(name)) is None or said.destroyed < created
+            )
+        )
+
+    def is_known(self, record: DestroyedKey) -> bool:
+        """Whether this broker has the key still, whatever the store says."""
+        if record.level == "root":
+            return self._needs_root(record.key)
+        known = self._keyring.find(bytes.fromhex(record.incarnation))
+        return known is not None and known.key == record.key
 
     async def rotate_root(self) -> RootRotation:
         """A new root wraps every stream key; see this module's docstring for the steps. The old one can still unwrap. While a rotation of
@@ -224,6 +273,22 @@ class KeyRotation:
         idle = [root for root in known.roots if root.state is KeyState.DECRYPT_ONLY and root.key not in used]
         left = {root.key for root in sorted(idle, key=lambda root: root.at_ms)[:-RETIRED_KEPT]}
         return [root for root in known.roots if root.key not in left]
+
+    async def _drop_root(self, root: Root, by: str) -> None:
+        """Name it no more, and in the same transaction as destroyed."""
+        key, gone = self._keys.key_roots(), self._keys.destroyed_key(root.key)
+        record = DestroyedKey(key=root.key, level="root", by=by, at_ms=self._keyring.now_ms())
+        for _ in range(SWAPS_MAX):
+            roots = await self._shared.renew_roots()
+            if roots.find(root.key) is None:
+                return
+            left = Roots(tuple(each for each in roots.roots if each.key != root.key))
+            with suppress(OutcomeUnknownError):
+                await self._store.transact(
+                    [ModRevision(key, self._shared.roots_revision)],
+                    [Put(key, left.encode()), Put(gone, encode(record))],
+                )
+        raise UnavailableError(f"{key} was changed by others {SWAPS_MAX} times meanwhile.")
 
     async def _change_roots(self, change: Callable[[Roots], Roots]) -> Roots:
         key = self._keys.key_roots()
@@ -335,7 +400,9 @@ class KeyRotation:
     def _hear(self, event: Event) -> None:
         start = self._keys.key_broker("")
         try:
-            if event.key.startswith(start):
+            if self.ledger.hear(event):
+                pass
+            elif event.key.startswith(start):
                 name = event.key.removeprefix(start)
                 if event.entry is None:
                     self._followed.pop(name, None)
@@ -348,6 +415,8 @@ class KeyRotation:
             return
         self._wake.set()
         self._news.tell()
+        for listener in self.on_news:
+            listener()
 
     async def _follow(self) -> None:
         backoff, lacks = Backoff(RETRY, self._runtime.random), False
@@ -376,16 +445,55 @@ class KeyRotation:
             stream = StreamName.parse(rotated.stream) if rotated.stream and is_next else None
             self._keyring.rotate_data(stream)
             self._seen = rotated
+        owes = not await self._follow_destroyed()
         roots = self._shared.roots
         held = await asyncio.to_thread(roots.held, self._keyring.region, self._keyring.provider)
-        said = Followed("" if self._seen is None else self._seen.id, held, self._keyring.roots_in_use())
+        said = Followed(
+            "" if self._seen is None else self._seen.id, held, self._keyring.roots_in_use(), self._destroyed
+        )
         if said != self._said or self._followed.get(self._broker) != said:
             await self._store.transact(
                 [], [Put(self._keys.key_broker(self._broker), msgspec.json.encode(said))]
             )
             self._said = said
         pending = {root.key for root in roots.in_state(KeyState.PENDING)}
-        return not pending <= set(held)
+        return owes or not pending <= set(held)
+
+    async def _follow_destroyed(self) -> bool:
+        """Destroy what this broker has of the keys that the region destroyed. False where something of that is left to do; nothing else waits for it."""
+        newest = self.ledger.newest
+        if newest == self._destroyed:
+            return True
+        try:
+            if not await self._shared.settle(newest):
+                return False
+            for held in self.ledger.all():
+                if held.record.level != "root":
+                    continue
+                if self._needs_root(held.record.key):
+                    log.error(
+                        "Root key %s is in use here, and the metadata store says that it is to be destroyed: it stays.",
+                        held.record.key,
+                    )
+                    return False
+                await asyncio.to_thread(self._keyring.destroy_root, bytes.fromhex(held.record.key))
+        except FelixError as error:
+            log.warning("destroyed keys cannot be let go of: %s", error)
+            return False
+        self._destroyed = newest
+        return True
+
+    def _needs_root(self, root: str) -> bool:
+        """Whether the region names it, or a key that this broker has is wrapped under it: whoever wrote that it is destroyed is no broker."""
+        return self._shared.roots.find(root) is not None or root in self._keyring.roots_in_use()
+
+
+def _unfinished(why: str) -> RequestError:
+    return RequestError(
+        f"{why}: no root key was destroyed.",
+        code=Code.CONFLICT,
+        hint="Start the brokers that are down, run felix keys rotate root until it names none, then try again.",
+    )
 
 
 def _decode(entry: Entry, kind: type[R]) -> R:

@@ -104,6 +104,7 @@ class StreamKeys:
         self._wake = asyncio.Event()
         self._draining = asyncio.Lock()
         self._revision = 0
+        self._settled = 0
         self._roots_revision = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._others: list[Callable[[Event], None]] = []
@@ -162,6 +163,13 @@ class StreamKeys:
             loop.create_task(self._follow(), name="stream keys"),
             loop.create_task(self._work(), name="stream keys' copies"),
         ]
+
+    async def settle(self, revision: int) -> bool:
+        """Act on what was heard of. Whether every deletion up to `revision` of the store is carried out in what this broker has of keys: its copies,
+        keyrings of before and memory. Raises what keeps it from that."""
+        if self._settled < revision:
+            await self._drain()
+        return self._settled >= revision
 
     async def close(self) -> None:
         """Follow no more, and forget every secret."""
@@ -233,6 +241,9 @@ class StreamKeys:
     async def _adopt_own(self) -> None:
         """The keys that this broker made for itself, before keys were shared, become the keys of their streams."""
         own, keyring = self._keyring.own, self._keyring
+        for former in await asyncio.to_thread(keyring.former_streams):
+            if await self._is_deleted(former.incarnation.hex()):
+                await self._destroy_own(former.incarnation)
         if own is None:
             return
         moved = 0
@@ -255,7 +266,7 @@ class StreamKeys:
             number = held.incarnation.hex()
             entry = await self._put_first(number, again)
             if entry is None:
-                await asyncio.to_thread(keyring.destroy_own, held.incarnation)
+                await self._destroy_own(held.incarnation)
                 continue
             self._note(number, _Seen(entry.mod_revision, entry.value))
             moved += 1
@@ -267,6 +278,21 @@ class StreamKeys:
                 moved,
                 stored,
             )
+
+    async def _destroy_own(self, incarnation: bytes) -> None:
+        for _ in range(SWAPS_MAX):
+            try:
+                await asyncio.to_thread(self._keyring.destroy_own, incarnation)
+                return
+            except RequestError as error:
+                if error.code is not Code.CONFLICT:
+                    raise
+                # Brokers of one machine share the region's folder.
+                await asyncio.sleep(RETRY.first_ms / 1_000)
+        raise UnavailableError(
+            "The keys of before the brokers shared them are in use by another process.",
+            retry_after_ms=RETRY.ceiling_ms,
+        )
 
     # -- roots -----------------------------------------------------------------------------------------
 
@@ -429,11 +455,14 @@ class StreamKeys:
         """Act on all that changed. Raises what keeps it from being acted on; then it is tried again."""
         async with self._draining:
             changed, self._changed = self._changed, {}
+            through = self._revision
             self._wake.clear()
             try:
                 if changed.pop(_ROOTS, None) is not None:
                     await self._follow_roots()
                 await self._settle(changed)
+                # Not the larger one: a store that was put back begins at an older revision.
+                self._settled = through
             except BaseException:
                 for number, seen in changed.items():
                     self._note(number, seen)
@@ -472,7 +501,7 @@ class StreamKeys:
             self.faults.pop(number, None)
         for number in deleted:
             await self._stored.drop(bytes.fromhex(number))
-            await asyncio.to_thread(self._keyring.destroy_own, bytes.fromhex(number))
+            await self._destroy_own(bytes.fromhex(number))
         for number in gone:
             if number not in deleted:
                 await self._put_back(number)

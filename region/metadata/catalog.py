@@ -14,7 +14,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -26,6 +26,7 @@ from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import (
     INCARNATION_BYTES,
     DeletedStream,
+    DestroyedKey,
     Document,
     DocumentKind,
     Keys,
@@ -49,6 +50,22 @@ from region.metadata.transaction import Absent, Compare, Delete, Entry, ModRevis
 
 _SWAPS_MAX: Final = 16
 """Tries of a compare-and-swap against other writers of the same record."""
+
+
+class _Keyed(msgspec.Struct, frozen=True):
+    """Which key the record of a stream's key is of (keys.stream_key): 16 bytes in hex."""
+
+    key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
+
+
+def _key_of(sealed_by: Entry | None) -> str:
+    """Empty where there is no record of a stream's key, or one that no broker wrote."""
+    if sealed_by is None:
+        return ""
+    try:
+        return msgspec.json.decode(sealed_by.value, type=_Keyed).key
+    except msgspec.MsgspecError:
+        return ""
 
 
 class Catalog:
@@ -140,10 +157,10 @@ class Catalog:
         return decode_stream(value, key, revision)
 
     async def delete_stream(
-        self, name: StreamName, *, incarnation: str = "", deleted_ms: int
+        self, name: StreamName, *, incarnation: str = "", deleted_ms: int, by: str = ""
     ) -> DeletedStream:
-        """Delete a stream, with its key where that stands here, and leave the mark that lets brokers remove its data. With `incarnation` (hex), only
-        that one. Raises RequestError(NOT_FOUND, CONFLICT)."""
+        """Delete a stream, with its key where that stands here, and leave the mark that lets brokers remove its data, and the record from which that
+        key gets its leaf. With `incarnation` (hex), only that one. `by`: who asks (SPIFFE id). Raises RequestError(NOT_FOUND, CONFLICT)."""
         key = self.keys.stream(name)
         for _ in range(_SWAPS_MAX):
             entry = await self.store.get(key)
@@ -157,13 +174,32 @@ class Catalog:
                     hint="Describe it, then delete it with its present incarnation.",
                 )
             incarnation = stream.incarnation
-            mark = DeletedStream(name=str(name), incarnation=incarnation, deleted_ms=deleted_ms)
+            sealed_by = await self.store.get(self.keys.stream_key(incarnation))
+            mark = DeletedStream(
+                name=str(name), incarnation=incarnation, deleted_ms=deleted_ms, by=by, key=_key_of(sealed_by)
+            )
             mark_key = self.keys.deleted(incarnation)
-            try:
-                result = await self.store.transact(
-                    [ModRevision(key, entry.mod_revision)],
-                    [Delete(key), Delete(self.keys.stream_key(incarnation)), Put(mark_key, encode(mark))],
+            compares = [
+                ModRevision(key, entry.mod_revision),
+                ModRevision(
+                    self.keys.stream_key(incarnation), 0 if sealed_by is None else sealed_by.mod_revision
+                ),
+            ]
+            writes: list[Write] = [Delete(key), Put(mark_key, encode(mark))]
+            if sealed_by is not None:
+                writes.append(Delete(sealed_by.key))
+            if mark.key:
+                destroyed = DestroyedKey(
+                    key=mark.key,
+                    level="stream",
+                    stream=mark.name,
+                    incarnation=incarnation,
+                    by=by,
+                    at_ms=deleted_ms,
                 )
+                writes.append(Put(self.keys.destroyed_key(mark.key), encode(destroyed)))
+            try:
+                result = await self.store.transact(compares, writes)
             except OutcomeUnknownError:
                 if await self.store.get(mark_key) is None:
                     raise

@@ -103,6 +103,26 @@ class DeletedStream(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     incarnation: str
     deleted_ms: int
+    by: str = ""
+    """who deleted it (SPIFFE id); empty in a mark of before"""
+    key: str = ""
+    """the id (hex) of its key, where that stood in the store"""
+
+
+class DestroyedKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A key that is to be destroyed, or was: what its KEY leaf in the audit log says, and how far that is. `key` and `incarnation` are hex; a root
+    key has no stream. Written before the key is destroyed, or with it, and kept for ever."""
+
+    key: str
+    level: Literal["root", "stream"]
+    stream: str = ""
+    incarnation: str = ""
+    by: str = ""
+    at_ms: int
+    since: int | None = None
+    """so many leaves the audit log had before the key's leaf was first appended; None: it was not yet"""
+    leaf: int | None = None
+    """the index of its leaf, once that is durable"""
 
 
 class Subscription(msgspec.Struct, frozen=True, kw_only=True):
@@ -393,6 +413,10 @@ class Keys:
     def key_broker(self, broker: str) -> str:
         """Of how far one of several brokers follows rotations of keys; empty: what all of them begin with."""
         return f"{self.prefix}keys/brokers/{broker}"
+
+    def destroyed_key(self, key: str) -> str:
+        """Of a destroyed key, by its id in hex; empty: what all of them begin with."""
+        return f"{self.prefix}keys/destroyed/{key}"
 
     def stored_keys(self, incarnation: str, broker: str = "", page: int = 0) -> str:
         """Of data keys of a stream that a broker of several stored before they shared keys; without `broker`: what all of them begin with."""

@@ -105,6 +105,10 @@ def world() -> tuple[tuple[str, tuple[Leaf, ...]], ...]:
         sentence="No grant names that stream.", stream="acme/ops/crew",
     )  # fmt: skip
     made = event(Kind.KEY, Side.INGRESS, "us-east", key_id=b"k" * 16, action="made", actor=OPERATOR)
+    destroyed = event(
+        Kind.KEY, Side.INGRESS, "us-east", key_id=b"d" * 16, action="destroyed", actor=OPERATOR,
+        stream="acme/ops/crew", incarnation=b"g" * 16,
+    )  # fmt: skip
     seal = event(Kind.SEAL, Side.EGRESS, "us-east", seal_file="register.parquet", seal_sha256=b"s" * 32)
     denied_there = Leaf(
         msgspec.structs.replace(
@@ -117,7 +121,7 @@ def world() -> tuple[tuple[str, tuple[Leaf, ...]], ...]:
             *last(Side.EGRESS),
         ],
         INGRESS: [*papers[Side.INGRESS], *documents(Side.INGRESS), *arrived, denied_there, *last(Side.INGRESS)],
-        REGION: [*papers[Side.EGRESS], *documents(Side.EGRESS), deny, made, *last(Side.EGRESS)],
+        REGION: [*papers[Side.EGRESS], *documents(Side.EGRESS), deny, made, destroyed, *last(Side.EGRESS)],
     }  # fmt: skip
     return tuple((name, tuple(leaves)) for name, leaves in logs.items())
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from base64 import b64encode
 from pathlib import Path
 
 import msgspec
 import pytest
 from cluster.clustered_region import ClusteredRegion, serving
+from erased import key_leaves, scan
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
@@ -16,6 +18,7 @@ from felix.batch import decode_batch, decode_payloads
 from felix.errors import RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
 from felix.settings import Durability
+from keys.shared import SharedKeyring
 from region import stream_follower
 from region.cluster.audit_home import AuditHome
 from region.cluster.member import ClusterMember
@@ -119,6 +122,59 @@ async def test_keys_are_rotated_through_a_broker_that_has_no_audit_log_and_every
                 assert [bytes((await anext(records)).payload) for _ in range(3)] == [b"0", b"1", b"2"]
         roots = list((region.folder.keys / "roots").glob("*.key"))
         assert len(roots) == 2
+
+
+async def test_a_deleted_streams_key_and_a_retired_root_are_in_no_byte_of_two_brokers_and_the_log_says_so_once(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 2) as region:
+
+        def homes() -> set[str]:
+            return {name for name in region.nodes if region.clustered(name).has_audit_log}
+
+        await until(lambda: bool(homes()))
+        (home,) = homes()
+        async with region.client(home) as operator:
+            gone, kept = [await led_by(region, operator, broker) for broker in ("b1", "b2")]
+            (other,) = set(region.nodes) - {home}
+        async with region.client(other) as client:
+            for name in (gone, kept):
+                await client.stream(name).publish(b"of a patient")
+            hosted = region.nodes[other].broker.streams.get(felix.StreamName.parse(gone))
+            assert hosted is not None
+            keyring = region.nodes[other].services.governance.keys._keyring
+            assert isinstance(keyring, SharedKeyring)
+            record = keyring.find(hosted.incarnation)
+            assert record is not None
+            assert scan(region.folder.root, record.encode())[1]
+            said = await client.delete_stream(gone)
+            assert f"Its key {record.key} is destroyed, and leaf " in said
+            scanned, found = scan(
+                region.folder.root,
+                record.encode(),
+                b64encode(record.wrapped),
+                record.wrapped,
+                b"of a patient",
+            )
+            assert found == [] and scanned > 10_000
+            await client.rotate_keys("root")
+            old = record.root
+            assert f"Retired root key {old} is destroyed, and leaf " in await client.destroy_retired_roots()
+            assert not (region.folder.keys / "roots" / f"{old}.key").exists()
+            states = {key.id.hex(): key.state for key in await client.list_keys()}
+            assert states[record.key] == states[old] == "destroyed"
+        await region.stop()
+        await region.start("b2", "b1")
+        async with (
+            region.client("b1") as client,
+            client.stream(kept).subscribe(start="earliest") as records,
+        ):
+            assert bytes((await anext(records)).payload) == b"of a patient"
+        told = {
+            path: [(leaf.key_id.hex(), leaf.stream) for leaf in key_leaves(path.parent)]
+            for path in region.folder.root.rglob("audit/checkpoint")
+        }
+        assert told and all(leaves == [(record.key, gone), (old, "")] for leaves in told.values())
 
 
 async def test_a_stream_whose_key_cannot_be_had_is_served_as_soon_as_it_can(

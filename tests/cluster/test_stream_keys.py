@@ -32,12 +32,13 @@ from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_roots
 from region.cluster import key_rotation
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.stream_keys import StreamKeys
+from region.erasure import SharedDestruction
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.memory import MemoryStore
 from region.metadata.port import MetadataStore, OutcomeUnknownError
-from region.metadata.records import StreamConfig
+from region.metadata.records import DestroyedKey, StreamConfig
 from region.metadata.transaction import Compare, Delete, Entry, Event, Put, TransactResult, Write
 from region.sealing import KeyringSeal
 
@@ -78,7 +79,7 @@ class Brokers:
             own = open_keyring(folder, self.region) if (folder / KEY_FILE).exists() else None
             keys = StreamKeys(
                 self.store,
-                SharedKeyring(self.region, provider, own),
+                SharedKeyring(self.region, provider, own, former=roots),
                 open_copies(folder, self.region),
                 lambda roots=roots, provider=provider: find_first_root(roots, self.region, provider),  # type: ignore[misc]
                 name,
@@ -880,3 +881,122 @@ async def test_whatever_is_lost_a_stream_has_one_key_and_everybody_opens_what_an
     assert len(set(ids)) == len(ids)
     await brokers.stop()
     await store.close()
+
+
+async def owed(brokers: Brokers, name: str) -> set[str]:
+    """Whose leaf is due, as a broker knows."""
+    return {held.record.key for held in await SharedDestruction(brokers.rotations[name]).carry_out()}
+
+
+async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_go_of_it(
+    brokers: Brokers,
+) -> None:
+    await brokers.start("a", "b", "c")
+    await brokers.create(ORDERS, LIFE)
+    await brokers.create(CARDS, OTHER_LIFE)
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+    known = brokers.knows("a")
+    assert known is not None
+    await brokers.stop("c")
+    mark = await brokers.catalog.delete_stream(ORDERS, deleted_ms=2, by="spiffe://x")
+    # What has no key yet has none to destroy.
+    assert (await brokers.catalog.delete_stream(CARDS, deleted_ms=3)).key == ""
+    assert mark.key == known.key
+    ledger = brokers.rotations["a"].ledger
+    await until(lambda: ledger.find(mark.key) is not None)
+    (held,) = ledger.all()
+    assert (held.record.stream, held.record.incarnation, held.record.by) == (
+        str(ORDERS), LIFE.hex(), "spiffe://x",
+    )  # fmt: skip
+    rotation = brokers.rotations["a"]
+    await until(lambda: rotation.holding(held.created) == ("c",))
+    assert await owed(brokers, "a") == set()
+    # A record of a key that is in use gets no leaf: whoever put it there is no broker.
+    await brokers.start("c")
+    await brokers.create(CARDS, bytes(16))
+    for keys in brokers.running.values():
+        await keys.ensure(CARDS, bytes(16))
+    live = brokers.knows("a", bytes(16))
+    assert live is not None
+    made_up = DestroyedKey(key=live.key, level="stream", stream=str(CARDS), incarnation="00" * 16, at_ms=1)
+    added = await ledger.add(made_up)
+    await until(lambda: rotation.holding(max(held.created, added.created)) == ())
+    assert known.key.encode() not in b"".join(brokers.copies(name) for name in "abc")
+    assert await owed(brokers, "a") == {mark.key}
+    await until(lambda: brokers.rotations["c"].ledger.find(live.key) is not None)
+    assert await owed(brokers, "c") == {mark.key}
+
+
+async def test_retired_roots_are_destroyed_at_every_broker_once_no_copy_needs_them(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 0.2)
+    monkeypatch.setattr(key_rotation, "LOOK_S", 0.01)
+    # The first of them was the region's only broker once, and has a keyring of that time; so has the region's folder.
+    ring = open_keyring(brokers.home / "first", brokers.region)
+    before = KeyringSeal(ring, ORDERS, LIFE, 0).seal(batch(b"old"))
+    KeyringSeal(ring, CARDS, OTHER_LIFE, 0).seal(batch(b"old"))
+    wrapped = {entry.stream: entry.wrapped for entry in ring.live_streams()}
+    ring.close()
+    shutil.copytree(brokers.home / "first", brokers.folder("a"))
+    await brokers.create(ORDERS, LIFE)
+    await brokers.create(CARDS, OTHER_LIFE)
+    keys = await brokers.start("a", "b", "c")
+    assert await brokers.rotations["a"].destroy_retired_roots("") == []
+    old = brokers.running["a"].roots.active.key
+    with suppress(RequestError):
+        await brokers.rotations["a"].rotate_root()
+    brokers.bring_roots("a", "b", "c")
+    with pytest.raises(RequestError, match="A rotation of the root key is under way: no root key was"):
+        await brokers.rotations["b"].destroy_retired_roots("")
+    await until(lambda: brokers.rotations["c"]._followed["c"].roots != (old,))
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 5.0)
+    await brokers.rotations["a"].rotate_root()
+    # What is deleted goes from those keyrings, too.
+    await brokers.catalog.delete_stream(CARDS, deleted_ms=5)
+    deleted = brokers.rotations["a"].ledger
+    await until(lambda: len(deleted) == 1 and brokers.rotations["a"].holding(deleted.newest) == ())
+    everything = [path for path in brokers.home.rglob("*") if path.is_file() and "first" not in path.parts]
+    assert not [path for path in everything if wrapped[str(CARDS)] in path.read_bytes()]
+    assert [path for path in everything if wrapped[str(ORDERS)] in path.read_bytes()]
+    await brokers.stop("c")
+    (root,) = await brokers.rotations["b"].destroy_retired_roots("spiffe://x")
+    assert root.hex() == old
+    rotation = brokers.rotations["a"]
+    await until(lambda: rotation.ledger.find(old) is not None)
+    held = rotation.ledger.find(old)
+    assert held is not None and held.record.level == "root"
+    await until(lambda: rotation.holding(held.created) == ("c",))
+    assert old not in await owed(brokers, "a")
+    assert brokers.running["a"].roots.find(old) is None
+    keys = await brokers.start("c")
+    await until(lambda: rotation.holding(held.created) == ())
+    assert await owed(brokers, "a") >= {old}
+    assert not list(brokers.home.rglob(f"{old}.key"))[1:]  # the untouched first folder, which no broker has
+    for name in "abc":
+        await brokers.running[name].ensure(ORDERS, LIFE)
+        assert seal_of(brokers.running[name]).open_batch(before) == batch(b"old")
+    await brokers.stop()
+    keys = await brokers.start("a")
+    assert seal_of(keys).open_batch(before) == batch(b"old")
+
+
+async def test_a_broker_that_may_need_a_retired_root_keeps_it_from_being_destroyed(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await brokers.start("a")
+    await brokers.running["a"].ensure(ORDERS, LIFE)
+    await brokers.rotations["a"].rotate_root()
+    brokers.bring_roots("a", "b")
+    await brokers.start("b")
+    await until(lambda: "b" in brokers.rotations["a"]._followed)
+    await brokers.stop("b")
+    monkeypatch.setattr(key_rotation, "CONFIRM_S", 0.2)
+    followed = brokers.rotations["a"]._followed
+    followed["b"] = msgspec.structs.replace(
+        followed["b"], under=(brokers.running["a"].roots.roots[0].key, "0")
+    )
+    with pytest.raises(RequestError, match="at b may be under a retired root key: no root key was") as told:
+        await brokers.rotations["a"].destroy_retired_roots("")
+    assert told.value.code is Code.CONFLICT and "until it names none" in told.value.hint
