@@ -258,9 +258,11 @@ class Broker:
             raise not_leader(shard)
         return found
 
-    async def append(self, shard: ShardId, number: int, batch: Batch) -> LogPoint:
+    async def append(
+        self, shard: ShardId, number: int, batch: Batch, *, annotation: bytes = b"", slot: int = 0
+    ) -> LogPoint:
         """The point behind a batch, once it is committed."""
-        appended = await self.log(shard, number).append(batch)
+        appended = await self.log(shard, number).append(batch, annotation=annotation, slot=slot)
         return LogPoint(appended.base_offset + batch.header.records)
 
     async def close(self, *, in_order: bool = True) -> None:
@@ -296,6 +298,7 @@ class Client:
     shard: ShardId
     number: int = 0
     producer: int = 1
+    annotates: bool = True
     sent: dict[int, int] = field(default_factory=lambda: dict.fromkeys(LOGS, 0))
     """per log, how many were acknowledged: the next one's sequence"""
     acknowledged: list[tuple[int, int, LogPoint]] = field(default_factory=list)
@@ -305,6 +308,10 @@ class Client:
 
     def payload(self, number: int) -> bytes:
         return f"{self.name}:{number}".encode() + b"." * (number % 7 * 40)
+
+    def annotation(self, number: int) -> bytes:
+        """What stands in its slot from this append on."""
+        return f"{self.name} is at {number}".encode() if self.annotates else b""
 
 
 class Region:
@@ -317,6 +324,8 @@ class Region:
         self.machines = {name: Machine(name, Path("/data")) for name in NAMES}
         self.running: dict[str, Broker] = {}
         self.clients: list[Client] = []
+        self.annotated: dict[tuple[ShardId, int], dict[int, bytes]] = {}
+        """what a test has had committed by itself, by slot"""
         self._clients_end = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -364,9 +373,12 @@ class Region:
 
     # -- clients ---------------------------------------------------------------------------------------
 
-    def append_all_the_time(self, clients: int = 2) -> None:
+    def append_all_the_time(self, clients: int = 2, *, annotated: bool = True) -> None:
+        """`annotated`: each append brings an annotation to its client's slot."""
         for number in range(clients):
-            client = Client(f"c{number}", self.shards[number % len(self.shards)], producer=number + 1)
+            client = Client(
+                f"c{number}", self.shards[number % len(self.shards)], producer=number + 1, annotates=annotated
+            )
             self.clients.append(client)
             self._tasks.append(asyncio.get_running_loop().create_task(self._drive(client)))
 
@@ -384,7 +396,13 @@ class Region:
             )
             try:
                 async with asyncio.timeout(PATIENCE_S):
-                    point = await leader.append(client.shard, number, made)
+                    point = await leader.append(
+                        client.shard,
+                        number,
+                        made,
+                        annotation=client.annotation(client.number),
+                        slot=client.producer,
+                    )
             except (UnavailableError, TimeoutError) as error:
                 unknown = isinstance(error, TimeoutError) or "not written" not in error.sentence
                 client.unknown += unknown
@@ -407,7 +425,7 @@ class Region:
     # -- the end ---------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Nothing that was acknowledged is missing, and all copies are equal frame by frame."""
+        """Nothing that was acknowledged is missing, all copies are equal frame by frame, and know the annotations that these come to."""
         for shard in self.shards:
             logs: dict[int, list[Frame]] = {}
             begins: dict[int, LogPoint] = {}
@@ -423,12 +441,34 @@ class Region:
                     for name, disk in disks.items()
                 }
                 logs[number] = copies["a"]
+                self._check_annotations(shard, number, disks, frames_of(disks["a"]))
                 assert all(copy == copies["a"] for copy in copies.values()), f"copies of log {number} differ"
                 histories = {name: epochs_of(disk, begin) for name, disk in disks.items()}
                 assert all(each == histories["a"] for each in histories.values()), histories
             for client in self.clients:
                 if client.shard == shard:
                     check_client(client, logs, begins)
+
+    def _check_annotations(
+        self, shard: ShardId, number: int, disks: dict[str, ReplicaDisk], frames: list[Frame]
+    ) -> None:
+        """Each copy, and who leads, has of each slot what was written there last, also where that was let go of."""
+        wanted = dict(self.annotated.get((shard, number), {}))
+        for client in self.clients:
+            told = [sent for log, sent, _ in client.acknowledged if log == number]
+            if client.shard == shard and client.annotates and told:
+                wanted[client.producer] = client.annotation(told[-1])
+        for frame in frames:
+            body = frame.body
+            assert isinstance(body, LogFrame)
+            if body.annotation:
+                wanted[body.slot] = body.annotation
+        for name, disk in disks.items():
+            assert disk.log.annotations == wanted, f"annotations of log {number} at {name}"
+        for name, broker in self.running.items():
+            led = broker.logs.get((shard, number))
+            if led is not None and broker.host.serves(shard):
+                assert led.annotations == wanted, f"annotations of log {number}, which {name} leads"
 
 
 def epochs_of(disk: ReplicaDisk, begin: LogPoint) -> list[EpochStart]:

@@ -63,7 +63,7 @@ def is_whole(region: SimulatedRegion, name: str) -> bool:
 
 
 async def has_closed_segments(region: SimulatedRegion, segments: int = 4) -> None:
-    region.append_all_the_time()
+    region.append_all_the_time(annotated=False)
     await region.until(lambda: all(disk_of(region, name).log.segment_count > segments for name in NAMES), 600)
 
 
@@ -191,7 +191,7 @@ def test_what_no_copy_has_is_refused_and_nothing_else_stops() -> None:
 
 def test_a_copy_that_is_behind_gets_what_its_leader_had_to_repair_first() -> None:
     async def scene(region: SimulatedRegion) -> None:
-        region.append_all_the_time()
+        region.append_all_the_time(annotated=False)
         await region.until(lambda: disk_of(region, "a").log.segment_count > 2, 600)
         away = follower_of(region)
         region.kill(away)

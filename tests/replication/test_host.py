@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from cluster.simulated_brokers import Store
@@ -13,7 +15,9 @@ from replication.replicated_region import NAMES, SimulatedRegion, failing, go_wr
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, RequestError, UnavailableError
 from region.cluster.records import ShardId
+from region.log.disk import DiskLog
 from region.log.errors import FULL_RETRY_MS
+from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.replication import host as host_module
@@ -181,27 +185,80 @@ def test_a_leader_that_does_not_know_who_published_before_is_caught(monkeypatch:
         play(scene, 8)
 
 
-def test_a_follower_that_is_far_behind_a_trimmed_log_begins_anew_where_it_begins() -> None:
-    async def scene(region: SimulatedRegion) -> None:
-        shard = region.shards[0]
-        leader = region.leader(shard)
-        assert leader is not None
-        away = next(name for name in NAMES if name != leader.name)
-        region.kill(away)
-        region.append_all_the_time()
-        await region.until(lambda: region.acknowledged() > 300)
-        replica = leader.host.replica(shard)
-        assert replica is not None
-        for number, log in replica.logs.items():
-            await leader.log(shard, number).trim(log.commit.offset)
-        await region.until(lambda: all(log.start > LogPoint(0) for log in replica.logs.values()))
-        await region.start(away)
-        await settle(region)
-        copy = region.running[away].host.replica(shard)
-        assert copy is not None
-        assert all(copy.logs[number].start >= LogPoint(1) for number in copy.logs)
+async def cut_what_nobody_heard(region: SimulatedRegion) -> None:
+    """A leader has an append alone, is gone, and comes back to another one's log."""
+    shard = region.shards[0]
+    leader = region.leader(shard)
+    assert leader is not None
+    for other in NAMES:
+        if other != leader.name:
+            region.network.part(leader.name, other, both=True)
+    asked = asyncio.ensure_future(
+        leader.append(shard, 0, encode_batch([NewRecord(b"x")]), annotation=b"cut", slot=9)
+    )
+    await asyncio.wait([asked], timeout=0.5)
+    region.kill(leader.name)
+    asked.cancel()
+    region.network.heal()
+    await region.until(lambda: region.leader(shard) is not None)
+    await region.start(leader.name)
+    await settle(region)
 
-    play(scene, 3)
+
+def test_annotations_are_those_of_the_frames_after_a_cut_and_a_cut_that_leaves_them_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    play(cut_what_nobody_heard, 5)
+    cut = DiskLog.truncate
+
+    def leave(self: DiskLog, point: LogPoint) -> ProducerTable:
+        before, producers = dict(self.annotations), cut(self, point)
+        self.annotations = before
+        return producers
+
+    monkeypatch.setattr(DiskLog, "truncate", leave)
+    with pytest.raises(AssertionError, match="annotations of log 0"):
+        play(cut_what_nobody_heard, 5)
+
+
+def test_a_copy_that_begins_without_the_annotations_of_what_was_let_go_of_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begin = DiskLog.origin
+
+    def forget(self: DiskLog, *asked: Any, **how: Any) -> Origin:
+        return replace(begin(self, *asked, **how), annotations={})
+
+    monkeypatch.setattr(DiskLog, "origin", forget)
+    with pytest.raises((AssertionError, TimeoutError)):
+        play(follow_from_far_behind, 3)
+
+
+async def follow_from_far_behind(region: SimulatedRegion) -> None:
+    """Of a log that was trimmed meanwhile, with an annotation that stands in no frame any more."""
+    shard = region.shards[0]
+    leader = region.leader(shard)
+    assert leader is not None
+    await leader.append(shard, 0, encode_batch([NewRecord(b"x")]), annotation=b"let go of", slot=9)
+    region.annotated[shard, 0] = {9: b"let go of"}
+    away = next(name for name in NAMES if name != leader.name)
+    region.kill(away)
+    region.append_all_the_time()
+    await region.until(lambda: region.acknowledged() > 300)
+    replica = leader.host.replica(shard)
+    assert replica is not None
+    for number, log in replica.logs.items():
+        await leader.log(shard, number).trim(log.commit.offset)
+    await region.until(lambda: all(log.start > LogPoint(0) for log in replica.logs.values()))
+    await region.start(away)
+    await settle(region)
+    copy = region.running[away].host.replica(shard)
+    assert copy is not None
+    assert all(copy.logs[number].start >= LogPoint(1) for number in copy.logs)
+
+
+def test_a_follower_that_is_far_behind_a_trimmed_log_begins_anew_where_it_begins() -> None:
+    play(follow_from_far_behind, 3)
 
 
 def test_a_full_disk_refuses_a_leaders_appends_and_goes_on_once_it_has_room() -> None:
