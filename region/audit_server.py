@@ -23,6 +23,7 @@ import msgspec
 from audit.crossed import Page
 from audit.errors import AuditUnavailableError
 from audit.leaf import VERSION, EncodedLeaf, Kind, Leaf, decode_leaf, encode_for_log
+from audit.origin import Origin
 from audit.position import ShardName
 from audit.trail import Done, Trail, TrailStatus
 from felix.bounded import BoundedMap
@@ -70,7 +71,6 @@ class AuditServer:
 
     def __init__(
         self,
-        region: str,
         requests: PeerRequests,
         trail: Trail,
         arrivals: ArrivalIndex,
@@ -79,7 +79,7 @@ class AuditServer:
         is_home: Callable[[], bool] = lambda: True,
     ) -> None:
         """`is_home`: whether this broker writes the log now; while it does not, nobody is answered."""
-        self._region = region
+        self._origin = Origin.parse(trail.key.name)
         self._is_home = is_home
         self._trail, self._arrivals, self._logged, self._leaves = trail, arrivals, logged, leaves
         self._appending: WeakValueDictionary[str | ShardName, asyncio.Lock] = WeakValueDictionary()
@@ -261,12 +261,8 @@ class AuditServer:
                 f"Broker {peer} brings a leaf that cannot be read: {error.sentence}", code=Code.FORBIDDEN
             ) from error
         header = leaf.header
-        if leaf.version != VERSION or not (
-            (is_arrival(header) and header.destination_region == self._region)
-            or (
-                header.kind is Kind.DENY and self._region in (header.source_region, header.destination_region)
-            )
-        ):
+        is_theirs = is_arrival(header) or header.kind is Kind.DENY
+        if leaf.version != VERSION or not is_theirs or self._origin.misplaced(header):
             raise RequestError(
                 f"Broker {peer} brings a leaf that is not about what arrived or was refused there.",
                 code=Code.FORBIDDEN,

@@ -605,7 +605,7 @@ def _among_others(
             lambda concerned: clustered.leaders(mirror.streams, concerned),
             lambda broker, asked: requests.ask(broker, asked, PassedTold),
         )
-        server = AuditServer(region, requests, trail, index, logged, here, lambda: clustered.has_audit_log)
+        server = AuditServer(requests, trail, index, logged, here, lambda: clustered.has_audit_log)
         stack.push_async_callback(server.close)
         if not is_copied:
             return server, index, here

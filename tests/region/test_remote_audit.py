@@ -19,7 +19,17 @@ from audit import crossed as crossed_module
 from audit.checkpoint import note_size
 from audit.crossed import PAGE_CHUNKS
 from audit.errors import AuditUnavailableError
-from audit.leaf import EncodedLeaf, Kind, Leaf, decode_leaf, encode_for_log, encode_leaf, read_header
+from audit.leaf import (
+    EncodedLeaf,
+    Header,
+    Kind,
+    Leaf,
+    Side,
+    decode_leaf,
+    encode_for_log,
+    encode_leaf,
+    read_header,
+)
 from audit.position import ShardName
 from audit.tile import read_entries
 from audit.trail import Trail
@@ -119,7 +129,7 @@ class Region:
             self.passed,
         )
         self.server = AuditServer(
-            "eu-west", self.wire.ends["b1"], self.trail, ArrivalIndex(self.trail), self.logged, self.leaves
+            self.wire.ends["b1"], self.trail, ArrivalIndex(self.trail), self.logged, self.leaves
         )
         self.remote = RemoteAudit("eu-west", self.wire.ends["b2"], lambda: "b1")
 
@@ -241,9 +251,25 @@ async def test_only_what_arrived_or_was_refused_is_taken_from_another_broker(reg
 
     link = Link()
     intent = link.intent(3)
-    for leaf in (link.grant(), *intent):
+
+    def deny(side: Side, source: str, destination: str) -> Leaf:
+        return Leaf(
+            Header(
+                kind=Kind.DENY, side=side, time_ms=1, source_region=source, destination_region=destination,
+                actor="a", action="subscribe", rule="forbidden", code=1, sentence="No.",
+            )
+        )  # fmt: skip
+
+    misplaced = (
+        deny(Side.INGRESS, "eu-west", "us-east"),
+        deny(Side.EGRESS, "us-east", "eu-west"),
+        deny(Side.EGRESS, "us-east", "ap-south"),
+    )
+    for leaf in (link.grant(), *intent, *misplaced):
         refused = await asked(leaf)
         assert isinstance(refused, RequestError) and refused.code is Code.FORBIDDEN
+    for leaf in (deny(Side.INGRESS, "us-east", "eu-west"), deny(Side.EGRESS, "eu-west", "us-east")):
+        assert await asked(leaf) is None
     assert await asked(link.delivery(intent)[0]) is None
     assert len(region.arrived()) == 1
 
