@@ -31,13 +31,9 @@ if TYPE_CHECKING:
 _NAMES: Final = ("source_region", "destination_region", "stream", "destination_stream", "shard")
 """A shard as the destination has it, over all incarnations and bridges."""
 _SHARD: Final = ", ".join(_NAMES)
-_PLACE: Final = (
-    "array_sort(collect_list(struct(leaf_index, log, entries_sha256, bridge, incarnation, "
-    "CASE kind WHEN 'GAP' THEN 'elsewhere' ELSE 'passed-by' END AS what)))"
-)
 _WORDS: Final = {
-    "passed-by": "Passed by in a resend as if they had crossed before; the ingress log does not have them.",
-    "elsewhere": "Left out as if another bridge had brought them; the ingress log does not have them.",
+    "passed-by": "Passed by in a resend as if they had crossed before; the ingress log",
+    "elsewhere": "Left out as if another bridge had brought them; the ingress log",
 }
 
 
@@ -86,6 +82,19 @@ def _missing(
             yield place, missing
 
 
+def _places(is_ahead: str) -> str:
+    """SQL: where a shard's leaves stand."""
+    return f"""array_sort(collect_list(struct(leaf_index, log, entries_sha256, bridge, incarnation,
+        CASE kind WHEN 'GAP' THEN 'elsewhere' ELSE 'passed-by' END AS what, {is_ahead} AS is_ahead)))"""
+
+
+def _said(place: Mapping[str, Any]) -> dict[str, str]:
+    """Status and sentence of what is missing."""
+    ahead = place["is_ahead"]
+    ends = " that was given may end before they arrived." if ahead else " does not have them."
+    return {"status": "open" if ahead else "differs", "sentence": _WORDS[place["what"]] + ends}
+
+
 def _of(place: Mapping[str, Any]) -> dict[str, Any]:
     """What a finding says of the link that a leaf is of."""
     return {"bridge": place["bridge"], "incarnation": place["incarnation"]}
@@ -104,9 +113,9 @@ def _look(
                 try:
                     made = [
                         {
-                            **shard, **_of(place), "finding": f"{place['what']}-without-arrival", "first_offset": missing[0][0],
+                            **shard, **_of(place), **_said(place), "finding": f"{place['what']}-without-arrival", "first_offset": missing[0][0],
                             "last_offset": missing[-1][1], "records": sum(last - first + 1 for first, last in missing),
-                            "egress_leaf": place["leaf_index"], "sentence": _WORDS[place["what"]],
+                            "egress_leaf": place["leaf_index"],
                         }
                         for place, missing in _missing(reader, derived, row)
                     ]  # fmt: skip
@@ -128,15 +137,15 @@ def unfounded(
     logs: Mapping[str, tuple[str, BundleRoots]],
     derived: Mapping[bytes, Derived],
 ) -> DataFrame:
-    """A finding for each leaf of `trusting` (`reconciliation.TAKEN_ON_TRUST`) about offsets that did not arrive. `logs` is path and bundles of each log, by origin."""
+    """A finding for each leaf of `trusting` (`reconciliation.perhaps_before`) about offsets that did not arrive. `logs` is path and bundles of each log, by origin."""
     from pyspark.sql.pandas.types import to_arrow_schema
     from pyspark.sql.types import StructType
 
     places = leaves.sparkSession.sql(
         f"""
-        WITH trusting AS (SELECT {_SHARD}, {_PLACE} AS trusting FROM {{trusting}} GROUP BY {_SHARD}),
+        WITH trusting AS (SELECT {_SHARD}, {_places("is_ahead")} AS trusting FROM {{trusting}} GROUP BY {_SHARD}),
              arrived AS (
-                 SELECT {_SHARD}, {_PLACE} AS arrived FROM {{leaves}}
+                 SELECT {_SHARD}, {_places("false")} AS arrived FROM {{leaves}}
                  WHERE side = 'ingress' AND kind = 'ACK' AND first_offset IS NOT NULL GROUP BY {_SHARD}
              )
         SELECT * FROM trusting LEFT JOIN arrived USING ({_SHARD})

@@ -26,12 +26,22 @@ is accounted for under each.
 An INTENT later than its shard's last receipt may be in flight while the log is copied; it is reported as `open`,
 which is neither reconciled nor a difference. So is, for good, what was announced again and not answered: it counts once for the
 accounting, and whether it had arrived is the destination's word alone.
+
+Logs of a link in use are never of one moment, so what one of them shows and the other, as it was given, does not reach is `open`, too:
+
+- a receipt that names a leaf behind the end of the ingress log;
+- an arrival behind all that the egress log has of its shard and cannot take back (what another grant may still announce again can be),
+  where no receipt in that log names this leaf of the ingress log or a later one: an INTENT is durable before anything arrives, so a log
+  with such a receipt has the INTENT;
+- what is taken on trust (step 3), where nothing that was announced behind it has arrived in the ingress log as given.
+
+Each only as long as none of the link's logs shows a time `APART_MS` later: whatever a log never gets does not stay open.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind
@@ -120,9 +130,22 @@ FINDING_COLUMNS: Final = (
     Column("sentence", Type.TEXT, "In words"),
 )
 
+APART_MS: Final = 3_600_000
+"""How far apart the logs of a link may be: an auditor copies one after the other, and clocks of two regions differ. What was done longer
+before the latest moment that one of them shows is missing where another lacks it."""
+
 _ARRIVING: Final = ", ".join(name for name in SHARD_KEY if name != "bridge")
 """At the destination a shard has one place, whichever bridge brings it."""
 _ENVELOPE: Final = f"{SHARD}, envelope_sha256"
+
+
+class LogEnd(NamedTuple):
+    """Where a log that was given ends."""
+
+    origin: str
+    size: int
+    time_ms: int
+    """the latest that one of its leaves says"""
 
 
 class Given:
@@ -130,25 +153,44 @@ class Given:
     nothing of this one. What a leaf calls itself counts for nothing: a log is the other side where it was given, whether
     or not it has a leaf about the crossing."""
 
-    def __init__(self, origins: Iterable[str]) -> None:
-        """`origins`: of logs that verified."""
-        parsed = [Origin.parse(origin) for origin in origins]
-        self._bridges = sorted(str(each.bridge) for each in parsed if each.bridge is not None)
-        self._regions = sorted(each.region for each in parsed if each.bridge is None)
+    def __init__(self, logs: Iterable[LogEnd]) -> None:
+        """`logs`: those that verified."""
+        parsed = [(Origin.parse(log.origin), log) for log in logs]
+        self._bridge_ends = {str(origin.bridge): log for origin, log in parsed if origin.bridge is not None}
+        self._region_ends = {origin.region: log for origin, log in parsed if origin.bridge is None}
 
     def has_egress_of(self, bridge: str) -> bool:
         """Whether the bridge's egress log is among them."""
-        return bridge in self._bridges
+        return bridge in self._bridge_ends
 
     @property
     def egress(self) -> str:
         """SQL: whether the egress log of a row's bridge is among them."""
-        return _is_one_of("bridge", self._bridges)
+        return _is_one_of("bridge", sorted(self._bridge_ends))
 
     @property
     def ingress(self) -> str:
         """SQL: whether the own log of a row's destination is among them."""
-        return _is_one_of("destination_region", self._regions)
+        return _is_one_of("destination_region", sorted(self._region_ends))
+
+    @property
+    def ingress_size(self) -> str:
+        """SQL: how many leaves the own log of a row's destination has; null: it was not given."""
+        return _by("destination_region", {name: end.size for name, end in self._region_ends.items()})
+
+    def may_lack(self, time: str) -> str:
+        """SQL: whether what was done at this time (ms) may be missing in a log of a row's link because the log was read before."""
+        regions = {name: end.time_ms for name, end in self._region_ends.items()}
+        bridges = {name: end.time_ms for name, end in self._bridge_ends.items()}
+        ends = (_by("bridge", bridges), _by("source_region", regions), _by("destination_region", regions))
+        return f"coalesce({time} >= greatest({', '.join(ends)}, 0) - {APART_MS}, false)"
+
+
+def _by(column: str, values: Mapping[str, int]) -> str:
+    """SQL: the number that belongs to a row's name there; null where there is none."""
+    # Parsed names have no quotes.
+    cases = "".join(f" WHEN '{name}' THEN {value}" for name, value in sorted(values.items()))
+    return f"CASE {column}{cases} END" if cases else "CAST(NULL AS BIGINT)"
 
 
 def _is_one_of(column: str, names: Sequence[str]) -> str:
@@ -176,7 +218,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
                    {total("records", "true")} AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
-                   max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told,
+                   max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told, max(time_ms) AS {prefix}_time, max(grant_id) AS {prefix}_grant,
                    min(destination_first_offset) AS {prefix}_to_first, max(destination_last_offset) AS {prefix}_to_last,
                    array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said{more}
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
@@ -192,16 +234,32 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
         WITH i AS ({side("INTENT", "egress", "intent", again)}),
              r AS ({side("ACK", "egress", "receipt")}),
              a AS ({side("ACK", "ingress", "arrival")}),
+             told AS (
+                 SELECT {SHARD}, grant_id, max(last_offset) AS told FROM {{leaves}} WHERE {COVERS} GROUP BY {SHARD}, grant_id
+             ),
              joined AS (
                  SELECT {", ".join(picked(name) for name in key)},
                         i.* EXCEPT ({_ENVELOPE}), r.* EXCEPT ({_ENVELOPE}), a.* EXCEPT ({_ENVELOPE})
                  FROM i FULL OUTER JOIN r ON {same("i", "r", key)}
                  FULL OUTER JOIN a ON {" AND ".join(f"coalesce(i.{n}, r.{n}) <=> a.{n}" for n in key)}
-             )
-        SELECT joined.*, {given.egress} AS has_egress, {given.ingress} AS has_ingress,
-               max(receipt_last) OVER (PARTITION BY {", ".join("joined." + n for n in SHARD_KEY)}) AS last_receipt,
-               max(arrival_last) OVER (PARTITION BY {", ".join("joined." + n for n in SHARD_KEY)}) AS last_arrival
-        FROM joined
+             ),
+        covered AS (
+            SELECT joined.*, told.told FROM joined LEFT JOIN told ON {same("joined", "told")} AND joined.arrival_grant <=> told.grant_id
+        ),
+        placed AS (
+            SELECT *, {given.egress} AS has_egress, {given.ingress} AS has_ingress,
+                   max(receipt_last) OVER (PARTITION BY {SHARD}) AS last_receipt,
+                   max(receipt_told) OVER (PARTITION BY bridge, destination_region) AS last_told,
+                   coalesce(receipt_told >= {given.ingress_size}, false) AND {given.may_lack("receipt_time")} AS ingress_ends
+            FROM covered
+        ),
+        ended AS (
+            SELECT *, intent_leaf IS NULL AND coalesce(arrival_first > coalesce(greatest(last_receipt, told), -1)
+                   AND arrival_leaf > coalesce(last_told, -1), false) AND {given.may_lack("arrival_time")} AS egress_ends
+            FROM placed
+        )
+        SELECT *, max(arrival_last) FILTER (WHERE NOT egress_ends) OVER (PARTITION BY {SHARD}) AS last_arrival
+        FROM ended
         """,  # noqa: S608
         leaves=leaves,
     )
@@ -219,11 +277,12 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
                 coalesce(intent_records, receipt_records, arrival_records) AS records,
                 coalesce(intent_leaf, receipt_leaf) AS egress_leaf, arrival_leaf AS ingress_leaf, envelope_sha256"""
     late = "CASE WHEN intent_first > coalesce({last}, -1) THEN 'open' ELSE 'differs' END"
-    # Nobody asks for the receipt of a grant that another one followed: the ingress log says whether it arrived.
-    unasked = f"CASE WHEN {FOLLOWED} AND NOT has_ingress THEN 'open' ELSE {late} END"
+    # Nobody asks for the receipt of a grant that another one followed: the ingress log says whether it arrived, as far as it goes.
+    unasked = f"""CASE WHEN {FOLLOWED} AND (NOT has_ingress OR intent_first > coalesce(last_arrival, -1)) THEN 'open'
+                  ELSE {late.format(last="last_receipt")} END"""
     cases = [
         _finding(
-            unasked.format(last="last_receipt"), "intent-without-receipt",
+            unasked, "intent-without-receipt",
             "'Announced in the egress log; no receipt of the destination follows.'",
             f"intent_leaf IS NOT NULL AND receipt_leaf IS NULL AND NOT {BEGUN_AGAIN} AND NOT ({FOLLOWED} AND arrival_leaf IS NOT NULL)",
         ),
@@ -238,8 +297,9 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             ANSWERED_YET,
         ),
         _finding(
-            "'differs'", "receipt-without-arrival",
-            "'The destination gave a receipt; its ingress log does not have the records.'",
+            "CASE WHEN ingress_ends THEN 'open' ELSE 'differs' END", "receipt-without-arrival",
+            "CASE WHEN ingress_ends THEN concat('The destination gave a receipt for leaf ', receipt_told, ' of its ingress log; the log that was given ends before it.') "
+            "ELSE 'The destination gave a receipt; its ingress log does not have the records.' END",
             "receipt_leaf IS NOT NULL AND arrival_leaf IS NULL AND has_ingress",
         ),
         _finding(
@@ -248,8 +308,9 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "receipt_leaf IS NOT NULL AND intent_leaf IS NULL",
         ),
         _finding(
-            "'differs'", "arrival-without-intent",
-            "'The ingress log has records that the egress log never announced.'",
+            "CASE WHEN egress_ends THEN 'open' ELSE 'differs' END", "arrival-without-intent",
+            "CASE WHEN egress_ends THEN 'The ingress log has records behind those with which the egress log ends that was given.' "
+            "ELSE 'The ingress log has records that the egress log never announced.' END",
             "arrival_leaf IS NOT NULL AND intent_leaf IS NULL AND has_egress",
         ),
         _finding(
@@ -316,6 +377,21 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
         ),
     ]  # fmt: skip
     return sides.sparkSession.sql(f"SELECT {place}, {one_row_each(cases)} FROM {{sides}}", sides=sides)  # noqa: S608
+
+
+def perhaps_before(trusting: DataFrame, sides: DataFrame, given: Given) -> DataFrame:
+    """The leaves of `TAKEN_ON_TRUST`, each with `is_ahead`: whether the ingress log as given may end before what it says had arrived. It
+    does not where something has arrived that the egress log announced behind the leaf."""
+    return trusting.sparkSession.sql(
+        f"""
+        SELECT trusting.*, leaf_index >= coalesce(reached, 0) AND {given.may_lack("time_ms")} AS is_ahead
+        FROM {{trusting}} AS trusting LEFT JOIN (
+            SELECT bridge, destination_region, max(intent_leaf) AS reached FROM {{sides}} WHERE arrival_leaf IS NOT NULL GROUP BY ALL
+        ) USING (bridge, destination_region)
+        """,  # noqa: S608
+        trusting=trusting,
+        sides=sides,
+    )
 
 
 def unlike_envelopes(sides: DataFrame) -> DataFrame:

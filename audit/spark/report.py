@@ -321,7 +321,7 @@ def _make(
 def _sizes(leaves: DataFrame) -> DataFrame:
     return leaves.sparkSession.sql(
         """
-        SELECT log, count(*) AS leaves, array_join(array_sort(collect_set(side)), ' and ') AS side, count_if(has_receipt) AS receipts,
+        SELECT log, count(*) AS leaves, max(time_ms) AS time_ms, array_join(array_sort(collect_set(side)), ' and ') AS side, count_if(has_receipt) AS receipts,
                coalesce(sum(records) FILTER (WHERE entries_sha256 IS NOT NULL), 0) AS entries
         FROM {leaves} GROUP BY log
         """,
@@ -433,7 +433,7 @@ def _compute(
         listed.left_off["exceptions"] = listed.left_off.get("exceptions", 0) + untold
 
     tell("Reconciling egress with ingress")
-    given = reconciliation.Given(log.checkpoint.origin for log in opened)
+    given = reconciliation.Given(_end(log, counted.get(log.checkpoint.origin)) for log in opened)
     sides = reconciliation.envelopes(leaves, given).localCheckpoint()
     found = reconciliation.envelope_findings(sides).unionByName(reconciliation.coverage_findings(leaves))
     unlike = reconciliation.unlike_envelopes(sides).localCheckpoint()
@@ -441,7 +441,8 @@ def _compute(
     trusting = leaves.where(f"{reconciliation.TAKEN_ON_TRUST} AND {given.ingress}")
     if not trusting.isEmpty():
         tell("Looking in the ingress logs for what had arrived before")
-        found = found.unionByName(unfounded(leaves, trusting, places, signed.derived))
+        lately = reconciliation.perhaps_before(trusting, sides, given)
+        found = found.unionByName(unfounded(leaves, lately, places, signed.derived))
     if not unlike.isEmpty():
         tell("Comparing records where the digests differ")
         found = found.unionByName(compare_records(reconciliation.places(leaves, unlike), places))
@@ -501,7 +502,7 @@ def _compute(
         tuple(
             (row["start_ms"], row["stream"], row["records"], row["record_bytes"], row["withheld"]) for row in line
         ),
-        _missing(logs, table, links),
+        _missing(logs, table, links, given),
         listed.left_off,
     )  # fmt: skip
 
@@ -538,9 +539,16 @@ def _links(shards: DataFrame) -> list[Any]:
     ).collect()
 
 
-def _missing(logs: Sequence[VerifiedLog], transfers: Table, reconciled: Sequence[Any]) -> Missing:
+def _end(log: OpenedLog, said: Mapping[str, Any] | None) -> reconciliation.LogEnd:
+    return reconciliation.LogEnd(
+        log.checkpoint.origin, log.checkpoint.size, (said["time_ms"] if said else None) or 0
+    )
+
+
+def _missing(
+    logs: Sequence[VerifiedLog], transfers: Table, reconciled: Sequence[Any], given: reconciliation.Given
+) -> Missing:
     """What was not given, by the links that the logs are about."""
-    given = reconciliation.Given(log.origin for log in logs)
     links: dict[tuple[str, str], set[str]] = {}
     for row in reconciled:
         source, destination, bridge = row["source_region"], row["destination_region"], row["bridge"]
