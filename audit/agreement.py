@@ -37,6 +37,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from audit.allowance import Allowed
 from audit.crossed import Crossed
 from audit.halves import Half, Halves, Paper
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
@@ -622,6 +623,14 @@ class Agreements:
             # It was on its way when a half was signed again, or may not stand under the one before either.
             problem = self._refusal(held, older, attempt, header)
         return [f"{what}: {problem}"] if problem else []
+
+    def allowed(self, header: Header) -> Allowed | None:
+        """What the terms under which this crossing of version 2 stands allow altogether; None where no export of these terms stands before it."""
+        held = self._grants.get(header.grant_id)
+        export = None if held is None else next(iter(held.exports), None)
+        if export is None or bytes.fromhex(export.terms_hash) != header.terms_hash:
+            return None
+        return Allowed(export.terms.budget_bytes, export.terms.rate_bytes)
 
     def _refusal(self, held: _Held, book: GrantBook, attempt: Attempt, header: Header) -> str:
         """Why the crossing may not stand here, by the halves in this book; or nothing."""

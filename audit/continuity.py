@@ -19,6 +19,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from audit.accounting import Accounts, Agreed
+from audit.allowance import Allowed
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.places import Places
 from audit.position import LINK_SHARDS_MAX, LinkShard, ShardName
@@ -35,6 +36,7 @@ class _Grant(NamedTuple):
     terms_hash: bytes
     not_before_ms: int
     expires_ms: int
+    allowed: Allowed
     revoked: bool
 
 
@@ -165,6 +167,7 @@ class Continuity:
             header.terms_hash,
             terms.not_before_ms,
             terms.expires_ms,
+            Allowed(terms.budget_bytes, terms.rate_bytes_per_second),
             revoked=False,
         )
         return []
@@ -200,6 +203,11 @@ class Continuity:
         if header.time_ms < grant.not_before_ms or (grant.expires_ms and header.time_ms >= grant.expires_ms):
             return [f"{what}: at {header.time_ms} ms it is outside the grant's window."]
         return []
+
+    def allowed(self, header: Header) -> Allowed | None:
+        """What the terms that a GRANT leaf of version 1 states allow altogether; None where it is not the grant of this leaf."""
+        grant = self._grants.get(header.grant_id)
+        return grant.allowed if grant is not None and grant.terms_hash == header.terms_hash else None
 
     # Arrivals
 

@@ -14,6 +14,7 @@ from typing import Final, NamedTuple
 
 from audit.accounting import AnnouncedAgain, Skipped
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
+from audit.allowance import Allowances, Faster, crosses
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.continuity import Continuity
 from audit.crossed import CROSSED_BEFORE
@@ -87,7 +88,10 @@ _MOVES: Final = frozenset((Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP))
 SKIPPED: Final = "skipped"
 TIME_BACK: Final = "time-back"
 TAKEN_LATE: Final = "taken-after-revocation"
+FASTER: Final = "faster-than-rate"
 """Kinds of notices."""
+OVER_BUDGET: Final = "crossed-over-budget"
+"""A kind of findings that has a name."""
 
 
 class Finding(NamedTuple):
@@ -97,6 +101,8 @@ class Finding(NamedTuple):
     leaf: int | None
     path: str
     sentence: str
+    name: str = ""
+    """of the kinds that have one"""
 
 
 class Place(NamedTuple):
@@ -199,12 +205,13 @@ class Report:
         leaf: int | None = None,
         path: str = "",
         place: Place | None = None,
+        name: str = "",
     ) -> None:
         """Note a finding. `place`: what it is about; None: the log."""
         self.steps[step - 1].findings += 1
         first = place is not None and self._takes_place(step, place)
         if first or len(self.findings) < FINDINGS_MAX:
-            self.findings.append(Finding(step, leaf, path, sentence))
+            self.findings.append(Finding(step, leaf, path, sentence, name))
         else:
             self.left_off += 1
 
@@ -261,6 +268,7 @@ class _Run:
         """the latest time of a leaf since the last one that ran back"""
         self._back = Largest[Notice](NOTICES_MAX)
         self._late = Largest[Notice](NOTICES_MAX)
+        self._allowances = Allowances()
         self._partial_findings = self._partials_unread = 0
         self._log: LogTrust
         self._report = Report(origin)
@@ -331,7 +339,11 @@ class _Run:
         report.leaves, report.records = dict(continuity.leaves), dict(continuity.records)
         accounts = continuity.accounts
         report.unanswered, report.skipped = accounts.unanswered, accounts.skipped
-        times = (self._back, self._late)
+        faster = Largest[Notice](NOTICES_MAX)
+        for each in self._allowances.faster():
+            faster.add(each.size, _faster(each))
+        # A clock that was set back says nothing of how long it took.
+        times = (self._back, self._late, *(() if self._back.in_order() else (faster,)))
         told = (notice for largest in times for notice in largest.in_order())
         report.notices = (*map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
@@ -538,6 +550,9 @@ class _Run:
         for step, question in questions:
             for sentence in self._ask(index, question):
                 self._report.find(step, sentence, leaf=index, path=path, place=self._place_of(index, header))
+        for sentence in self._ask(index, lambda: self._over_budget(index, leaf)):
+            place = Place((OVER_BUDGET, header.grant_id), is_limited=True)
+            self._report.find(7, sentence, leaf=index, path=path, place=place, name=OVER_BUDGET)
         if header.kind is Kind.REVOKE and (by_ms := self._agreements.taken_late(header)):
             self._late.add(by_ms, _taken_late(index, by_ms))
 
@@ -605,6 +620,16 @@ class _Run:
             self._does_not_show(VERSION_1_UNSUPPORTED)
             return []
         return self._agreements.judge(leaf.header)
+
+    def _over_budget(self, index: int, leaf: Leaf) -> list[str]:
+        """Step 7, the grant: what its terms allow altogether."""
+        header = leaf.header
+        if not crosses(header):
+            return []
+        terms = self._continuity if leaf.version == 1 else self._agreements
+        allowed = terms.allowed(header)
+        sentence = "" if allowed is None else self._allowances.take(index, header, allowed)
+        return [sentence] if sentence else []
 
     def _does_not_show(self, what: tuple[str, ...]) -> None:
         known = self._report.unsupported
@@ -813,6 +838,15 @@ def _skipped(found: Skipped) -> Notice:
 
 def _ran_back(leaf: int, by_ms: int) -> Notice:
     return Notice(leaf, TIME_BACK, f"Its time is {by_ms // 1000:,} s before that of a leaf before it: the order of leaves is sure, the time is the writer's word.")  # fmt: skip
+
+
+def _faster(found: Faster) -> Notice:
+    return Notice(
+        found.leaf,
+        FASTER,
+        f"{found.size:,} bytes crossed under grant {found.grant_id} within {found.span_ms / 1000:,.0f} s, by the times of their leaves: its terms allow "
+        f"{found.rate_bytes:,} a second.",
+    )
 
 
 def _taken_late(leaf: int, by_ms: int) -> Notice:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
 from audit.spark.table import COUNT_MAX, Column, Type, one_row_each
+from audit.spark.verification import RULE_BROKEN
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -172,7 +173,7 @@ _LEAVES_PLACE: Final = ", ".join(f"leaves.{name}" for name in _PLACE.split(", ")
 def _rules_broken() -> str:
     """SQL: what the verification found, where nothing above says it better."""
     broken = _event(
-        BREACH, "'rule-broken'", "true", "story.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="leaves.records"
+        BREACH, "story.exception", "true", "story.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="leaves.records"
     )  # fmt: skip
     return f"""
         UNION ALL
@@ -180,7 +181,7 @@ def _rules_broken() -> str:
         FROM {{story}} AS story JOIN {{all_leaves}} AS leaves
             ON story.log = leaves.log AND story.leaf_index = leaves.leaf_index
         LEFT ANTI JOIN (SELECT log, leaf_index FROM told WHERE severity = '{BREACH}') AS told
-            ON story.log = told.log AND story.leaf_index = told.leaf_index
+            ON story.log = told.log AND story.leaf_index = told.leaf_index AND story.exception = '{RULE_BROKEN}'
         """  # noqa: S608  # constants of this module
 
 
@@ -249,7 +250,7 @@ def found(
     """The exceptions of the window, each leaf's by itself; what the source forbade and the destination was not told is looked for in the
     source's own log. `all_leaves` and `signed` are of the whole logs: a revocation before
     the window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
-    sentence); None: nothing. `notices`: what it saw that breaks no rule (log, leaf_index, notice, sentence, records).
+    sentence, exception); None: nothing. `notices`: what it saw that breaks no rule (log, leaf_index, notice, sentence, records).
 
     Of version 2, what ends a grant is a revocation that one of its regions signed. Leaves of version 1 have no documents: there
     the log's own word is all there is, and it holds for crossings of version 1 alone, as in the verification.

@@ -69,6 +69,8 @@ COLUMNS: Final = (
     Column("trace", Type.FLAG, "Trace context crosses"),
     Column("wildcard", Type.FLAG, "Wildcard"),
     Column("onward", Type.FLAG, "Onward transfer allowed"),
+    Column("budget_bytes", Type.COUNT, "Budget, bytes", "that may cross altogether; 0: any number"),
+    Column("rate_bytes_per_second", Type.COUNT, "Rate, bytes per second", "0: any number"),
     Column("policy_versions", Type.LIST, "Policy versions"),
     Column("policy_hashes", Type.LIST, "Policy hashes"),
     Column("first_time", Type.TIME, "First crossing", "or arrival, where the egress log is not here"),

@@ -53,6 +53,8 @@ from felix.errors import CorruptionError, FelixError, TamperError
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+RULE_BROKEN: Final = "rule-broken"
+"""The exception that stands for a finding without a name of its own."""
 STORY_STEPS: Final = (7, 10)
 """The steps of `verify_log` that ask whether authentic leaves tell a consistent story: records accounted for once, under a
 grant; documents there and signed. What they find stands in the report; what the other steps find means that there is
@@ -215,15 +217,16 @@ def problems_of(report: VerificationReport) -> list[Problem]:
 def story_of(
     spark: SparkSession, reports: Sequence[VerificationReport], more: Sequence[tuple[str, int, str]] = ()
 ) -> DataFrame | None:
-    """What these steps found, and `more` of the kind, as rows: log, leaf_index, sentence; None: nothing."""
+    """What these steps found, and `more` of the kind, as rows: log, leaf_index, sentence, and what an exception of it is called; None: nothing."""
     found = (
-        (report.origin, finding.leaf, finding.sentence)
+        (report.origin, finding.leaf, finding.sentence, finding.name or RULE_BROKEN)
         for report in reports
         for finding in report.findings
         if finding.step in STORY_STEPS
     )
-    rows = [*found, *more]
-    return spark.createDataFrame(rows, "log string, leaf_index bigint, sentence string") if rows else None
+    rows = [*found, *((*each, RULE_BROKEN) for each in more)]
+    columns = "log string, leaf_index bigint, sentence string, exception string"
+    return spark.createDataFrame(rows, columns) if rows else None
 
 
 def notices_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame | None:

@@ -212,10 +212,11 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         "what terms say is taken from documents that both regions signed, and all that the destination can see of a record it "
         "holds to them. What it cannot see it cannot: whether a filter's field, which did not cross, let the record pass, and "
         "whether a pseudonym was made from the right value. A revocation, pause or deny entry of its own region that it keeps to itself is "
-        "found where the source's own log is given, and told as a notice for as long as it had brought every half between the two regions late",
+        "found where the source's own log is given, and told as a notice for as long as it had brought every half between the two regions late. What crosses beyond a budget each log shows",
         (
             "attacks/test_rogue_agent.py",
             "attacks/test_f04_register.py",
+            "attacks/test_over_budget.py",
             "attacks/test_words_held_back.py",
             "attacks/test_clocks_apart.py",
         ),

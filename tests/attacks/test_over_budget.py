@@ -1,0 +1,128 @@
+"""A budget that was passed, though both regions' brokers and the bridge are to hold it: by an agent that leaves its own check out, and a
+destination that lets it in. Each log shows it by itself, at the leaf that passes it, and a log that uses its budget to the last byte is not found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from attacks.conftest import Tally
+from attacks.test_logs_of_version_1 import TERMS, as_version_1
+from attacks.test_one_party_alone import EGRESS, INGRESS, ORIGINS, files_of
+from audit_log import EGRESS_ORIGIN, INGRESS_ORIGIN, Link
+from crossing_logs import DEPARTURES, START_MS, trust, write_world
+from signed_grants import signed_grant
+from spark.test_two_moments import Live, flat
+
+from audit.leaf import Kind, Leaf, Side
+from audit.spark.report import EXIT_DIFFERENCES, run_report
+from audit.verify import FASTER, OVER_BUDGET, Finding, verify_log
+from policy import residency
+
+
+@pytest.fixture(autouse=True, scope="module")
+def policies_read_once() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(residency, "parse_policy", cache(residency.parse_policy))
+        yield
+
+
+def link(budget: int = 0, rate: int = 0) -> tuple[Live, str]:
+    """What crossed under a grant, and its id: two shards, a batch that stays, a gap, one that never arrives and is announced again under another
+    grant, which has no limits."""
+    signed = signed_grant(stream=DEPARTURES, expires=START_MS + 10**9, budget_bytes=budget, rate_bytes=rate)
+    world = Live(signed=signed)
+    world.grant(DEPARTURES, START_MS - 1_000, signed)
+    world.batch(DEPARTURES, 0, START_MS, 6, withheld=0.3)
+    world.batch(DEPARTURES, 1, START_MS + 10, 4, withheld=0.0)
+    world.batch(DEPARTURES, 1, START_MS + 20, 4, withheld=1.0)
+    world.gap(DEPARTURES, 0, 5, START_MS + 30)
+    world.batch(DEPARTURES, 1, START_MS + 40, 5, withheld=0.0)
+    world.batch(DEPARTURES, 0, START_MS + 50, 4, withheld=0.0, receipt=False, arrives=False)
+    world.offsets[DEPARTURES, 0] -= 4
+    world.follow(1, START_MS + 60)
+    world.batch(DEPARTURES, 0, START_MS + 70, 4, withheld=0.0)
+    return world, signed.grant
+
+
+def crossed(world: Live, grant: str, log: str) -> list[tuple[int, int]]:
+    """Of the leaves by which records crossed under this grant: the index, and how many bytes had by then."""
+    leaves, kind = (flat(world.egress), Kind.INTENT) if log == EGRESS else (flat(world.ingress), Kind.ACK)
+    found, total = [], 0
+    for index, leaf in enumerate(leaves):
+        if leaf.header.kind is kind and leaf.header.grant_id == grant and leaf.header.records:
+            total += leaf.header.listed_bytes
+            found.append((index, total))
+    return found
+
+
+def findings(world: Live, log: str) -> list[Finding]:
+    leaves = flat(world.egress if log == EGRESS else world.ingress)
+    return verify_log(files_of(log, leaves), trust()).findings
+
+
+@pytest.mark.parametrize("log", [EGRESS, INGRESS])
+def test_a_budget_is_used_to_the_last_byte_and_no_further(log: str, tally: Tally) -> None:
+    (*_, (before, less), (last, most)) = crossed(*link(), log)
+    assert findings(link(most)[0], log) == []
+    (found,) = findings(link(most - 1)[0], log)
+    assert (found.step, found.leaf, found.name) == (7, last, OVER_BUDGET)
+    assert f"{most - 1:,} bytes" in found.sentence
+    assert [each.leaf for each in findings(link(less - 1)[0], log)] == [before, last]
+    tally("budgets that were passed by a byte", 2)
+
+
+@pytest.mark.parametrize("side", [Side.EGRESS, Side.INGRESS])
+def test_the_budget_that_leaves_of_version_1_state_is_asked_too(side: Side) -> None:
+    def found(budget: int) -> list[str]:
+        ends = Link(grant_id="g-invented")
+        intents = ends.intent()
+        leaves = [ends.grant(side), *(intents if side is Side.EGRESS else ends.delivery(intents))]
+        old = [as_version_1(leaf) for leaf in leaves]
+        stated = msgspec.structs.replace(TERMS, budget_bytes=budget)
+        old[0] = Leaf(msgspec.structs.replace(old[0].header, terms=stated), version=1)
+        report = verify_log(files_of(EGRESS if side is Side.EGRESS else INGRESS, old), trust())
+        return [each.name for each in report.findings]
+
+    size = sum(leaf.header.record_bytes for leaf in Link().intent())
+    assert found(size) == []
+    assert found(size - 1) == [OVER_BUDGET]
+
+
+def test_what_crossed_faster_than_its_rate_is_told(tally: Tally) -> None:
+    def told(rate: int, log: str = EGRESS) -> list[str]:
+        world, _ = link(rate=rate)
+        report = verify_log(files_of(log, flat(world.egress if log == EGRESS else world.ingress)), trust())
+        assert report.ok
+        return [each.name for each in report.notices]
+
+    assert told(1) == [FASTER]
+    assert told(1_000) == []
+    assert told(1, INGRESS) == [], "arrivals come in bursts"
+    tally("rates that were passed", 1)
+
+
+def test_the_report_calls_it_a_breach_in_either_log(spark: Any, tmp_path: Path, tally: Tally) -> None:
+    world, grant = link(1_000, 1)
+    result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    report, wanted = result.report, {log: crossed(world, grant, log) for log in (EGRESS, INGRESS)}
+    breaches = {row["log"]: row for row in report.exceptions.records() if row["severity"] == "breach"}
+    assert {row["exception"] for row in breaches.values()} == {OVER_BUDGET}
+    for log, origin in ((EGRESS, EGRESS_ORIGIN), (INGRESS, INGRESS_ORIGIN)):
+        beyond = [index for index, by_then in wanted[log] if by_then > 1_000]
+        row = breaches[origin]
+        assert ORIGINS[log] == origin
+        assert (row["first_leaf"], row["last_leaf"], row["events"]) == (beyond[0], beyond[-1], len(beyond))
+    assert FASTER in {row["exception"] for row in report.exceptions.records()}
+    limits = {
+        tuple(row["grant_ids"]): (row["budget_bytes"], row["rate_bytes_per_second"])
+        for row in report.register.records()
+    }
+    assert limits[grant,] == (1_000, 1)
+    assert sorted(limits.values()) == [(0, 0), (1_000, 1)]
+    assert result.exit_code == EXIT_DIFFERENCES
+    tally("reports of a budget that was passed", 1)
