@@ -71,6 +71,8 @@ class Missing:
     """of each link of which only one side's log was given: which one is missing"""
     region_logs: tuple[str, ...]
     """of each region of a link whose own log was not given: what may stand only there"""
+    sources: tuple[str, ...] = ()
+    """those of them that records left: what they revoked, paused or denied and an agent kept to itself is not looked for"""
 
 
 @dataclass(frozen=True, slots=True)

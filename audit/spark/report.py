@@ -61,7 +61,7 @@ EXIT_DIFFERENCES: Final = 10
 """The report was made, and says that the logs differ or that something crossed outside its terms."""
 EXIT_ONE_SIDE: Final = 11
 """The report was made, and nothing in it differs; but of some link one side's log alone was given, and one side's word is
-no reconciliation."""
+no reconciliation; or its source's own log was not, and then what arrived against that region's word is not looked for."""
 EXIT_NOT_WHOLE: Final = 12
 """The report was made, and nothing in it differs; but a table has more rows than a report lists. Totals count all of them."""
 EXIT_VERSION_1: Final = 13
@@ -124,7 +124,7 @@ class ReportResult:
     @property
     def exit_code(self) -> int:
         """EXIT_DIFFERENCES where the logs differ or something crossed outside its terms; else EXIT_VERSION_1 where something rests on leaves of
-        version 1 that were not accepted; else EXIT_NOT_WHOLE where a table lacks rows; else EXIT_ONE_SIDE where a link's counterpart was not given; else EXIT_CLEAN."""
+        version 1 that were not accepted; else EXIT_NOT_WHOLE where a table lacks rows; else EXIT_ONE_SIDE where a link's counterpart, or its source's own log, was not given; else EXIT_CLEAN."""
         totals = self.report.totals
         statuses = {row["status"] for row in self.report.reconciliation.records()}
         differs = totals.differences or totals.breaches or reconciliation.DIFFERS in statuses
@@ -134,7 +134,8 @@ class ReportResult:
             return EXIT_VERSION_1
         if self.report.left_off:
             return EXIT_NOT_WHOLE
-        return EXIT_ONE_SIDE if self.report.missing.counterparts else EXIT_CLEAN
+        missing = self.report.missing
+        return EXIT_ONE_SIDE if missing.counterparts or missing.sources else EXIT_CLEAN
 
 
 def _say_nothing(_: str) -> None:
@@ -567,13 +568,20 @@ def _missing(
         for each in sorted(absent)
     ]
     regions = sorted({region for link in links for region in link} - own)
+    sources = {source for source, _ in links} - own
     return Missing(
         tuple(counterparts),
         tuple(
             f"{region}: its own log was not given. Grants, revocations, pauses and refusals that stand only there are "
             "not in this report."
+            + (
+                " Whether records crossed against its word, which its bridge may keep to itself, was not looked for."
+                if region in sources
+                else ""
+            )
             for region in regions
         ),
+        tuple(sorted(sources)),
     )
 
 

@@ -117,7 +117,8 @@ def test_published_is_crossed_and_withheld_and_gaps_and_delivered_is_crossed(fiv
         assert row["crossed"] == row["delivered"] == row["acknowledged"]
         assert row["crossed_bytes"] == row["delivered_bytes"]
     assert five.result.report.findings.rows == ()
-    assert five.result.exit_code == EXIT_CLEAN
+    assert five.result.exit_code == EXIT_ONE_SIDE, "the source's own log was not given"
+    assert five.result.report.missing.sources == ("us-east",)
     assert five.result.report.missing.counterparts == ()
     (region,) = five.result.report.missing.region_logs
     assert region.startswith("us-east: its own log was not given") and region in five.result.page.read_text()
@@ -460,6 +461,7 @@ def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
     own.deny(CREW, START_MS + 2, 501, "No grant lets it cross.", grant_id=grant_id(DEPARTURES))
     write_log(tmp_path / "own", REGION_ORIGIN, own.egress, cosign=True)
     result = run_report([tmp_path / "own", *five.logs], tmp_path / "out", trust=trust(), session=spark)
+    assert result.exit_code == EXIT_CLEAN and result.report.missing.region_logs == ()
     row = next(row for row in result.report.register.records() if row["stream"] == DEPARTURES)
     alone = next(row for row in five.result.report.register.records() if row["stream"] == DEPARTURES)
     assert row["denied"] == 1
