@@ -111,9 +111,10 @@ def read_tile(files: Files, level: int, index: int, size: int) -> bytes:
     there = size >> TILE_HEIGHT * level
     width = min(TILE_WIDTH, there - index * TILE_WIDTH)
     assert width > 0
-    data = _read_at_least(files, str(level), index, width)
-    if data is None:
+    found = _read_at_least(files, str(level), index, width)
+    if found is None:
         raise TamperError(f"The tile {tile_path(level, index, width)} is missing.")
+    data, _ = found
     if len(data) < width * HASH_BYTES or len(data) % HASH_BYTES:
         raise TamperError(f"The tile {tile_path(level, index, width)} has {len(data)} bytes.")
     return data[: width * HASH_BYTES]
@@ -132,15 +133,8 @@ def find_bundle(files: Files, index: int, size: int) -> list[memoryview] | None:
     """As `read_bundle`; None where no file has that bundle's leaves."""
     width = min(TILE_WIDTH, size - index * TILE_WIDTH)
     assert width > 0
-    for path, held in ((bundle_path(index, width), width), (bundle_path(index), TILE_WIDTH)):
-        data = files.read(path)
-        if data is not None:
-            return decode_bundle(data, held)[:width]
-    for held in (*partial_widths(files, "entries", index), TILE_WIDTH):
-        # The full one again: a log that goes on may have replaced them all since.
-        if held > width and (data := files.read(bundle_path(index, held))) is not None:
-            return decode_bundle(data, held)[:width]
-    return None
+    found = _read_at_least(files, "entries", index, width)
+    return None if found is None else decode_bundle(*found)[:width]
 
 
 def read_entries(files: Files, start: int, end: int, size: int) -> Iterator[tuple[int, memoryview]]:
@@ -151,17 +145,22 @@ def read_entries(files: Files, start: int, end: int, size: int) -> Iterator[tupl
                 yield index, leaf
 
 
-def _read_at_least(files: Files, kind: str, index: int, width: int) -> bytes | None:
-    data = files.read(_path(kind, index, width))
-    if data is None:
-        # C2SP: a partial tile may be gone once the full one is there; it is the full one's prefix.
-        data = files.read(_path(kind, index, TILE_WIDTH))
-    if data is None:
-        for held in (*partial_widths(files, kind, index), TILE_WIDTH):
-            # The full one again: a log that goes on may have replaced them all since.
-            if held > width and (data := files.read(_path(kind, index, held))) is not None:
-                return data
-    return data
+def _read_at_least(files: Files, kind: str, index: int, width: int) -> tuple[bytes, int] | None:
+    """The file of this width, or a wider one of which it is a prefix (C2SP: a partial tile may be gone once the full one is there); and how
+    wide it is. A log that goes on may replace each of them before it is read: they are listed again as long as that changes."""
+    for held in (width, TILE_WIDTH):
+        if (data := files.read(_path(kind, index, held))) is not None:
+            return data, held
+    listed = list[int]()
+    for _ in range(TILE_WIDTH):
+        found = [held for held in partial_widths(files, kind, index) if held > width]
+        for held in (*found, TILE_WIDTH):
+            if (data := files.read(_path(kind, index, held))) is not None:
+                return data, held
+        if found == listed:
+            return None
+        listed = found
+    return None
 
 
 def partial_widths(files: Files, kind: str, index: int) -> list[int]:

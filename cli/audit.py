@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 import typer
 
+from audit.copy_disk import copy_log
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.merkle import HASH_BYTES
 from audit.note import parse_note
@@ -451,6 +452,32 @@ def _print_report(path: Path, report: Report) -> None:
         err.print(f"  step {finding.step}, {where}: {finding.sentence}", style="red")
     if len(report.findings) + report.left_off > 20:
         err.print(f"  … and {len(report.findings) + report.left_off - 20} more (all of them with --json)")
+
+
+# -- copy ----------------------------------------------------------------------------------------------
+
+
+@app.command("copy")
+def copy_(
+    log: Annotated[str, typer.Argument(help="An audit log: its folder, or a URL that fsspec opens.")],
+    to: Annotated[
+        Path, typer.Argument(help="The copy's folder: empty, or an earlier copy, which is gone on with.")
+    ],
+    bundle: Bundles = None,
+) -> None:
+    """Copy a log, also while it is written, as of its newest checkpoint. Nothing is written that does not hold; exit code 5 then."""
+    from audit.spark.files import open_files
+
+    trust = trusted(bundle)
+    with progress() as bar:
+        task = bar.add_task(f"copying {log}", total=None)
+        made = copy_log(
+            open_files(log), Folder(to), trust, lambda done, of: bar.update(task, completed=done, total=of)
+        )
+    out.print(f"{to}: {made.origin}, {made.size:,} leaves, {made.size - made.before:,} of them new")
+    if made.missing:
+        note(f"{made.missing:,} documents are not beside the log, and so not in the copy either.")
+    out.print(f"What it says is verified as any log is:  felix audit verify {to}")
 
 
 # -- show ----------------------------------------------------------------------------------------------

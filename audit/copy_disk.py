@@ -1,0 +1,175 @@
+"""A copy of a log in another folder, made while the log is written: for auditors, and for whoever keeps one elsewhere. Blocks.
+
+Invariants:
+
+- nothing is written that was not held to a checkpoint which the log signed: notes by their signatures and as beginnings of one tree, bundles by
+  the tiles that hash to its root, documents by the hashes in their leaves. Tiles are computed from the leaves and not copied;
+- the checkpoint comes last, and what it covers is durable by then. A copy that was broken off has the checkpoint of before, or none, and goes on;
+- what comes with a log for its writer alone (write-ahead file, index, positions, lock) is not copied.
+
+A folder copied file by file has the checkpoint of one moment and the tiles of another. Callers: cli.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from audit.bundle_roots import BundleRoots, read_bundle_roots
+from audit.checkpoint import Checkpoint
+from audit.document_leaf import document_path, read_document
+from audit.errors import RolledBackError
+from audit.leaf import read_header
+from audit.merkle import TILE_HEIGHT, TILE_WIDTH, Tree, edge_widths, leaf_hash, root_from_nodes
+from audit.tile import (
+    CHECKPOINT_PATH,
+    COSIGNED_PATH,
+    WAL_FOLDER,
+    WITNESSED_PATH,
+    Files,
+    TileHashes,
+    bundle_path,
+    encode_bundle,
+    partial_widths,
+    read_tree,
+    tile_path,
+)
+from audit.tile_disk import Folder
+from audit.trail import COPIED_PATH
+from audit.trust import LogTrust, Trust
+from felix.errors import Code, RequestError, TamperError
+
+
+class Copied(NamedTuple):
+    """What a copy has now."""
+
+    origin: str
+    size: int
+    before: int
+    """leaves that it had"""
+    missing: int
+    """documents that the log does not have, either"""
+
+
+def _say_nothing(_: int, __: int) -> None:
+    return None
+
+
+def copy_log(
+    source: Files, target: Folder, trust: Trust, progress: Callable[[int, int], None] = _say_nothing
+) -> Copied:
+    """Copy the log at `source`, as of its checkpoint of now, into the folder, which is empty or has an earlier copy. `progress(leaves, of)`.
+
+    Raises RequestError where there is no log, or the folder is a log's own or has one of other leaves; TamperError for what does not hold,
+    of which nothing is written; OSError.
+    """
+    # Before the checkpoint: of an honest log what was cosigned is never ahead of it.
+    noted = {
+        path: data for path in (COSIGNED_PATH, WITNESSED_PATH) if (data := source.read(path)) is not None
+    }
+    data = source.read(CHECKPOINT_PATH)
+    if data is None:
+        raise RequestError(
+            "There is no audit log: it has no checkpoint.",
+            code=Code.NOT_FOUND,
+            hint="Name the folder that holds `checkpoint` and `tile/`.",
+        )
+    log = trust.log_of(data)
+    checkpoint = log.open(data).checkpoint
+    before = _before(target, log, checkpoint, source)
+    roots = read_bundle_roots(source, checkpoint.size, checkpoint.root)
+    first = before.size // TILE_WIDTH
+    tree = read_tree(target, first * TILE_WIDTH)
+    missing = 0
+    for number in range(first, -(-checkpoint.size // TILE_WIDTH)):
+        missing += _copy_bundle(source, target, roots, number, tree)
+        progress(tree.size, checkpoint.size)
+    for tile in tree.partial_tiles():
+        target.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
+    target.flush()
+    if tree.root() != checkpoint.root:
+        raise TamperError(
+            f"The {checkpoint.size} leaves of {log.name} do not have the root that its checkpoint signs."
+        )
+    for path, note in noted.items():
+        _require_beginning(target, log.open(note).checkpoint, checkpoint)
+        target.write(path, note)
+    target.write(CHECKPOINT_PATH, data)
+    target.flush()
+    _tidy(target, before.size, checkpoint.size)
+    return Copied(log.name, checkpoint.size, before.size, missing)
+
+
+def _before(target: Folder, log: LogTrust, now: Checkpoint, source: Files) -> Checkpoint:
+    """The checkpoint of the copy that is there; one of no leaf where there is none. Raises RequestError where it is no copy of this log."""
+    if target.names(WAL_FOLDER) or target.read(COPIED_PATH) is not None:
+        raise RequestError(
+            f"{target.path} is a log that is written, and no copy.",
+            code=Code.CONFLICT,
+            hint="Name another folder.",
+        )
+    data = target.read(CHECKPOINT_PATH)
+    if data is None:
+        return Checkpoint(log.name, 0, Tree().root())
+    before = log.open(data).checkpoint
+    if read_tree(target, before.size).root() != before.root:
+        raise TamperError(
+            f"The tiles in {target.path} do not hash to the root in its checkpoint. Copy into another folder."
+        )
+    _require_beginning(source, before, now)
+    return before
+
+
+def _require_beginning(files: Files, before: Checkpoint, now: Checkpoint) -> None:
+    """Raises RolledBackError where the tree of `now`, whose tiles these are, did not have this root at that size."""
+    if before.size > now.size:
+        raise RolledBackError(
+            f"The log {now.origin} was rolled back, or is an older copy: {before.size} leaves were signed before, now there are {now.size}."
+        )
+    if before.size and root_from_nodes(before.size, TileHashes(files, now.size)) != before.root:
+        raise RolledBackError(
+            f"The log {now.origin} is another one: its first {before.size} leaves are not those that were signed before."
+        )
+
+
+def _copy_bundle(source: Files, target: Folder, roots: BundleRoots, number: int, tree: Tree) -> int:
+    """One bundle into the copy and the tree, with the documents that its leaves name. Returns how many of them are not there."""
+    leaves = _held(target, roots, number)
+    if leaves is None:
+        leaves = roots.read_bundle(source, number)
+        target.write(bundle_path(number, len(leaves)), encode_bundle([bytes(leaf) for leaf in leaves]))
+    missing = 0
+    for leaf in leaves:
+        for tile in tree.add(leaf_hash(leaf)):
+            target.write(tile_path(tile.level, tile.number), tile.hashes)
+        header = read_header(leaf)
+        if header is None or header.document or not header.document_sha256:
+            continue
+        document = read_document(header, source)
+        if document is None:
+            missing += 1
+        elif target.read(document_path(header.document_sha256)) != document:
+            target.write(document_path(header.document_sha256), document)
+    return missing
+
+
+def _held(target: Folder, roots: BundleRoots, number: int) -> list[memoryview] | None:
+    """The leaves of a full bundle that a copy which was broken off has already."""
+    if target.read(bundle_path(number)) is None:
+        return None
+    try:
+        return roots.read_bundle(target, number)
+    except TamperError:
+        return None
+
+
+def _tidy(target: Folder, before: int, now: int) -> None:
+    """Remove what wider files replaced since the copy of before. Losing this does no harm."""
+    number, kept = before // TILE_WIDTH, now - before // TILE_WIDTH * TILE_WIDTH
+    for width in partial_widths(target, "entries", number):
+        if width != kept:
+            target.remove(bundle_path(number, width))
+    for level, width in enumerate(edge_widths(before)):
+        at = before >> TILE_HEIGHT * (level + 1)
+        if width and width != (now >> TILE_HEIGHT * level) - at * TILE_WIDTH:
+            target.remove(tile_path(level, at, width))

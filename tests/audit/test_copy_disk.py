@@ -1,0 +1,148 @@
+"""Copies of a log that goes on while it is copied: they verify, at the checkpoint that was read, wherever it goes on in between."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from audit_log import EGRESS_ORIGIN, Link, log_signer, trust, witness_signer
+
+from audit.checkpoint import note_size
+from audit.copy_disk import Copied, copy_log
+from audit.errors import RolledBackError
+from audit.leaf import Leaf
+from audit.tile import CHECKPOINT_PATH, MemoryFiles, bundle_path, find_bundle
+from audit.tile_disk import Folder
+from audit.trail import Trail, TrailSettings
+from audit.verify import verify_log
+from audit.witness import MemoryWitnessStore, Witness
+from felix.errors import RequestError, TamperError
+
+QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
+
+
+class Log:
+    """A log that another broker writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._signer = witness_signer("eu-west.acme/witness")
+        self.trail = Trail.open(path, log_signer(EGRESS_ORIGIN), witnesses=[self._signer.key], settings=QUIET)
+        self._witness = Witness(self._signer, [self.trail.key], MemoryWitnessStore(), lambda: 1_800_000_000)
+        self._link, self._size = Link(), 0
+        self.append(self._link.agreement())
+
+    def append(self, leaves: list[Leaf]) -> None:
+        self.trail.append_nowait(leaves, lambda *_: None)
+
+    def go_on(self, batches: int) -> None:
+        """So many batches more, and a checkpoint, which is cosigned."""
+        for _ in range(batches):
+            self.append(self._link.intent())
+        note = self.trail.publish()
+        proof = self.trail.consistency_proof(self._size, note_size(note)) if self._size else []
+        self._size = note_size(note)
+        self.trail.add_cosigned(self._witness.cosign(note, proof))
+
+
+class Going(Folder):
+    """The log goes on before each file that is read, as long as it is told to."""
+
+    def __init__(self, log: Log, times: int) -> None:
+        super().__init__(log.path)
+        self._log, self._times = log, times
+
+    def read(self, path: str) -> bytes | None:
+        if self._times:
+            self._times -= 1
+            self._log.go_on(7)
+        return super().read(path)
+
+
+@pytest.fixture
+def log(tmp_path: Path):  # type: ignore[no-untyped-def]
+    made = Log(tmp_path / "log")
+    made.go_on(300)
+    yield made
+    made.trail.close()
+
+
+def copy(source: Folder, to: Path) -> Copied:
+    made = copy_log(source, Folder(to), trust())
+    report = verify_log(Folder(to), trust())
+    assert report.ok, report.findings[:3]
+    assert report.size == made.size
+    return made
+
+
+def test_a_log_that_goes_on_while_it_is_copied_verifies_and_its_copy_goes_on(
+    log: Log, tmp_path: Path
+) -> None:
+    first = copy(Going(log, 40), tmp_path / "copy")
+    assert first.before == 0 and first.missing == 0
+    second = copy(Going(log, 3), tmp_path / "copy")
+    assert second.before == first.size < second.size
+    assert copy(Folder(log.path), tmp_path / "copy").before == second.size
+    assert not (tmp_path / "copy" / "wal").exists()
+
+
+def test_a_copy_that_was_broken_off_goes_on(log: Log, tmp_path: Path) -> None:
+    class Broken(Folder):
+        def write(self, path: str, data: bytes) -> None:
+            if path == bundle_path(1, 49) or path == CHECKPOINT_PATH:
+                raise OSError("no space left")
+            super().write(path, data)
+
+    with pytest.raises(OSError, match="no space"):
+        copy_log(Folder(log.path), Broken(tmp_path / "copy"), trust())
+    assert not (tmp_path / "copy" / CHECKPOINT_PATH).exists()
+    written = (tmp_path / "copy" / bundle_path(0)).stat().st_mtime_ns
+    copy(Folder(log.path), tmp_path / "copy")
+    assert (tmp_path / "copy" / bundle_path(0)).stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize("path", [bundle_path(0), "tile/0/000", CHECKPOINT_PATH])
+def test_what_does_not_hold_is_not_written(log: Log, tmp_path: Path, path: str) -> None:
+    spoilt = tmp_path / "spoilt"
+    shutil.copytree(log.path, spoilt)
+    data = bytearray((spoilt / path).read_bytes())
+    data[40] ^= 1
+    (spoilt / path).write_bytes(data)
+    if path == "tile/0/000":
+        # Its own tiles are made from the leaves, which hold.
+        copy(Folder(spoilt), tmp_path / "copy")
+        return
+    with pytest.raises(TamperError):
+        copy_log(Folder(spoilt), Folder(tmp_path / "copy"), trust())
+    assert [each for each in (tmp_path / "copy").rglob("*") if each.is_file()] == []
+
+
+def test_no_copy_is_taken_back_and_no_log_is_written_over(log: Log, tmp_path: Path) -> None:
+    shutil.copytree(log.path, tmp_path / "older")
+    log.go_on(5)
+    copy(Folder(log.path), tmp_path / "copy")
+    with pytest.raises(RolledBackError, match="older copy"):
+        copy_log(Folder(tmp_path / "older"), Folder(tmp_path / "copy"), trust())
+    with pytest.raises(RequestError, match="no copy"):
+        copy_log(Folder(tmp_path / "copy"), Folder(log.path), trust())
+    with pytest.raises(RequestError, match="no checkpoint"):
+        copy_log(MemoryFiles(), Folder(tmp_path / "copy"), trust())
+
+
+def test_a_bundle_is_found_though_all_that_were_listed_are_gone() -> None:
+    data = b"\x00\x01a" * 12
+
+    class Replaced(MemoryFiles):
+        """What is listed is replaced by a wider one before it is read, for a while."""
+
+        def names(self, folder: str) -> list[str]:
+            found = super().names(folder)
+            (path,) = self.files
+            width = min(12, int(path.rpartition("/")[2]) + 3)
+            self.files = {bundle_path(0, width): data[: 3 * width]}
+            return found
+
+    found = find_bundle(Replaced({bundle_path(0, 3): data[:9]}), 0, 2)
+    assert found is not None and len(found) == 2
+    assert find_bundle(MemoryFiles({bundle_path(0, 1): data[:3]}), 0, 2) is None
