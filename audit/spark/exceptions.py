@@ -159,7 +159,7 @@ def _terms_events() -> list[str]:
             NOTICE, "'wildcard-grant'", "wildcard", "'The grant names streams by a pattern, not one by one.'", **grant
         ),
         _event(
-            NOTICE, "'onward-allowed'", "onward", "'The grant lets the destination transfer the records onward.'", **grant
+            NOTICE, "'onward-allowed'", "onward", "'Under the grant records that came from third regions may cross, too.'", **grant
         ),
     ]  # fmt: skip
 

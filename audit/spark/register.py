@@ -68,7 +68,12 @@ COLUMNS: Final = (
     Column("headers", Type.LIST, "Headers that cross"),
     Column("trace", Type.FLAG, "Trace context crosses"),
     Column("wildcard", Type.FLAG, "Wildcard"),
-    Column("onward", Type.FLAG, "Onward transfer allowed"),
+    Column(
+        "onward",
+        Type.FLAG,
+        "Records of third regions may cross",
+        "which the source had from them; what the destination does with these records its own grants say",
+    ),
     Column("budget_bytes", Type.COUNT, "Budget, bytes", "that may cross altogether; 0: any number"),
     Column("rate_bytes_per_second", Type.COUNT, "Rate, bytes per second", "0: any number"),
     Column("policy_versions", Type.LIST, "Policy versions"),
