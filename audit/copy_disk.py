@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint
+from audit.copied_disk import COPIED_PATH
 from audit.document_leaf import document_path, read_document
 from audit.errors import RolledBackError
 from audit.leaf import read_header
@@ -35,7 +36,6 @@ from audit.tile import (
     tile_path,
 )
 from audit.tile_disk import Folder
-from audit.trail import COPIED_PATH
 from audit.trust import LogTrust, Trust
 from felix.errors import Code, RequestError, TamperError
 
