@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 import typer
 
-from audit.copy_disk import copy_log
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
+from audit.log_copy_disk import copy_log
 from audit.merkle import HASH_BYTES
 from audit.note import parse_note
 from audit.origin import Origin

@@ -9,9 +9,9 @@ import pytest
 from audit_log import EGRESS_ORIGIN, Link, log_signer, trust, witness_signer
 
 from audit.checkpoint import note_size
-from audit.copy_disk import Copied, copy_log
 from audit.errors import RolledBackError
 from audit.leaf import Leaf
+from audit.log_copy_disk import Copied, copy_log
 from audit.tile import CHECKPOINT_PATH, MemoryFiles, bundle_path, find_bundle
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
