@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,17 +32,23 @@ class Log:
         self.trail = Trail.open(path, log_signer(EGRESS_ORIGIN), witnesses=[self._signer.key], settings=QUIET)
         self._witness = Witness(self._signer, [self.trail.key], MemoryWitnessStore(), lambda: 1_800_000_000)
         self._link, self._size = Link(), 0
+        self._waiting: list[threading.Event] = []
         self.append(self._link.agreement())
 
     def append(self, leaves: list[Leaf]) -> None:
-        self.trail.append_nowait(leaves, lambda *_: None)
+        durable = threading.Event()
+        self.trail.append_nowait(leaves, lambda *_: durable.set())
+        self._waiting.append(durable)
 
     def go_on(self, batches: int) -> None:
         """So many batches more, and a checkpoint, which is cosigned."""
         for _ in range(batches):
             self.append(self._link.intent())
+        for durable in self._waiting:
+            assert durable.wait(timeout=60)
+        self._waiting.clear()
         note = self.trail.publish()
-        proof = self.trail.consistency_proof(self._size, note_size(note)) if self._size else []
+        proof = self.trail.checkpoints.consistency_proof(self._size, note_size(note)) if self._size else []
         self._size = note_size(note)
         self.trail.add_cosigned(self._witness.cosign(note, proof))
 
