@@ -28,7 +28,7 @@ from audit.checkpoint import note_size
 from audit.leaf import Header, Kind, Leaf, Side, read_header
 from audit.tile import read_entries
 from audit.trail import Trail
-from felix.errors import FelixError
+from felix.errors import FelixError, RequestError
 from felix.messages import KeyState as KeyShown
 from felix.names import StreamName
 from felix.news import News
@@ -108,7 +108,15 @@ class KeyringDestruction:
         for held in self.ledger.without_leaf():
             key = bytes.fromhex(held.record.key)
             if held.record.level == "root":
-                await asyncio.to_thread(self._keyring.destroy_root, key)
+                try:
+                    await asyncio.to_thread(self._keyring.destroy_root, key)
+                except RequestError as error:
+                    # In use: no broker wrote that record. It gets no leaf, and the others theirs.
+                    log.error(
+                        "%s What the metadata store says of it was written by something other than Felix.",
+                        error.sentence,
+                    )
+                    continue
             if self._keyring.state_of(key) is KeyState.DESTROYED:
                 gone.append(held)
         return gone

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Final, Literal, TypeVar, get_args
+from typing import Annotated, Final, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -113,10 +113,10 @@ class DestroyedKey(msgspec.Struct, frozen=True, kw_only=True):
     """A key that is to be destroyed, or was: what its KEY leaf in the audit log says, and how far that is. `key` and `incarnation` are hex; a root
     key has no stream. Written before the key is destroyed, or with it, and kept for ever."""
 
-    key: str
+    key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     level: Literal["root", "stream"]
     stream: str = ""
-    incarnation: str = ""
+    incarnation: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
     by: str = ""
     at_ms: int
     since: int | None = None

@@ -17,7 +17,7 @@ import felix
 from audit.errors import AuditUnavailableError
 from audit.leaf import Header, Leaf
 from audit.trail import Trail
-from felix.errors import Code, RequestError
+from felix.errors import Code, CorruptionError, RequestError
 from felix.names import StreamName
 from keys.errors import KeyDestroyedError
 from keys.keyring import ROOTS, Keyring, create_keyring, open_keyring
@@ -26,7 +26,7 @@ from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
 from region.metadata.destroyed_keys import DestroyedKeys
 from region.metadata.memory import MemoryStore
-from region.metadata.records import StreamConfig
+from region.metadata.records import DestroyedKey, StreamConfig
 from region.metadata.transaction import Compare, TransactResult, Write
 from region.node import Node
 
@@ -312,3 +312,23 @@ async def test_a_root_that_wraps_a_key_is_not_destroyed(tmp_path: Path) -> None:
 
     await world.play(refused)
     assert world.leaves() == []
+
+
+async def test_a_record_of_a_key_in_use_and_one_of_no_key_keep_no_other_from_its_leaf(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.has_stream(CREW, LIFE)
+    await world.catalog.delete_stream(CREW, deleted_ms=2, by=OPERATOR)
+
+    async def foreign(erasure: Erasure, keyring: Keyring) -> None:
+        active = keyring._tree.active_root()
+        assert active is not None
+        ledger = erasure._destruction.ledger
+        await ledger.add(DestroyedKey(key=active.hex(), level="root", at_ms=1))
+        with pytest.raises(CorruptionError):
+            await ledger.add(DestroyedKey(key="no key", level="stream", stream=str(KEPT), at_ms=1))
+        await erasure.look()
+        assert {key.id: key.state for key in erasure.shown()}[active] == "destroying"
+        assert active not in destroyed_in(keyring)
+
+    await world.play(foreign)
+    assert [leaf.stream for leaf in world.leaves()] == [str(CREW)]
