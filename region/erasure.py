@@ -24,9 +24,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from audit.checkpoint import note_size
 from audit.leaf import Header, Kind, Leaf, Side, read_header
-from audit.tile import read_entries
 from audit.trail import Trail
 from felix.errors import FelixError, RequestError
 from felix.messages import KeyState as KeyShown
@@ -59,6 +57,10 @@ class Destruction(Protocol):
         """The records."""
         ...
 
+    def owes(self) -> bool:
+        """Whether something is left to do: a key without its leaf, or the logs of a deleted stream that were open still."""
+        ...
+
     async def carry_out(self) -> list[Held]:
         """Destroy what is to be destroyed here; the records whose keys are gone for good and that have no leaf. Raises FelixError."""
         ...
@@ -85,14 +87,22 @@ class KeyringDestruction:
     ) -> None:
         self._keyring, self.ledger = keyring, ledger
         self._marks, self._is_closed = marks, is_closed
+        self._is_open = False
+
+    def owes(self) -> bool:
+        """As `Destruction`."""
+        return self._is_open or bool(self.ledger.without_leaf())
 
     async def carry_out(self) -> list[Held]:
         """As `Destruction`."""
-        marks = self._marks()
+        marks, self._is_open = self._marks(), False
         for entry in await asyncio.to_thread(self._keyring.live_streams):
             mark = marks.get(entry.incarnation.hex())
             name = StreamName.parse(entry.stream)
-            if mark is None or mark.name != entry.stream or not await self._is_closed(name, mark.incarnation):
+            if mark is None or mark.name != entry.stream:
+                continue
+            if not await self._is_closed(name, mark.incarnation):
+                self._is_open = True
                 continue
             record = DestroyedKey(
                 key=entry.key_id.hex(),
@@ -142,6 +152,10 @@ class SharedDestruction:
         self._rotation = rotation
         self.ledger = rotation.ledger
 
+    def owes(self) -> bool:
+        """As `Destruction`."""
+        return bool(self.ledger.without_leaf())
+
     async def carry_out(self) -> list[Held]:
         """As `Destruction`. A record of a key that is in use is another's work than a broker's: it gets no leaf."""
         return [
@@ -173,6 +187,7 @@ class Erasure:
         self._destruction, self._trail, self._region = destruction, trail, region
         self._clock_ms, self._is_home = clock_ms, is_home
         self._looking = asyncio.Lock()
+        self._begun = self._ended = 0
         self._wake = asyncio.Event()
         self._news = News()
         self._task: asyncio.Task[None] | None = None
@@ -194,12 +209,25 @@ class Erasure:
         self._news.tell()
 
     async def look(self) -> None:
-        """Destroy what is to be destroyed here, and write what leaves are due. Raises FelixError; what was not done is looked at again."""
+        """Destroy what is to be destroyed here, and write what leaves are due. Raises FelixError; what was not done is looked at again. Not to be
+        cancelled while the log is open: a leaf may be on its way to it, and the next look would not find it there yet."""
         async with self._looking:
-            for held in await self._destruction.carry_out():
-                if self._is_home():
-                    await self._write(held)
-            self._news.tell()
+            self._begun = number = self._begun + 1
+            try:
+                for held in await self._destruction.carry_out():
+                    if self._is_home():
+                        await self._write(held)
+            finally:
+                self._ended = number
+                self._news.tell()
+
+    async def _looked(self) -> None:
+        """Wait for a look that begins from now on, WAIT_S at most: what it waits for itself may take longer, and whoever asks may go."""
+        begun = self._begun
+        self._wake.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(WAIT_S):
+                await self._news.until(lambda: self._ended > begun)
 
     async def destroy_retired_roots(self, by: str) -> str:
         """Destroy the root keys that rotations retired. A sentence for a person. Raises as `Destruction.begin_roots`."""
@@ -216,8 +244,7 @@ class Erasure:
 
     async def stream_deleted(self, mark: DeletedStream) -> str:
         """What became of the key of a stream that was deleted, as a sentence for a person; empty where it had none."""
-        with suppress(FelixError):
-            await self.look()
+        await self._looked()
         keys = [mark.key] if mark.key else [
             held.record.key
             for held in self._destruction.ledger.all()
@@ -269,9 +296,8 @@ class Erasure:
 
     async def _run(self) -> None:
         while True:
-            owes = bool(self._destruction.ledger.without_leaf())
             with suppress(TimeoutError):
-                async with asyncio.timeout(AGAIN_S if owes else None):
+                async with asyncio.timeout(AGAIN_S if self._destruction.owes() else None):
                     await self._wake.wait()
             self._wake.clear()
             try:
@@ -317,8 +343,8 @@ class Erasure:
 
 def _find_leaf(trail: Trail, record: DestroyedKey) -> int | None:
     """The leaf of a destroyed key, where the log has it. Blocks. Raises AuditUnavailableError, TamperError."""
-    size, key = note_size(trail.publish()), bytes.fromhex(record.key)
-    for index, data in read_entries(trail.files, min(record.since or 0, size), size, size):
+    key = bytes.fromhex(record.key)
+    for index, data in trail.leaves(record.since or 0):
         header = read_header(data)
         if (
             header is not None

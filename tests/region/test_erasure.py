@@ -314,6 +314,67 @@ async def test_a_root_that_wraps_a_key_is_not_destroyed(tmp_path: Path) -> None:
     assert world.leaves() == []
 
 
+async def test_whoever_deletes_may_go_while_the_leaf_is_on_its_way(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.has_stream(CREW, LIFE)
+    mark = await world.catalog.delete_stream(CREW, deleted_ms=2, by=OPERATOR)
+
+    async def leave(erasure: Erasure, _: Keyring) -> None:
+        append, appending, goes_on = erasure._trail.append, asyncio.Event(), asyncio.Event()
+        sent = list[asyncio.Task[int]]()
+
+        async def sent_late(leaves: Sequence[Leaf]) -> int:
+            await goes_on.wait()
+            return await append(leaves)
+
+        async def slow(leaves: Sequence[Leaf]) -> int:
+            # Cancelling the wait does not take the leaves back.
+            sent.append(asyncio.ensure_future(sent_late(leaves)))
+            appending.set()
+            return await asyncio.shield(sent[-1])
+
+        erasure._trail.append = slow  # type: ignore[method-assign, assignment]
+        deleting = asyncio.ensure_future(erasure.stream_deleted(mark))
+        await asyncio.sleep(0)
+        erasure.start()
+        await appending.wait()
+        deleting.cancel()
+        await asyncio.wait([deleting])
+        goes_on.set()
+        await until(lambda: [key.state for key in erasure.shown()] == ["destroyed"])
+        await erasure.close()
+        await asyncio.gather(*sent)
+
+    await world.play(leave)
+    assert len(world.leaves()) == 1
+
+
+async def test_a_key_whose_logs_were_open_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("region.erasure.AGAIN_S", 0.01)
+    world = World(tmp_path)
+    await world.has_stream(CREW, LIFE)
+    await world.catalog.delete_stream(CREW, deleted_ms=2, by=OPERATOR)
+
+    async def wait(erasure: Erasure, _: Keyring) -> None:
+        asked = 0
+
+        async def is_closed(_: StreamName, __: str) -> bool:
+            nonlocal asked
+            asked += 1
+            return asked > 2
+
+        assert isinstance(erasure._destruction, KeyringDestruction)
+        erasure._destruction._is_closed = is_closed
+        erasure.start()
+        await until(lambda: [key.state for key in erasure.shown()] == ["destroyed"])
+        await erasure.close()
+
+    await world.play(wait)
+    assert len(world.leaves()) == 1
+
+
 async def test_a_record_of_a_key_in_use_and_one_of_no_key_keep_no_other_from_its_leaf(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.has_stream(CREW, LIFE)
