@@ -37,8 +37,6 @@ from felix.messages import (
     StreamState,
 )
 
-_NO_ENTRIES_SHA256: Final = hashlib.sha256().digest()
-
 log = logging.getLogger("felix.bridge.link_worker")
 
 DENIED_AGAIN: Final = BackoffPolicy(first_ms=1_000, ceiling_ms=30_000)
