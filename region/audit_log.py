@@ -45,7 +45,7 @@ from felix.settings import FSYNC
 from felix.tasks import end_tasks
 from region.cluster.audit_home import Before
 from region.cluster.records import ShardId, YieldReason
-from region.log.companions import RECORDS, log_number
+from region.log.companions import AUDIT_CHECKPOINTS, RECORDS, log_number
 from region.log.copies import Copies
 from region.log.errors import OffsetOutOfRangeError
 from region.log.frame import Frame as LogFrame
@@ -59,7 +59,7 @@ log = logging.getLogger("felix.region.audit_log")
 
 LEAVES: Final = RECORDS
 DOCUMENTS: Final = 16
-CHECKPOINTS: Final = 17
+CHECKPOINTS: Final = AUDIT_CHECKPOINTS
 LOGS: Final = (LEAVES, DOCUMENTS, CHECKPOINTS)
 """Their kinds among the shard's logs, above those of views' journals (region.log.companions)."""
 RING_BYTES: Final = 1 << 20

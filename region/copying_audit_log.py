@@ -1,9 +1,13 @@
 """The audit log on one broker's disk becomes the one that brokers copy (`felix region copy-audit-log`, decision 0132).
 
-While that broker is stopped, its log gets its last checkpoint, and one transaction says in the metadata store that the log goes on as a stream of
-the region's own, from these leaves: signed with the log's key, and compared with what was read. Until then nothing has changed. From then on that
-broker alone goes on with the log: at its start its files become a copy (`audit.copied_disk.become_copied`), and once it leads the stream it writes the
-leaves there before it is home (`region.audit_log`); other copies follow. Nothing is signed meanwhile, and nothing deleted.
+While that broker is stopped, its log gets its last checkpoint, and it is signed with the log's key that the log goes on as a stream of the region's
+own, from these leaves. That stands in the broker's data folder (its file `node`) before one transaction, compared with what was read, says it in the
+metadata store. From then on that broker alone goes on with the log: at its start its files become a copy (`audit.copied_disk.become_copied`), and once
+it leads the stream it writes the leaves there before it is home (`region.audit_log`); other copies follow. Nothing else is signed meanwhile, and
+nothing deleted.
+
+Invariant: one change is signed of a log. Where the store was put back, or did not answer, the one that the folder knows is said again; the broker does
+not start on a store that says otherwise.
 """
 
 from __future__ import annotations
@@ -11,18 +15,23 @@ from __future__ import annotations
 import asyncio
 from typing import Final, NamedTuple
 
+import msgspec
+
 from audit.checkpoint import Checkpoint
+from audit.copied_disk import COPIED_PATH
 from audit.note import parse_note
 from audit.origin import region_origin
 from audit.signer_disk import load_signers
 from audit.trail import Trail
 from audit.trust import RegionTrust
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
+from felix.storage.disk import PRIVATE_FILES
 from keys.bundle import RegionBundle
 from keys.key_file import load_signing_key
 from region.cluster.audit_home import AuditHome, Before
 from region.cluster.mirror import ClusterMirror
+from region.cluster.node_file import NodeFile
 from region.cluster.records import ELECTION_CHARS, ClusterKeys, ShardId, ShardRecord, encode
 from region.cluster.registry import EXPIRY_SLACK_MS
 from region.cluster.transactions import Transaction, unchanged
@@ -36,6 +45,10 @@ AUDIT: Final = "audit"
 """The folder of the region's audit log, in the data folder of a broker that has it."""
 AUDIT_COPIES: Final = 3
 """Brokers that have copies of the audit log, where the region has so many: any one may be lost."""
+
+_PUT_BACK: Final = (
+    "Stop every broker, and put the store right by what their folders know: felix region reconcile."
+)
 
 
 class Plan(NamedTuple):
@@ -68,8 +81,9 @@ async def copy_audit_log(
     dry_run: bool,
 ) -> Plan:
     """Have the log go on as a stream with copies. `config`: as it was read, with all brokers. The lock of the broker's data folder is held by the
-    caller. Raises RequestError(CONFLICT) where it is one, UnavailableError where the broker is alive, what opening the log raises, and what the store
-    raises: asked again, it is done or it finds it done.
+    caller. Raises RequestError(CONFLICT) where it is one, or went on as one and the store was put back, UnavailableError where the broker is alive,
+    CorruptionError where its folder knows another log, what opening the log raises, and what the store raises: asked again, it is done or it finds
+    it done.
     """
     assert config.cluster is not None
     mirror = ClusterMirror(store, config.region, runtime)
@@ -89,18 +103,25 @@ async def copy_audit_log(
                 hint="Give it more first: felix region scale 3.",
             )
         await _ended(mirror, broker)
+        node_file = NodeFile(PRIVATE_FILES, folder.root / config.of_broker(broker).data, runtime.random)
+        known = await asyncio.to_thread(_known, node_file, broker)
         checkpoint = await asyncio.to_thread(
             _last_checkpoint, folder, config.of_broker(broker), own, signs=not dry_run
         )
-        plan = Plan(broker, checkpoint.size, replicas)
+        before = Before(broker, checkpoint.size, checkpoint.root.hex())
+        if known is not None:
+            _require_same(known, before)
+        plan = Plan(broker, checkpoint.size, replicas if known is None else known.replicas)
         if dry_run:
             return plan
-        incarnation = runtime.random.randbytes(INCARNATION_BYTES).hex()
-        before = Before(broker, checkpoint.size, checkpoint.root.hex())
-        after = AuditHome("", incarnation, replicas, runtime.clock.now_ms(), before).signed(
-            config.region, await asyncio.to_thread(load_signing_key, folder.audit_key)
-        )
-        shard = ShardId(incarnation, 0)
+        after = known
+        if after is None:
+            incarnation = runtime.random.randbytes(INCARNATION_BYTES).hex()
+            after = AuditHome("", incarnation, replicas, runtime.clock.now_ms(), before).signed(
+                config.region, await asyncio.to_thread(load_signing_key, folder.audit_key)
+            )
+            await asyncio.to_thread(_remember, node_file, after)
+        shard = ShardId(after.incarnation, 0)
         record = ShardRecord(
             stream=str(AUDIT_STREAM),
             epoch=1,
@@ -133,6 +154,39 @@ async def copy_audit_log(
         return plan
     finally:
         await mirror.close()
+
+
+def _known(node_file: NodeFile, broker: str) -> AuditHome | None:
+    """What was signed before of the log on the broker's disk, as its folder knows it; None where nothing was. Blocks."""
+    told = node_file.load().audit
+    if told in ("", AuditHome(broker).encode()):
+        return None
+    known = AuditHome.decode(told, f"The data folder of broker {broker}")
+    if known.before is None or known.before.broker != broker:
+        raise CorruptionError(
+            f"The metadata store says that broker {broker} alone has the region's audit log, and its data folder knows another one ({told}).",
+            code=Code.ROLLED_BACK,
+            hint=_PUT_BACK,
+        )
+    return known
+
+
+def _require_same(known: AuditHome, now: Before) -> None:
+    """Raises RequestError(CONFLICT) where the log is not as it was when it was signed how it goes on."""
+    before = known.before
+    assert before is not None
+    if (before.size, before.root) != (now.size, now.root):
+        raise RequestError(
+            f"It was signed that the audit log of broker {now.broker} goes on as copies from {before.size:,} leaves, and it has {now.size:,} now, "
+            "with another checkpoint.",
+            code=Code.CONFLICT,
+            hint="This is not the folder that the log was in then. Put that one back; `felix audit verify` tells them apart.",
+        )
+
+
+def _remember(node_file: NodeFile, home: AuditHome) -> None:
+    """Before the store says it: whatever becomes of the store, no other change is signed. Blocks."""
+    node_file.save(msgspec.structs.replace(node_file.load(), audit=home.encode()))
 
 
 async def _ended(mirror: ClusterMirror, broker: str) -> None:
@@ -170,6 +224,12 @@ def _last_checkpoint(
             f"The audit log is on the disk of broker {config.broker}, and {path} is not on this machine.",
             code=Code.NOT_FOUND,
             hint=f"Run the command where broker {config.broker} runs.",
+        )
+    if (path / COPIED_PATH).exists():
+        raise RequestError(
+            f"The audit log {path} goes on as copies already, and the metadata store says that broker {config.broker} alone has it: the store was put back.",
+            code=Code.CONFLICT,
+            hint=_PUT_BACK,
         )
     origin = region_origin(config.region, config.mesh)
     signers = load_signers(origin, folder.audit_key, folder.audit_ml_dsa_key)

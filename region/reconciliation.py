@@ -9,7 +9,8 @@ Invariants:
 - a shard is led from a copy that has all that was committed in each of its logs, as far as the folders that were heard can tell: what it
   lacks stands in fewer copies, heard or away, than a commit needs. Where that cannot be told, the plan says what may be lost
   (`Plan.losses`);
-- the audit log goes on from such a copy alone: it is led by nobody before it would become a second history.
+- the audit log goes on from such a copy alone: it is led by nobody before it would become a second history. Until all of a log that one broker's
+  disk had is in the stream (decision 0132), it goes on from that broker.
 
 Pure; used by `felix region reconcile`.
 """
@@ -22,6 +23,7 @@ from typing import Final
 
 import msgspec
 
+from region.cluster.audit_home import Before
 from region.cluster.records import (
     EPOCH_MAX,
     FrozenRecord,
@@ -34,7 +36,7 @@ from region.cluster.records import (
 )
 from region.cluster.transactions import Reason, Refusal, Transaction, unchanged
 from region.cluster.view import ClusterView
-from region.log.companions import RECORDS
+from region.log.companions import AUDIT_CHECKPOINTS, RECORDS
 from region.log.point import LogPoint
 from region.metadata.records import AUDIT_STREAM, REPLICAS_MAX, Stream, is_replicated, min_in_sync
 from region.metadata.transaction import Absent, Delete, ModRevision, Put, Write
@@ -150,11 +152,13 @@ def reconcile(
     *,
     without: Collection[str],
     retired: Collection[str] = (),
+    audit_before: Before | None = None,
     election: Callable[[], str],
 ) -> Plan | Refusal:
     """What is to be written. `streams`: those of the catalog and of the region itself, by incarnation; `deleted`: incarnations with the mark of
     a deletion; `expected`: brokers that may have records, beside those that the store knows; `without`: those whose folders will not be heard;
-    `retired`: those that had no copy any more when they were taken away; `election`: gives a fresh election id."""
+    `retired`: those that had no copy any more when they were taken away; `audit_before`: where the audit log
+    was before it was copied; `election`: gives a fresh election id."""
     missing = sorted({*view.nodes, *expected} - reports.keys() - {*without, *retired})
     if missing:
         return Refusal(
@@ -172,6 +176,8 @@ def reconcile(
                 f"Broker {broker}'s copy of the audit log cannot be read: {report.audit_log.damaged}"
             )
     signed = max(((report.audit_log.signed, broker) for broker, report in reports.items()), default=(0, ""))
+    # Until all of the log is in its stream, that broker alone can go on with it.
+    alone = audit_before if audit_before is not None and _has_all_leaves(reports, audit_before) else None
     told: dict[ShardId, dict[str, ShardTold]] = {}
     for broker, report in sorted(reports.items()):
         for each in report.shards:
@@ -194,10 +200,21 @@ def reconcile(
                 told.get(shard, {}),
                 without,
                 signed,
+                alone,
                 election,
             )
     _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
     return plan
+
+
+def _has_all_leaves(reports: Mapping[str, FolderReport], before: Before) -> bool:
+    """Whether the log that a broker's disk alone had is there, and nobody has heard of more leaves."""
+    own = reports.get(before.broker)
+    return (
+        own is not None
+        and not own.audit_log.damaged
+        and own.audit_log.signed == before.size == max(each.audit_log.signed for each in reports.values())
+    )
 
 
 def _broker(plan: Plan, view: ClusterView, report: FolderReport) -> Refusal | None:
@@ -239,6 +256,7 @@ def _shard(
     told: Mapping[str, ShardTold],
     without: Collection[str],
     signed: tuple[int, str],
+    alone: Before | None,
     election: Callable[[], str],
 ) -> None:
     before = view.shards.get(shard)
@@ -271,6 +289,18 @@ def _shard(
         missing,
         {broker for broker in whole if _is_of_store(view, plan, broker)},
     )
+    last = max((each.epoch for each in told.values()), default=0)
+    top = max(last, 0 if before is None else before.epoch)
+    epoch = top + max(1, min(RECONCILE_GAP, (EPOCH_MAX - top) // 2))
+    if (
+        is_audit
+        and alone is not None
+        and not away
+        and not former
+        and _is_being_brought_in(told, winners, alone)
+    ):
+        plan.shards.append(_brought_in_by(alone.broker, plan, shard, before, last, epoch, election()))
+        return
     winners = _as_before(winners, before)[:REPLICAS_MAX]
     if not winners:
         elsewhere = missing if is_audit else len(away)
@@ -285,9 +315,6 @@ def _shard(
                 "`felix stream delete` deletes it."
             )
     owner = before.replicas[0] if before is not None else ""
-    last = max((each.epoch for each in told.values()), default=0)
-    top = max(last, 0 if before is None else before.epoch)
-    epoch = top + max(1, min(RECONCILE_GAP, (EPOCH_MAX - top) // 2))
 
     def led_by_nobody() -> None:
         # Whoever was in sync at the backup could be elected by what the record said then.
@@ -338,6 +365,36 @@ def _shard(
     isr = {broker: plan.nodes[broker].registration for broker in winners}
     after = _record(name, epoch, election(), before, stream, winners, isr, minimum, unclean=doubt != "")
     plan.shards.append(ShardPlan(shard, before, after, tuple(winners)))
+
+
+def _is_being_brought_in(told: Mapping[str, ShardTold], winners: Collection[str], alone: Before) -> bool:
+    """Whether the log that one broker's disk had is not all in its stream yet, and nothing there is from elsewhere: its checkpoint is written last."""
+    for each in told.values():
+        ends = {log.kind: log.end for log in each.logs}
+        if (
+            ends.get(AUDIT_CHECKPOINTS, BEGINNING) > BEGINNING
+            or ends.get(RECORDS, BEGINNING).offset > alone.size
+        ):
+            return False
+        if each.has_records and alone.broker not in winners:
+            return False
+    return True
+
+
+def _brought_in_by(
+    broker: str,
+    plan: Plan,
+    shard: ShardId,
+    before: ShardRecord | None,
+    last: int,
+    epoch: int,
+    election: str,
+) -> ShardPlan:
+    if before is not None and _fits(before, (broker,), plan, last):
+        return ShardPlan(shard, before, before, (broker,))
+    isr, minimum = {broker: plan.nodes[broker].registration}, 1 if before is None else before.min
+    after = _record(str(AUDIT_STREAM), epoch, election, before, None, (broker,), isr, minimum, unclean=False)
+    return ShardPlan(shard, before, after, (broker,))
 
 
 def _as_before(winners: Collection[str], before: ShardRecord | None) -> list[str]:

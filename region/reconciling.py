@@ -112,6 +112,7 @@ class Reconciler:
             expected,
             without=without,
             retired=retired,
+            audit_before=None if audit is None else audit.before,
             election=lambda: self._runtime.random.randbytes(ELECTION_CHARS // 2).hex(),
         )
         if isinstance(made, Refusal):

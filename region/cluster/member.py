@@ -64,7 +64,7 @@ class ClusterMember:
         """where the audit log is"""
         self._log_keys: tuple[VerifyKey, ...] = ()
         self._known_audit = ""
-        """the same, as the data folder saw it first; empty where it does not know"""
+        """the same, as the data folder knows it; empty where it does not"""
         self._listeners: list[Callable[[str], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._catalog: Callable[[], Catalogued] | None = None
@@ -164,7 +164,9 @@ class ClusterMember:
                 f"The metadata store names another audit log ({found.encode()}) than broker {self.broker} knows ({known}): it was changed "
                 "there, or put back.",
                 code=Code.ROLLED_BACK,
-                hint="Find out who wrote the key audit_home, and delete it: the broker puts it back. A log that begins anew would be a second history.",
+                hint="Run `felix region copy-audit-log` again where the log is, if it did not end; else stop every broker, and run `felix region reconcile`."
+                if AuditHome.decode(known, "The data folder").continues(found.encode())
+                else "Find out who wrote the key audit_home, and delete it: the broker puts it back. A log that begins anew would be a second history.",
             )
         return found
 

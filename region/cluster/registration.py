@@ -36,7 +36,7 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The file `node` of a data folder. `intended`: the highest number that any start from this folder has tried, at least
     `registration`, the last that succeeded. `pulse`: what the store holds, or is about to. `sync_failed`: what this registration
     acknowledged without a sync may be gone from the page cache, although the machine runs on. `audit`: where the region's audit log is, as this
-    folder saw it first (audit_home.AuditHome); empty before."""
+    folder saw it first, or what was signed since that it goes on as (audit_home.AuditHome); empty before."""
 
     folder: str
     registration: int = 0

@@ -29,14 +29,17 @@ from audit.trust import Trust
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import CorruptionError, RequestError, UnavailableError
 from felix.runtime.real import REAL
+from felix.storage.disk import PRIVATE_FILES
 from keys.signing import SigningKey
 from region import audit_log, reconciliation
 from region.cluster.audit_home import AuditHome, Before
+from region.cluster.mirror import ClusterMirror
+from region.cluster.node_file import NodeFile
 from region.cluster.records import ClusterKeys, ShardId, ShardRecord, encode
 from region.copying_audit_log import Plan, copy_audit_log
 from region.inventory import take_inventory
 from region.metadata.etcd import EtcdConfig, EtcdStore
-from region.metadata.transaction import Put
+from region.metadata.transaction import Delete, Put
 from region.reconciling import Reconciler
 from region.trusted_bundles import own_bundle
 
@@ -251,6 +254,63 @@ async def test_an_older_folder_and_a_store_that_was_changed_begin_no_second_hist
         await region.start("b1", "b2")
         await home_of(region)
         assert note_size(trail_of(region, "b1").checkpoint()) == LEAVES + 1
+
+
+async def test_one_change_is_signed_of_a_log_though_the_store_is_put_back_before_it_is_done(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with one_disk(tmp_path, etcd) as region, store_of(etcd) as store:
+        await region.start("b1", "b2")
+        await region.stop()
+        was = AuditHome("b1").encode().encode()
+        # The store has not heard of it, and the broker writes no more alone.
+        with (
+            cut_off(monkeypatch, (ClusterMirror, "commit", 0)),
+            pytest.raises(UnavailableError, match="Cut off"),
+        ):
+            await copied(region, etcd)
+        with pytest.raises(CorruptionError, match="names another audit log") as refused:
+            await region.start("b1")
+        assert "copy-audit-log" in refused.value.hint
+        file = NodeFile(PRIVATE_FILES, log_of(region, "b1").path.parent, REAL.random)
+        known = file.load()
+        assert await copied(region, etcd) == Plan("b1", LEAVES, 2)
+        first = await store.get(KEYS.audit_home)
+        assert first is not None and first.value == known.audit.encode()
+        await region.start("b2")
+        await region.stop()
+        shard = Delete(KEYS.shard(ShardId(AuditHome.of(first).incarnation, 0)))
+        # Run again on a store of before.
+        await store.transact([], [Put(KEYS.audit_home, was), shard])
+        # Another folder than that of the signature.
+        other = msgspec.json.decode(known.audit)
+        other["before"]["size"] -= 1
+        file.save(msgspec.structs.replace(known, audit=msgspec.json.encode(other).decode()))
+        with pytest.raises(RequestError, match="goes on as copies from 299 leaves, and it has 300 now"):
+            await copied(region, etcd)
+        file.save(known)
+        assert await copied(region, etcd) == Plan("b1", LEAVES, 2)
+        again = await store.get(KEYS.audit_home)
+        assert again is not None and again.value == first.value
+        # Reconciled instead: it is led by the broker that has it.
+        await store.transact([], [Put(KEYS.audit_home, was), shard])
+        plan = await reconciled(region, store)
+        assert not plan.losses and [each.copies for each in plan.shards] == [("b1",)]
+        assert not any(each.changes for each in (await reconciled(region, store)).shards)
+        # The same amid what is written into the stream.
+        monkeypatch.setattr(audit_log, "BATCH_BYTES", 20_000)
+        with cut_off(monkeypatch, (audit_log, "_batch_from", 2)):
+            await region.start("b1")
+            await troubled(region, "b1", "Cut off")
+            await region.stop()
+        await store.transact([], [Put(KEYS.audit_home, was), shard])
+        with pytest.raises(RequestError, match="goes on as copies already") as refused_copy:
+            await copied(region, etcd)
+        assert "reconcile" in refused_copy.value.hint
+        assert not (await reconciled(region, store)).losses
+        await region.start("b1", "b2")
+        assert await home_of(region) == "b1"
+        await shows(region, "b2", LEAVES)
 
 
 async def test_an_ill_broker_that_leads_the_stream_first_gets_nobody_to_sign_another_log(
