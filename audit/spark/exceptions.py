@@ -186,14 +186,17 @@ def _rules_broken() -> str:
 
 
 def _noticed() -> str:
-    """SQL: what the verification saw that breaks no rule."""
+    """SQL: what the verification saw that breaks no rule, of leaves of the window, and of those among them or behind them that are dated before
+    its end: a leaf whose time ran back out of the window is in no other place of its report."""
     seen = _event(
         NOTICE, "notices.notice", "true", "notices.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="notices.records"
     )  # fmt: skip
     return f"""
         UNION ALL
         SELECT {_LEAVES_PLACE}, {one_row_each([seen])}
-        FROM {{notices}} AS notices JOIN {{leaves}} AS leaves ON notices.log = leaves.log AND notices.leaf_index = leaves.leaf_index
+        FROM {{notices}} AS notices JOIN {{all_leaves}} AS leaves ON notices.log = leaves.log AND notices.leaf_index = leaves.leaf_index
+        JOIN (SELECT log, min(leaf_index) AS first, max(time_ms) AS latest_ms FROM {{leaves}} GROUP BY log) AS seen
+            ON leaves.log = seen.log AND leaves.leaf_index >= seen.first AND leaves.time_ms <= seen.latest_ms
         """  # noqa: S608  # constants of this module
 
 

@@ -62,7 +62,7 @@ class Logs:
         self._rows: list[dict[str, Any]] = []
         self._terms: list[tuple[Any, ...]] = []
         self._revocations: list[tuple[str, str, int]] = []
-        self._story: list[tuple[str, int, str]] = []
+        self._story: list[tuple[str, int, str, str]] = []
         self.count = 0
 
     def add(
@@ -80,7 +80,7 @@ class Logs:
             tuple(scoped(dict(zip(_NAMES, row, strict=True))).values()) for row in documents.terms
         ]
         self._revocations += [(name, f"{name} {grant}", index) for _, grant, index in documents.revocations]
-        self._story += [(name, index, sentence) for index, sentence in story]
+        self._story += [(name, index, sentence, exceptions.RULE_BROKEN) for index, sentence in story]
         self.count += 1
 
     def breaches(self, spark: Any) -> Breaches:
@@ -96,7 +96,8 @@ class Logs:
         leaves = (
             register.prepare(rows, signed.terms).selectExpr("*", f"false AS {BEGUN_AGAIN}").localCheckpoint()
         )
-        story = spark.createDataFrame(self._story, "log string, leaf_index bigint, sentence string")
+        columns = "log string, leaf_index bigint, sentence string, exception string"
+        story = spark.createDataFrame(self._story, columns)
         found: Breaches = defaultdict(set)
         listed = exceptions.found(leaves, leaves, signed, story).where(f"severity = '{exceptions.BREACH}'")
         for row in listed.select("log", "leaf_index", "exception").collect():

@@ -606,3 +606,18 @@ def test_what_the_next_grant_announces_again_counts_once_and_is_named(spark: Any
     # What had arrived is not announced again.
     twice = run_report(logs(tmp_path / "twice", 10), tmp_path / "more", trust=trust(), session=spark).report
     assert {"announced-twice", "delivered-twice"} <= {each["finding"] for each in twice.findings.records()}
+
+
+def test_what_is_dated_back_out_of_a_window_is_named_in_its_report(spark: Any, tmp_path: Path) -> None:
+    """The report of the time before was made already, and has none of it."""
+    world, cut = World(), START_MS + 30 * DAY_MS
+    world.grant(DEPARTURES, START_MS - 1_000)
+    world.batch(DEPARTURES, 0, START_MS + DAY_MS, 10, withheld=0)
+    world.batch(DEPARTURES, 0, cut + DAY_MS, 10, withheld=0)
+    world.batch(DEPARTURES, 0, START_MS + 2 * DAY_MS, 500, withheld=0)
+    write_log(tmp_path / "egress", EGRESS_ORIGIN, world.egress, cosign=True)
+    for since, count in ((cut, 1), (cut + 10 * DAY_MS, 0)):
+        logs, out = [tmp_path / "egress"], tmp_path / f"{count}"
+        made = run_report(logs, out, trust=trust(), session=spark, since=since, until=since + 10 * DAY_MS)
+        told = [each["exception"] for each in made.report.exceptions.records()]
+        assert told.count("time-back") == count
