@@ -39,7 +39,7 @@ from spark.lineage_endpoint import Again
 
 from audit.leaf import Header, Kind, Leaf
 from audit.spark.document import STATEMENT
-from audit.spark.reconciliation import Given
+from audit.spark.reconciliation import Given, LogEnd
 from audit.spark.report import (
     EXIT_CLEAN,
     EXIT_DIFFERENCES,
@@ -484,7 +484,7 @@ def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
 
 
 def test_the_egress_log_of_one_bridge_stands_in_for_no_other(spark: Any) -> None:
-    given = Given([EGRESS_ORIGIN, INGRESS_ORIGIN])
+    given = Given(LogEnd(origin, 1, 0) for origin in (EGRESS_ORIGIN, INGRESS_ORIGIN))
     second = BRIDGE + "-2"
     rows = spark.sql(
         f"""SELECT bridge, {given.egress} AS egress, {given.ingress} AS ingress FROM VALUES
@@ -501,7 +501,7 @@ def test_the_egress_log_of_one_bridge_stands_in_for_no_other(spark: Any) -> None
     ]
     alone = Table("reconciliation", "", columns, tuple(reconciled))
     logs = [SimpleNamespace(origin=origin) for origin in (EGRESS_ORIGIN, INGRESS_ORIGIN)]
-    found = _missing(logs, Table("transfers", "", columns, ()), list(alone.records()))  # type: ignore[arg-type]
+    found = _missing(logs, Table("transfers", "", columns, ()), list(alone.records()), given)  # type: ignore[arg-type]
     assert found.counterparts == (
         f"us-east to eu-west: the egress log of {second} was not given, so this link rests on one side's word.",
     )
