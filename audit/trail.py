@@ -378,8 +378,10 @@ class Trail:
     def readable_size(self) -> int:
         """How many leaves the checkpoint covers whose files are here: all, but in a copy that lacks its newest entry bundle and has not taken
         those leaves from the other copies yet."""
-        size = self.checkpoints.newest.size
-        return size // TILE_WIDTH * TILE_WIDTH if self.lacks_newest else size
+        # Opening again changes both.
+        with self._lock:
+            size = self.checkpoints.newest.size
+            return size // TILE_WIDTH * TILE_WIDTH if self.lacks_newest else size
 
     # Checkpoints
 
