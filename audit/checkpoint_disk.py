@@ -86,7 +86,8 @@ class CheckpointFiles:
     def begin(self, folder: Folder, kept: KeptCheckpoints) -> None:
         """Go on from what the folder has."""
         with self._files_lock, self._lock:
-            self._folder = folder
+            # The publisher writes tiles meanwhile: which names are not durable yet, each knows of its own.
+            self._folder = folder.beside()
             self._newest, self._cosigned, self._witnessed = kept
             self._offered, self._offered_at = kept.newest, self._clock.monotonic() - ROUND_MS / 1000
 

@@ -494,6 +494,34 @@ def test_a_log_without_one_of_its_parts_does_not_open(tmp_path: Path, removed: s
         open_trail(tmp_path)
 
 
+def test_a_name_that_the_tree_gets_while_a_cosignature_is_kept_is_still_made_durable(tmp_path: Path) -> None:
+    """The publisher writes tiles while another thread keeps what a witness cosigned."""
+    synced: list[str] = []
+
+    class Interleaved(DiskFiles):
+        trail: Trail | None = None
+
+        def sync_folder(self, folder: Path) -> None:
+            super().sync_folder(folder)
+            synced.append(folder.name)
+            trail, self.trail = self.trail, None
+            if trail is not None:
+                trail.files.write("tile/9/000", bytes(32))
+
+    files = Interleaved(0o666, 0o777)
+    witness = Witness(witness_signer(), [log_signer().key], MemoryWitnessStore(), lambda: 1)
+    with closing(open_trail(tmp_path, witnesses=[witness.key], files=files)) as trail:
+        append(trail, [Link().grant()])
+        trail.publish()
+        note = cosign(trail, witness)
+        files.trail = trail
+        trail.add_cosigned(note)
+        assert "9" not in synced
+        append(trail, [Link().grant()])
+        trail.publish()
+        assert "9" in synced
+
+
 def test_a_foreign_cosignature_is_not_kept(tmp_path: Path) -> None:
     witness = Witness(witness_signer(), [log_signer().key], MemoryWitnessStore(), lambda: 1)
     other = witness_signer("apac.acme/witness", seed=7)
