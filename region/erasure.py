@@ -292,7 +292,7 @@ class Erasure:
                 f", but at {', '.join(holding)}, which may have it until it has started and reached the metadata store. The leaf in the audit log follows "
                 "then; felix keys list says destroyed once it stands."
             )
-        return ". The leaf in the audit log follows: felix keys list says destroyed once it stands."
+        return " or about to be: felix keys list says destroyed once its leaf in the audit log stands."
 
     async def _run(self) -> None:
         while True:

@@ -19,7 +19,7 @@ from audit.leaf import Header, Leaf
 from audit.trail import Trail
 from felix.errors import Code, CorruptionError, RequestError
 from felix.names import StreamName
-from keys.errors import KeyDestroyedError
+from keys.errors import KeyDestroyedError, KeyProviderError
 from keys.keyring import ROOTS, Keyring, create_keyring, open_keyring
 from region.erasure import Erasure, KeyringDestruction
 from region.folder import RegionFolder
@@ -393,3 +393,24 @@ async def test_a_record_of_a_key_in_use_and_one_of_no_key_keep_no_other_from_its
 
     await world.play(foreign)
     assert [leaf.stream for leaf in world.leaves()] == [str(CREW)]
+
+
+async def test_a_key_that_cannot_be_destroyed_yet_is_not_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("region.erasure.WAIT_S", 0.01)
+    world = World(tmp_path)
+    await world.has_stream(CREW, LIFE)
+    mark = await world.catalog.delete_stream(CREW, deleted_ms=2, by=OPERATOR)
+
+    async def fails(erasure: Erasure, keyring: Keyring) -> None:
+        def destroy(*_: object) -> list[bytes]:
+            raise KeyProviderError("The disk is full.")
+
+        keyring.destroy = destroy  # type: ignore[method-assign]
+        with pytest.raises(KeyProviderError):
+            await erasure.look()
+        assert " is destroyed or about to be: " in await erasure.stream_deleted(mark)
+
+    await world.play(fails)
+    assert world.leaves() == []
