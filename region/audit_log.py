@@ -52,7 +52,7 @@ from region.log.frame import Frame as LogFrame
 from region.log.point import LogPoint
 from region.log.seal import LogSeal
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
-from region.metadata.records import AUDIT_STREAM, Stream
+from region.metadata.records import AUDIT_STREAM, Stream, min_in_sync
 from region.replication.messages import Frame
 
 log = logging.getLogger("felix.region.audit_log")
@@ -124,6 +124,8 @@ class Host(Protocol):
     ) -> tuple[Frame, ...]: ...
 
     def let_lead(self, shard: ShardId, why: YieldReason) -> None: ...
+
+    def want_min(self, shard: ShardId, minimum: int) -> None: ...
 
     def on_change(self, listener: Callable[[ShardId], None]) -> None: ...
 
@@ -312,6 +314,7 @@ class AuditLog:
         """why it is not home, or not up to date, though it could be"""
         self._incarnation = bytes.fromhex(record.incarnation)
         self._shard = ShardId(record.incarnation, 0)
+        self._min = min_in_sync(record.config)
         self._host = host
         self._directory = directory
         self._trail = trail
@@ -417,6 +420,8 @@ class AuditLog:
             self.trouble = ""
             log.info("this broker goes on with the audit log, from leaf %d", self._trail.status().durable)
             self._became_home()
+            # Not before all of it is in the stream: others go by that (ClusterMember.alone_has_audit).
+            self._host.want_min(self._shard, self._min)
             signed = self._trail.status().checkpoint
             while self._host.serves(self._shard):
                 if self._trail.stopped is not None:

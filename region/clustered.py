@@ -339,9 +339,11 @@ class Clustered:
         return sum(record.target != () for record in self.member.mirror.view.shards.values())
 
     async def drain(self, broker: str, *, on: bool) -> None:
-        """Have a broker's copies moved away, or no longer. Raises RequestError(NOT_FOUND) for one that was never registered, and what the
-        store raises."""
+        """Have a broker's copies moved away, or no longer. Raises RequestError(NOT_FOUND) for one that was never registered, CONFLICT where not all
+        of the audit log that it alone had is in its stream, and what the store raises."""
         mirror = self.member.mirror
+        if on:
+            self._require_audit_log_elsewhere(broker)
         while True:
             made = registration.drain(mirror.view, broker, on=on)
             if isinstance(made, Refusal):
@@ -357,6 +359,7 @@ class Clustered:
     async def retire(self, broker: str) -> None:
         """A broker is gone for good. Raises RequestError(NOT_FOUND, CONFLICT), and what the store raises."""
         member = self.member
+        self._require_audit_log_elsewhere(broker)
         if broker == member.audit.broker:
             raise RequestError(
                 f"Broker {broker} alone has the region's audit log.",
@@ -375,6 +378,15 @@ class Clustered:
             if result is not None and result.succeeded:
                 log.warning("broker %s is retired", broker)
                 return
+
+    def _require_audit_log_elsewhere(self, broker: str) -> None:
+        member = self.member
+        if member.audit.before is not None and member.alone_has_audit(broker):
+            raise RequestError(
+                f"Not all of the audit log that broker {broker} alone had is in {AUDIT_STREAM} and at another broker yet.",
+                code=Code.CONFLICT,
+                hint=f"Have broker {broker} run, with its data folder, until `felix region status` has no problem.",
+            )
 
     async def recover(
         self,

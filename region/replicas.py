@@ -45,6 +45,7 @@ from region.log.segment_limits import SegmentLimits
 from region.log.shard_settings import ShardSettings
 from region.log.shared_offload import read_list
 from region.metadata.records import (
+    AUDIT_STREAM,
     REMOVED_REMEMBERED_MAX,
     Stream,
     StreamConfig,
@@ -490,14 +491,19 @@ class Replicas:
                         await self._delete(stream, shard, kinds)
                     continue
                 if self.host.replica(shard) is not None:
-                    self.host.want_min(shard, min_in_sync(stream.config))
+                    self._want_min(stream, shard)
                     self.host.limit_segments(shard, RECORDS, self._settings(stream.config).segments)
                     continue
                 self._names[stream.incarnation] = stream.name
                 led = record.epoch, record.election
                 await self.host.add(await self._plan(stream, shard, kinds, led))
                 self._found.discard(shard)
-                self.host.want_min(shard, min_in_sync(stream.config))
+                self._want_min(stream, shard)
+
+    def _want_min(self, stream: Stream, shard: ShardId) -> None:
+        # Of the audit log it says that all of it is in the stream (region.audit_log).
+        if stream.name != str(AUDIT_STREAM):
+            self.host.want_min(shard, min_in_sync(stream.config))
 
     def _kept(self, shard: ShardId, number: int) -> Path:
         return self._folders.copies / kept_name(shard, number)

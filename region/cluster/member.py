@@ -124,19 +124,23 @@ class ClusterMember:
 
     async def _refuse_second_history(self) -> None:
         entry = await self._store.get(self._mirror.view.keys.audit_home)
-        if entry is not None and self._alone_has_audit(AuditHome.of(entry)):
+        if entry is not None and self._alone_has_audit(self.broker, AuditHome.of(entry)):
             raise RequestError(
                 f"Broker {self.broker} has the region's audit log in its data folder: with an empty one it would begin a second history.",
                 code=Code.CONFLICT,
                 hint="Put its folder back, or at least a backup of the folder audit in it.",
             )
 
-    def _alone_has_audit(self, home: AuditHome) -> bool:
-        """Whether no other broker has all of the audit log."""
-        if home.before is None or home.before.broker != self.broker:
-            return home.broker == self.broker
+    def alone_has_audit(self, broker: str) -> bool:
+        """Whether no other broker than this one has all of the audit log."""
+        return self._alone_has_audit(broker, self.audit)
+
+    def _alone_has_audit(self, broker: str, home: AuditHome) -> bool:
+        if home.before is None or home.before.broker != broker:
+            return home.broker == broker
         record = self._mirror.view.shards.get(ShardId(home.incarnation, 0))
-        return record is None or record.members().keys() <= {self.broker}
+        # The audit log's home asks for more copies than one once all of what the disk had is in the stream.
+        return record is None or record.min < 2 or record.members().keys() <= {broker}
 
     async def _claim_audit(self, copies: int) -> AuditHome:
         """Where the audit log is; a new one for the first broker of a region. What the store lost is put back as this folder knows it. Raises

@@ -7,6 +7,7 @@ import contextlib
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,11 @@ async def test_a_log_on_one_disk_goes_on_as_copies_wherever_that_was_cut_off(
             with cut_off(monkeypatch, calls):
                 await region.start("b1")
                 await troubled(region, "b1", "Cut off")
-                assert not region.clustered("b1").has_audit_log
+                clustered = region.clustered("b1")
+                assert not clustered.has_audit_log
+                for asked in (partial(clustered.drain, on=True), clustered.retire):
+                    with pytest.raises(RequestError, match="broker b1 alone had is in felix/system/audit"):
+                        await asked("b1")
                 await region.stop("b1")
             assert len(verified(region, "b1")) == LEAVES + 1
         await region.start("b1", "b2")
@@ -195,6 +200,7 @@ async def test_a_log_on_one_disk_goes_on_as_copies_wherever_that_was_cut_off(
         shards = region.clustered("b1").member.mirror.view.shards
         await until(lambda: len(shards[ShardId(incarnation, 0)].isr) == 2, 60)
         await until(lambda: shards[ShardId(incarnation, 0)].min == 2, 60)
+        assert not region.clustered("b1").member.alone_has_audit("b1")
         await region.stop("b1")
         shutil.rmtree(log.path)
         await region.start("b1")
