@@ -7,20 +7,16 @@ region's start, which makes a copy of a folder.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Final
 
 from audit.checkpoint import Checkpoint
 from audit.errors import RolledBackError
 from audit.note import parse_note
-from audit.tile import CHECKPOINT_PATH, WAL_FOLDER
+from audit.tile import CHECKPOINT_PATH, COPIED_PATH, WAL_FOLDER
 from audit.tile_disk import Folder
 from audit.wal_disk import Recovery, segment_name, segments
 from felix.errors import Code, RequestError, UnavailableError
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files
-
-COPIED_PATH: Final = "copied"
-"""Stands in the folder of a log that several brokers have copies of: nobody writes into it alone."""
 
 
 def require_kind(folder: Folder, *, copied: bool) -> None:

@@ -17,13 +17,13 @@ from typing import NamedTuple
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint
-from audit.copied_disk import COPIED_PATH
 from audit.document_leaf import document_path, read_document
 from audit.errors import RolledBackError
 from audit.leaf import read_header
 from audit.merkle import TILE_HEIGHT, TILE_WIDTH, Tree, edge_widths, leaf_hash, root_from_nodes
 from audit.tile import (
     CHECKPOINT_PATH,
+    COPIED_PATH,
     COSIGNED_PATH,
     WAL_FOLDER,
     WITNESSED_PATH,

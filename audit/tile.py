@@ -20,6 +20,8 @@ COSIGNED_PATH: Final = "checkpoint.cosigned"
 """The newest checkpoint that a witness cosigned; the plain one is usually some seconds ahead of it."""
 WITNESSED_PATH: Final = "checkpoint.witnessed"
 """The newest one that had collected more cosignatures than the one that followed it has so far."""
+COPIED_PATH: Final = "copied"
+"""Stands in the folder of a log that several brokers have copies of: nobody writes into it alone."""
 WAL_FOLDER: Final = "wal"
 
 _TILES_KEPT: Final = 64

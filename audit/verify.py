@@ -25,6 +25,7 @@ from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_h
 from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, differences
 from audit.tile import (
     CHECKPOINT_PATH,
+    COPIED_PATH,
     COSIGNED_PATH,
     WAL_FOLDER,
     WITNESSED_PATH,
@@ -50,6 +51,7 @@ grant."""
 MISSING_BUNDLES_MAX: Final = 64
 """Bundles of which neither entries nor tile is there, after which the rest is not gone through. A log states its size itself, and may
 state 2^62 leaves; what is there of it costs its owner as much as whoever reads it."""
+NO_WAL: Final = "there is none (an exported copy has none)"
 WAL_FINDINGS_MAX: Final = 64
 """After which the rest of the write-ahead files is not looked at: damaged ones may be many, and long, and nothing on their owner's disk."""
 PARTIAL_FINDINGS_MAX: Final = 64
@@ -752,7 +754,7 @@ class _Run:
         report = self._report
         segments = self._segments()
         if not segments:
-            report.steps[8].note = "there is none (an exported copy has none)"
+            report.steps[8].note = NO_WAL
             return
         first, following = 0, None
         while segments:
@@ -770,7 +772,12 @@ class _Run:
             if following is None:
                 rest = [each for each in self._segments() if each[0] > first]
             segments = rest
-        following = first if following is None else following
+        if following is None:
+            if self._files.read(COPIED_PATH) is not None:
+                # It became a copy, all of which is in bundles, since the segments were listed.
+                report.steps[8].note = NO_WAL
+                return
+            following = first
         if following < report.size:
             report.find(
                 9,

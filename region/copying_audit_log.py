@@ -18,10 +18,10 @@ from typing import Final, NamedTuple
 import msgspec
 
 from audit.checkpoint import Checkpoint
-from audit.copied_disk import COPIED_PATH
 from audit.note import parse_note
 from audit.origin import region_origin
 from audit.signer_disk import load_signers
+from audit.tile import COPIED_PATH
 from audit.trail import Trail
 from audit.trust import RegionTrust
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError

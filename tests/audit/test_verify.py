@@ -24,6 +24,7 @@ from audit_log import (
 from long_runs import count
 
 from audit.checkpoint import Checkpoint, open_checkpoint
+from audit.copied_disk import become_copied
 from audit.leaf import Kind, Leaf, Side, decode_leaf, encode_leaf
 from audit.merkle import Tree, leaf_hash
 from audit.note import Note, encode_note
@@ -438,6 +439,31 @@ def test_segments_that_full_bundles_replaced_while_the_log_was_verified_are_not_
     # All that were there are gone, and those that follow begin behind the checkpoint that was read.
     assert not {*before} & {*Folder(tmp_path).names("wal")}
     assert int(Folder(tmp_path).names("wal")[0][:20]) > report.size
+
+
+@pytest.mark.parametrize("is_copied", [True, False])
+@pytest.mark.parametrize("read", [0, -1])
+def test_a_write_ahead_log_that_goes_while_it_is_read_is_missed_unless_the_log_became_a_copy(
+    tmp_path: Path, read: int, is_copied: bool
+) -> None:
+    log = Kept(tmp_path, list(egress_appends(80)))
+    log.go_on(60)
+    log.trail.close()
+    note = Folder(tmp_path).read("checkpoint")
+    assert note is not None
+    checkpoint = open_checkpoint(note, SIGNER.key).checkpoint
+    names = sorted(Folder(tmp_path).names("wal"))
+
+    def go() -> None:
+        if is_copied:
+            become_copied(tmp_path, checkpoint.size, checkpoint.root)
+            return
+        for name in names:
+            (tmp_path / "wal" / name).unlink()
+
+    report = verify(Going(tmp_path, f"wal/{names[read]}", go))
+    assert report.ok == is_copied, report.findings
+    assert is_copied or "the checkpoint covers" in report.findings[0].sentence
 
 
 def test_a_partial_bundle_that_is_replaced_while_it_is_compared_is_no_finding(tmp_path: Path) -> None:

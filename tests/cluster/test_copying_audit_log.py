@@ -20,12 +20,11 @@ from region_peer import until
 
 from audit import copied_disk
 from audit.checkpoint import note_size
-from audit.copied_disk import COPIED_PATH
 from audit.document_leaf import document_path
 from audit.errors import RolledBackError
 from audit.leaf import encode_for_log
 from audit.note import Algorithm, NoteSigner, encode_note, parse_note
-from audit.tile import WAL_FOLDER
+from audit.tile import COPIED_PATH, WAL_FOLDER
 from audit.trust import Trust
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import CorruptionError, RequestError, UnavailableError
