@@ -398,6 +398,21 @@ class Progress:
             self._take_back(first, following)
         return None
 
+    def reserve_again(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """Keep these, which were reserved before the journal was read back, as far as they are not settled."""
+        if not self.positioned:
+            return
+        for first, following in ranges:
+            for part in self.settled.missing(max(first, self.committed), following):
+                fresh = RangeSet([part])
+                for kind, held in self._waiting.items():
+                    for each in held.within(*part):
+                        fresh.remove(*each)
+                        self._reserved.setdefault(kind.attempts, RangeSet()).add(*each)
+                for each in fresh:
+                    self._reserved.setdefault(0, RangeSet()).add(*each)
+                self._take_back(*part)
+
     def unreserve(self, ranges: Iterable[tuple[int, int]], now_ms: int) -> None:
         """The transaction was not written: the records are delivered again."""
         for first, following in ranges:

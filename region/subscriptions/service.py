@@ -50,8 +50,9 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.ports import Exchanging, Role
 from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 from region.subscriptions.consumer import Consumer
+from region.subscriptions.reservations import Reservations
 from region.subscriptions.store import SubscriptionStore
-from region.subscriptions.subscription import DurableSubscription
+from region.subscriptions.subscription import DurableSubscription, ranges_of
 from region.views.dead_letter import dead_letter_name
 
 log = logging.getLogger("felix.region.subscriptions")
@@ -87,6 +88,7 @@ class SubscriptionService:
         self._mirror = mirror
         self._held: dict[StreamName, _Loaded] = {}
         self._generation = 0
+        self._reservations = Reservations()
         self._tasks = TaskSet()
         self._unfollow: Callable[[], None] | None = None
         self._closed = False
@@ -181,6 +183,7 @@ class SubscriptionService:
                 stream,
                 number,
                 lambda: {bytes.fromhex(each.id): each for each in self._definitions(stream.name)},
+                self._reservations,
                 lambda error: self._lost(held, error),
                 lambda subscription, count: self._landed(held, subscription, count),
             )
@@ -609,6 +612,7 @@ class SubscriptionService:
         for each in acks:
             found = self._loaded(each)
             if found is None:
+                self._forget(each)
                 continue
             refused = found.refusal()
             if refused is not None:
@@ -623,6 +627,14 @@ class SubscriptionService:
             found = self._loaded(each)
             if found is not None:
                 found.unreserve(each.acks)
+            else:
+                self._forget(each)
+
+    def _forget(self, acks: SubscriptionAcks) -> None:
+        """What was reserved of a subscription that is not open here."""
+        subscription = bytes.fromhex(acks.subscription)
+        for each in acks.acks:
+            self._reservations.remove(acks.incarnation, each.shard, subscription, ranges_of(each, 0))
 
     def _loaded(self, acks: SubscriptionAcks) -> DurableSubscription | None:
         held = self._held.get(StreamName.parse(acks.stream))

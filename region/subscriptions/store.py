@@ -23,6 +23,7 @@ from region.metadata.records import Subscription
 from region.streams import HostedStream
 from region.subscriptions.entries import Dropped, Entry, Letter, decode, encode
 from region.subscriptions.progress import Dying, Progress
+from region.subscriptions.reservations import Reservations
 from region.views.actor import ViewActor
 from region.views.dead_letter import DeadLetters, Move, Origin
 
@@ -41,15 +42,17 @@ class SubscriptionStore:
         stream: HostedStream,
         number: int,
         definitions: Callable[[], Mapping[bytes, Subscription]],
+        reservations: Reservations,
         lost: Callable[[FelixError], None],
         landed: Callable[[bytes, int], None],
     ) -> None:
         """`definitions`: the stream's subscriptions by id. `lost`: a write was refused. `landed`: so many records of the
-        subscription are dead letters now."""
+        subscription are dead letters now. `reservations`: of this broker."""
         self._broker = broker
         self._stream = stream
         self._number = number
         self._definitions = definitions
+        self._reservations = reservations
         self._lost = lost
         self._landed = landed
         self._actor: ViewActor | None = None
@@ -113,6 +116,10 @@ class SubscriptionStore:
             self.progress(entry.subscription).replay(entry)
 
     def replayed(self) -> None:
+        definitions = self._definitions()
+        for subscription, ranges in self._reservations.of(self._stream.incarnation, self._number):
+            if subscription in definitions:
+                self.progress(subscription).reserve_again(ranges)
         for subscription in self._held:
             self._settled(subscription)
         for letters in self._letters.values():
@@ -154,6 +161,16 @@ class SubscriptionStore:
         """Where nothing of it is under way, all that is applied is durable."""
         if subscription in self._held and subscription not in self._writes:
             self._durable[subscription] = self._held[subscription].committed
+
+    # -- transactions ----------------------------------------------------------------------------------
+
+    def reserved(self, subscription: bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        """A transaction that is being committed acknowledges these, until `unreserved`."""
+        self._reservations.add(self._stream.incarnation, self._number, subscription, ranges)
+
+    def unreserved(self, subscription: bytes, ranges: Iterable[tuple[int, int]]) -> None:
+        """It was not committed, or they are settled, durably."""
+        self._reservations.remove(self._stream.incarnation, self._number, subscription, ranges)
 
     # -- writing ---------------------------------------------------------------------------------------
 

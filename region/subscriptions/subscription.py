@@ -414,6 +414,8 @@ class DurableSubscription:
                 self._arm()
                 return error
             kept.append((progress, list(ranges)))
+        for each, (_, reserved) in zip(acks, kept, strict=True):
+            self._stores[each.shard].reserved(self.id, reserved)
         return None
 
     def settle(self, acks: Sequence[ShardAck], done: Done) -> None:
@@ -422,14 +424,24 @@ class DurableSubscription:
         for each in acks:
             progress = self.progress(each.shard)
             entries = progress.ack(ranges_of(each, progress.committed))
-            self._stores[each.shard].write(entries, gather.part())
+            self._stores[each.shard].write(entries, self._settled(each, gather.part()))
             self._wake(each.shard)
         gather.asked()
+
+    def _settled(self, ack: ShardAck, done: Done) -> Done:
+        def settled(error: FelixError | None) -> None:
+            # Where the journal refused it, it is asked again: nobody else gets the records meanwhile.
+            if error is None:
+                self._stores[ack.shard].unreserved(self.id, ranges_of(ack, 0))
+            done(error)
+
+        return settled
 
     def unreserve(self, acks: Sequence[ShardAck]) -> None:
         """The transaction was not written: its records are redelivered."""
         for each in acks:
             progress = self.progress(each.shard)
+            self._stores[each.shard].unreserved(self.id, ranges_of(each, 0))
             progress.unreserve(ranges_of(each, progress.committed), self._broker.clock_ms())
         self._arm()
 

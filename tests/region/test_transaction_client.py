@@ -19,6 +19,7 @@ from region_process import BrokerProcess, fixed_region
 import felix
 import felix.sync
 from felix.errors import Code, RequestError, UnavailableError
+from felix.names import StreamName
 from felix.quota import QuotaLimits
 from region.folder import RegionFolder
 from region.node import Node
@@ -350,6 +351,44 @@ async def test_a_job_that_a_transaction_is_about_to_acknowledge_is_nobody_elses(
     assert await payloads(operator, A) == [b"done"]
     state = await jobs.describe()
     assert (state.ready, state.leased) == (0, 0)
+
+
+async def test_what_a_transaction_acknowledges_stays_its_own_while_positions_are_read_back(
+    operator: felix.RegionClient, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The decision is on its way to a slow disk meanwhile."""
+    for name in (A, B):
+        await operator.create_stream(name)
+    await operator.stream(A).publish_many([b"%d" % number for number in range(4)])
+    settings = felix.SubscriptionSettings(start="earliest")
+    disk = SlowDisk(monkeypatch)
+    transaction = operator.transaction(timeout_s=60)
+    async with operator.stream(A).consumer("billing", settings=settings) as consumer:
+        records = [await anext(consumer) for _ in range(4)]
+        await transaction.begin()
+        await transaction.publish(B, b"made of 0 and 2")
+        for record in (records[0], records[2]):
+            await transaction.acknowledge(record, consumer=consumer)
+        commit = asyncio.ensure_future(transaction.commit())
+        await until(lambda: bool(disk.waiting), 30)
+    (store,) = node.subscriptions._held[StreamName.parse(A)].stores
+    assert store._actor is not None
+    await store._actor.open()
+    with pytest.raises(UnavailableError, match="is being committed"):
+        await operator.stream(A).seek_subscription("billing", "earliest")
+    async with operator.stream(A).consumer("billing") as consumer:
+        assert [bytes((await anext(consumer)).payload) for _ in range(2)] == [b"1", b"3"]
+        other = operator.transaction(timeout_s=60)
+        await other.begin()
+        await other.acknowledge(records[0], consumer=consumer)
+        with pytest.raises(RequestError) as refused:
+            await other.commit()
+        assert refused.value.code is Code.CONSUMER_FENCED
+    disk.go_on()
+    await commit
+    assert not [*node.subscriptions._reservations.of(store._stream.incarnation, 0)]
+    async with operator.stream(A).consumer("billing") as consumer:
+        assert [bytes((await anext(consumer)).payload) for _ in range(2)] == [b"1", b"3"]
 
 
 async def test_consumed_records_and_what_was_made_of_them_are_one_step(operator: felix.RegionClient) -> None:
