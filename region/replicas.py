@@ -166,9 +166,11 @@ class Replicas:
         self._make_seal = make_seal
         self._runtime = runtime
         self._compact_after_ms: dict[ShardId, int] = {}
-        self._offload_after_ms: dict[ShardId, int] = {}
-        self._offload_seen: dict[ShardId, OffloadNews] = {}
         """copies of which a pass failed: not before this"""
+        self._offload_after_ms: dict[ShardId, int] = {}
+        """copies whose list could not be read or followed: not before this"""
+        self._offload_seen: dict[ShardId, OffloadNews] = {}
+        """what copies that follow have done already"""
         self._names: dict[str, str] = {}
         """of the streams that have copies here, by incarnation"""
         self._adopted: set[str] = set()
@@ -316,12 +318,12 @@ class Replicas:
             if name.startswith(f"{incarnation}-"):
                 files.remove(folder / name)
 
-    # -- compaction ------------------------------------------------------------------------------------
-
     def _record_of(self, shard: ShardId) -> Stream | None:
         name = self._names.get(shard.incarnation)
         record = None if name is None else self._streams.get(StreamName.parse(name))
         return record if record is not None and record.incarnation == shard.incarnation else None
+
+    # -- compaction ------------------------------------------------------------------------------------
 
     def _compacts(self, shard: ShardId, number: int) -> bool:
         record = self._record_of(shard)
@@ -363,13 +365,10 @@ class Replicas:
     async def offload(self) -> None:
         """Have the copies that follow know what their leaders have put into a store, and let local files of it go, one after the other."""
         for shard in self.host.shards:
-            name = self._names.get(shard.incarnation)
-            record = None if name is None else self._streams.get(StreamName.parse(name))
+            record = self._record_of(shard)
             offload = None if record is None else record.config.views.offload
             now_ms = self._runtime.clock.now_ms()
-            if record is None or offload is None or record.incarnation != shard.incarnation:
-                continue
-            if now_ms < self._offload_after_ms.get(shard, 0):
+            if record is None or offload is None or now_ms < self._offload_after_ms.get(shard, 0):
                 continue
             news = self.host.offload_news(shard)
             # What this list does not have comes with another one.

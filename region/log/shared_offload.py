@@ -123,5 +123,5 @@ def delete_all(urls: Iterable[str]) -> None:
         delete_object(url)
     for base in {url.rpartition("/")[0] for url in urls}:
         for name in store.list_names(base):
-            if epoch_of(name) is not None or name.removesuffix(MANIFEST_SUFFIX) != name:
+            if epoch_of(name) is not None or name.endswith(MANIFEST_SUFFIX):
                 store.delete(object_url(base, name))
