@@ -514,8 +514,10 @@ class Replicas:
             self._wanted.add(stream.name)
             return
         kinds = [plan.number for plan in self.host.plans(shard)]
-        self._offload_seen.pop(shard, None)
         await self.host.remove(shard)
+        # A turn that began before may have ended meanwhile.
+        for remembered in (self._compact_after_ms, self._offload_after_ms, self._offload_seen):
+            remembered.pop(shard, None)
         await self._delete(stream, shard, kinds)
 
     async def _delete(self, stream: Stream, shard: ShardId, kinds: Sequence[int]) -> None:

@@ -80,8 +80,10 @@ async def test_a_copy_that_is_open_stays_where_it_has_seen_that_the_store_went_b
     await left.look()
     assert host.replica(SHARD) is not None
     fence.frozen = ""
+    left.replicas._compact_after_ms[SHARD] = left.replicas._offload_after_ms[SHARD] = 60_000
     await left.look()
     assert host.replica(SHARD) is None, "it has moved away"
+    assert not left.replicas._compact_after_ms and not left.replicas._offload_after_ms, "when it comes again"
 
 
 async def test_a_damaged_log_that_was_set_aside_goes_with_the_copy() -> None:
