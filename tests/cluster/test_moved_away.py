@@ -39,7 +39,8 @@ class Leftover:
         )
         replicas._changing = asyncio.Lock()
         replicas._found, replicas._adopted, replicas._wanted = {SHARD}, set(), set()
-        replicas._forgotten, replicas._offload_seen = BoundedMap(1), {}
+        replicas._forgotten = BoundedMap(1)
+        replicas._compact_after_ms, replicas._offload_after_ms, replicas._offload_seen = {}, {}, {}
         self.replicas = replicas
 
     @staticmethod
