@@ -223,7 +223,7 @@ class ReplicaDisk:
             if newer:
                 for start in newer:
                     self.history.begin(start)
-                self._save_elections()
+                self.log.before_frames = self._save_elections
             self.log.write_frames(prev, entries, now_ms)
             self._count_producers(entries)
 

@@ -124,15 +124,18 @@ def test_an_epoch_in_which_nothing_is_written_costs_the_disk_nothing_and_is_forg
     assert opened(disk).beginning().history.starts == (begun(1, 0),)
 
 
-def test_a_full_disk_refuses_the_first_frame_of_an_epoch_and_takes_it_later() -> None:
+@pytest.mark.parametrize("is_led", [True, False])
+def test_a_full_disk_refuses_the_first_frame_of_an_epoch_and_takes_it_later(is_led: bool) -> None:
     disk = MemoryDisk()
     log = opened(disk)
-    log.begin(begun(3, 0))
+    starts = (begun(3, 0),)
+    if is_led:
+        log.begin(*starts)
     room_bytes, disk.room_bytes = disk.room_bytes, 0
     with pytest.raises(OSError, match="No space"):
-        log.log.write((entry(0, 3),), 1_000)
+        write(log, entry(0, 3), starts=starts)
     disk.room_bytes = room_bytes
-    log.log.write((entry(0, 3),), 1_000)
+    write(log, entry(0, 3), starts=starts)
     log.sync()
     disk.lose_power(Random(1))
     assert opened(disk).beginning().history.starts == (begun(3, 0),)
