@@ -639,21 +639,35 @@ class DiskLog:
 
     def follow_offloaded(self, entries: Iterable[Offloaded], below: int) -> int:
         """Copies of whole segments of this log are in a store, as whoever leads it has verified; how many of them are news here. Only those
-        below offset `below`, which is committed, and that are the same segments here. Raises OSError."""
+        below offset `below`, which is committed, and that are the same segments here. An object that is named no more, since the store of the
+        records was put back, gives way to the one that is. Raises OSError."""
+        entries = list(entries)
         told = {(one.base_offset, one.next_offset): one for one in entries if one.next_offset <= below}
+        named = {one.url for one in entries}
         news = {
             at: told[place]
             for at, one in enumerate(self._segments.now[:-1])
-            if one.remote is None
+            if (one.remote is None or one.remote.url not in named)
             and one.header.span is None
             and (place := (one.base_offset, one.next_offset)) in told
             and one.base_note == _note_of(told[place])
         }
         if news:
-            segments = (*self.offload.segments, *news.values())
-            self.save_offload(msgspec.structs.replace(self.offload, segments=segments))
+            now = self._segments.now
+            replaced = {one.url for at in news if (one := now[at].remote) is not None}
+            elsewhere = {at: entry for at, entry in news.items() if not now[at].is_local}
+            for at, entry in elsewhere.items():
+                self._forget_beside(now[at], entry)
+            if elsewhere:
+                # What was of the other object is gone before the new one is what recovery finds.
+                self._files.sync_folder(self.folder)
+            kept = [one for one in self.offload.segments if one.url not in replaced]
+            self.save_offload(msgspec.structs.replace(self.offload, segments=(*kept, *news.values())))
             for at, entry in news.items():
-                self._segments.now[at].remote = entry
+                now[at].remote = entry
+            self._segments.now = tuple(
+                _in_store(one, elsewhere[at]) if at in elsewhere else one for at, one in enumerate(now)
+            )
         return len(news)
 
     def droppable(self, local_bytes: int) -> SegmentState | None:
@@ -665,30 +679,20 @@ class DiskLog:
         entry, segments = segment.remote, self._segments.now
         if entry is None or segment not in segments[:-1]:
             return
-        same_places = (segment.start, segment.segment_bytes) == (len(entry.header), entry.segment_bytes)
-        if same_places and read_file(self._files, segment.index_path) is None:
+        if _same_places(segment, entry) and read_file(self._files, segment.index_path) is None:
             write_index(self._files, segment.index_path, self._reader.index(segment).encode())
-        # The store has another copy's file: another salt, perhaps another length.
-        there = SegmentState(
-            segment.path,
-            entry.segment_header,
-            len(entry.header),
-            entry.next_offset,
-            entry.segment_bytes,
-            entry.last_time_ms,
-            None,
-            entry,
-            is_local=False,
-            base_note=segment.base_note,
-            end_note=segment.end_note,
-        )
         at = segments.index(segment)
-        self._segments.now = (*segments[:at], there, *segments[at + 1 :])
-        if not same_places:
-            self._reader.forget_indexes()
-            self._files.remove(segment.index_path)
+        self._segments.now = (*segments[:at], _in_store(segment, entry), *segments[at + 1 :])
+        self._forget_beside(segment, entry)
         self._files.remove(segment.path)
         self._files.sync_folder(self.folder)
+
+    def _forget_beside(self, segment: SegmentState, entry: Offloaded) -> None:
+        """The bytes of a segment are this object's from now on: what was made of others goes."""
+        if not _same_places(segment, entry):
+            self._reader.forget_indexes()
+            self._files.remove(segment.index_path)
+        self._files.remove(segment.fetched_path)
 
     def check_cut(self, cut: LogPoint) -> int:
         """Which segment the log would end with, cut there. Does not block.
@@ -798,6 +802,28 @@ class DiskLog:
         """Close the files, and promise nothing."""
         self._open_logs.closed(self)
         self._written.close()
+
+
+def _same_places(segment: SegmentState, entry: Offloaded) -> bool:
+    """Whether entries stand at the same bytes in both files, so that an index of one is the other's."""
+    return (segment.start, segment.segment_bytes) == (len(entry.header), entry.segment_bytes)
+
+
+def _in_store(segment: SegmentState, entry: Offloaded) -> SegmentState:
+    """A segment whose bytes are a store's: another copy's file, with another salt and perhaps another length."""
+    return SegmentState(
+        segment.path,
+        entry.segment_header,
+        len(entry.header),
+        entry.next_offset,
+        entry.segment_bytes,
+        entry.last_time_ms,
+        None,
+        entry,
+        is_local=False,
+        base_note=segment.base_note,
+        end_note=segment.end_note,
+    )
 
 
 def _note_of(entry: Offloaded) -> int:

@@ -176,6 +176,39 @@ async def test_a_copy_knows_its_own_segments_in_the_list_and_reads_them_from_the
     restored.close()
 
 
+@pytest.mark.parametrize("is_local", [True, False])
+async def test_a_copy_whose_objects_are_named_no_more_goes_by_those_that_are(
+    tmp_path: Path, place: str, is_local: bool
+) -> None:
+    """The store of the records was put back, and a leader that knew nothing of the list before uploaded its own."""
+    log, record = filled(tmp_path / "a"), Record()
+    other, third = copied(log, tmp_path / "b"), copied(log, tmp_path / "c")
+    everything = read_all(log)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    before = read_list(record.pointer)
+    other.follow_offloaded(before.segments, other.end_offset)
+    if not is_local:
+        while (oldest := other.droppable(0)) is not None:
+            other.drop_local(oldest)
+        assert read_all(other) == everything
+    record.pointer = None
+    async with leading(third, record, place) as shard:
+        await turns(shard, place)
+    now = check_store(record, third, place)
+    assert not {one.url for one in now.segments} & {one.url for one in before.segments}
+    assert other.follow_offloaded(now.segments, other.end_offset) == len(now.segments)
+    assert other.offload.segments == now.segments
+    assert other.follow_offloaded(now.segments, other.end_offset) == 0
+    while (oldest := other.droppable(0)) is not None:
+        other.drop_local(oldest)
+    assert read_all(other) == everything
+    other.close()
+    again = open_disk(tmp_path / "b", limits=SMALL)
+    assert read_all(again) == everything
+    again.close()
+
+
 @pytest.mark.parametrize("loses_answers", [False, True])
 async def test_another_leader_goes_on_wherever_the_one_before_it_ended(
     loses_answers: bool, tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
