@@ -57,7 +57,7 @@ from region.log.segment_limits import SegmentLimits
 from region.log.segment_list import SegmentList, base_point
 from region.log.segment_reader import SegmentReader
 from region.log.segment_scan import annotate
-from region.log.segment_state import SegmentState, told_from, write_index
+from region.log.segment_state import SegmentState, in_store, told_from, write_index
 from region.log.written_files import WrittenFiles
 
 
@@ -666,7 +666,8 @@ class DiskLog:
             for at, entry in news.items():
                 now[at].remote = entry
             self._segments.now = tuple(
-                _in_store(one, elsewhere[at]) if at in elsewhere else one for at, one in enumerate(now)
+                in_store(one.path, elsewhere[at], one.base_note, one.end_note) if at in elsewhere else one
+                for at, one in enumerate(now)
             )
         return len(news)
 
@@ -682,7 +683,8 @@ class DiskLog:
         if _same_places(segment, entry) and read_file(self._files, segment.index_path) is None:
             write_index(self._files, segment.index_path, self._reader.index(segment).encode())
         at = segments.index(segment)
-        self._segments.now = (*segments[:at], _in_store(segment, entry), *segments[at + 1 :])
+        there = in_store(segment.path, entry, segment.base_note, segment.end_note)
+        self._segments.now = (*segments[:at], there, *segments[at + 1 :])
         self._forget_beside(segment, entry)
         self._files.remove(segment.path)
         self._files.sync_folder(self.folder)
@@ -807,23 +809,6 @@ class DiskLog:
 def _same_places(segment: SegmentState, entry: Offloaded) -> bool:
     """Whether entries stand at the same bytes in both files, so that an index of one is the other's."""
     return (segment.start, segment.segment_bytes) == (len(entry.header), entry.segment_bytes)
-
-
-def _in_store(segment: SegmentState, entry: Offloaded) -> SegmentState:
-    """A segment whose bytes are a store's: another copy's file, with another salt and perhaps another length."""
-    return SegmentState(
-        segment.path,
-        entry.segment_header,
-        len(entry.header),
-        entry.next_offset,
-        entry.segment_bytes,
-        entry.last_time_ms,
-        None,
-        entry,
-        is_local=False,
-        base_note=segment.base_note,
-        end_note=segment.end_note,
-    )
 
 
 def _note_of(entry: Offloaded) -> int:

@@ -73,7 +73,7 @@ from region.log.segment import (
     segment_name,
 )
 from region.log.segment_scan import WINDOW_BYTES, annotate, count_batch, damaged, scan_file
-from region.log.segment_state import SegmentState, counter_of, told_from, write_index
+from region.log.segment_state import SegmentState, counter_of, in_store, told_from, write_index
 
 EPOCHS_NAME: Final = "epochs"
 
@@ -547,18 +547,7 @@ class _Recovery:
                         base,
                         f"{entry.url} ends at {entry.next_offset}, but the next segment begins at {next_base}",
                     )
-                state = SegmentState(
-                    path,
-                    header,
-                    len(entry.header),
-                    entry.next_offset,
-                    entry.segment_bytes,
-                    entry.last_time_ms,
-                    None,
-                    entry,
-                    is_local=False,
-                    base_note=header.head.note if header.head else 0,
-                )
+                state = in_store(path, entry, header.head.note if header.head else 0)
             segments.append(state)
         return segments
 

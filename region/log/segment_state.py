@@ -90,3 +90,21 @@ def write_index(files: Files, path: Path, encoded: bytes) -> None:
     except OSError as error:
         if not is_full(error):
             raise
+
+
+def in_store(path: Path, entry: Offloaded, base_note: int, end_note: int = 0) -> SegmentState:
+    """A segment of this log whose bytes are a store's alone: they may be another copy's file, with another salt and length. `path`: where its file
+    was; notes as `SegmentState` has them."""
+    return SegmentState(
+        path,
+        entry.segment_header,
+        len(entry.header),
+        entry.next_offset,
+        entry.segment_bytes,
+        entry.last_time_ms,
+        None,
+        entry,
+        is_local=False,
+        base_note=base_note,
+        end_note=end_note,
+    )
