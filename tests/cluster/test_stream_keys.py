@@ -614,12 +614,15 @@ async def test_roots_that_the_store_shows_as_they_were_before_are_put_right(brok
 
 
 async def rotated(brokers: Brokers, *names: str) -> str:
-    """Rotate the root, with its file brought to these brokers' machines. The id of the root of before."""
+    """Rotate the root, with its file brought to these brokers' machines while the rotation waits for them. The id of the root of before."""
     first, *others = names
-    old = brokers.running[first].roots.active.key
-    with suppress(RequestError):
-        await brokers.rotations[first].rotate_root()
+    keys = brokers.running[first]
+    old = keys.roots.active.key
+    rotating = asyncio.ensure_future(brokers.rotations[first].rotate_root())
+    await until(lambda: rotating.done() or keys.roots.in_state(KeyState.PENDING))
     brokers.bring_roots(first, *others)
+    with suppress(RequestError):
+        await rotating
     if brokers.running[first].roots.active.key == old:
         await brokers.rotations[first].rotate_root()
     return old
