@@ -83,7 +83,7 @@ _BAD_VERSION: Final = re.compile(r"3\.5\.[0-2](?!\d)")
 def known_bad_version(version: str) -> str | None:
     """A sentence that says why this etcd version must not hold a region's metadata, or None. For `felix doctor`.
 
-    Source: etcd's announcement "v3.5 data inconsistency issue" (3.5.0 to 3.5.2, mended in 3.5.3).
+    Source: etcd's announcement "v3.5 data inconsistency issue" (3.5.0 to 3.5.2, fixed in 3.5.3).
     """
     if not _BAD_VERSION.match(version):
         return None
