@@ -371,15 +371,18 @@ class Replicas:
             if record is None or offload is None or now_ms < self._offload_after_ms.get(shard, 0):
                 continue
             news = self.host.offload_news(shard)
-            # What this list does not have comes with another one.
-            if news is None or news == self._offload_seen.get(shard):
+            if news is None:
                 continue
             try:
+                if news == self._offload_seen.get(shard):
+                    # What this list does not have comes with another one; how much stays here may have been altered.
+                    await self.host.drop_offloaded(shard, offload.local_bytes)
+                    continue
                 listed = await asyncio.to_thread(read_list, news.pointer)
                 now = self.host.offload_news(shard)
                 if now is not None and now.pointer == news.pointer:
-                    await self.host.follow_offload(shard, listed, offload.local_bytes)
-                    self._offload_seen[shard] = news
+                    end = await self.host.follow_offload(shard, listed, offload.local_bytes)
+                    self._offload_seen[shard] = OffloadNews(news.pointer, end)
             except (FelixError, OSError) as error:
                 self._offload_after_ms[shard] = now_ms + OFFLOAD_AGAIN_MS_MAX
                 log.warning("offload of the copy of %s shard %d: %s", record.name, shard.number, error)

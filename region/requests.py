@@ -215,7 +215,6 @@ class Requests:
                 retention=retention,
                 views=views,
                 former_cache=records.FormerCache(former),
-                former_offload=config.former_offload or bool(config.views.offload and not views.offload),
                 dead_letter_by=named_by,
                 replicas=config.replicas if request.replicas is None else request.replicas,
                 min_in_sync=config.min_in_sync if request.min_in_sync is None else request.min_in_sync,

@@ -75,6 +75,7 @@ class DiskLog:
         commitment: Callable[[], bytes],
         runtime: Runtime,
         open_logs: OpenLogs,
+        shares_offload: bool,
     ) -> None:
         self.folder = folder
         self.identity = identity
@@ -104,7 +105,7 @@ class DiskLog:
         self._open_logs = open_logs
         self.writer: Final = Lock()
         """Held by whoever writes."""
-        self.shares_offload = False
+        self.shares_offload = shares_offload
         """whether other copies have the same segments in the store: then their leader deletes them there, by the list of all"""
 
     @classmethod
@@ -122,16 +123,20 @@ class DiskLog:
         runtime: Runtime = REAL,
         open_logs: OpenLogs | None = None,
         synced: bool = False,
+        shares_offload: bool = False,
     ) -> tuple[DiskLog, Recovered]:
         """Recover what `folder` holds, or begin a log in it at `origin`, else at offset 0. `commitment` is asked for each new
-        segment's header. `open_logs`: who bounds how many logs have files open. `synced`: see `recover`.
+        segment's header. `open_logs`: who bounds how many logs have files open. `synced`: see `recover`. `shares_offload`: the folder was a
+        copy's before.
 
         Raises CorruptionError (region.log.recovery, or of the origin's snapshot), OSError.
         """
         files = files or DiskFiles()
         if not synced:
             files.make_folder(folder)
-        recovered = recover(folder, identity, files=files, full=full_verify, synced=synced)
+        recovered = recover(
+            folder, identity, files=files, full=full_verify, synced=synced, shares_offload=shares_offload
+        )
         if not recovered.segments:
             recovered = beginning(origin or Origin())
         log = cls(
@@ -143,6 +148,7 @@ class DiskLog:
             commitment=commitment,
             runtime=runtime,
             open_logs=OpenLogs() if open_logs is None else open_logs,
+            shares_offload=shares_offload,
         )
         try:
             with log.writer:

@@ -16,7 +16,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 from threading import Event as ThreadEvent
 from threading import Lock
-from typing import Final, Protocol, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -57,6 +57,16 @@ COMPACTION_AGAIN_MS: Final = 60_000
 """After a pass that failed (no room, a key that is gone) the next one waits."""
 
 _T = TypeVar("_T")
+
+
+class _ListChange(NamedTuple):
+    """A change of the list in force, from before the pointer is moved until what the new list lacks is deleted: whether the pointer was moved
+    may become known later than its answer was awaited."""
+
+    before: OffloadList
+    old: ListPointer | None
+    new: OffloadList
+    pointer: ListPointer
 
 
 class Shard(Protocol):
@@ -127,6 +137,7 @@ class Maintenance:
         # Of a log with copies: the list in force as this leader knows it, and the pointer to it.
         self._listed: OffloadList | None = None
         self._pointer: ListPointer | None = None
+        self._change: _ListChange | None = None
         # Where the log ended when it began to be led: nothing above is this leader's inheritance.
         self._led_from = disk.end_offset
         self._orphans_due_ms = 0
@@ -226,9 +237,12 @@ class Maintenance:
         listed = self._listed
         if listed is None or pointer != self._pointer:
             return pointer is not None or bool(self._disk.offload.segments)
+        if self._change is not None and self._change.pointer == pointer:
+            return True
         first = listed.segments[0] if listed.segments else None
         return (first is not None and first.next_offset <= self._disk.start_offset) or (
             pointer is not None
+            and self._change is None
             and self._shard.settings.offload is not None
             and now_ms >= self._orphans_due_ms
         )
@@ -280,7 +294,9 @@ class Maintenance:
         async def work(what: Callable[[], _T]) -> _T:
             return await self._perform_for_all(what, now_ms)
 
-        pointer = copies.offloaded
+        pointer, deleted = copies.offloaded, 0
+        if self._change is not None and self._change.pointer == pointer:
+            deleted = await self._in_force(self._change, now_ms)
         if self._listed is None or pointer != self._pointer:  # 1
             self._listed = None
             known, doomed = await work(lambda: read_list(pointer)), disk.offload
@@ -309,15 +325,20 @@ class Maintenance:
                 lambda: upload_segments(self._files, segments, base, epoch, epochs, throttle)
             )
         new = less.more(entries)
-        deleted = 0
         if new.segments != listed.segments:  # 3
-            deleted = await self._publish(listed, self._pointer, new, base, epoch, copies, now_ms)
+            deleted += await self._publish(listed, self._pointer, new, base, epoch, copies, now_ms)
         dropped = 0
         if wanted and base:  # 4
             local_bytes, below = wanted.local_bytes, shard.high_watermark
             dropped = await work(lambda: self._mark_and_drop(entries, below, local_bytes))
         in_force, led = self._pointer, self._listed
-        if in_force is not None and led is not None and base and now_ms >= self._orphans_due_ms:  # 5
+        if (
+            in_force is not None
+            and led is not None
+            and base
+            and self._change is None
+            and now_ms >= self._orphans_due_ms
+        ):  # 5
             await work(lambda: delete_orphans(led, in_force, base))
             self._orphans_due_ms = now_ms + ORPHANS_AGAIN_MS
         return OffloadReport(len(entries), sum(one.segment_bytes for one in entries), dropped, deleted)
@@ -337,13 +358,24 @@ class Maintenance:
         place = base or known.rpartition("/")[0]
         self._listed = None
         pointer = await self._perform_for_all(lambda: write_list(new, place, epoch), now_ms)
+        change = self._change = _ListChange(before, old, new, pointer)
         try:
             await copies.point_to(pointer)
         except FelixError:
+            # The pointer may have been moved all the same, which the record says later. If it was not, this list is there for nothing.
+            self._orphans_due_ms = now_ms
             self.offload_later(now_ms)
             raise
-        self._listed, self._pointer = new, pointer
-        return await self._perform_for_all(lambda: delete_unlisted(before, old, new), now_ms)
+        return await self._in_force(change, now_ms)
+
+    async def _in_force(self, change: _ListChange, now_ms: int) -> int:
+        """Step 5, once the pointer was moved: how many segments were deleted in the store."""
+        self._listed, self._pointer = change.new, change.pointer
+        deleted = await self._perform_for_all(
+            lambda: delete_unlisted(change.before, change.old, change.new), now_ms
+        )
+        self._change = None
+        return deleted
 
     async def _perform_for_all(self, work: Callable[[], _T], now_ms: int) -> _T:
         return await self._perform(

@@ -184,9 +184,11 @@ class _Recovery:
         *,
         full: bool,
         synced: bool,
+        shares_offload: bool,
         producers: tuple[ProducerTable, int] | None = None,
     ) -> None:
         self.files = files
+        self.shares_offload = shares_offload
         self.folder = folder
         self.identity = identity
         self.full = full
@@ -462,8 +464,9 @@ class _Recovery:
             # Acknowledged under `interval` and lost with the power, or cut by hand: the snapshot knows too much.
             known = self.snapshots.at(state.next_offset, told_from(segments))
             again = _Recovery(
-                self.files, self.folder, self.identity, full=False, synced=False, producers=known
-            )
+                self.files, self.folder, self.identity, full=False, synced=False,
+                shares_offload=self.shares_offload, producers=known,
+            )  # fmt: skip
             again.cut = self.cut
             return again.run()
         self.producers.settle(state.next_offset)
@@ -583,10 +586,11 @@ class _Recovery:
         kept = [path for path in paths if base_of(path) >= mark.log_start]
         gone = [one for one in self.offload.segments if one.base_offset < mark.log_start]
         if gone:
+            doomed = () if self.shares_offload else tuple(one.url for one in gone)
             self.offload = msgspec.structs.replace(
                 self.offload,
                 segments=tuple(one for one in self.offload.segments if one not in gone),
-                pending_deletion=(*self.offload.pending_deletion, *(one.url for one in gone)),
+                pending_deletion=(*self.offload.pending_deletion, *doomed),
             )
         oldest = min(
             [*map(base_of, kept[:1]), *(one.base_offset for one in self.offload.segments)], default=-1
@@ -619,11 +623,17 @@ def _place(path: Path) -> tuple[int, int]:
 
 
 def recover(
-    folder: Path, identity: ShardIdentity, *, files: Files, full: bool = False, synced: bool = False
+    folder: Path,
+    identity: ShardIdentity,
+    *,
+    files: Files,
+    full: bool = False,
+    synced: bool = False,
+    shares_offload: bool = False,
 ) -> Recovered:
     """Read a shard's folder, cut a torn tail, refuse damage. With `full`, every byte of every segment is verified. `synced`: whoever wrote
-    it last closed it in order (region.log.clean_stop), so that what is as the mark says is on the disk.
+    it last closed it in order (region.log.clean_stop), so that what is as the mark says is on the disk. `shares_offload`: as `DiskLog` has it.
 
     Raises CorruptionError where the shard must not serve; what it names was not changed.
     """
-    return _Recovery(files, folder, identity, full=full, synced=synced).run()
+    return _Recovery(files, folder, identity, full=full, synced=synced, shares_offload=shares_offload).run()

@@ -71,7 +71,7 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     cache that was altered. `dead_letter_by`: who named the stream for a queue's dead letters; they flow there while that
     identity may publish there. `replicas`: copies of each shard, on as many brokers; `min_in_sync`: how many of them a commit needs, 0: a
     majority. `acks`: of several copies, `quorum` (acknowledged when committed) or `leader` (when durable on the leader, before the others
-    have it; a commit needs one copy then). `former_offload`: it was offloaded, and what was may still be in its store alone."""
+    have it; a commit needs one copy then)."""
 
     shards: int = 1
     durability: Durability = Durability()
@@ -79,7 +79,6 @@ class StreamConfig(msgspec.Struct, frozen=True, kw_only=True):
     ring_bytes: int = RING_BYTES_DEFAULT
     views: Views = NO_VIEWS
     former_cache: FormerCache = FormerCache()
-    former_offload: bool = False
     dead_letter_by: str = ""
     replicas: int = 1
     min_in_sync: int = 0

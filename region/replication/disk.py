@@ -151,6 +151,8 @@ class ReplicaDisk:
             name.endswith(SEGMENT_SUFFIX) for name in files.names(plan.folder)
         )
         rewrite_unsynced(files, plan.folder)
+        # Of a log that was no copy before, what retention let go of is its own to delete.
+        was_copy = files.exists(plan.kept_file)
         log, recovered = DiskLog.open(
             plan.folder,
             plan.identity,
@@ -160,6 +162,7 @@ class ReplicaDisk:
             commitment=plan.commitment,
             runtime=runtime,
             open_logs=open_logs,
+            shares_offload=was_copy,
         )
         try:
             # A log whose own name is not on the disk is gone with the power, however often it was synced.

@@ -492,6 +492,9 @@ class ReplicaHost:
         if isinstance(made, Refusal):
             raise UnavailableError(made.sentence, retry_after_ms=RETRY_MS)
         result = await self._mirror.commit(made)
+        if result is None and self._offloaded(shard) == pointer:
+            # The answer was lost, and what it wrote was read: nobody else writes this one.
+            return
         if result is None or not result.succeeded:
             raise UnavailableError(
                 f"The record of shard {shard.number} was changed meanwhile: what was offloaded is listed in another turn.",
@@ -514,12 +517,11 @@ class ReplicaHost:
         ):
             return None
         below = hosted.core.replica.logs[RECORDS].commit.offset
-        left = waiting(hosted.workers[RECORDS].disk.log, below)
-        return OffloadNews(record.offloaded, left[-1].next_offset if left else -1)
+        return OffloadNews(record.offloaded, _end_of(waiting(hosted.workers[RECORDS].disk.log, below)))
 
     async def follow_offload(self, shard: ShardId, listed: OffloadList, local_bytes: int) -> int:
         """What of a follower's own segments is in the store, by the list that `offload_news` pointed to, is known to be so, and its local file goes
-        beyond `local_bytes`; how many. Raises OSError, UnavailableError where its disk has failed."""
+        beyond `local_bytes`; `OffloadNews.end` afterwards. Raises OSError, UnavailableError where its disk has failed."""
         hosted = self._hosted[shard]
         worker, below = hosted.workers[RECORDS], hosted.core.replica.logs[RECORDS].commit.offset
         disk = worker.disk
@@ -528,9 +530,18 @@ class ReplicaHost:
             # In its turn behind what was written before: the commit point stands on it.
             with disk.log.writer:
                 disk.log.follow_offloaded(listed.segments, below)
-            return drop_local(disk.log, disk.log.writer, local_bytes)
+            drop_local(disk.log, disk.log.writer, local_bytes)
+            return _end_of(waiting(disk.log, below))
 
         return await self._loop.run_in_executor(worker.executor, work)
+
+    async def drop_offloaded(self, shard: ShardId, local_bytes: int) -> None:
+        """Local files of what a follower knows to be in the store go beyond `local_bytes`. The caller has asked `offload_news` just now. Raises as
+        `follow_offload`."""
+        worker = self._hosted[shard].workers[RECORDS]
+        disk = worker.disk.log
+        if disk.droppable(local_bytes) is not None:
+            await self._loop.run_in_executor(worker.executor, drop_local, disk, disk.writer, local_bytes)
 
     async def _fetch(self, hosted: Hosted, number: int, segment: SegmentState) -> None:
         """Bring a segment of a log that is led here back from its store. Raises UnavailableError, CorruptionError (of the store's copy)."""
@@ -1118,6 +1129,11 @@ class ReplicaHost:
                 if hosted.answers_early:
                     for copies in hosted.led.values():
                         copies.moved()
+
+
+def _end_of(segments: Sequence[SegmentState]) -> int:
+    """The offset behind the last of them; -1 where there is none."""
+    return segments[-1].next_offset if segments else -1
 
 
 def _producers(hosted: Hosted, number: int) -> bytes:

@@ -15,10 +15,12 @@ from region_peer import payloads, until
 
 import felix
 from felix.settings import Offload, Views
-from region import node, streams
+from region import node, replicas, streams
 from region.cluster.records import ShardId, ShardRecord
 from region.config import StorageConfig
+from region.log import maintenance
 from region.log.disk import DiskLog
+from region.log.offload import ListPointer, OffloadList
 from region.log.segment_limits import SegmentLimits
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -129,6 +131,40 @@ async def test_a_leader_offloads_for_all_copies_and_the_next_goes_on(
         assert sum(name.startswith("list-") for name in objects(tmp_path)) == 1
         await client.delete_stream(STREAM)
         await until(lambda: not objects(tmp_path), 60)
+
+
+async def test_followers_read_a_list_once_and_keep_as_much_as_the_stream_says_by_now(
+    region: ClusteredRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[bytes] = []
+    may_upload, read = False, Counter[str]()
+    real_waiting, real_read = maintenance.waiting, replicas.read_list
+    monkeypatch.setattr(
+        maintenance, "waiting", lambda disk, below: real_waiting(disk, below) if may_upload else []
+    )
+
+    def reading(pointer: ListPointer) -> OffloadList:
+        read[pointer.url] += 1
+        return real_read(pointer)
+
+    monkeypatch.setattr(replicas, "read_list", reading)
+
+    def are_marked() -> bool:
+        logs = [log_of(region, name) for name in NAMES]
+        return all(log is not None and all(one.remote for one in log.segments[:-1]) for log in logs)
+
+    async with region.client("b1") as client:
+        keeps = Offload(url_of(tmp_path), 1 << 30)
+        await client.create_stream(STREAM, replicas=3, views=Views(offload=keeps))
+        await fill(client, published, 100)
+        may_upload = True
+        await until(are_marked, 60)
+        assert not is_offloaded(region, 3)
+        await client.alter_stream(STREAM, offload=Offload(url_of(tmp_path), 0))
+        await until(lambda: is_offloaded(region, 3), 60)
+        assert await payloads(client, STREAM, len(published)) == published
+    pointer = record_of(region).offloaded
+    assert pointer is not None and read == {pointer.url: 2}, "by each of two followers"
 
 
 async def test_the_only_copy_gets_others_moves_and_is_the_only_one_again(

@@ -311,6 +311,87 @@ async def test_a_damaged_list_stops_offload_and_deletes_nothing(tmp_path: Path, 
         check_store(record, other, place)
 
 
+@pytest.mark.parametrize("is_applied", [True, False])
+async def test_a_change_of_the_list_whose_answer_is_lost_leaves_nothing_behind(
+    is_applied: bool, tmp_path: Path, place: str
+) -> None:
+    """Also of objects without an epoch in their names, of the time with one copy, which no listing deletes."""
+    log, record = filled(tmp_path / "a"), Record()
+    offload(log, place)
+    grown(log, 6)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+        check_store(record, log, place)
+        await shard.trim(log.segments[2].next_offset)
+        before, calls = record.pointer, 0
+
+        def lose() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == (2 if is_applied else 1):
+                raise UnavailableError("The answer was lost.")
+
+        record.told = lose
+        with pytest.raises(UnavailableError):
+            await shard.offload(0, place)
+        assert (record.pointer != before) is is_applied
+        now_ms = 1 << 40
+        while shard.offload_due(now_ms):
+            await shard.offload(now_ms, place)
+        check_store(record, log, place)
+        assert not shard.offload_due(now_ms)
+
+
+async def test_a_crash_between_a_start_and_the_deletion_below_it_dooms_no_object_of_a_list(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    other = copied(log, tmp_path / "b")
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    listed = read_list(record.pointer)
+    other.follow_offloaded(listed.segments, other.end_offset)
+
+    def ends(_: object) -> None:
+        raise OSError("the power is cut")
+
+    monkeypatch.setattr(other, "save_offload", ends)
+    with pytest.raises(OSError, match="power"):
+        other.trim(listed.segments[2].next_offset, 1_000)
+    other.abandon()
+    shared = open_disk(tmp_path / "b", limits=SMALL, shares_offload=True)
+    assert shared.start_offset == listed.segments[2].next_offset
+    assert shared.offload.segments == listed.segments[3:] and not shared.offload.pending_deletion
+    shared.close()
+
+
+async def test_an_index_of_another_file_that_a_power_cut_left_is_not_gone_by(
+    tmp_path: Path, place: str
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    other = open_disk(tmp_path / "b", limits=SMALL, commitment=lambda: b"c" * 32)
+    for one in log.segments:
+        for frame in log.read_frames(one.base_point, 1 << 20, one.end_point):
+            first = Place.FIRST if log.begins_segment(other.end_point) else Place.LATER
+            other.write_frames(other.end_point, [frame._replace(place=first)], 1_000)
+    other.sync()
+    other.shares_offload = True
+    everything = read_all(log)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    other.follow_offloaded(read_list(record.pointer).segments, other.end_offset)
+    indexes = {one.index_path: one.index_path.read_bytes() for one in other.segments[:-1]}
+    while (oldest := other.droppable(0)) is not None:
+        other.drop_local(oldest)
+    other.close()
+    assert not any(path.exists() for path in indexes), "the files have other lengths"
+    for path, data in indexes.items():
+        path.write_bytes(data)
+    again = open_disk(tmp_path / "b", limits=SMALL, shares_offload=True)
+    assert read_all(again) == everything
+    again.close()
+
+
 async def test_what_the_only_copy_offloaded_is_the_first_list(tmp_path: Path, place: str) -> None:
     log = filled(tmp_path / "a")
     offload(log, place)

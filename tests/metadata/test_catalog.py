@@ -106,7 +106,7 @@ async def test_the_record_can_be_read_by_people(catalog: Catalog) -> None:
     assert entry.value == (
         b'{"name":"acme/payments/orders","incarnation":"01010101010101010101010101010101",'
         b'"created_ms":1700000000000,"config":{"shards":2,"durability":{"kind":"interval","interval_ms":50},'
-        b'"retention":{},"ring_bytes":67108864,"views":{},"former_cache":{},"former_offload":false,"dead_letter_by":"","replicas":1,"min_in_sync":0,"acks":"quorum"}}'
+        b'"retention":{},"ring_bytes":67108864,"views":{},"former_cache":{},"dead_letter_by":"","replicas":1,"min_in_sync":0,"acks":"quorum"}}'
     )
 
 
