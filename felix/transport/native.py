@@ -29,7 +29,9 @@ from qh3.tls import AlertDescription, ExtensionType, SignatureAlgorithm, load_pe
 
 from felix.errors import Code, UnavailableError
 from felix.runtime.real import REAL
-from felix.transport.driver import DriverEngine, EventTypes, MachineClosed, ServerIdentity
+from felix.transport.driver import DriverEngine
+from felix.transport.ending import MachineClosed
+from felix.transport.machine import EventTypes, ServerIdentity
 from felix.transport.packet import CID_BYTES
 from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
 from felix.transport.udp import Address
@@ -185,7 +187,7 @@ def _with_payload_bytes(encoded: bytes, size: int) -> bytes:
 
 
 class NativeMachine:
-    """`felix.transport.driver.Machine` over a qh3 connection.
+    """`felix.transport.machine.Machine` over a qh3 connection.
 
     Over loopback the engine's pacer is skipped. It spreads a congestion window over a round trip, to spare queues in
     the network; there are none, and with large datagrams and the short wakes of an event loop it would hold each
@@ -311,7 +313,7 @@ class _Certified:
 
 
 class NativeMachinery(msgspec.Struct, frozen=True):
-    """`felix.transport.driver.Machinery` for qh3."""
+    """`felix.transport.machine.Machinery` for qh3."""
 
     name: str = NAME
 

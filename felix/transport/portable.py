@@ -22,7 +22,9 @@ from aioquic.tls import Epoch, load_pem_private_key, load_pem_x509_certificates
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from felix.transport.driver import DriverEngine, EventTypes, MachineClosed, ServerIdentity
+from felix.transport.driver import DriverEngine
+from felix.transport.ending import MachineClosed
+from felix.transport.machine import EventTypes, ServerIdentity
 from felix.transport.packet import CID_BYTES
 from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
 from felix.transport.udp import Address
@@ -169,7 +171,7 @@ def _raised(limit: int, consumed: int, window: int) -> int:
 
 
 class PortableMachine:
-    """`felix.transport.driver.Machine` over an aioquic connection."""
+    """`felix.transport.machine.Machine` over an aioquic connection."""
 
     __slots__ = ("_limits", "_quic", "_written", "deadline", "events", "handle_deadline", "transmit")
 
@@ -257,7 +259,7 @@ class PortableMachine:
 
 
 class PortableMachinery(msgspec.Struct, frozen=True):
-    """`felix.transport.driver.Machinery` for aioquic."""
+    """`felix.transport.machine.Machinery` for aioquic."""
 
     name: str = NAME
 

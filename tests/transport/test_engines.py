@@ -22,7 +22,8 @@ from transport.path import Path
 from transport.recorder import WAIT_S, Echo, Recorder, eventually
 
 from felix.errors import Code, ProtocolError, RequestError, UnavailableError
-from felix.transport.driver import DriverConnection, DriverListener
+from felix.transport.driver import DriverListener
+from felix.transport.driver_connection import DriverConnection
 from felix.transport.port import (
     ENGINE_NAMES,
     ClientTls,
