@@ -42,12 +42,13 @@ from bridge.link_worker import LinkWorker, may_run
 from bridge.plan import PlannedLink, Verdict, plan_links
 from bridge.region_log import check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
-from felix.connection import Link, RegionConnection
+from felix.connection import RegionConnection
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
 from felix.identity import Identity
 from felix.identity_file import load_identity
+from felix.link import Link
 from felix.messages import (
     Cosign,
     DescribeStream,

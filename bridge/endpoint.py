@@ -13,9 +13,10 @@ from typing import Final
 
 from audit.trust import RegionTrust
 from felix.backoff import Backoff, BackoffPolicy
-from felix.connection import Link, RegionConnection
+from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, UnavailableError
 from felix.identity import Identity
+from felix.link import Link
 from felix.profile import Profile
 from felix.runtime.port import Runtime
 from felix.tasks import end_tasks
@@ -107,7 +108,7 @@ class RegionEndpoint:
             await connection.close()
             await asyncio.sleep(backoff.next_ms() / 1000)
 
-    # -- felix.connection.Attachment -------------------------------------------------------------------
+    # -- felix.link.Attachment -------------------------------------------------------------------
 
     def link_up(self, link: Link) -> None:
         self.reason = ""

@@ -1,6 +1,6 @@
 """The wire as the agent uses it: sealed batches from the source, envelopes to the destination; below the link actor.
 
-Both live on one `felix.connection.Link` and end with it: an agent that loses a session begins anew from positions, so
+Both live on one `felix.link.Link` and end with it: an agent that loses a session begins anew from positions, so
 nothing here resumes by itself. Everything runs on the event loop.
 
 Invariants: what came and was not consumed never passes `credit_bytes`; a receipt is handed on in the order in which it
@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final, NamedTuple
 
-from felix.connection import Link
 from felix.errors import Code, FelixError, NotLeaderError, ProtocolError, UnavailableError
 from felix.frames import (
     FRAME_HEADER_BYTES,
@@ -26,6 +25,7 @@ from felix.frames import (
     decode_gap,
     encode_frame,
 )
+from felix.link import Link
 from felix.messages import (
     IngestOpened,
     OpenIngest,
@@ -139,7 +139,7 @@ class SealedFeed:
         self.event_end(_ended("The subscription"))
         self._queue.clear()
 
-    # -- felix.connection.EventSink --------------------------------------------------------------------
+    # -- felix.event_streams.EventSink --------------------------------------------------------------------
 
     def event(self, frame: Frame) -> None:
         if self._end is not None:
@@ -215,7 +215,7 @@ class IngestChannel:
             self._closed = True
             self._link.close_exchange(self._stream_id)
 
-    # -- felix.connection.ExchangeSink -----------------------------------------------------------------
+    # -- felix.link.ExchangeSink -----------------------------------------------------------------
 
     def exchange_data(self, data: bytes, end: bool) -> None:
         for frame in self._decoder.feed(data):

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 from felix.batch import Record, decode_batch, decode_header, decode_records
-from felix.connection import RegionConnection, protocol_breach
+from felix.connection import RegionConnection
 from felix.consumer_messages import (
     RANGES_MAX,
     Ack,
@@ -48,7 +48,7 @@ from felix.consumer_messages import (
     Skip,
     decode_reply,
 )
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, protocol_breach
 from felix.exchange import Exchange
 from felix.frames import FRAME_HEADER_BYTES, Frame, FrameType, GapReason, decode_gap
 from felix.messages import Answer, ConsumerOpened, OpenConsumer

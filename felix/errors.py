@@ -248,3 +248,10 @@ def error_for(
         case _:
             family = FelixError
     return family(sentence, code=known, hint=hint, retry_after_ms=retry_after_ms)
+
+
+def protocol_breach(sentence: str, code: Code = Code.STATE) -> ProtocolError:
+    """A violation of the protocol by the broker, as its client says it."""
+    return ProtocolError(
+        sentence, code=code, hint="The broker is broken or of another release; the session was ended."
+    )

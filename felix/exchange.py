@@ -19,9 +19,10 @@ from collections.abc import Callable
 from typing import Any, Final, Protocol, TypeGuard
 
 from felix.backoff import Backoff
-from felix.connection import Link, RegionConnection, protocol_breach
-from felix.errors import Code, FelixError, NotLeaderError, UnavailableError
+from felix.connection import RegionConnection
+from felix.errors import Code, FelixError, NotLeaderError, UnavailableError, protocol_breach
 from felix.frames import Credit, Frame, FrameDecoder, FrameType
+from felix.link import Link
 from felix.messages import Answer, Message, Request, decode_answer, decode_error, encode_message
 from felix.names import StreamName
 
@@ -230,7 +231,7 @@ class Exchange:
             self._standing.clear()
             await self._standing.wait()
 
-    # -- felix.connection.Attachment ------------------------------------------------------------------
+    # -- felix.link.Attachment ------------------------------------------------------------------
 
     def link_up(self, link: Link) -> None:
         if self._dead is not None:
@@ -261,7 +262,7 @@ class Exchange:
     def link_dead(self, error: FelixError) -> None:
         self._end(error)
 
-    # -- felix.connection.ExchangeSink ----------------------------------------------------------------
+    # -- felix.link.ExchangeSink ----------------------------------------------------------------
 
     def exchange_data(self, data: bytes, end: bool) -> None:
         link, stream_id = self._link, self._stream_id

@@ -22,9 +22,10 @@ from typing import Protocol, Self
 
 from felix.backoff import Backoff
 from felix.batch import Headers, NewRecord
-from felix.connection import Link, RegionConnection, protocol_breach
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.connection import RegionConnection
+from felix.errors import Code, FelixError, RequestError, UnavailableError, protocol_breach
 from felix.frames import AppendedBody
+from felix.link import Link
 from felix.messages import Answer, OpenPublisher, PublisherOpened
 from felix.names import StreamName
 from felix.payload import MessageId, Payload, check_key, paired, payload_bytes, with_message_id

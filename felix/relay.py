@@ -23,7 +23,7 @@ _OPENING: Final = 1
 
 
 class Sink(Protocol):
-    """As `felix.connection.ExchangeSink`."""
+    """As `felix.link.ExchangeSink`."""
 
     def exchange_data(self, data: bytes, end: bool) -> None: ...
 
@@ -31,13 +31,13 @@ class Sink(Protocol):
 
 
 class Sender(Protocol):
-    """As `felix.connection.Sender`."""
+    """As `felix.link.Sender`."""
 
     def pump(self) -> None: ...
 
 
 class Session(Protocol):
-    """What carries a relay (felix.connection.Link)."""
+    """What carries a relay (felix.link.Link)."""
 
     @property
     def is_high(self) -> bool:
@@ -109,14 +109,14 @@ class RelayPath:
     def close(self) -> None:
         self._end(UnavailableError("The relay was closed by this client.", code=Code.DISCONNECTED))
 
-    # -- felix.connection.Sender -----------------------------------------------------------------------
+    # -- felix.link.Sender -----------------------------------------------------------------------
 
     def pump(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for writer in waiting:
             writer.writable()
 
-    # -- felix.connection.ExchangeSink -----------------------------------------------------------------
+    # -- felix.link.ExchangeSink -----------------------------------------------------------------
 
     def exchange_data(self, data: bytes, end: bool) -> None:
         came = False

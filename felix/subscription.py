@@ -36,9 +36,10 @@ from felix.batch import (
     decode_payloads,
     decode_records,
 )
-from felix.connection import Link, RegionConnection, protocol_breach
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
+from felix.connection import RegionConnection
+from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, protocol_breach
 from felix.frames import FRAME_HEADER_BYTES, Frame, FrameType, GapBody, GapReason, decode_gap
+from felix.link import Link
 from felix.messages import DescribeStream, Start, StreamState, Subscribe, Subscribed, decode_error
 from felix.names import StreamName
 from felix.session import CreditWindow

@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from felix.batch import BATCH_BYTES_MAX, Batch, NewRecord, decode_batch, decode_records, encode_batch
-from felix.connection import CORRELATION_MAX
+from felix.correlations import CORRELATION_MAX
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import (
     FRAME_HEADER_BYTES,

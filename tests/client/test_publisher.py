@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import felix
-from felix import Code, NewRecord, RequestError, UnavailableError
-from felix import connection as link
+from felix import Code, NewRecord, RequestError, UnavailableError, link
 from felix.batch import FLAG_ZSTD, Batch, decode_records
 from felix.frames import FrameType, encode_frame
 from felix.messages import Limits, OpenPublisher, Request

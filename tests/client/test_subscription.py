@@ -23,8 +23,8 @@ from felix import (
     RequestError,
     StreamName,
     UnavailableError,
+    link,
 )
-from felix import connection as link
 from felix.frames import FRAME_HEADER_BYTES, FrameType, GapBody, encode_frame
 from felix.messages import Request, Subscribe, Unsubscribe
 from felix.subscription import CREDIT_BYTES_MIN
