@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from felix.errors import Code, RequestError
+from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Retention
@@ -487,8 +487,9 @@ class DiskLog:
         return self._log_reader.offset_for_time(time_ms, limit)
 
     def origin(self, producers: bytes, *, is_last: bool = False) -> Origin:
-        """What a copy of this log begins with, whose frames are then read from there on: `start_point`, or with `is_last` where the
-        segment begins that is written to, behind copies of all the others (region.log.adoption). `producers`: a snapshot of now.
+        """What a copy of this log begins with, whose frames are then read from there on: behind what is in a store alone
+        (`begin_in_store`), or with `is_last` where the segment begins that is written to, behind copies of all the others
+        (region.log.adoption). `producers`: a snapshot of now.
 
         Raises as `read_frames` does.
         """
@@ -561,6 +562,11 @@ class DiskLog:
         """The segments as they are now, oldest first; the last one is written to, the others never change."""
         return self._segments.now
 
+    @property
+    def places(self) -> SegmentList:
+        """What follows from where they are. From every thread."""
+        return self._segments
+
     def dirty_spans(self, below: int) -> list[DirtySpan]:
         """The closed segments that lie wholly below offset `below`."""
         return self._segments.dirty_spans(below)
@@ -632,6 +638,23 @@ class DiskLog:
         save_checked(self._files, self.folder / OFFLOADED_NAME, encode_offload(state))
         self.offload = state
 
+    def begin_in_store(self, entries: Sequence[Offloaded]) -> None:
+        """Have these, which follow each other, stand before a log that was just begun behind them: its local segments are to come. Raises
+        CorruptionError where they are another log's, OSError."""
+        point = self.start_point
+        assert entries and entries[-1].next_offset == point.offset == self.end_offset
+        for one in entries:
+            if one.segment_header.identity != self.identity:
+                raise CorruptionError(
+                    f"{one.url} is of {one.segment_header.identity}, not of {self.identity}."
+                )
+        self._open_files()
+        self.save_offload(OffloadState(tuple(entries)))
+        there = [in_store(self.folder / segment_name(one.base_offset), one, one.base_note) for one in entries]
+        self._segments.now = (*there, *self._segments.now)
+        self._write_mark()
+        self.sync_mark()
+
     def add_offloaded(self, segment: SegmentState, entry: Offloaded) -> None:
         """A verified copy of `segment` is in a store; where retention was faster, the copy is to be deleted."""
         state = msgspec.structs.replace(self.offload, begun="")
@@ -656,7 +679,7 @@ class DiskLog:
             if (one.remote is None or one.remote.url not in named)
             and one.header.span is None
             and (place := (one.base_offset, one.next_offset)) in told
-            and one.base_note == _note_of(told[place])
+            and one.base_note == told[place].base_note
         }
         if news:
             now = self._segments.now
@@ -815,8 +838,3 @@ class DiskLog:
 def _same_places(segment: SegmentState, entry: Offloaded) -> bool:
     """Whether entries stand at the same bytes in both files, so that an index of one is the other's."""
     return (segment.start, segment.segment_bytes) == (len(entry.header), entry.segment_bytes)
-
-
-def _note_of(entry: Offloaded) -> int:
-    head = entry.segment_header.head
-    return head.note if head else 0

@@ -58,13 +58,14 @@ class LogReader:
             offset = segment.next_offset
 
     def beginning(self, *, is_last: bool) -> tuple[LogPoint, dict[int, bytes]]:
-        """Where the first segment begins, or with `is_last` the one that is written to, and the annotations that it repeats.
+        """Where the first segment begins behind those that are in a store alone, or with `is_last` the one that is written to, and the
+        annotations that it repeats.
 
         Raises as `read_frames` does.
         """
         while True:
             segments = self._segments.now
-            first = segments[-1 if is_last else 0]
+            first = segments[-1 if is_last else self._segments.local]
             if first.header.span:
                 raise compacted(first, first.base_offset)
             try:

@@ -23,6 +23,7 @@ import msgspec
 
 from felix.errors import CorruptionError
 from region.log.epochs import EpochStart
+from region.log.point import LogPoint
 from region.log.segment import SEGMENT_SUFFIX, SegmentHeader, decode_segment_header
 
 OFFLOADED_NAME: Final = "offloaded"
@@ -51,6 +52,12 @@ class Offloaded(msgspec.Struct, frozen=True):
     @property
     def base_offset(self) -> int:
         return self.segment_header.base_offset
+
+    @property
+    def base_note(self) -> int:
+        """Position entries between the last batch before the segment and its beginning; 0 where its header does not say."""
+        head = self.segment_header.head
+        return head.note if head else 0
 
     @property
     def manifest_url(self) -> str:
@@ -104,6 +111,22 @@ class OffloadList(msgspec.Struct, frozen=True):
         place of a pointer that was lost or put back, and without what an unclean election gave up."""
         known = self.more(one for one in own if one.base_offset >= self.start)
         return OffloadList(self.start, tuple(one for one in known.segments if one.next_offset <= end))
+
+    def between(self, start: LogPoint, end: int) -> tuple[Offloaded, ...] | None:
+        """Segments that follow each other from `start` to offset `end`; None where it has no such."""
+        before: dict[int, Offloaded] = {}
+        for one in self.segments:
+            is_first = (one.base_offset, one.base_note) == start
+            if (is_first or one.base_offset in before) and one.next_offset <= end:
+                before.setdefault(one.next_offset, one)
+        chain: list[Offloaded] = []
+        at = end
+        while at != start.offset:
+            if at not in before:
+                return None
+            chain.append(before[at])
+            at = chain[-1].base_offset
+        return tuple(reversed(chain))
 
 
 class Manifest(msgspec.Struct, frozen=True):

@@ -550,7 +550,7 @@ class _Recovery:
                         base,
                         f"{entry.url} ends at {entry.next_offset}, but the next segment begins at {next_base}",
                     )
-                state = in_store(path, entry, header.head.note if header.head else 0)
+                state = in_store(path, entry, entry.base_note)
             segments.append(state)
         return segments
 

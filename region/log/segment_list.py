@@ -8,7 +8,7 @@ written to.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from felix.errors import Code, RequestError
 from felix.settings import Retention
@@ -87,6 +87,27 @@ class SegmentList:
         if self.local_bytes <= local_bytes:
             return None
         return next((one for one in self.now[:-1] if one.is_local and one.remote), None)
+
+    @property
+    def fixed_to(self) -> LogPoint:
+        """The log cannot be cut before this point: what stands there was compacted, or is in a store."""
+        return self._behind(lambda one: one.header.span is not None or one.remote is not None)
+
+    @property
+    def local(self) -> int:
+        """Which segment is the first of those at the end that are all local."""
+        return max((at + 1 for at, one in enumerate(self.now) if not one.is_local), default=0)
+
+    @property
+    def whole_from(self) -> LogPoint:
+        """From where on the log has all of its frames: behind the last segment that compaction wrote."""
+        return self._behind(lambda one: one.header.span is not None)
+
+    def _behind(self, holds: Callable[[SegmentState], bool]) -> LogPoint:
+        """Behind the last segment of which this holds, which is never the one that is written to; the least point where there is none."""
+        segments = self.now
+        last = max((at for at, one in enumerate(segments) if holds(one)), default=-1)
+        return segments[last + 1].base_point if last >= 0 else LogPoint(0)
 
     def position_of(self, run: Sequence[SegmentState]) -> int | None:
         """Where this run of closed segments stands, or None where it no longer stands there whole."""

@@ -5,6 +5,7 @@ What is asked for next, and which answer counts, says `copying`.
 
 Invariants:
 - of a log that the core wants copied one copy is under way, until the worker is told to begin the log anew or the core that it failed;
+- what a store alone has is named by a list of that leader's own epoch, or the log is not begun: a list of before may name what an unclean election gave up;
 - who leads answers for that epoch and election alone, and reads a piece only once the link to the follower has room for it, at the pace of copies.
 """
 
@@ -20,7 +21,10 @@ from typing import Protocol
 from felix.errors import FelixError
 from region.cluster.records import ShardId
 from region.log.errors import NotLocalError
+from region.log.offload import ListPointer
+from region.log.point import LogPoint
 from region.log.segment_state import SegmentState
+from region.log.shared_offload import read_list
 from region.replication.copy_pace import CopyPace
 from region.replication.copying import Copying, Replace
 from region.replication.core import ReplicaCore
@@ -65,9 +69,12 @@ class Copier:
         producers: Callable[[int], bytes],
         failed: Callable[[CopyFailed], None],
         fetch: Callable[[int, SegmentState], Awaitable[None]],
+        offloaded: Callable[[], ListPointer | None],
+        begin_task: Callable[[Awaitable[None]], None],
     ) -> None:
         """`leads`: whether this replica commits as leader. `producers`: what is known of those of a log, as it stands in its folder. `failed`
-        tells the core. `fetch` brings a segment of a log that is led here back from its store."""
+        tells the core. `fetch` brings a segment of a log that is led here back from its store. `offloaded`: the list in force. `begin_task` has work
+        done beside."""
         self._shard = shard
         self._core = core
         self._workers = workers
@@ -78,6 +85,8 @@ class Copier:
         self._producers = producers
         self._failed = failed
         self._fetch = fetch
+        self._offloaded = offloaded
+        self._begin_task = begin_task
         self._under_way: dict[int, Copying] = {}
 
     # As a follower
@@ -110,8 +119,31 @@ class Copier:
             self.fail(asked.log)
             return
         if isinstance(job, Replace):
+            if job.beginning.start is not None:
+                self._begin_task(self._replace_listed(asked.log, copying, job.beginning, job.beginning.start))
+                return
             del self._under_way[asked.log]
         self._workers[asked.log].put(job)
+
+    async def _replace_listed(
+        self, number: int, copying: Copying, beginning: Beginning, start: LogPoint
+    ) -> None:
+        """Begin the log behind what the list in force says is in the store. Where that does not reach, it is asked again, as by then it may."""
+        pointer, listed = self._offloaded(), None
+        if pointer is not None and pointer.epoch == copying.epoch:
+            try:
+                listed = await asyncio.get_running_loop().run_in_executor(
+                    self._read_pool, lambda: read_list(pointer).between(start, beginning.origin.point.offset)
+                )
+            except (FelixError, OSError) as error:
+                log.warning("shard %s: what is in the store cannot be read: %s", self._shard, error)
+        if self._under_way.get(number) is not copying:
+            return
+        if listed is None:
+            self.fail(number)
+            return
+        del self._under_way[number]
+        self._workers[number].put(Replace(beginning, listed))
 
     def go_on(self, collected: Collected, now: int) -> None:
         """The disk has what came: ask for the next bytes, or begin the log anew once all have come."""
@@ -165,12 +197,7 @@ class Copier:
 
     async def _beginning(self, number: int, disk: ReplicaDisk) -> Beginning:
         tell = partial(disk.told_beginning, self._producers(number))
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._read_pool, tell)
-        except NotLocalError as error:
-            # It begins in a store; whoever asks, asks again where what was fetched is gone once more.
-            await self._fetch(number, error.segment)
-            return await asyncio.get_running_loop().run_in_executor(self._read_pool, tell)
+        return await asyncio.get_running_loop().run_in_executor(self._read_pool, tell)
 
     async def tell_piece(self, peer: str, asked: PieceAsked) -> None:
         """Bytes of a closed segment, once the link has room for them and it is their turn."""
@@ -179,16 +206,15 @@ class Copier:
         if not self._is_led(asked):
             return
         disk, data = self._workers[asked.log].disk, b""
+        read = partial(disk.read_piece, asked.base_offset, asked.generation, asked.position, COPY_BYTES_MAX)
         try:
-            data = await asyncio.get_running_loop().run_in_executor(
-                self._read_pool,
-                disk.read_piece,
-                asked.base_offset,
-                asked.generation,
-                asked.position,
-                COPY_BYTES_MAX,
-            )
-        except OSError as error:
+            try:
+                data = await asyncio.get_running_loop().run_in_executor(self._read_pool, read)
+            except NotLocalError as error:
+                # A log that was compacted once, and is offloaded now.
+                await self._fetch(asked.log, error.segment)
+                data = await asyncio.get_running_loop().run_in_executor(self._read_pool, read)
+        except (OSError, FelixError) as error:
             log.warning("a segment of log %s cannot be copied: %s", disk.plan.folder, error)
         self._pace.give_back(COPY_BYTES_MAX - len(data))
         self._links.send(peer, self._shard, PieceTold(asked, data))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from region.log.offload import Offloaded
 from region.log.point import LogPoint
 from region.replication.origin import Beginning, Closed, decode_beginning
 from region.replication.wire import OriginAsked, OriginTold, PieceAsked, PieceTold
@@ -36,9 +37,10 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Replace:
-    """Begin the log anew (COPY)."""
+    """Begin the log anew (COPY). `listed`: the segments before it that are in a store alone, of a beginning that has a `start`."""
 
     beginning: Beginning
+    listed: tuple[Offloaded, ...] = ()
 
 
 class Copying:
@@ -56,6 +58,11 @@ class Copying:
         """of those of the beginning, which comes next"""
         self._position = 0
         """in its file"""
+
+    @property
+    def epoch(self) -> int:
+        """Of the leader."""
+        return self._origin.epoch
 
     def is_late(self, now: int) -> bool:
         """Whether the leader has left a question without an answer for too long."""

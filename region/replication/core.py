@@ -19,10 +19,10 @@ from region.replication.follower import FollowerCore
 from region.replication.leader import LeaderCore
 from region.replication.messages import FromFollower
 from region.replication.ready import (
-    Compacted,
     Copied,
     CopyFailed,
     DiskFailed,
+    FilesSeen,
     Keep,
     Ready,
     Received,
@@ -80,9 +80,10 @@ class ReplicaCore:
             log = self.replica.logs[event.log]
             if not log.synced(event.point, event.cuts):
                 return ready
-        elif kind is Compacted:
-            assert isinstance(event, Compacted)
-            self.replica.logs[event.log].whole = event.point
+        elif kind is FilesSeen:
+            assert isinstance(event, FilesSeen)
+            seen = self.replica.logs[event.log]
+            seen.frames_from, seen.fixed_to = event.frames_from, event.fixed_to
             return ready
         elif kind is RecordRead:
             assert isinstance(event, RecordRead)

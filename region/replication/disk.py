@@ -37,9 +37,11 @@ from region.log.compaction import CompactionReport, CompactionState, is_due
 from region.log.compactor import Compactor, PassSettings, Transform, WorkEndedError
 from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME, decode_mark
+from region.log.errors import NotLocalError
 from region.log.frame import Frame as LogFrame
 from region.log.frame import Place
 from region.log.maintenance import COMPACTION_SHARE, CompactionPace
+from region.log.offload import Offloaded
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable, shorten_snapshot
@@ -64,6 +66,9 @@ DAMAGED_SUFFIX: Final = ".damaged"
 UNKNOWN_ELECTION: Final = "0" * 16
 """Of epochs that a broker began before its log was replicated: nobody was elected, and nobody else has them."""
 _REWRITE_BYTES: Final = 1 << 20
+FETCHED_FOR_COPY_MAX: Final = 4
+"""Segments that a leader fetches from a store for a copy that lacks no more: it keeps what it has, and is not begun anew again and again where
+local files go quickly."""
 
 _starts: Final = msgspec.json.Decoder(list[EpochStart])
 _point: Final = msgspec.json.Decoder(LogPoint)
@@ -202,15 +207,15 @@ class ReplicaDisk:
             durable=end,
             commit=commit,
             kept=self.kept,
-            whole=self.whole_from,
         )
 
     @property
-    def whole_from(self) -> LogPoint:
-        """From where on the log has all of its frames: behind the last segment that compaction wrote. From every thread."""
-        segments = self.log.segments
-        compacted = [at for at, segment in enumerate(segments) if segment.header.span]
-        return segments[compacted[-1] + 1].base_point if compacted else BEGINNING
+    def frames_from(self) -> LogPoint:
+        """From where on another copy is sent frames; what is before, one that lacks it is given as segments, or by the list of those in a
+        store. From every thread."""
+        places = self.log.places
+        segments, fetched_from = places.now, places.local - FETCHED_FOR_COPY_MAX
+        return max(places.whole_from, segments[fetched_from].base_point if fetched_from > 0 else BEGINNING)
 
     # Writing
 
@@ -323,7 +328,8 @@ class ReplicaDisk:
         """Where a copy of this log begins, with as much of what is known of producers as fits a message. Raises as `DiskLog.origin` does."""
         # Clean is what was so before the segments are looked at; tombstones are gone that went until then.
         clean_to = self.log.compaction.clean_to
-        is_whole = self.whole_from == BEGINNING
+        is_whole = self.log.places.whole_from == BEGINNING
+        start = self.log.start_point
         if not is_whole:
             # It begins where the segment does that is written to: at its end, so not below what whoever asks has committed.
             self.close_active(self.log.segments[-1])
@@ -332,7 +338,7 @@ class ReplicaDisk:
         )
         starts = tuple(start for start in self.history.starts if start.start < origin.point)
         if is_whole:
-            return Beginning(origin, starts)
+            return Beginning(origin, starts, start=start if start < origin.point else None)
         closed = tuple(
             Closed(one.base_offset, one.generation, one.segment_bytes)
             for one in self.log.segments
@@ -342,15 +348,19 @@ class ReplicaDisk:
         return Beginning(origin, starts, closed, compaction)
 
     def read_piece(self, base_offset: int, generation: int, position: int, size: int) -> bytes:
-        """Bytes of a closed segment's file; none where the segment is not there any more. Raises OSError."""
+        """Bytes of a closed segment's file; none where the segment is not there any more. Raises NotLocalError where it is to be fetched, OSError."""
         for segment in self.log.segments[:-1]:
             if (segment.base_offset, segment.generation) == (base_offset, generation):
                 break
         else:
             return b""
         try:
-            descriptor = self._files.open(segment.path, os.O_RDONLY)
+            descriptor = self._files.open(
+                segment.path if segment.is_local else segment.fetched_path, os.O_RDONLY
+            )
         except FileNotFoundError:
+            if not segment.is_local:
+                raise NotLocalError(segment) from None
             return b""
         try:
             return self._files.pread(
@@ -377,9 +387,9 @@ class ReplicaDisk:
         finally:
             self._files.close(descriptor)
 
-    def begin_anew(self, beginning: Beginning) -> ReplicaDisk:
-        """The log that takes this one's place, begun where the leader's begins, with the closed segments that have come; frames follow. This
-        one is closed.
+    def begin_anew(self, beginning: Beginning, listed: Sequence[Offloaded] = ()) -> ReplicaDisk:
+        """The log that takes this one's place, begun where the leader's begins, with the closed segments that have come, or behind those
+        that are in a store alone (`listed`); frames follow. This one is closed.
 
         Raises CorruptionError (of the snapshot of producers, or of a segment), OSError, with the old log in its place.
         """
@@ -407,13 +417,21 @@ class ReplicaDisk:
             origin=beginning.origin,
             runtime=self._runtime,
         )
+        try:
+            if listed:
+                log.begin_in_store(listed)
+        except BaseException:
+            log.abandon()
+            raise
         log.close()
         save_checked(self._files, aside / ELECTIONS_NAME, msgspec.json.encode(beginning.starts))
         self.close()
         self._files.rename(folder, folder.with_name(folder.name + OLD_SUFFIX))
         self._files.rename(aside, folder)
         self._files.sync_folder(folder.parent)
-        save_checked(self._files, self.plan.kept_file, msgspec.json.encode(beginning.origin.point))
+        # Retention, and a store, take what is committed alone; closed segments may end behind it.
+        kept = min(self.kept, beginning.origin.point) if beginning.closed else beginning.origin.point
+        save_checked(self._files, self.plan.kept_file, msgspec.json.encode(kept))
         return ReplicaDisk.open(
             self.plan, files=self._files, runtime=self._runtime, open_logs=self._open_logs
         )

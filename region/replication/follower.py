@@ -200,7 +200,11 @@ class FollowerCore:
         if not all(self._may_cut(logs[place.log], place) for place in message.logs):
             self._refuse_cut(message, ready)
             return
-        copies = [place for place in message.logs if place.action is Action.COPY]
+        copies = [
+            place
+            for place in message.logs
+            if place.action is Action.COPY or not self._can_cut(logs[place.log], place.point)
+        ]
         if copies:
             for place in copies:
                 self.replica.copying.add(place.log)
@@ -221,6 +225,11 @@ class FollowerCore:
                     log.history.truncate(place.point)
                     ready.truncate.append(Truncate(log.number, place.point))
                 self._acknowledge(log, ready)
+
+    def _can_cut(self, log: Log, point: LogPoint) -> bool:
+        """Whether it ends there already, or the files are such that it can. After an unclean election what is given up may have been compacted, or
+        be in a store alone: then the log is begun anew as the leader's."""
+        return point >= log.end or point >= log.fixed_to
 
     def _may_cut(self, log: Log, place: Placement) -> bool:
         """F3. A copy is looked at when it is known where it ends."""
@@ -326,9 +335,8 @@ class FollowerCore:
             return
         log.cuts += 1
         log.history, log.start, log.end, log.durable = event.history, event.start, event.end, event.end
-        log.commit = max(min(log.commit, event.end), event.start)
+        log.commit = max(min(log.commit, event.end), event.start, event.commit)
         log.kept = min(log.kept, event.end)
-        log.whole = event.whole
         log.syncing_since = -1
         self._copies_failed = 0
         if not self.replica.copying and self.leader:

@@ -64,10 +64,10 @@ from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
 from region.replication.ready import (
     Begun,
-    Compacted,
     CopyFailed,
     CopyWanted,
     DiskFailed,
+    FilesSeen,
     FramesRead,
     Leaving,
     Linked,
@@ -288,6 +288,8 @@ class ReplicaHost:
             producers=partial(_producers, hosted),
             failed=partial(self._step, hosted),
             fetch=partial(self._fetch, hosted),
+            offloaded=partial(self._offloaded, plan.shard),
+            begin_task=partial(self._begin_task, hosted),
         )  # fmt: skip
         self._hosted[plan.shard] = hosted
         if self._is_started:
@@ -741,6 +743,10 @@ class ReplicaHost:
         elif isinstance(message, OriginTold | PieceTold):
             hosted.copier.take(peer, message)
         elif self._is_meant(hosted, message):
+            if isinstance(message, Follow | Placed):
+                for number, worker in hosted.workers.items():
+                    files = worker.disk
+                    self._step(hosted, FilesSeen(number, files.frames_from, files.log.places.fixed_to))
             self._step(hosted, Received(peer, message))
 
     def _is_meant(self, hosted: Hosted, message: Message) -> bool:
@@ -1039,9 +1045,6 @@ class ReplicaHost:
             why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
             await self._disk_failed(hosted, DiskFailed(number, why))
             raise
-        finally:
-            if worker.disk is disk:
-                self._step(hosted, Compacted(number, disk.whole_from))
 
     def _look_at_alarm(self, shard: ShardId) -> None:
         is_over = self._over.get(shard)

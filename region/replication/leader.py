@@ -616,7 +616,7 @@ class LeaderCore:
         if point is Parting.OLDER:
             return Placement(place.log, Action.OLDER, place.starts[0].start, log.start)
         assert isinstance(point, LogPoint)
-        if point < log.start or point < place.start or point < log.whole:
+        if point < log.start or point < place.start or point < log.frames_from:
             return Placement(place.log, Action.COPY, log.start, log.start)
         return Placement(place.log, Action.APPEND, point, log.start)
 

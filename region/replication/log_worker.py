@@ -30,7 +30,6 @@ from region.log.frame import Frame as LogFrame
 from region.log.group_commit import GROUP_BYTES_MAX
 from region.replication.copying import Collect, Piece, Replace
 from region.replication.disk import ReplicaDisk
-from region.replication.origin import Beginning
 from region.replication.ready import (
     Begin,
     Copied,
@@ -275,7 +274,7 @@ class LogWorker:
             case Trim():
                 disk.trim(job.point, now_ms=now_ms)
             case Replace():
-                self._replace(job.beginning)
+                self._replace(job)
             case Collect() | Piece():
                 self._collect(job)
 
@@ -293,9 +292,9 @@ class LogWorker:
             return
         self._say(Collected(self._number, job))
 
-    def _replace(self, beginning: Beginning) -> None:
+    def _replace(self, job: Replace) -> None:
         try:
-            self.disk = self.disk.begin_anew(beginning)
+            self.disk = self.disk.begin_anew(job.beginning, job.listed)
         except (CorruptionError, OSError) as error:
             if isinstance(error, OSError) and not is_full(error):
                 raise
@@ -303,7 +302,9 @@ class LogWorker:
             self._say(CopyFailed(self._number))
             return
         begun = self.disk.beginning()
-        self._say(Copied(self._number, begun.start, begun.end, begun.history, begun.whole))
+        # What stands in a store is committed.
+        commit = begun.end if job.listed else begun.start
+        self._say(Copied(self._number, begun.start, begun.end, begun.history, commit))
 
 
 class _Executor(Executor):

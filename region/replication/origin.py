@@ -1,7 +1,8 @@
 """Where a copy of a log begins whose frames the leader no longer has from the beginning on: as bytes, for ORIGIN. Pure.
 
 The annotations and epochs that were true there come along, with the elections of these; then frames bring the rest. Of a log that was
-compacted, whose frames have holes, the closed segments come as files before that: they are named here, and asked for piece by piece.
+compacted, whose frames have holes, the closed segments come as files before that: they are named here, and asked for piece by piece. Of a
+log whose oldest segments are in a store alone, none comes: the list in force says where they are.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ class Closed(NamedTuple):
 
 class Beginning(NamedTuple):
     """What a copy begins with. `starts`: epochs that began before it, with their elections. `closed`: the segments before it, oldest
-    first, of a log that was compacted as `compaction` says; their end is where it begins."""
+    first, of a log that was compacted as `compaction` says; their end is where it begins. `start`: where the leader's log begins, of one
+    that has what is before the origin in a store alone."""
 
     origin: Origin
     starts: tuple[EpochStart, ...]
     closed: tuple[Closed, ...] = ()
     compaction: CompactionState = CompactionState()
+    start: LogPoint | None = None
 
 
 class _Told(msgspec.Struct, frozen=True, array_like=True):
@@ -48,6 +51,7 @@ class _Told(msgspec.Struct, frozen=True, array_like=True):
     closed: list[Closed] = []
     clean_to: int = 0
     tombstones_from: int = 0
+    start: LogPoint | None = None
 
 
 _decoder = msgspec.msgpack.Decoder(_Told)
@@ -65,6 +69,7 @@ def encode_beginning(beginning: Beginning) -> bytes:
         list(beginning.closed),
         beginning.compaction.clean_to,
         beginning.compaction.tombstones_from,
+        beginning.start,
     )
     return msgspec.msgpack.encode(told)
 
@@ -95,11 +100,11 @@ def decode_beginning(payload: bytes) -> Beginning:
     origin = Origin(told.point, dict(told.annotations), told.producers, tuple(told.epochs))
     # Producers and epochs of before are the origin's.
     compaction = CompactionState(told.clean_to, told.tombstones_from)
-    return Beginning(origin, tuple(told.starts), tuple(told.closed), compaction)
+    return Beginning(origin, tuple(told.starts), tuple(told.closed), compaction, told.start)
 
 
 def _holds(told: _Told) -> bool:
-    """Whether what is said of closed segments can be."""
+    """Whether what is said of closed segments, and of those in a store, can be."""
     bases = [closed.base_offset for closed in told.closed]
     return (
         bases == sorted(set(bases))
@@ -107,4 +112,12 @@ def _holds(told: _Told) -> bool:
         and all(0 <= closed.generation < 1 << 32 and closed.size > 0 for closed in told.closed)
         and 0 <= told.clean_to <= told.point.offset
         and 0 <= told.tombstones_from <= told.point.offset
+        and (
+            told.start is None
+            or (
+                not told.closed
+                and 0 <= told.start.offset < told.point.offset
+                and 0 <= told.start.note < 1 << 32
+            )
+        )
     )

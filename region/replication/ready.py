@@ -170,20 +170,21 @@ class FramesRead(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """A log was replaced by a copy, all of it on the disk."""
+    """A log was replaced by a copy, all of it on the disk, or, before `commit`, in a store."""
 
     log: int
     start: LogPoint
     end: LogPoint
     history: History
-    whole: LogPoint = LogPoint(0)
+    commit: LogPoint = LogPoint(0)
 
 
-class Compacted(NamedTuple):
-    """From `point` on the log has all of its frames; before, compaction left some out."""
+class FilesSeen(NamedTuple):
+    """What compaction and a store have left of a log's files: `Log` says what the points are."""
 
     log: int
-    point: LogPoint
+    frames_from: LogPoint
+    fixed_to: LogPoint
 
 
 class CopyFailed(NamedTuple):
@@ -270,6 +271,6 @@ class Tick(NamedTuple):
 
 
 Event = (
-    RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | CopyWanted | Compacted | Trimmed | DiskFailed | Received
+    RecordRead | Begun | Written | Synced | FramesRead | Copied | CopyFailed | CopyWanted | FilesSeen | Trimmed | DiskFailed | Received
     | Linked | SwapAnswered | Living | MinWanted | YieldAsked | Leaving | Tick
 )  # fmt: skip

@@ -23,8 +23,8 @@ class Log:
 
     `end`: behind all that was given to the file. `durable`: on the disk, as a sync of this process has proved: after a start it is the
     beginning, whatever recovery found (F8). `commit`: durable wherever it counts, as far as this replica knows. `kept`: the commit point
-    that stands in the folder. `whole`: frames are all there from this point on; what is before may have been compacted, and is copied as
-    segments. `cuts`: how often it was cut or replaced: a sync that began before a cut proves nothing of what came after.
+    that stands in the folder. `frames_from`: a copy that lacks what is before is begun anew, since it was compacted, or is in a store alone.
+    `fixed_to`: it cannot be cut before, for the same reasons. `cuts`: how often it was cut or replaced: a sync that began before a cut proves nothing of what came after.
     """
 
     number: int
@@ -34,7 +34,8 @@ class Log:
     durable: LogPoint = BEGINNING
     commit: LogPoint = BEGINNING
     kept: LogPoint = BEGINNING
-    whole: LogPoint = BEGINNING
+    frames_from: LogPoint = BEGINNING
+    fixed_to: LogPoint = BEGINNING
     cuts: int = 0
     syncing_since: int = -1
     """ms; -1: no sync is asked for"""

@@ -6,6 +6,8 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
+from threading import Event
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,10 +20,11 @@ from felix.settings import Offload, Views
 from region import node, replicas, streams
 from region.cluster.records import ShardId, ShardRecord
 from region.config import StorageConfig
-from region.log import maintenance
+from region.log import fsspec_store, maintenance
 from region.log.disk import DiskLog
 from region.log.offload import ListPointer, OffloadList
 from region.log.segment_limits import SegmentLimits
+from region.replication import copier
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -99,7 +102,7 @@ async def fill(client: felix.RegionClient, published: list[bytes], count: int) -
 
 def is_offloaded(region: ClusteredRegion, least: int) -> bool:
     """Whether all closed segments of all copies are in the store alone, at least so many."""
-    for name in region.nodes:
+    for name in {*record_of(region).replicas} & {*region.nodes}:
         log = log_of(region, name)
         if log is None or any(one.is_local for one in log.segments[:-1]) or len(log.segments) <= least:
             return False
@@ -188,4 +191,115 @@ async def test_the_only_copy_gets_others_moves_and_is_the_only_one_again(
         await until(lambda: record_of(region).leader not in ("", before.leader), 60)
         await until_record(region, copies=1)
         await fill(client, published, 50)
+        assert await payloads(client, STREAM, len(published)) == published
+
+
+class Reads:
+    """The lists that new copies read, and the segments that anybody fetches."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.lists = self.segments = 0
+        self.goes_on = Event()
+        self.goes_on.set()
+        read_list, get_file = copier.read_list, fsspec_store.get_file
+
+        def reading(pointer: ListPointer) -> OffloadList:
+            self.lists += 1
+            assert self.goes_on.wait(60)
+            return read_list(pointer)
+
+        def getting(*arguments: Any) -> fsspec_store.Digest:
+            self.segments += 1
+            return get_file(*arguments)
+
+        monkeypatch.setattr(copier, "read_list", reading)
+        monkeypatch.setattr(fsspec_store, "get_file", getting)
+
+
+async def until_led_by(region: ClusteredRegion, name: str, copies: int) -> None:
+    """Stop leaders until this broker's copy leads; then start them again."""
+    stopped: set[str] = set()
+    while (leader := record_of(region).leader) != name:
+        await region.stop(leader)
+        stopped.add(leader)
+        await until(lambda: record_of(region).leader not in {"", *stopped}, 60)
+    await region.start(*stopped)
+    await until_record(region, copies=copies)
+
+
+async def test_a_new_copy_begins_behind_what_is_in_the_store_and_serves_all_of_it(
+    region: ClusteredRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list that it reads first is damaged, and another one is in force when it asks again."""
+    published: list[bytes] = []
+    reads = Reads(monkeypatch)
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=2, views=Views(offload=Offload(url_of(tmp_path), 0)))
+        await fill(client, published, 200)
+        await until(lambda: is_offloaded(region, 7), 60)
+        before = record_of(region)
+        (added,) = {*NAMES} - {*before.replicas}
+        assert before.offloaded is not None
+        (listed,) = (tmp_path / "store").rglob(before.offloaded.url.rpartition("/")[2])
+        whole = listed.read_bytes()
+        listed.write_bytes(whole[:-9] + b"x" + whole[-8:])
+        await client.alter_stream(STREAM, replicas=3)
+        await until(lambda: reads.lists > 0, 60)
+        await fill(client, published, 30)
+        await until_record(region, copies=3)
+        assert reads.segments == 0, "nothing was fetched for it"
+    await until_led_by(region, added, 3)
+    async with region.client(added) as client:
+        assert await payloads(client, STREAM, len(published)) == published
+
+
+async def test_a_new_copy_goes_on_with_another_leader_and_its_list(
+    region: ClusteredRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    published: list[bytes] = []
+    reads = Reads(monkeypatch)
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=2, views=Views(offload=Offload(url_of(tmp_path), 0)))
+        await fill(client, published, 150)
+        await until(lambda: is_offloaded(region, 5), 60)
+        before = record_of(region)
+        (added,) = {*NAMES} - {*before.replicas}
+        reads.goes_on.clear()
+        await client.alter_stream(STREAM, replicas=3)
+        await until(lambda: reads.lists > 0, 60)
+    await region.stop(before.leader)
+    await until(lambda: record_of(region).leader not in ("", before.leader), 60)
+    reads.goes_on.set()
+    await region.start(before.leader)
+    await until_record(region, copies=3)
+    await until_led_by(region, added, 3)
+    async with region.client(added) as client:
+        assert await payloads(client, STREAM, len(published)) == published
+
+
+async def test_a_copy_whose_offloaded_records_were_given_up_is_begun_anew(
+    region: ClusteredRegion, tmp_path: Path
+) -> None:
+    published: list[bytes] = []
+    async with region.client("b1") as client:
+        offload = Views(offload=Offload(url_of(tmp_path), 0))
+        await client.create_stream(STREAM, replicas=2, min_in_sync=1, views=offload)
+        await fill(client, published, 50)
+        await until(lambda: is_offloaded(region, 1), 60)
+    longer = record_of(region).leader
+    (shorter,) = {*record_of(region).replicas} - {longer}
+    (other,) = {*NAMES} - {longer, shorter}
+    await region.stop(shorter)
+    async with region.client(other) as client:
+        given_up = [*published]
+        await fill(client, given_up, 100)
+        await until(lambda: (log := log_of(region, longer)) is not None and not log.segments[-2].is_local, 60)
+        await region.stop(longer)
+        await region.start(shorter)
+        await client.recover_shard(STREAM, 0, shorter, lost=[longer], powered_off=True)
+        await fill(client, published, 20)
+        await region.start(longer)
+        await until_record(region, copies=2)
+    await until_led_by(region, longer, 2)
+    async with region.client(other) as client:
         assert await payloads(client, STREAM, len(published)) == published

@@ -6,7 +6,9 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 from random import Random
+from uuid import uuid4
 
+import msgspec
 import pytest
 from long_runs import count
 from replication.sealed import IDENTITY, entry, keyed, position
@@ -19,11 +21,15 @@ from felix.storage.memory import MemoryDisk
 from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
 from region.log.frame import Frame as LogFrame
+from region.log.fsspec_store import no_pace
+from region.log.offload import OffloadList, object_url
+from region.log.offloader import upload
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
 from region.replication.disk import (
     COPY_SUFFIX,
     ELECTIONS_NAME,
+    FETCHED_FOR_COPY_MAX,
     OLD_SUFFIX,
     UNKNOWN_ELECTION,
     LogPlan,
@@ -447,11 +453,11 @@ def test_a_copy_of_a_compacted_log_begins_with_its_segments_and_goes_on_with_its
         write(leader, keyed(leader.log.end_offset, 2, *keys))
     leader.sync()
     compact(leader)
-    assert leader.whole_from > LogPoint(0), "frames of what was compacted have holes"
+    assert leader.frames_from > LogPoint(0), "frames of what was compacted have holes"
     for _ in range(random.randrange(5)):
         write(leader, keyed(leader.log.end_offset, 2, b"k1"))
     beginning = decode_beginning(encode_beginning(leader.told_beginning()))
-    assert beginning.closed and beginning.origin.point >= leader.whole_from
+    assert beginning.closed and beginning.origin.point >= leader.frames_from
     brought(leader, follower, beginning)
     follower = follower.begin_anew(beginning)
     end = leader.log.end_point
@@ -465,7 +471,7 @@ def test_a_copy_of_a_compacted_log_begins_with_its_segments_and_goes_on_with_its
     assert records(follower) == records(leader)
     assert follower.history.starts == leader.history.starts
     assert follower.log.compaction.clean_to == leader.log.compaction.clean_to
-    assert follower.beginning().whole == leader.whole_from
+    assert follower.frames_from == leader.frames_from
     # It is compacted by itself, and read again after a restart.
     for _ in range(30):
         write(follower, keyed(follower.log.end_offset, 2, b"k%d" % random.randrange(3)))
@@ -474,7 +480,86 @@ def test_a_copy_of_a_compacted_log_begins_with_its_segments_and_goes_on_with_its
     before = records(follower)
     follower.close()
     again = ReplicaDisk.open(PLAN, files=follower._files)
-    assert records(again) == before and again.whole_from > leader.whole_from
+    assert records(again) == before and again.frames_from > leader.frames_from
+
+
+def in_store_alone(log: ReplicaDisk, place: str, count: int) -> OffloadList:
+    """Have the oldest segments in a store alone; the list of them."""
+    listed = OffloadList(log.log.start_offset).more(
+        upload(log._files, one, object_url(place, one.path.name), log.log.epochs.starts, no_pace)
+        for one in log.log.segments[:count]
+    )
+    log.log.follow_offloaded(listed.segments, log.log.end_offset)
+    for one in log.log.segments[:count]:
+        log.log.drop_local(one)
+    return listed
+
+
+def test_a_copy_of_a_log_whose_oldest_segments_are_in_a_store_begins_behind_them() -> None:
+    leader, disk = opened(MemoryDisk()), MemoryDisk()
+    write(leader, position(0, 1, b"before", 9), entry(0, 1), starts=(begun(1, 0),))
+    for at in range(1, 60):
+        write(leader, entry(at, 1), position(at + 1, 1, b"note %d" % at, at % 3))
+    leader.sync()
+    listed = in_store_alone(leader, f"memory://felix/{uuid4().hex}", 6)
+    told = decode_beginning(encode_beginning(leader.told_beginning()))
+    at = leader.log.segments[6].base_point
+    assert (told.start, told.origin.point) == (LogPoint(0), at)
+    assert leader.frames_from == leader.log.segments[6 - FETCHED_FOR_COPY_MAX].base_point
+    follower = opened(disk)
+    write(follower, entry(0, 1), starts=(begun(1, 0),))
+    assert told.start is not None
+    chain = listed.between(told.start, at.offset)
+    assert chain == listed.segments
+    copy = follower.begin_anew(told, chain)
+    known = copy.beginning()
+    assert (known.start, known.end, known.commit) == (LogPoint(0), at, at)
+    assert copy.log.places.fixed_to == at
+    while copy.log.end_point < leader.log.end_point:
+        sent = leader.read_placed(copy.log.end_point, 500, leader.log.end_point)
+        bodies = [frame.body for frame in sent if isinstance(frame.body, LogFrame)]
+        copy.write(copy.log.end_point, bodies, now_ms=2_000)
+    copy.close()
+    disk.lose_power(Random(1))
+    again = opened(disk)
+    assert [one.base_point for one in again.log.segments] == [one.base_point for one in leader.log.segments]
+    assert again.log.annotations == leader.log.annotations
+    assert again.history.starts == leader.history.starts
+    assert again.log.offload.segments == listed.segments
+    # Others are begun by it as well.
+    assert again.told_beginning().origin.point == at
+
+
+def test_a_list_reaches_where_its_segments_follow_each_other_from_the_logs_beginning_on() -> None:
+    log = opened(MemoryDisk())
+    for at in range(40):
+        write(log, entry(at, 1), starts=(begun(1, 0),) if not at else ())
+    log.sync()
+    listed = in_store_alone(log, f"memory://felix/{uuid4().hex}", 4)
+    one, two, three, four = listed.segments
+    end = four.next_offset
+    assert listed.between(LogPoint(two.base_offset), three.next_offset) == (two, three)
+    assert OffloadList(0, (one, two, four)).between(LogPoint(0), end) is None
+    assert listed.between(LogPoint(0), end - 1) is None and listed.between(LogPoint(1), end) is None
+    assert listed.between(LogPoint(0, 1), end) is None, "positions stand before it"
+    # Of a leader whose segments were others: one that ends elsewhere leads nowhere.
+    longer = msgspec.structs.replace(two, next_offset=two.next_offset + 1, url="of another leader")
+    assert OffloadList(0, (one, longer, two, three, four)).between(LogPoint(0), end) == listed.segments
+
+
+def test_a_copy_of_compacted_segments_does_not_take_for_committed_what_may_be_cut() -> None:
+    leader, follower = opened(MemoryDisk()), opened(disk := MemoryDisk())
+    leader.begin(begun(1, 0))
+    for number in range(60):
+        write(leader, keyed(number, 1, b"k%d" % (number % 3)))
+    leader.sync()
+    compact(leader)
+    told = leader.told_beginning()
+    brought(leader, follower, told)
+    copy = follower.begin_anew(told)
+    assert copy.beginning().commit < copy.beginning().end == told.origin.point
+    copy.close()
+    assert opened(disk).beginning().commit == copy.beginning().commit
 
 
 def test_a_segment_that_is_gone_is_told_as_nothing() -> None:

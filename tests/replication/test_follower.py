@@ -16,6 +16,7 @@ from region.replication.ready import (
     CopyFailed,
     CopyWanted,
     DiskFailed,
+    FilesSeen,
     Linked,
     Synced,
     Truncate,
@@ -224,6 +225,27 @@ def test_a_copy_that_lacks_what_was_given_up_is_taken() -> None:
     ready = shard.tell(Copied(0, LogPoint(0), LogPoint(2), History()))
     assert not ready.alarms and sent(ready, Follow)
     assert (shard.log.end, shard.log.commit) == (LogPoint(2), LogPoint(2))
+
+
+@pytest.mark.parametrize("point", [2, 3])
+def test_a_log_that_cannot_be_cut_there_is_begun_anew(point: int) -> None:
+    """What an unclean election gave up was compacted, or is in a store."""
+    shard = Shard("b", end=5, starts=((1, 0),), commit=4)
+    shard.read(record(epoch=2, unclean=2))
+    shard.sync()
+    shard.tell(FilesSeen(0, LogPoint(0), LogPoint(3)))
+    ready = shard.hear("a", placed(2, point, ask=shard.follower.ask))
+    assert bool(ready.copy) is (point == 2) and bool(ready.truncate) is (point == 3)
+
+
+def test_a_copy_behind_what_is_in_a_store_has_that_committed() -> None:
+    shard = Shard("b")
+    shard.read(record(epoch=2))
+    shard.sync()
+    shard.hear("a", placed(2, 0, ask=shard.follower.ask, action=Action.COPY))
+    history = History([EpochStart(1, election(1), LogPoint(0))])
+    shard.tell(Copied(0, LogPoint(1), LogPoint(9), history, LogPoint(9)))
+    assert (shard.log.start, shard.log.commit, shard.log.end) == (LogPoint(1), LogPoint(9), LogPoint(9))
 
 
 def test_a_leader_known_by_a_message_alone_is_not_heard_until_its_record_is_read() -> None:

@@ -24,6 +24,7 @@ from region.replication.messages import Action, Append, Commit, Durable, Placed,
 from region.replication.ready import (
     Begun,
     DiskFailed,
+    FilesSeen,
     FramesRead,
     Linked,
     Living,
@@ -471,6 +472,18 @@ def test_a_follower_that_asks_for_what_was_let_go_of_is_told_to_copy() -> None:
     shard.log.start = LogPoint(3)
     answer_ = sent(shard.place("c", 1, ask=2, epoch=1, starts=((1, 0),)), Placed)[0]
     assert answer_.logs[0].action is Action.COPY
+
+
+def test_a_follower_that_lacks_what_a_store_alone_has_is_told_to_copy() -> None:
+    shard = serving()
+    shard.write(5)
+    shard.sync()
+    shard.ack("b", 5)
+    shard.ack("c", 5)
+    shard.tell(FilesSeen(0, LogPoint(3), LogPoint(4)))
+    for end, action in ((2, Action.COPY), (3, Action.APPEND)):
+        answer_ = sent(shard.place("c", end, ask=end, epoch=1, starts=((1, 0),)), Placed)[0]
+        assert answer_.logs[0].action is action
 
 
 def test_a_move_ends_with_the_leader_giving_way() -> None:
