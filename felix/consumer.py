@@ -25,15 +25,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
 from felix.batch import Record, decode_batch, decode_header, decode_records
 from felix.connection import RegionConnection
+from felix.consumer_acks import Acknowledgements, is_lost
 from felix.consumer_messages import (
-    RANGES_MAX,
     Ack,
     Acknowledged,
     Altered,
@@ -44,11 +44,10 @@ from felix.consumer_messages import (
     Release,
     Renew,
     Revoked,
-    ShardAck,
     Skip,
     decode_reply,
 )
-from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError, protocol_breach
+from felix.errors import Code, FelixError, ProtocolError, RequestError, protocol_breach
 from felix.exchange import Exchange
 from felix.frames import FRAME_HEADER_BYTES, Frame, FrameType, GapReason, decode_gap
 from felix.messages import Answer, ConsumerOpened, OpenConsumer
@@ -177,14 +176,54 @@ class _Share:
         self.revoked = False
 
 
-class _Flush:
-    """Acknowledgements of one iteration of the event loop, and who waits for how they went."""
+class _Cursor:
+    """Where the caller is: the batch and the record that it was handed last."""
 
-    __slots__ = ("ranges", "waiting")
+    __slots__ = ("_current", "_records", "_seen", "batch", "record")
 
     def __init__(self) -> None:
-        self.ranges: dict[tuple[int, int], RangeSet] = {}
-        self.waiting: list[tuple[int, asyncio.Future[bool]]] = []
+        self._current: ConsumerBatch | None = None
+        self._records: Iterator[ConsumerRecord] | None = None
+        self._seen = -1
+        self.record: ConsumerRecord | None = None
+        """Neither acknowledged nor given back as failed."""
+        self.batch: ConsumerBatch | None = None
+        """The same, where whole batches are handed out."""
+
+    def begin(self, batch: ConsumerBatch) -> None:
+        """Its records are handed out one by one from now on."""
+        self._current, self._records = batch, batch.records()
+
+    def next(self, is_current: Callable[[int, int], bool]) -> ConsumerRecord | None:
+        """The next record whose shard the consumer still has; None where a new batch has to begin."""
+        if self._records is not None:
+            for record in self._records:
+                if is_current(record.shard, record.generation):
+                    self._seen = record.offset
+                    return record
+            self._records = None
+        return None
+
+    def unseen(self, shard: int) -> tuple[int, int] | None:
+        """Of a shard's batch in hand, the offsets of what the caller has not seen."""
+        if self._records is None or self._current is None or self._current.shard != shard:
+            return None
+        return max(self._seen + 1, self._current.first_offset), self._current.next_offset
+
+    def failed(self, record: ConsumerRecord | ConsumerBatch) -> None:
+        """The caller gave it back."""
+        if (
+            self.record is not None
+            and isinstance(record, ConsumerRecord)
+            and record.offset == self.record.offset
+        ):
+            self.record = None
+        if record is self.batch:
+            self.batch = None
+
+    def end(self) -> None:
+        """The consumer is closed: nothing more is handed out."""
+        self._records = self.batch = None
 
 
 class Consumer:
@@ -237,15 +276,9 @@ class Consumer:
         self._waiter: asyncio.Future[None] | None = None
         self._in_hand: _Item | None = None
         self._parts: deque[ConsumerBatch] = deque()
-        self._batch: ConsumerBatch | None = None
-        self._records: Iterator[ConsumerRecord] | None = None
-        self._last: ConsumerRecord | None = None
-        self._current: ConsumerBatch | None = None
-        self._seen = -1
+        self._cursor = _Cursor()
         self._taken = False
-        self._flush: _Flush | None = None
-        self._acking: Counter[int] = Counter()
-        self._working: set[asyncio.Task[None]] = set()
+        self._acks = Acknowledgements(self._exchange, stream, lost=self._lost_ack, answered=self._give_back)
         self.gaps: deque[Gap] = deque(maxlen=GAPS_KEPT)
         """The newest gaps: records that were gone before they could be delivered."""
         self.gap_count = 0
@@ -274,14 +307,12 @@ class Consumer:
         self._closed = True
         self._queue.clear()
         self._parts.clear()
-        self._records = self._batch = self._in_hand = None
+        self._cursor.end()
+        self._in_hand = None
         if self._started and self._exchange.is_open:
             try:
                 async with asyncio.timeout(LEAVE_S):
-                    while self._flush is not None or self._working:
-                        self._send_flush()
-                        # Not gathered: where time runs out their callers still have to hear of it.
-                        await asyncio.wait(self._working)
+                    await self._acks.drain()
                     self._lose_shares()
                     await self._exchange.call(Leave(), again=False)
             except (FelixError, TimeoutError) as error:
@@ -328,34 +359,31 @@ class Consumer:
         if self._auto:
             self._ack_last()
         while True:
-            if self._records is not None:
-                for record in self._records:
-                    if self._is_current(record.shard, record.generation):
-                        self._renew(record.shard, record.offset)
-                        self._seen = record.offset
-                        self._last = own = _own(record)
-                        return own
-                self._records = None
+            record = self._cursor.next(self._is_current)
+            if record is not None:
+                self._renew(record.shard, record.offset)
+                self._cursor.record = own = _own(record)
+                return own
             batch = await self._next_or_none()
             if batch is None:
                 raise StopAsyncIteration
-            self._current, self._records = batch, batch.records()
+            self._cursor.begin(batch)
 
     def _ack_last(self) -> None:
-        last, self._last = self._last, None
+        last, self._cursor.record = self._cursor.record, None
         if last is not None:
             self._gather(last.shard, last.generation, [(last.offset, last.offset + 1)])
 
     async def batches(self) -> AsyncIterator[ConsumerBatch]:
         """Whole batches: the cheapest way per record. With `ack="auto"` the one before counts as done."""
         while True:
-            batch, self._batch = self._batch, None
+            batch, self._cursor.batch = self._cursor.batch, None
             if self._auto and batch is not None:
                 self._gather(batch.shard, batch.generation, batch.ranges)
             batch = await self._next_or_none()
             if batch is None:
                 return
-            self._batch = batch
+            self._cursor.batch = batch
             yield batch
 
     async def _next_or_none(self) -> ConsumerBatch | None:
@@ -459,8 +487,8 @@ class Consumer:
 
     async def ack_through(self, record: ConsumerRecord | ConsumerBatch) -> bool:
         """All of the record's shard that was handed out, up to and including the record, is done. Returns as `ack`."""
-        share = self._shares.get(record.shard)
-        if share is None or share.generation != record.generation:
+        share = self._share(record.shard, record.generation)
+        if share is None:
             return self._lost_ack(1)
         last = _ranges_of(record)[-1][1]
         return await self._acked(record.shard, record.generation, share.handed.within(0, last))
@@ -470,20 +498,13 @@ class Consumer:
     ) -> bool:
         """The record failed: it is redelivered after `delay` seconds (None: as the subscription's retries say), or goes to the
         dead-letter stream with `reason` once it had all its attempts. Returns as `ack`."""
-        share = self._shares.get(record.shard)
-        if share is None or share.generation != record.generation:
+        share = self._share(record.shard, record.generation)
+        if share is None:
             return self._lost_ack(1)
         ranges = _ranges_of(record)
         for each in ranges:
             share.handed.remove(*each)
-        if (
-            self._last is not None
-            and isinstance(record, ConsumerRecord)
-            and record.offset == self._last.offset
-        ):
-            self._last = None
-        if record is self._batch:
-            self._batch = None
+        self._cursor.failed(record)
         call = Nack(
             record.shard,
             record.generation,
@@ -492,86 +513,27 @@ class Consumer:
             reason[:4096],
         )
         try:
-            await self._ask(call)
+            await self._acks.ask(call)
         except FelixError as error:
-            if not _is_lost(error):
+            if not is_lost(error):
                 raise
             return self._lost_ack(len(ranges))
         finally:
             self._give_back()
         return True
 
-    def _gather(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> _Flush | None:
-        """Add these to the acknowledgements of this event loop iteration; None if they no longer count."""
-        share = self._shares.get(shard)
-        if share is None or share.generation != generation or not self._exchange.is_open:
-            self._lost_ack(len(ranges))
-            return None
-        if self._flush is None:
-            self._flush = _Flush()
-            self._loop.call_soon(self._send_flush)
-        gathered = self._flush.ranges.setdefault((shard, generation), RangeSet())
+    def _gather(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> bool:
+        """Acknowledge these with others of this event loop iteration; False if they no longer count."""
+        share = self._share(shard, generation)
+        if share is None or not self._exchange.is_open:
+            return self._lost_ack(len(ranges))
+        self._acks.add(shard, generation, ranges)
         for first, following in ranges:
-            gathered.add(first, following)
             share.handed.remove(first, following)
-        return self._flush
+        return True
 
     async def _acked(self, shard: int, generation: int, ranges: list[tuple[int, int]]) -> bool:
-        flush = self._gather(shard, generation, ranges)
-        if flush is None:
-            return False
-        told: asyncio.Future[bool] = self._loop.create_future()
-        flush.waiting.append((shard, told))
-        return await told
-
-    def _send_flush(self) -> None:
-        flush, self._flush = self._flush, None
-        if flush is not None:
-            self._acking.update(shard for shard, _ in flush.ranges)
-            task = self._loop.create_task(self._acknowledge(flush), name=f"felix-ack-{self.stream}")
-            self._working.add(task)
-            task.add_done_callback(self._working.discard)
-
-    async def _acknowledge(self, flush: _Flush) -> None:
-        counted: dict[int, bool] = {}
-        lost = 0
-        try:
-            for acks in _calls(flush.ranges):
-                try:
-                    reply = await self._ask(Ack(acks))
-                except FelixError as error:
-                    if not _is_lost(error):
-                        raise
-                    fenced = [each.shard for each in acks]
-                else:
-                    fenced = reply.fenced
-                for each in acks:
-                    counted[each.shard] = each.shard not in fenced and counted.get(each.shard, True)
-                lost += len(fenced)
-        except FelixError as error:
-            _log.warning("an acknowledgement of %s was refused: %s", self.stream, error)
-            for _, told in flush.waiting:
-                if not told.done():
-                    told.set_exception(error)
-        else:
-            if lost:
-                self._lost_ack(lost)
-            for shard, told in flush.waiting:
-                if not told.done():
-                    told.set_result(counted.get(shard, False))
-        finally:
-            self._acking.subtract(shard for shard, _ in flush.ranges)
-            self._give_back()
-
-    async def _ask(self, call: Ack | Nack) -> Any:
-        """The reply to a call that says which assignment it means; asked again where the broker has no room for it now."""
-        while True:
-            try:
-                return await self._exchange.call(call, again=False)
-            except UnavailableError as error:
-                if error.retry_after_ms is None or not self._exchange.is_open:
-                    raise
-                await asyncio.sleep(error.retry_after_ms / 1000)
+        return self._gather(shard, generation, ranges) and await self._acks.outcome(shard)
 
     def _lost_ack(self, count: int) -> bool:
         self.lost_acks += count
@@ -589,14 +551,9 @@ class Consumer:
     def _give_back(self) -> None:
         """Release shards that were revoked, once nothing of them is in hand any more."""
         for shard, share in list(self._shares.items()):
-            if share.revoked and not share.handed and not self._is_gathered(shard):
+            if share.revoked and not share.handed and not self._acks.holds(shard):
                 self._drop(shard)
                 self._exchange.tell(Release(shard, share.generation))
-
-    def _is_gathered(self, shard: int) -> bool:
-        return self._acking[shard] > 0 or (
-            self._flush is not None and any(each == shard for each, _ in self._flush.ranges)
-        )
 
     def _drop(self, shard: int) -> None:
         self._shares.pop(shard)
@@ -686,9 +643,9 @@ class Consumer:
 
     def _only_in_hand(self, shard: int, share: _Share) -> None:
         """Records of a batch in hand that the caller has not seen will not be handed out."""
-        current = self._current
-        if self._records is not None and current is not None and current.shard == shard:
-            share.handed.remove(max(self._seen + 1, current.first_offset), current.next_offset)
+        unseen = self._cursor.unseen(shard)
+        if unseen is not None:
+            share.handed.remove(*unseen)
 
     def _share(self, shard: int, generation: int) -> _Share | None:
         share = self._shares.get(shard)
@@ -743,11 +700,6 @@ def _own(record: ConsumerRecord) -> ConsumerRecord:
     )  # fmt: skip
 
 
-def _is_lost(error: FelixError) -> bool:
-    """Whether a call came too late, or its outcome is unknown: its records are redelivered if it was not carried out."""
-    return isinstance(error, UnavailableError) or error.code is Code.CONSUMER_FENCED
-
-
 def _ranges_of(record: ConsumerRecord | ConsumerBatch) -> list[tuple[int, int]]:
     if isinstance(record, ConsumerBatch):
         return record.ranges
@@ -757,20 +709,6 @@ def _ranges_of(record: ConsumerRecord | ConsumerBatch) -> list[tuple[int, int]]:
 def _shard_of(body: memoryview) -> int:
     """Bytes 4 to 8 of a batch (docs/wire.md); whether it is one is looked at when it is handed out."""
     return int.from_bytes(body[4:8]) if len(body) >= 8 else -1
-
-
-def _calls(ranges: dict[tuple[int, int], RangeSet]) -> Iterator[list[ShardAck]]:
-    """As few calls as hold all of them; each names a shard once, and no more ranges than a message takes."""
-    call: dict[int, ShardAck] = {}
-    for (shard, generation), held in ranges.items():
-        flat = held.flat()
-        for at in range(0, len(flat), 2 * RANGES_MAX):
-            if shard in call:
-                yield list(call.values())
-                call = {}
-            call[shard] = ShardAck(shard, generation, flat[at : at + 2 * RANGES_MAX])
-    if call:
-        yield list(call.values())
 
 
 def subscription_settings(
