@@ -16,8 +16,8 @@ from typing import Final
 import felix
 from benchmarks.process_use import ProcessUse, children_of
 from cli.benchmark.roles import REGION, found_bench_region
+from cli.free_address import free_address
 from cli.process import read_state, start_detached, stop
-from cli.region import free_address
 from cli.several import free_etcd, name_brokers
 from felix.errors import FelixError, UnavailableError
 from felix.profile import HOME_VARIABLE

@@ -9,6 +9,7 @@ from typing import Annotated, Final
 import typer
 
 import felix
+from cli.free_address import free_address
 from cli.output import counted, lines, note, out, print_json, table
 from cli.process import read_state
 from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region, connect, folder_of, run
@@ -235,7 +236,6 @@ def scale(
 
     region.yaml says it from then on; `felix region up`, where it runs, starts and stops them.
     """
-    from cli.region import free_address
     from cli.several import ETCD_FOLDER, scaled
 
     name = choose_region(region)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from cli.copy_audit_log import copy_audit_log
+from cli.free_address import free_address
 from cli.notify import Notifier
 from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
 from cli.output import iso, lines, note, out, print_json, styled, table
@@ -61,7 +62,6 @@ app.command("to-cluster")(to_cluster)
 app.command("copy-audit-log")(copy_audit_log)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
-LOCAL: Final = "127.0.0.1"
 ALARMS_SHOWN: Final = 3
 """Sentences of the controller in one cell: each names a shard that nobody leads."""
 OptionalName = Annotated[
@@ -197,23 +197,6 @@ def parse_option(text: str, option: str) -> Address:
         return Address.parse(text)
     except RequestError as error:
         raise RequestError(f"{option}: {error.sentence}") from error
-
-
-def free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
-    """The first port from this one on that no region has and no process listens at now."""
-    ports = {address.port for address in taken}
-    while port in ports or not _is_free(port, kind):
-        port += 1
-    return Address(LOCAL, port)
-
-
-def _is_free(port: int, kind: socket.SocketKind) -> bool:
-    with socket.socket(socket.AF_INET, kind) as probe:
-        try:
-            probe.bind((LOCAL, port))
-        except OSError:
-            return False
-    return True
 
 
 @app.command()

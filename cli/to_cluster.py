@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cli.free_address import free_address
 from cli.output import out
 from cli.process import read_state
 from cli.setting import choose_region, folder_of, run
@@ -20,7 +21,6 @@ def to_cluster(
     It begins with the broker that it has; `felix region scale` gives it more. A run that was cut off is finished by the next.
     """
     from cli.conversion import convert, finish
-    from cli.region import free_address
     from cli.several import free_etcd, name_brokers
 
     region = choose_region(name)

@@ -22,9 +22,9 @@ import typer.main
 from e2e.command_mesh import ROOT, Said, command, environment, felix_command, until
 from ports import claim_port
 
+from cli.free_address import free_address
 from cli.main import app, main
 from cli.process import read_state
-from cli.region import free_address
 from felix.address import Address
 from felix.batch import BATCH_BYTES_MAX
 
