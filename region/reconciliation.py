@@ -192,17 +192,9 @@ def reconcile(
     }
     for shard in sorted(known):
         if shard.incarnation not in deleted:
-            _shard(
-                plan,
-                view,
-                shard,
-                streams.get(shard.incarnation),
-                told.get(shard, {}),
-                without,
-                signed,
-                alone,
-                election,
-            )
+            stream = streams.get(shard.incarnation)
+            one = _known(plan, view, shard, stream, told.get(shard, {}), without)
+            _shard(plan, view, one, signed, alone, election)
     _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
     return plan
 
@@ -248,31 +240,84 @@ def _broker(plan: Plan, view: ClusterView, report: FolderReport) -> Refusal | No
     return None
 
 
-def _shard(
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What the store and the folders that were heard say of one shard."""
+
+    shard: ShardId
+    name: str
+    """of its stream"""
+    before: ShardRecord | None
+    """the store's record"""
+    stream: Stream | None
+    told: Mapping[str, ShardTold]
+    damaged: Mapping[str, str]
+    """brokers whose copy cannot be read, and why"""
+    whole: Mapping[str, ShardTold]
+    """copies that may be led"""
+    away: Sequence[str]
+    """brokers whose copies cannot be had: not heard, or damaged"""
+    former: Sequence[str]
+    """brokers whose folder was lost since the backup: it may have had what nobody else has"""
+    missing: int
+    """copies that were not heard"""
+    minimum: int
+    """copies that a commit needs"""
+    has_copies: bool
+
+    @property
+    def what(self) -> str:
+        """As a person calls it."""
+        return f"{self.name} shard {self.shard.number}"
+
+    @property
+    def why(self) -> str:
+        """Why copies cannot be read; empty where all can."""
+        return "; ".join(
+            f"the copy of {each} cannot be read: {self.damaged[each]}" for each in sorted(self.damaged)
+        )
+
+    @property
+    def is_audit(self) -> bool:
+        return self.name == str(AUDIT_STREAM)
+
+    @property
+    def is_durable(self) -> bool:
+        return self.stream is None or self.stream.config.durability.kind != "ephemeral"
+
+    @property
+    def owner(self) -> str:
+        """Who has it where there is one copy."""
+        return "" if self.before is None else self.before.replicas[0]
+
+    @property
+    def last(self) -> int:
+        """The newest epoch that a folder knows."""
+        return max((each.epoch for each in self.told.values()), default=0)
+
+    @property
+    def next_epoch(self) -> int:
+        """Above every epoch that can have been."""
+        top = max(self.last, 0 if self.before is None else self.before.epoch)
+        return top + max(1, min(RECONCILE_GAP, (EPOCH_MAX - top) // 2))
+
+
+def _known(
     plan: Plan,
     view: ClusterView,
     shard: ShardId,
     stream: Stream | None,
     told: Mapping[str, ShardTold],
     without: Collection[str],
-    signed: tuple[int, str],
-    alone: Before | None,
-    election: Callable[[], str],
-) -> None:
+) -> _Known:
     before = view.shards.get(shard)
     assert before is not None or stream is not None
-    name = before.stream if before is not None else stream.name if stream is not None else ""
-    what = f"{name} shard {shard.number}"
-    is_audit = name == str(AUDIT_STREAM)
-    is_durable = stream is None or stream.config.durability.kind != "ephemeral"
     damaged = {broker: each.damaged for broker, each in told.items() if each.damaged}
     whole = {broker: each for broker, each in told.items() if broker in plan.nodes and not each.damaged}
     away = sorted({*without, *damaged})
-    minimum = before.min if before is not None else min_in_sync(stream.config) if stream is not None else 1
     has_copies = stream is not None and is_replicated(stream.config)
     if before is not None:
         has_copies = has_copies or len(before.replicas) > 1
-    # A folder that was lost since the backup may have had what nobody else has.
     former = [
         broker
         for broker in sorted({*told, *(() if before is None else before.replicas)})
@@ -282,89 +327,127 @@ def _shard(
     if before is None and stream is not None and has_copies:
         # The store does not say who had the others.
         missing = max(missing, stream.config.replicas - len(whole))
-    why = "; ".join(f"the copy of {broker} cannot be read: {damaged[broker]}" for broker in sorted(damaged))
-    winners, doubt = _best(
-        {broker: each for broker, each in whole.items() if each.has_records},
-        minimum,
-        missing,
-        {broker for broker in whole if _is_of_store(view, plan, broker)},
+    return _Known(
+        shard=shard,
+        name=before.stream if before is not None else stream.name if stream is not None else "",
+        before=before,
+        stream=stream,
+        told=told,
+        damaged=damaged,
+        whole=whole,
+        away=away,
+        former=former,
+        missing=missing,
+        minimum=before.min if before is not None else min_in_sync(stream.config) if stream is not None else 1,
+        has_copies=has_copies,
     )
-    last = max((each.epoch for each in told.values()), default=0)
-    top = max(last, 0 if before is None else before.epoch)
-    epoch = top + max(1, min(RECONCILE_GAP, (EPOCH_MAX - top) // 2))
+
+
+def _shard(
+    plan: Plan,
+    view: ClusterView,
+    known: _Known,
+    signed: tuple[int, str],
+    alone: Before | None,
+    election: Callable[[], str],
+) -> None:
+    """1. The audit log goes on from the broker whose disk alone had it, while it is being brought in. 2. Copies that may have all that was committed
+    are found; a shard that no folder has is placed as a new one, or is there again and empty. 3. Where they may be elsewhere, nobody leads it.
+    4. What they may lack is said; of the audit log nothing may be. 5. They are its record."""
+    before = known.before
+    winners, doubt = _best(
+        {broker: each for broker, each in known.whole.items() if each.has_records},
+        known.minimum,
+        known.missing,
+        {broker for broker in known.whole if _is_of_store(view, plan, broker)},
+    )
     if (
-        is_audit
+        known.is_audit
         and alone is not None
-        and not away
-        and not former
-        and _is_being_brought_in(told, winners, alone)
+        and not known.away
+        and not known.former
+        and _is_being_brought_in(known.told, winners, alone)
     ):
-        plan.shards.append(_brought_in_by(alone.broker, plan, shard, before, last, epoch, election()))
+        plan.shards.append(
+            _brought_in_by(alone.broker, plan, known.shard, before, known.last, known.next_epoch, election())
+        )
         return
     winners = _as_before(winners, before)[:REPLICAS_MAX]
     if not winners:
-        elsewhere = missing if is_audit else len(away)
-        if before is None and not damaged and (elsewhere < minimum or not is_durable):
+        elsewhere = known.missing if known.is_audit else len(known.away)
+        if before is None and not known.damaged and (elsewhere < known.minimum or not known.is_durable):
             # It is placed as a new one: nothing that was acknowledged can be elsewhere.
             return
         replicas = () if before is None else before.replicas
-        winners = [broker for broker in replicas if broker in plan.nodes and broker not in damaged]
-        if not told and not away and is_durable and before is not None:
+        winners = [broker for broker in replicas if broker in plan.nodes and broker not in known.damaged]
+        if not known.told and not known.away and known.is_durable and before is not None:
             plan.notes.append(
-                f"{what} has no folder at any broker: nothing was written to it, or it was deleted since. It is there again, and empty; "
+                f"{known.what} has no folder at any broker: nothing was written to it, or it was deleted since. It is there again, and empty; "
                 "`felix stream delete` deletes it."
             )
-    owner = before.replicas[0] if before is not None else ""
-
-    def led_by_nobody() -> None:
-        # Whoever was in sync at the backup could be elected by what the record said then.
-        places = winners
-        if before is None:
-            known = [broker for broker in away if broker in view.nodes]
-            places = (winners or sorted(damaged) or known or sorted(plan.nodes))[:REPLICAS_MAX]
-        after = _record(name, epoch, election(), before, stream, places, {}, minimum, unclean=False)
-        if before is not None and _fits(before, (), plan, last):
-            after = before
-        plan.shards.append(ShardPlan(shard, before, after, ()))
-
-    if not winners or (not has_copies and owner in away):
-        who = owner if owner in away else ", ".join(away)
+    if not winners or (not known.has_copies and known.owner in known.away):
+        who = known.owner if known.owner in known.away else ", ".join(known.away)
         plan.losses.append(
-            f"{what} is led by nobody until {who or 'a folder with its copy'}, which may have its records, is back and the region is "
-            "reconciled again" + (f" ({why})." if why else ".")
+            f"{known.what} is led by nobody until {who or 'a folder with its copy'}, which may have its records, is back and the region is "
+            "reconciled again" + (f" ({known.why})." if known.why else ".")
         )
-        led_by_nobody()
+        plan.shards.append(_led_by_nobody(plan, view, known, winners, election()))
         return
-    doubt = doubt or _more_than(whole, winners[0])
-    if has_copies and missing >= minimum:
-        doubt = (
-            f"a record was acknowledged once {minimum} {'copy' if minimum == 1 else 'copies'} had it, and those may have been "
-            f"{_those(away, former) if len(away) + len(former) == missing else 'in folders that were not heard'}"
-            + (f" ({why})" if why else "")
-        )
-    leaves = _ends(whole[winners[0]]).get(RECORDS) if winners[0] in whole else None
-    if is_audit and signed[0] > (0 if leaves is None else leaves[1].offset):
-        doubt = f"broker {signed[1]} has a checkpoint of {signed[0]} leaves, more than any copy has now"
-    if doubt and is_audit:
+    doubt = _doubt(known, winners[0], doubt, signed)
+    if doubt and known.is_audit:
         plan.losses.append(
             f"The audit log is led by nobody: {doubt}. Without those leaves it would be a second history; bring them back, and reconcile again."
         )
-        led_by_nobody()
+        plan.shards.append(_led_by_nobody(plan, view, known, winners, election()))
         return
     if doubt:
-        plan.losses.append(f"{what}: {doubt}; what {winners[0]} lacks of it is lost.")
-    elif before is not None and (gone := _gone(view, plan, before, told)):
+        plan.losses.append(f"{known.what}: {doubt}; what {winners[0]} lacks of it is lost.")
+    elif before is not None and (gone := _gone(view, plan, before, known.told)):
         plan.losses.append(
-            f"{what}: {', '.join(gone)} had a copy at the backup and {'has' if len(gone) == 1 else 'have'} none now, so it has fewer "
+            f"{known.what}: {', '.join(gone)} had a copy at the backup and {'has' if len(gone) == 1 else 'have'} none now, so it has fewer "
             f"copies since, or was deleted. If it was deleted, its records come back from {', '.join(winners)}: delete it again, "
-            f"`felix stream delete {name}`, before clients come in."
+            f"`felix stream delete {known.name}`, before clients come in."
         )
-    if before is not None and _fits(before, winners, plan, last):
-        plan.shards.append(ShardPlan(shard, before, before, tuple(winners)))
+    if before is not None and _fits(before, winners, plan, known.last):
+        plan.shards.append(ShardPlan(known.shard, before, before, tuple(winners)))
         return
     isr = {broker: plan.nodes[broker].registration for broker in winners}
-    after = _record(name, epoch, election(), before, stream, winners, isr, minimum, unclean=doubt != "")
-    plan.shards.append(ShardPlan(shard, before, after, tuple(winners)))
+    after = _record(
+        known.name, known.next_epoch, election(), before, known.stream, winners, isr, known.minimum, unclean=doubt != ""
+    )  # fmt: skip
+    plan.shards.append(ShardPlan(known.shard, before, after, tuple(winners)))
+
+
+def _led_by_nobody(
+    plan: Plan, view: ClusterView, known: _Known, winners: Sequence[str], election: str
+) -> ShardPlan:
+    """Whoever was in sync at the backup could be elected by what the record said then."""
+    before, places = known.before, winners
+    if before is None:
+        brokers = [broker for broker in known.away if broker in view.nodes]
+        places = (winners or sorted(known.damaged) or brokers or sorted(plan.nodes))[:REPLICAS_MAX]
+    elif _fits(before, (), plan, known.last):
+        return ShardPlan(known.shard, before, before, ())
+    after = _record(
+        known.name, known.next_epoch, election, before, known.stream, places, {}, known.minimum, unclean=False
+    )
+    return ShardPlan(known.shard, before, after, ())
+
+
+def _doubt(known: _Known, winner: str, doubt: str, signed: tuple[int, str]) -> str:
+    """Why the winner may lack something that was committed; empty where it has all. `doubt`: what the copies alone say."""
+    doubt = doubt or _more_than(known.whole, winner)
+    away, former, missing, minimum = known.away, known.former, known.missing, known.minimum
+    if known.has_copies and missing >= minimum:
+        doubt = (
+            f"a record was acknowledged once {minimum} {'copy' if minimum == 1 else 'copies'} had it, and those may have been "
+            f"{_those(away, former) if len(away) + len(former) == missing else 'in folders that were not heard'}"
+            + (f" ({known.why})" if known.why else "")
+        )
+    leaves = _ends(known.whole[winner]).get(RECORDS) if winner in known.whole else None
+    if known.is_audit and signed[0] > (0 if leaves is None else leaves[1].offset):
+        doubt = f"broker {signed[1]} has a checkpoint of {signed[0]} leaves, more than any copy has now"
+    return doubt
 
 
 def _is_being_brought_in(told: Mapping[str, ShardTold], winners: Collection[str], alone: Before) -> bool:
