@@ -125,9 +125,9 @@ def _log(
     number = log_number(kind, shard)
     folder = shard_folder(data / STREAMS, name, incarnation, number)
     identity = ShardIdentity(region, str(name), incarnation, number)
-    kept = data / COPIES / kept_name(ShardId(incarnation.hex(), shard), kind)
-    if files.exists(folder / ELECTIONS_NAME) or files.exists(kept):
-        disk = ReplicaDisk.open(LogPlan(kind, folder, identity, kept=kept), files=files, runtime=runtime)
+    plan = LogPlan(kind, folder, identity, kept_in=data / COPIES)
+    if files.exists(folder / ELECTIONS_NAME) or files.exists(plan.kept_file):
+        disk = ReplicaDisk.open(plan, files=files, runtime=runtime)
         told = disk.beginning()
         disk.close()
         last = told.history.last

@@ -554,7 +554,7 @@ class Replicas:
             except OSError as error:
                 raise storage_error(error, Path(stream.name)) from error
             limits = self._settings(stream.config).segments if kind == RECORDS else SegmentLimits()
-            plans.append(LogPlan(kind, folder, identity, limits, kept=self._kept(shard, kind), led=led))
+            plans.append(LogPlan(kind, folder, identity, limits, kept_in=self._folders.copies, led=led))
         return ShardPlan(
             shard,
             tuple(plans),

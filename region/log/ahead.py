@@ -74,7 +74,7 @@ def decode_notes(data: bytes) -> list[Note]:
 
 @dataclass(slots=True)
 class _Half:
-    path: Path
+    name: str
     descriptor: int = -1
     size_bytes: int = 0
     end: int = 0
@@ -86,20 +86,20 @@ class Ahead:
 
     def __init__(self, folder: Path, files: Files) -> None:
         self._folder, self._files = folder, files
-        self._halves = [_Half(folder / name) for name in AHEAD_NAMES]
+        self._halves = [_Half(name) for name in AHEAD_NAMES]
         self._active = 0
         self.released = 0
         """notes with a number below are released; the rest may still be asked for after a crash"""
 
     def read(self) -> list[Note]:
         """What is held, in the order of its numbers."""
-        data = (read_file(self._files, half.path) or b"" for half in self._halves)
+        data = (read_file(self._files, self._folder / half.name) or b"" for half in self._halves)
         return sorted(note for each in data for note in decode_notes(each))
 
     def clear(self) -> None:
         """Let go of all that `read` gave: it is done."""
         for half in self._halves:
-            if self._files.exists(half.path):
+            if self._files.exists(self._folder / half.name):
                 self._open(half)
                 self._empty(half)
 
@@ -137,8 +137,9 @@ class Ahead:
     def _open(self, half: _Half) -> None:
         if half.descriptor >= 0:
             return
-        fresh = not self._files.exists(half.path)
-        half.descriptor = self._files.open(half.path, os.O_RDWR | os.O_CREAT)
+        path = self._folder / half.name
+        fresh = not self._files.exists(path)
+        half.descriptor = self._files.open(path, os.O_RDWR | os.O_CREAT)
         if fresh:
             self._files.sync_folder(self._folder)
         else:

@@ -19,10 +19,10 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from threading import Event
 from typing import Final, TypeVar
 
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from felix.lazy_event import LazyThreadEvent
 from felix.storage.port import Files
 from region.log.compactor import ROOM_BYTES_MIN
 from region.log.counters import ShardCounters
@@ -74,7 +74,7 @@ class DiskReader:
         counters: ShardCounters,
         *,
         folder: Path,
-        ending: Event,
+        ending: LazyThreadEvent,
         failed: Callable[[FelixError], None],
         repair: Callable[[SegmentDamagedError], Awaitable[None]] | None = None,
     ) -> None:

@@ -14,13 +14,13 @@ import asyncio
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from pathlib import Path
-from threading import Event as ThreadEvent
 from threading import Lock
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
 from felix.errors import CorruptionError, FelixError
+from felix.lazy_event import LazyThreadEvent
 from felix.runtime.port import Clock
 from felix.storage.port import Files
 from region.log.compaction import CompactionReport, is_due
@@ -114,7 +114,7 @@ class Maintenance:
         *,
         folder: Path,
         writer: Lock,
-        ending: ThreadEvent,
+        ending: LazyThreadEvent,
         copies: Copies | None = None,
     ) -> None:
         """`copies`: of a log that has some; what is in a store is theirs together (region.log.shared_offload)."""
@@ -128,7 +128,7 @@ class Maintenance:
         self._loop = asyncio.get_running_loop()
         self._one = asyncio.Lock()
         # What a compaction waits for between two turns, and what ends all that moves to and from a store.
-        self._compaction_end: ThreadEvent | None = None
+        self._compaction_end: LazyThreadEvent | None = None
         self._ending = ending
         self._compaction_again_ms = 0
         self._offload_again_ms = 0
@@ -179,7 +179,7 @@ class Maintenance:
         async with self._one:
             if refused := shard.changes_refused():
                 raise refused.with_traceback(None)
-            end = self._compaction_end = ThreadEvent()
+            end = self._compaction_end = LazyThreadEvent()
             compactor = Compactor(
                 disk,
                 self._files,
@@ -408,7 +408,7 @@ class Maintenance:
         self,
         pool: Executor,
         work: Callable[[], _T],
-        end: ThreadEvent,
+        end: LazyThreadEvent,
         failed: Callable[[], None],
         *,
         is_shared: bool = False,
@@ -467,7 +467,7 @@ class Maintenance:
 class CompactionPace:
     """Between two batches: sleep as its share asks, or end the work because the shard closes."""
 
-    def __init__(self, share: float, end: ThreadEvent, clock: Clock) -> None:
+    def __init__(self, share: float, end: LazyThreadEvent, clock: Clock) -> None:
         self._rest = 1 / share - 1
         self._end = end
         self._clock_ns = clock.monotonic_ns

@@ -18,13 +18,14 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import Final
 
 import msgspec
 
 from felix.bounded import BoundedMap
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.lazy_event import LazyThreadEvent
 from felix.rate import TokenBucket
 from felix.runtime.port import Clock
 from felix.storage.disk import DiskFiles
@@ -69,7 +70,7 @@ class OffloadReport:
 class Throttle:
     """Holds work to a rate, and ends it when asked to. One per piece of work."""
 
-    def __init__(self, rate_bytes: int, end: Event, clock: Clock) -> None:
+    def __init__(self, rate_bytes: int, end: LazyThreadEvent, clock: Clock) -> None:
         self._end = end
         self._clock_s = clock.monotonic
         self._rate = TokenBucket(rate_bytes, 0.0, self._clock_s())

@@ -52,7 +52,8 @@ class SegmentReader:
     def __init__(self, files: Files, shard: int) -> None:
         self._files = files
         self._shard = shard
-        self._indexes = BoundedMap[Path, SparseIndex](_INDEXES_HELD_MAX)
+        self._indexes: BoundedMap[Path, SparseIndex] | None = None
+        """made for the first of them: most logs have no closed segment that anybody reads"""
         self._lock = Lock()
         """readers come from several threads"""
 
@@ -289,7 +290,7 @@ class SegmentReader:
         if segment.index is not None:
             return segment.index
         with self._lock:
-            held = self._indexes.use(segment.path)
+            held = None if self._indexes is None else self._indexes.use(segment.path)
         if held is not None:
             return held
         stored = read_file(self._files, segment.index_path)
@@ -314,10 +315,12 @@ class SegmentReader:
     def forget_indexes(self) -> None:
         """The log was cut: what is known of its segments no longer holds."""
         with self._lock:
-            self._indexes.clear()
+            self._indexes = None
 
     def _hold(self, path: Path, index: SparseIndex) -> None:
         with self._lock:
+            if self._indexes is None:
+                self._indexes = BoundedMap(_INDEXES_HELD_MAX)
             self._indexes.put(path, index)
 
     def _open(self, segment: SegmentState) -> int:

@@ -24,13 +24,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from threading import Event as ThreadEvent
 from threading import Lock
 from typing import Final, NamedTuple, Protocol
 
 from felix.batch import FLAG_HEADERS, HEADER_BYTES, Batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
-from felix.lazy_event import LazyEvent
+from felix.lazy_event import LazyEvent, LazyThreadEvent
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files, is_full
 from region.log import core
@@ -143,7 +142,7 @@ class ShardLog:
         self._held_from: int | None = 0
         self._closed = False
         # Ends what moves to and from a store.
-        self._ending = ThreadEvent()
+        self._ending = LazyThreadEvent()
         self._store = store or ShardStore(read_pool)
         self._folder = Path()
         self._files: Files = DiskFiles()

@@ -24,7 +24,7 @@ class WrittenFiles:
 
     def __init__(self, files: Files, folder: Path) -> None:
         self._files = files
-        self._mark_path = folder / MARK_NAME
+        self._folder = folder
         self.synced_to = 0
         """Position in the segment below which everything is on the disk."""
         self._segment = -1
@@ -35,20 +35,25 @@ class WrittenFiles:
         self._mark_unsynced = False
         self._failure: StorageFailedError | None = None
 
+    @property
+    def _mark_path(self) -> Path:
+        # Not kept: a path takes 0.4 KiB, and an idle log needs none.
+        return self._folder / MARK_NAME
+
     def require_sound(self) -> None:
         """Raises StorageFailedError where something failed before."""
         if self._failure:
             raise self._failure
 
     @contextmanager
-    def fatal(self, what: str, path: Path) -> Iterator[None]:
-        """An OSError in here ends the log: no later write or sync is tried, whoever asks."""
+    def fatal(self, what: str, path: Path | None = None) -> Iterator[None]:
+        """An OSError in here ends the log: no later write or sync is tried, whoever asks. `path`: of what; None: the mark."""
         self.require_sound()
         try:
             yield
         except OSError as error:
             self._failure = StorageFailedError(
-                f"{what} failed in {path}: {error.strerror or error}. The shard stops; nothing that waited for "
+                f"{what} failed in {path or self._mark_path}: {error.strerror or error}. The shard stops; nothing that waited for "
                 "this was acknowledged.",
                 hint="Look after the disk, then restart the broker: recovery will say what the shard holds.",
             )
@@ -65,7 +70,7 @@ class WrittenFiles:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             raise UnavailableError(
-                f"{self._mark_path.parent} cannot be written to: {error.strerror}.",
+                f"{self._folder} cannot be written to: {error.strerror}.",
                 hint="Let the broker open more files: LimitNOFILE= of its service, ulimit -n.",
                 retry_after_ms=FULL_RETRY_MS,
             ) from error
@@ -112,14 +117,14 @@ class WrittenFiles:
 
     def write_mark(self, mark: Mark) -> None:
         """Write the mark; it is on the disk with `sync_mark`. Raises StorageFailedError."""
-        with self.fatal("Writing", self._mark_path):
+        with self.fatal("Writing"):
             self._mark_unsynced = True
             write_all(self._files, self._mark, (mark.encode(),), 0)
 
     def sync_mark(self) -> None:
         """Bring the mark itself to the disk. Raises StorageFailedError."""
         if self._mark_unsynced:
-            with self.fatal("A sync", self._mark_path):
+            with self.fatal("A sync"):
                 self._files.sync(self._mark)
             self._mark_unsynced = False
 

@@ -50,7 +50,7 @@ class ReplicaCore:
         self._as_of = 0
         self._kept_ms = 0
         self._alarmed = ""
-        self._peers: frozenset[str] = frozenset()
+        self._peers: tuple[str, ...] = ()
         self.is_quiescent = False
 
     def hears(self, peer: str) -> bool:
@@ -143,7 +143,7 @@ class ReplicaCore:
         self._revision = event.revision
         self._read = event
         record = event.record
-        self._peers = frozenset((*record.replicas, *record.target, *record.members())) - {self.replica.broker}
+        self._peers = tuple({*record.replicas, *record.target, *record.members()} - {self.replica.broker})
         self.replica.fence.read(record)
         replica = self.replica
         if record.leader != replica.broker and record.isr.get(replica.broker) == replica.registration:

@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event, Lock
+from threading import Lock
 from typing import Final
 
 import msgspec
 
 from felix.errors import CorruptionError
+from felix.lazy_event import LazyThreadEvent
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Compaction
@@ -35,6 +36,7 @@ from region.cluster.records import ShardId
 from region.log.adoption import adopt_segments
 from region.log.compaction import CompactionReport, CompactionState, is_due
 from region.log.compactor import Compactor, PassSettings, Transform, WorkEndedError
+from region.log.companions import shard_of
 from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME, decode_mark
 from region.log.errors import NotLocalError
@@ -83,15 +85,18 @@ class LogPlan:
     identity: ShardIdentity
     limits: SegmentLimits = SegmentLimits()  # noqa: RUF009 - immutable
     commitment: Callable[[], bytes] = no_commitment
-    kept: Path | None = None
-    """where the commit point is kept; None: beside the folder"""
+    kept_in: Path | None = None
+    """the folder where the commit points of copies are kept; None: beside the log's folder"""
     led: tuple[int, str] = (0, "")
     """the epoch, and its election, that this broker was last elected for: it may have led it before the log could have copies"""
 
     @property
     def kept_file(self) -> Path:
         """Outside of the log's folder: it tells of a folder that is gone, or was put back as it was earlier."""
-        return self.kept or self.folder.with_name(f"{self.folder.name}.{COMMIT_NAME}")
+        if self.kept_in is None:
+            return self.folder.with_name(f"{self.folder.name}.{COMMIT_NAME}")
+        shard = ShardId(self.identity.incarnation.hex(), shard_of(self.identity.shard))
+        return self.kept_in / kept_name(shard, self.number)
 
 
 def kept_name(shard: ShardId, kind: int) -> str:
@@ -139,7 +144,7 @@ class ReplicaDisk:
         self._open_logs = open_logs
         self._compacting = Lock()
         """Held by a pass of compaction."""
-        self._ending = Event()
+        self._ending = LazyThreadEvent()
         """Ends one, and a repair: the log is closed."""
 
     @classmethod

@@ -51,7 +51,7 @@ from region.replication.ready import (
     Truncate,
     Write,
 )  # fmt: skip
-from region.replication.replica import Log, Replica
+from region.replication.replica import Log, Replica, all_but
 
 ASK_AGAIN_MS: Final = 500
 """A question that has had no answer for so long is asked anew."""
@@ -207,7 +207,7 @@ class FollowerCore:
         ]
         if copies:
             for place in copies:
-                self.replica.copying.add(place.log)
+                self.replica.copying |= {place.log}
                 ready.copy.append(CopyFrom(self.leader, place.log))
             return
         self.placed = True
@@ -328,7 +328,7 @@ class FollowerCore:
 
     def _copied(self, event: Copied, now: int, ready: Ready) -> None:
         log = self.replica.logs[event.log]
-        self.replica.copying.discard(event.log)
+        self.replica.copying = all_but(self.replica.copying, event.log)
         if event.end < self.must_keep(log):
             self.replica.failed = "corrupt"
             ready.alarms.append("a copy of the leader's log ends below what is committed here")
@@ -348,11 +348,11 @@ class FollowerCore:
         if self.placed:
             self.ask += 1
             self.placed = False
-            self.replica.copying.add(event.log)
+            self.replica.copying |= {event.log}
             ready.copy.append(CopyFrom(self.leader, event.log))
 
     def _copy_failed(self, event: CopyFailed, now: int, ready: Ready) -> None:
-        self.replica.copying.discard(event.log)
+        self.replica.copying = all_but(self.replica.copying, event.log)
         self._copies_failed += 1
         self._not_before_ms = now + min(COPY_AGAIN_MS_MAX, ASK_AGAIN_MS << min(self._copies_failed - 1, 8))
         if self._copies_failed == COPIES_BEFORE_ALARM:

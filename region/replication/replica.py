@@ -10,11 +10,19 @@ Invariants (asserted after each step in the simulator):
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from region.cluster.records import ShardDurability, ShardRecord
 from region.log.point import LogPoint
 from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Durable, Frame, Status
+
+_T = TypeVar("_T")
+
+
+def all_but(held: frozenset[_T], one: _T) -> frozenset[_T]:
+    """All but one; where nothing is left the empty set that all share, since one of its own takes 216 bytes in each copy."""
+    return (held - {one}) or frozenset()
 
 
 @dataclass(slots=True)
@@ -126,7 +134,7 @@ class Replica:
     fence: Fence = field(init=False)
     failed: str = ""
     """why neither leading nor following is possible before a restart (R11)"""
-    copying: set[int] = field(default_factory=set)
+    copying: frozenset[int] = frozenset()
     """logs that are being replaced by copies of the leader's"""
     lease: BrokerLease = field(default_factory=BrokerLease)
     lost: bool = False

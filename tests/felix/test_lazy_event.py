@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
-from felix.lazy_event import LazyEvent
+from felix.lazy_event import LazyEvent, LazyThreadEvent
 
 
 async def test_one_that_is_set_is_not_waited_for() -> None:
@@ -36,3 +37,16 @@ async def test_one_who_gives_up_takes_nobody_else_along() -> None:
     assert not second.done()
     event.set()
     await second
+
+
+def test_threads_that_wait_are_woken_and_those_that_come_later_do_not_wait() -> None:
+    event = LazyThreadEvent()
+    assert not event.wait(0.0) and not event.is_set()
+    woken = list[bool]()
+    threads = [threading.Thread(target=lambda: woken.append(event.wait(30.0))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    event.set()
+    for thread in threads:
+        thread.join()
+    assert woken == [True] * 3 and event.wait(30.0) and event.is_set() and event._waited_for is None

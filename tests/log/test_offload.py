@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from threading import Event
 from uuid import uuid4
 
 import fsspec
@@ -32,6 +31,7 @@ from log.test_compaction import Crash, CrashingFiles
 
 from felix.batch import decode_batch, decode_records
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.lazy_event import LazyThreadEvent
 from felix.names import StreamName
 from felix.runtime.real import REAL
 from felix.settings import Offload, Retention
@@ -279,7 +279,7 @@ def test_the_cache_of_fetched_segments_is_bounded(tmp_path: Path, place: str) ->
 
 
 def test_a_throttle_ends_when_it_is_asked_to() -> None:
-    end = Event()
+    end = LazyThreadEvent()
     pace = Throttle(1_000, end, REAL.clock)
     pace(1)
     end.set()
