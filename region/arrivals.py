@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -30,6 +30,7 @@ from felix.errors import Code, CorruptionError, UnavailableError
 from felix.names import SpiffeId
 from region.audit_port import ArrivalLog, AuditPort
 from region.link_slot import Landed, LinkRecord
+from region.log.segment import ShardIdentity
 from region.log.shard import ShardLog
 
 log = logging.getLogger("felix.region.arrivals")
@@ -145,20 +146,29 @@ def _size(leaves: Sequence[EncodedLeaf]) -> int:
     return sum(len(leaf.data) for leaf in leaves)
 
 
-async def _lacking(shard: ShardLog, arrived: ArrivalLog, asker: SpiffeId) -> list[Arrival]:
-    """Of a log with copies: the ranges that landed and whose leaf may not stand, by their notes, in the order of each link. A link has its newest ranges
-    at most on the way, and its leaves come in their order. Raises CorruptionError where a note is missing, what asking the ingress log raises."""
-    found: list[Arrival] = []
-    own = shard.identity
-    for slot, data in list(shard.annotations.items()):
+async def _late(
+    annotations: Mapping[int, bytes], own: ShardIdentity, arrived: ArrivalLog, asker: SpiffeId
+) -> list[tuple[int, Landed]]:
+    """Of a log with copies, by its annotations: the ranges that landed and whose leaf may not stand, each with its link's slot, in the order of each link.
+    A link has its newest ranges at most on the way, and its leaves come in their order. Raises what asking the ingress log raises."""
+    found: list[tuple[int, Landed]] = []
+    for slot, data in annotations.items():
         record = LinkRecord.decode(data)
         if record is None or not record.position.newest:
             continue
         name = ShardName(record.region, own.region, record.stream, own.shard, own.stream)
         below = await arrived.arrived_below(asker, name, record.live)
-        late = [landed for landed in record.position.newest if landed.source_base >= below]
-        found += [await _note_of(shard, slot, landed) for landed in late]
+        found += [(slot, landed) for landed in record.position.newest if landed.source_base >= below]
     return found
+
+
+async def notes_from(
+    annotations: Mapping[int, bytes], own: ShardIdentity, arrived: ArrivalLog, asker: SpiffeId
+) -> int | None:
+    """Of a log with copies: the offset of the first range whose leaf may not stand; whoever is elected needs the notes that stand there and
+    behind. None where all leaves stand. Raises as `settle`."""
+    late = await _late(annotations, own, arrived, asker)
+    return min((landed.base_offset for _, landed in late), default=None)
 
 
 async def _note_of(shard: ShardLog, slot: int, landed: Landed) -> Arrival:
@@ -192,7 +202,8 @@ async def settle(
     found = {(each.slot, each.landed): each for each in (decode_arrival(note.data) for note in notes)}
     landed = [each for each in found.values() if each.has_landed(shard)]
     if shard.has_copies:
-        landed += await _lacking(shard, arrived, asker)
+        late = await _late(dict(shard.annotations), shard.identity, arrived, asker)
+        landed += [await _note_of(shard, *each) for each in late]
     elif not notes:
         return 0
     missing: list[int] = []

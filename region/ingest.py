@@ -34,7 +34,7 @@ import asyncio
 import logging
 import struct
 from collections import deque
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple
 
@@ -86,7 +86,7 @@ from policy.grant import GrantError
 from policy.inspection import Inspection
 from policy.terms import GrantTerms
 from policy.truncation import Live
-from region.arrivals import LeafQueue, encode_arrival, settle
+from region.arrivals import LeafQueue, encode_arrival, notes_from, settle
 from region.broker import Broker
 from region.governance.service import Governance
 from region.grant_meter import GrantMeter
@@ -102,6 +102,7 @@ from region.link_slot import (
     old_slot,
 )
 from region.log.ahead import Note
+from region.log.segment import ShardIdentity
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
 from region.ports import Ingesting
@@ -146,6 +147,10 @@ class IngestService:
         for shard in shards:
             await settle(shard, self.governance.arrivals, self.meter, self._identity)
         self.landings.opened(name)
+
+    async def notes_from(self, shard: ShardIdentity, annotations: Mapping[int, bytes]) -> int | None:
+        """From which offset on a copy keeps its notes: `arrivals.notes_from`."""
+        return await notes_from(annotations, shard, self.governance.arrivals, self._identity)
 
     def close(self) -> None:
         """The broker stops."""
@@ -430,14 +435,6 @@ class IngestStream:
         if broker.streams.get(name) is None:
             broker.streams.check_foreign_room(name, config)
         hosted = await broker.ensure_stream(name, config)
-        has_copies = broker.clustered is not None and broker.clustered.keeps(hosted.record)
-        if has_copies and hosted.record.config.views.compacted is not None:
-            raise RequestError(
-                f"{name} has, or had, several copies and is compacted: what a range's leaves are made from after a failover "
-                "could be compacted away.",
-                code=Code.UNSUPPORTED,
-                hint="Give the grant another destination name: of a stream that always had one copy, or of one that is not compacted.",
-            )
         broker.require_led(hosted)
         if hosted.shard_count != request.shards:
             raise RequestError(

@@ -16,6 +16,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
@@ -179,6 +180,8 @@ class Replicas:
         """shards of which this broker had something when it started, and that were not opened since: what moved away meanwhile is among them"""
         self.release: Callable[[StreamName], Awaitable[None]] | None = None
         """what has a stream that is a copy now not be opened otherwise; None before streams are"""
+        self.notes_from: Callable[[ShardIdentity, Mapping[int, bytes]], Awaitable[int | None]] | None = None
+        """from which offset on a copy with these annotations keeps its notes; None before streams are opened"""
         self._wanted: set[str] = set()
         self._forgotten: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
         self._changing = asyncio.Lock()
@@ -345,11 +348,14 @@ class Replicas:
                 or not self.host.compaction_due(shard, RECORDS, compaction)
             ):
                 continue
-            seal = self._make_seal(
-                StreamName.parse(record.name), bytes.fromhex(shard.incarnation), shard.number
-            )
+            incarnation = bytes.fromhex(shard.incarnation)
+            seal = self._make_seal(StreamName.parse(record.name), incarnation, shard.number)
+            identity = ShardIdentity(self._region, record.name, incarnation, shard.number)
+            notes_from = None if self.notes_from is None else partial(self.notes_from, identity)
             try:
-                report = await self.host.compact(shard, RECORDS, compaction, seal.seal, seal.open_batch)
+                report = await self.host.compact(
+                    shard, RECORDS, compaction, seal.seal, seal.open_batch, notes_from
+                )
             except WorkEndedError:
                 continue
             except (FelixError, OSError) as error:

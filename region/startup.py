@@ -469,6 +469,7 @@ async def open_broker(
         peers.requests.on_linked(follower.look)
         await peers.replicas.open()
         peers.replicas.release = streams.reassign
+        peers.replicas.notes_from = ingest.notes_from
         if audited is not None:
             assert shared is not None
             clustered.audit = _copy_audit_log(

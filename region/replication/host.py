@@ -1019,23 +1019,36 @@ class ReplicaHost:
         return hosted.workers[number].disk.compaction_due(below, compaction.lag_ms)
 
     async def compact(
-        self, shard: ShardId, number: int, compaction: Compaction, seal: Transform, open_batch: Transform
+        self,
+        shard: ShardId,
+        number: int,
+        compaction: Compaction,
+        seal: Transform,
+        open_batch: Transform,
+        notes_from: Callable[[Mapping[int, bytes]], Awaitable[int | None]] | None = None,
     ) -> CompactionReport | None:
         """One pass over what is committed of this broker's copy of a log, whether it is led here or not: each copy is compacted by itself, and
-        holds the newest record of each key. A segment that is damaged is repaired, and compacted later. Raises as `ReplicaDisk.compact`."""
+        holds the newest record of each key. `notes_from`: from which offset on its notes are to stay, by the annotations that are in force at or
+        behind all that the pass looks at. A segment that is damaged is repaired, and compacted later. Raises as `ReplicaDisk.compact` and
+        `notes_from` do."""
         hosted = self._hosted[shard]
         worker, below = hosted.workers[number], hosted.core.replica.logs[number].commit.offset
         led = hosted.led.get(number)
         snapshot = None if led is None else led.snapshot()
         disk = worker.disk
-        if snapshot is None:
-            # In its turn: what is written counts producers.
-            snapshot = await self._loop.run_in_executor(
-                worker.executor, lambda: disk.producers.encode(disk.log.end_offset)
-            )
+
+        def known() -> tuple[bytes, dict[int, bytes]]:
+            # In its turn: what is written changes both.
+            producers = disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
+            return producers, dict(disk.log.annotations)
+
+        producers, annotations = await self._loop.run_in_executor(worker.executor, known)
+        if notes_from is not None and (first := await notes_from(annotations)) is not None:
+            # The note of a range without records may stand at the end of a segment that ends where the range is.
+            below = min(below, first - 1)
         try:
             return await self._loop.run_in_executor(
-                self._compaction_pool, disk.compact, below, compaction, snapshot, seal, open_batch
+                self._compaction_pool, disk.compact, below, compaction, producers, seal, open_batch
             )
         except SegmentDamagedError as error:
             self.repairs.note(shard, number, error)

@@ -14,16 +14,22 @@ from cluster.clustered_mesh import ClusteredMesh, two_clusters
 from long_runs import IS_LONG, count, only_long
 
 from audit.leaf import Kind
+from felix.settings import Compaction, Views
+from region import node, streams
+from region.cluster.records import ShardId
 from region.ingest import IngestStream
 from region.log.disk import DiskLog
 from region.log.frame import Frame
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
 from region.remote_audit import RemoteArrivals
+from region.replicas import Replicas
 
 pytestmark = pytest.mark.etcd
 STEP = 40
 """Records that are published for each step."""
 LEASE_MS = 2_000
+SMALL = SegmentLimits(segment_bytes_max=3_000)
 
 
 class Steps:
@@ -147,6 +153,67 @@ async def nobody_reads_before_the_leaf(
         assert mesh.led("eu-west") == [], "it is not served yet"
         goes_on.set()
         await losing
+
+
+@only_long
+async def test_copies_that_compact_themselves_keep_what_a_leader_to_come_writes_leaves_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SMALL)
+    monkeypatch.setattr(node, "COMPACT_CHECK_S", 3_600.0)
+    async with two_clusters(tmp_path, 3, source=1, lease_ms=LEASE_MS) as mesh:
+        await mesh.create()
+        async with mesh.operator("eu-west") as client:
+            await client.create_stream(STREAM, replicas=3, views=Views(compaction=Compaction()))
+        await mesh.grant()
+        cluster, steps = mesh.clusters["eu-west"], Steps(mesh, monkeypatch)
+
+        def hosts() -> list[Replicas]:
+            return [peers.replicas for node in cluster.nodes.values() if (peers := node._parts.peers)]
+
+        shard = ShardId(mesh.led("eu-west")[0].identity.incarnation.hex(), 0)
+
+        def compacted(replicas: Replicas) -> int:
+            """Behind the last segment that was compacted."""
+            segments = replicas.host.disks(shard)[0].log.segments
+            return max((one.next_offset for one in segments if one.header.span), default=0)
+
+        async def compact(replicas: Replicas) -> None:
+            """Small segments are put together, and what is no record goes."""
+            replicas.host.limit_segments(shard, 0, SegmentLimits())
+            await replicas.compact()
+            replicas.host.limit_segments(shard, 0, SMALL)
+
+        async with mesh.agent():
+            for _ in range(3):
+                await steps.publish()
+                await mesh.crossed(steps.published)
+            leader, arrived = mesh.leader("eu-west"), steps.published
+            with monkeypatch.context() as patch:
+                held = asyncio.Event()
+                steps.before_the_leaf(patch, held)
+                await steps.publish()
+                await asyncio.wait_for(held.wait(), 60)
+                await until(
+                    lambda: {each.host.committed(shard, 0).offset for each in hosts()} == {steps.published},
+                    "all is committed",
+                )
+                for replicas in hosts():
+                    await compact(replicas)
+                    assert 0 < compacted(replicas) <= arrived
+                await cluster.stop(leader)
+            await mesh.crossed(steps.published)
+            await cluster.start(leader)
+            await until(steps.all_in_sync, "all copies in sync")
+            await steps.publish()
+            await mesh.crossed(steps.published)
+            for replicas in hosts():
+                await compact(replicas)
+                assert compacted(replicas) > arrived, "notes whose leaves stand go"
+            found = await mesh.read("eu-west", steps.published)
+            assert mesh.numbers(found) == list(range(steps.published)), "each once, and in order"
+    assert mesh.reconcile() == steps.published
+    assert mesh.verify_egress().ok and mesh.verify_ingress().ok
 
 
 @only_long

@@ -20,7 +20,7 @@ from audit.trail import Trail, TrailStatus
 from felix.errors import Code, CorruptionError, UnavailableError
 from felix.names import SpiffeId
 from region.arrival_index import ArrivalIndex
-from region.arrivals import LeafQueue, decode_arrival, encode_arrival, settle
+from region.arrivals import LeafQueue, decode_arrival, encode_arrival, notes_from, settle
 from region.grant_meter import GrantMeter
 from region.link_slot import Landed, LinkRecord, Position, link_slot
 from region.log.ahead import Note
@@ -136,6 +136,21 @@ async def test_a_leader_that_is_elected_writes_the_leaves_that_its_copys_notes_h
     assert arrived(trail) == [0, 3, 6]
     shard.log = []
     assert await settled(shard, trail) == 0, "whose leaves stand needs no note"
+
+
+async def test_notes_stay_from_the_first_range_on_whose_leaf_does_not_stand(trail: Trail) -> None:
+    link = Link()
+    ranges = [delivery(link) for _ in range(3)]
+    live = ranges[0][1][0].header.incarnation
+    position = Position(9, tuple(landed for landed, _ in ranges))
+    record = LinkRecord("us-east", STREAM, live, live, 0, 1, 9, position).encode()
+    annotations = {SLOT: record, 7: b"what is no link's"}
+    own: Any = SimpleNamespace(region="eu-west", stream=STREAM, shard=0)
+    index, broker = ArrivalIndex(trail), SpiffeId("eu-west", "acme", "broker", "b1")
+    for landed, leaves in ranges:
+        assert await notes_from(annotations, own, index, broker) == landed.base_offset
+        await trail.append(leaves)
+    assert await notes_from(annotations, own, index, broker) is None
 
 
 async def test_a_copy_that_has_a_range_and_neither_its_leaf_nor_its_note_is_not_served(trail: Trail) -> None:

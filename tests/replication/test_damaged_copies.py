@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -233,6 +233,29 @@ def test_a_copy_that_is_damaged_when_its_broker_starts_is_built_anew(where: str)
         await region.until(lambda: not files.exists(folder.with_name(f"{folder.name}.damaged")))
 
     play(scene, 6, scrub=OFTEN)
+
+
+def test_no_copy_compacts_what_has_notes_that_may_be_needed() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard, leader = region.shards[0], leader_of(region)
+        for number in range(120):
+            record = NewRecord(b"%d" % number + b"." * 200, b"key %d" % (number % 7))
+            await region.running[leader].append(shard, 0, encode_batch([record]))
+        await region.well()
+        for name in NAMES:
+            closed = disk_of(region, name).log.segments[:-1]
+            late = closed[len(closed) // 2].next_offset
+
+            async def notes_from(annotations: Mapping[int, bytes], late: int = late) -> int | None:
+                return late
+
+            await region.running[name].host.compact(
+                shard, 0, Compaction(lag_ms=0), sealed, sealed, notes_from
+            )
+            compacted = [one for one in disk_of(region, name).log.segments if one.header.span]
+            assert compacted and all(one.next_offset < late for one in compacted)
+
+    play(scene, 7)
 
 
 @pytest.mark.parametrize("victim_of", [follower_of, leader_of], ids=["follower", "leader"])
