@@ -34,6 +34,9 @@ LOCAL_CORES_MAX: Final = 8
 """A local report shares the machine with a broker; past this the driver, not the scan, is the limit."""
 SHUFFLE_PARTITIONS_LOCAL: Final = 4
 """Spark's default of 200 is made for clusters; locally each partition costs about 10 ms and holds little."""
+CODE_CACHE_MIB: Final = 240
+"""Of address space, as a JVM has it that compiles in all tiers. One that compiles lightly has 48 by default: a session fills them with
+its eighth report, and from then on drops compiled code and compiles it again."""
 STOP_TIMEOUT_S: Final = 20.0
 """A JVM whose input closed ends within a second or two; one that hangs is killed."""
 LOG_TAIL_BYTES: Final = 4_096
@@ -126,7 +129,9 @@ def settings(
             "spark.default.parallelism": str(SHUFFLE_PARTITIONS_LOCAL),
         }
     if small and is_local(master):
-        chosen["spark.driver.extraJavaOptions"] += " -XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
+        chosen["spark.driver.extraJavaOptions"] += (
+            f" -XX:TieredStopAtLevel=1 -XX:ReservedCodeCacheSize={CODE_CACHE_MIB}m -XX:+UseSerialGC"
+        )
         chosen |= {
             "spark.sql.codegen.wholeStage": "false",
             "spark.sql.codegen.factoryMode": "NO_CODEGEN",
