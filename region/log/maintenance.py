@@ -60,8 +60,7 @@ _T = TypeVar("_T")
 
 
 class _ListChange(NamedTuple):
-    """A change of the list in force, from before the pointer is moved until what the new list lacks is deleted: whether the pointer was moved
-    may become known later than its answer was awaited."""
+    """A change of the list in force, from before the pointer is moved until it is known to be: that may be later than its answer was awaited."""
 
     before: OffloadList
     old: ListPointer | None
@@ -237,8 +236,6 @@ class Maintenance:
         listed = self._listed
         if listed is None or pointer != self._pointer:
             return pointer is not None or bool(self._disk.offload.segments)
-        if self._change is not None and self._change.pointer == pointer:
-            return True
         first = listed.segments[0] if listed.segments else None
         return (first is not None and first.next_offset <= self._disk.start_offset) or (
             pointer is not None
@@ -369,13 +366,15 @@ class Maintenance:
         return await self._in_force(change, now_ms)
 
     async def _in_force(self, change: _ListChange, now_ms: int) -> int:
-        """Step 5, once the pointer was moved: how many segments were deleted in the store."""
-        self._listed, self._pointer = change.new, change.pointer
-        deleted = await self._perform_for_all(
-            lambda: delete_unlisted(change.before, change.old, change.new), now_ms
-        )
-        self._change = None
-        return deleted
+        """Step 5, once the pointer was moved: how many segments were deleted in the store. One that deletes nothing holds up no upload."""
+        self._listed, self._pointer, self._change = change.new, change.pointer, None
+        try:
+            return await self._perform_for_all(
+                lambda: delete_unlisted(change.before, change.old, change.new), now_ms
+            )
+        except FelixError:
+            self._orphans_due_ms = now_ms
+            raise
 
     async def _perform_for_all(self, work: Callable[[], _T], now_ms: int) -> _T:
         return await self._perform(

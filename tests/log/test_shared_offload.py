@@ -15,6 +15,7 @@ from log.test_offload import HOOKS, SMALL, offload, read_all
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.settings import Offload, Retention
 from region.log import fsspec_store as store
+from region.log import maintenance
 from region.log.copies import LedLog
 from region.log.disk import DiskLog
 from region.log.errors import SegmentDamagedError
@@ -340,6 +341,29 @@ async def test_a_change_of_the_list_whose_answer_is_lost_leaves_nothing_behind(
             await shard.offload(now_ms, place)
         check_store(record, log, place)
         assert not shard.offload_due(now_ms)
+
+
+async def test_a_store_that_deletes_nothing_for_a_while_holds_up_no_upload(
+    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    monkeypatch.setattr(maintenance, "UPLOADS_PER_LIST", 2)
+    closed = log.segments[:-1]
+    async with leading(log, record, place) as shard:
+        await shard.offload(0, place)
+        with monkeypatch.context() as patch:
+
+            def refuses(url: str) -> None:
+                raise UnavailableError(f"{url} may not be deleted.")
+
+            patch.setattr(store, "delete", refuses)
+            for turn in range(2, (len(closed) + 1) // 2 + 1):
+                with pytest.raises(UnavailableError, match="may not be deleted"):
+                    await shard.offload(turn << 20, place)
+                assert len(read_list(record.pointer).segments) == min(2 * turn, len(closed))
+        assert shard.offload_due(1 << 40)
+        await shard.offload(1 << 40, place)
+        check_store(record, log, place)
 
 
 async def test_a_crash_between_a_start_and_the_deletion_below_it_dooms_no_object_of_a_list(

@@ -14,7 +14,7 @@ from long_runs import count
 from replication.sealed import IDENTITY, entry, keyed, position
 
 from felix.batch import Batch
-from felix.errors import CorruptionError
+from felix.errors import CorruptionError, RequestError
 from felix.settings import Compaction
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
@@ -528,6 +528,11 @@ def test_a_copy_of_a_log_whose_oldest_segments_are_in_a_store_begins_behind_them
     assert again.log.offload.segments == listed.segments
     # Others are begun by it as well.
     assert again.told_beginning().origin.point == at
+    again.cut(again.log.segments[7].base_point)
+    again.cut(at)
+    assert again.log.end_point == at and again.history.starts == leader.history.starts
+    with pytest.raises(RequestError, match="offloaded behind"):
+        again.cut(LogPoint(at.offset - 1))
 
 
 def test_a_list_reaches_where_its_segments_follow_each_other_from_the_logs_beginning_on() -> None:
