@@ -20,18 +20,15 @@ SPINS_MAX: Final = 256
 class DeadlineTimer:
     """Calls `fire` at the deadline or before; whoever is called looks at the deadline anew."""
 
-    __slots__ = ("_at", "_fire", "_handle", "_loop", "_spins")
+    __slots__ = ("_at", "_fire", "_handle", "_loop", "spins")
 
     def __init__(self, loop: asyncio.AbstractEventLoop, fire: Callable[[], None]) -> None:
         self._loop = loop
         self._fire: Callable[[], None] | None = fire
         self._handle: asyncio.Handle | None = None
         self._at = 0.0
-        self._spins = 0
-
-    def sent(self) -> None:
-        """Something left, so the turns that send nothing are counted from here."""
-        self._spins = 0
+        self.spins = 0
+        """Turns in a row that sent nothing; whoever sends something puts it back to 0."""
 
     def arm(self, deadline: float, now: float) -> None:
         """Wake at `deadline`. A timer that is set for earlier stays: it looks again when it fires, which costs
@@ -42,11 +39,11 @@ class DeadlineTimer:
             self._handle.cancel()
         self._at = deadline
         delay = deadline - now
-        if delay <= SPIN_S and self._spins < SPINS_MAX:
-            self._spins += 1
+        if delay <= SPIN_S and self.spins < SPINS_MAX:
+            self.spins += 1
             self._handle = self._loop.call_soon(self._fired)
         else:
-            self._spins = 0
+            self.spins = 0
             self._handle = self._loop.call_later(max(delay, 0.001), self._fired)
 
     def end(self) -> None:

@@ -448,16 +448,16 @@ class DriverConnection:
             return
         machine = self._machine
         try:
-            if self._outbox and not self.is_closed:
-                for stream_id, data, end in self._outbox.take():
-                    machine.write(stream_id, data, end)
+            if self._outbox.pending and not self.is_closed:
+                for stream_id, (pieces, end) in self._outbox.take().items():
+                    machine.write(stream_id, pieces[0] if len(pieces) == 1 else b"".join(pieces), end)
             if self._udp.blocked:
                 self._udp.wait_writable(self)
             else:
                 out = machine.transmit(now)
                 if out:
                     self._sent_at = now
-                    self._timer.sent()
+                    self._timer.spins = 0
                     self.answered = True
                     self._send(out)
             deadline = machine.deadline()

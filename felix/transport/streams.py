@@ -92,46 +92,40 @@ class StreamTable:
 
 
 class Outbox:
-    """What the application sent since the last transmit, of each stream in one piece."""
+    """What the application sent since the last transmit."""
 
-    __slots__ = ("_pending", "held_bytes")
+    __slots__ = ("held_bytes", "pending")
 
     def __init__(self) -> None:
-        self._pending: dict[int, tuple[list[bytes], bool]] = {}
+        self.pending: dict[int, tuple[list[bytes], bool]] = {}
+        """The pieces of each stream, in the order in which streams were first sent on, and whether they are its last. To read."""
         self.held_bytes = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._pending)
 
     def put(self, stream_id: int, data: bytes, end: bool) -> None:
         """`end`: nothing follows on this stream."""
-        pending = self._pending.get(stream_id)
+        pending = self.pending.get(stream_id)
         if pending is None:
-            self._pending[stream_id] = ([data], end)
+            self.pending[stream_id] = ([data], end)
         else:
             pending[0].append(data)
             if end:
-                self._pending[stream_id] = (pending[0], True)
+                self.pending[stream_id] = (pending[0], True)
         self.held_bytes += len(data)
 
-    def take(self) -> list[tuple[int, bytes, bool]]:
-        """All of it, in the order in which the streams were first sent on: the stream, its bytes, whether they are its last."""
-        pending = self._pending
-        self._pending = {}
+    def take(self) -> dict[int, tuple[list[bytes], bool]]:
+        """All that is pending."""
+        taken, self.pending = self.pending, {}
         self.held_bytes = 0
-        return [
-            (stream_id, chunks[0] if len(chunks) == 1 else b"".join(chunks), end)
-            for stream_id, (chunks, end) in pending.items()
-        ]
+        return taken
 
     def drop(self, stream_id: int) -> bool:
         """Forget what waits on a stream; False where nothing did."""
-        dropped = self._pending.pop(stream_id, None)
+        dropped = self.pending.pop(stream_id, None)
         if dropped is None:
             return False
         self.held_bytes -= sum(map(len, dropped[0]))
         return True
 
     def clear(self) -> None:
-        self._pending.clear()
+        self.pending.clear()
         self.held_bytes = 0

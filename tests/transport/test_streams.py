@@ -51,12 +51,12 @@ def test_what_the_peer_wants_no_more_of_is_open_until_we_end_it() -> None:
     assert table.states[BIDIRECTIONAL] == RECEIVING and not table.stop(BIDIRECTIONAL)
 
 
-def test_what_was_sent_leaves_in_one_piece_per_stream() -> None:
+def test_what_was_sent_leaves_in_order_by_the_streams_that_were_first_sent_on() -> None:
     outbox = Outbox()
     outbox.put(4, b"ab", False)
     outbox.put(0, b"x", False)
     outbox.put(4, b"c", True)
     outbox.put(8, b"dropped", False)
     assert outbox.drop(8) and not outbox.drop(8) and outbox.held_bytes == 4
-    assert outbox.take() == [(4, b"abc", True), (0, b"x", False)]
-    assert not outbox and outbox.held_bytes == 0 and outbox.take() == []
+    assert list(outbox.take().items()) == [(4, ([b"ab", b"c"], True)), (0, ([b"x"], False))]
+    assert not outbox.pending and outbox.held_bytes == 0 and not outbox.take()
