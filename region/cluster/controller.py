@@ -380,7 +380,9 @@ class ControllerCore:
                 self._gone_ms.pop(broker, None)
             else:
                 self._gone_ms.setdefault(broker, now_ms)
-        if self._sites_now() != self._sites:
+        sites = self._sites_now()
+        if sites != self._sites:
+            self._sites = sites
             self._drop_plan()
             self._note_places()
 
@@ -823,7 +825,6 @@ class ControllerCore:
     def _plan(self) -> dict[ShardId, tuple[str, ...]] | None:
         """Where everything is to be, by what is known; None while that is being worked out, for as many steps as it takes."""
         if self._planning is None:
-            self._sites = self._sites_now()
             self._planning = self.planning()
         if self._planned is None:
             self._planned = self._planning.advance(PLAN_LOOKS)

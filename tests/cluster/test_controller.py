@@ -571,6 +571,20 @@ def test_fewer_copies_are_kept_where_fewer_are_wanted_and_more_where_more_are() 
         assert {len(record.replicas) for record in region.view().shards.values()} == {count}
 
 
+def test_what_was_placed_while_a_broker_was_away_gets_its_copy_there_each_time_that_it_is_back() -> None:
+    region = Region("abc", controllers="a")
+    for shards in (2, 4, 6):
+        region.die("c")
+        region.pass_ms(500)
+        region.wants(changed_wish(shards=shards, replicas=3))
+        region.until(lambda wanted=shards: len(region.view().shards) == wanted)
+        region.start("c")
+        for _ in range(40):
+            region.pass_ms(50)
+            arrive(region)
+        assert {len(record.replicas) for record in region.view().shards.values()} == {3}, shards
+
+
 def changed_wish(*, shards: int, replicas: int) -> StreamWish:
     return StreamWish(STREAM, "acme/payments/orders", shards=shards, replicas=replicas, min=1, spread=True)
 
