@@ -29,6 +29,7 @@ from felix.storage.port import Files
 from felix.storage.small_file import read_file
 from felix.tasks import end_tasks
 from felix.transaction_messages import TRANSACTIONS_STREAM
+from region.at_once import at_once
 from region.cluster.election import has_yielded
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardDurability, ShardId, ShardRecord
@@ -61,6 +62,8 @@ from region.replication.repairer import Source
 
 log = logging.getLogger("felix.region.replicas")
 
+COPIES_AT_ONCE: Final = 16
+"""Opened at any moment: a new one waits for a dozen syncs, which the disk takes together with those of others."""
 RETRY_S: Final = 10.0
 """A copy that could not be opened is tried again after this: a disk may have room by then."""
 GIVE_UP_S: Final = 3.0
@@ -79,6 +82,7 @@ class Folders(Protocol):
     """What is needed of `region.log.directory.LogDirectory`."""
 
     commit_pool: Executor
+    creation_pool: Executor
     read_pool: Executor
     maintenance_pool: Executor
     files: Files
@@ -153,6 +157,7 @@ class Replicas:
             links,
             files=folders.files,
             commit_pool=folders.commit_pool,
+            opening_pool=folders.creation_pool,
             read_pool=folders.read_pool,
             runtime=runtime,
             sync_failed=member.registry.sync_failed,
@@ -184,7 +189,8 @@ class Replicas:
         """from which offset on a copy with these annotations keeps its notes; None before streams are opened"""
         self._wanted: set[str] = set()
         self._forgotten: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
-        self._changing = asyncio.Lock()
+        self._changing: dict[str, asyncio.Lock] = {}
+        """per incarnation: held while its copies are opened, dropped or forgotten"""
         self._news = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         member.on_assigned(self.look_at)
@@ -304,7 +310,7 @@ class Replicas:
     async def forget(self, incarnation: str) -> None:
         """Have no copies of this incarnation of a stream any more: it was deleted. Nobody leads it here."""
         self._forgotten.put(incarnation, True)
-        async with self._changing:
+        async with self._changing.setdefault(incarnation, asyncio.Lock()):
             self._names.pop(incarnation, None)
             self._adopted.discard(incarnation)
             self._found = {shard for shard in self._found if shard.incarnation != incarnation}
@@ -313,6 +319,8 @@ class Replicas:
             await asyncio.get_running_loop().run_in_executor(
                 self._folders.commit_pool, self._forget_kept, incarnation
             )
+        # Whoever still waits for it finds that the incarnation is forgotten.
+        self._changing.pop(incarnation, None)
 
     def _forget_kept(self, incarnation: str) -> None:
         # What a crash leaves behind does no harm: an incarnation never comes back.
@@ -418,21 +426,23 @@ class Replicas:
 
     async def _open_wanted(self) -> None:
         names, self._wanted = self._wanted, set()
-        for name in sorted(names):
-            parsed = StreamName.parse(name)
-            own = self._system.get(parsed)
-            record = self._streams.get(parsed) if own is None else own.record
-            if record is None or (own is None and not self.keeps(record) and not self._is_to_move(record)):
-                continue
-            try:
-                if own is None:
-                    await self._adopt(parsed, record)
-                await self._open_copies(record, kinds_of(record) if own is None else own.logs)
-            except (FelixError, OSError) as error:
-                log.error("a copy of %s cannot be opened: %s", name, error)
-                # One that is damaged stays so.
-                if not isinstance(error, CorruptionError):
-                    self._wanted.add(name)
+        await at_once(COPIES_AT_ONCE, self._open_stream, sorted(names))
+
+    async def _open_stream(self, name: str) -> None:
+        parsed = StreamName.parse(name)
+        own = self._system.get(parsed)
+        record = self._streams.get(parsed) if own is None else own.record
+        if record is None or (own is None and not self.keeps(record) and not self._is_to_move(record)):
+            return
+        try:
+            if own is None:
+                await self._adopt(parsed, record)
+            await self._open_copies(record, kinds_of(record) if own is None else own.logs)
+        except (FelixError, OSError) as error:
+            log.error("a copy of %s cannot be opened: %s", name, error)
+            # One that is damaged stays so.
+            if not isinstance(error, CorruptionError):
+                self._wanted.add(name)
 
     def _records(self, stream: Stream) -> list[tuple[ShardId, ShardRecord]]:
         """Of the stream's shards, those that name this broker."""
@@ -480,33 +490,35 @@ class Replicas:
         return False
 
     async def _open_copies(self, stream: Stream, kinds: Sequence[int]) -> None:
-        for number in range(stream.config.shards):
-            shard = ShardId(stream.incarnation, number)
-            async with self._changing:
-                view = self._member.mirror.view
-                record = view.shards.get(shard)
-                if record is None or stream.incarnation in self._forgotten:
-                    continue
-                if self._member.broker not in (*record.replicas, *record.target):
-                    replica = self.host.replica(shard)
-                    is_frozen = view.revision_of(view.keys.frozen) or (replica and replica.fence.frozen)
-                    if is_frozen and (replica or shard in self._found):
-                        # The records may be those of a store that was put back, and this copy the only one that is left.
-                        self._wanted.add(stream.name)
-                    elif replica:
-                        await self._drop(stream, shard)
-                    elif shard in self._found and is_kept_elsewhere(record):
-                        await self._delete(stream, shard, kinds)
-                    continue
-                if self.host.replica(shard) is not None:
-                    self._want_min(stream, shard)
-                    self.host.limit_segments(shard, RECORDS, self._settings(stream.config).segments)
-                    continue
-                self._names[stream.incarnation] = stream.name
-                led = record.epoch, record.election
-                await self.host.add(await self._plan(stream, shard, kinds, led))
-                self._found.discard(shard)
-                self._want_min(stream, shard)
+        shards = [ShardId(stream.incarnation, number) for number in range(stream.config.shards)]
+        async with self._changing.setdefault(stream.incarnation, asyncio.Lock()):
+            await at_once(COPIES_AT_ONCE, partial(self._open_copy, stream, kinds), shards)
+
+    async def _open_copy(self, stream: Stream, kinds: Sequence[int], shard: ShardId) -> None:
+        view = self._member.mirror.view
+        record = view.shards.get(shard)
+        if record is None or stream.incarnation in self._forgotten:
+            return
+        if self._member.broker not in (*record.replicas, *record.target):
+            replica = self.host.replica(shard)
+            is_frozen = view.revision_of(view.keys.frozen) or (replica and replica.fence.frozen)
+            if is_frozen and (replica or shard in self._found):
+                # The records may be those of a store that was put back, and this copy the only one that is left.
+                self._wanted.add(stream.name)
+            elif replica:
+                await self._drop(stream, shard)
+            elif shard in self._found and is_kept_elsewhere(record):
+                await self._delete(stream, shard, kinds)
+            return
+        if self.host.replica(shard) is not None:
+            self._want_min(stream, shard)
+            self.host.limit_segments(shard, RECORDS, self._settings(stream.config).segments)
+            return
+        self._names[stream.incarnation] = stream.name
+        led = record.epoch, record.election
+        await self.host.add(await self._plan(stream, shard, kinds, led))
+        self._found.discard(shard)
+        self._want_min(stream, shard)
 
     def _want_min(self, stream: Stream, shard: ShardId) -> None:
         # Of the audit log it says that all of it is in the stream (region.audit_log).

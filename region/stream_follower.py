@@ -13,11 +13,14 @@ from typing import Final
 
 from felix.errors import FelixError, RequestError
 from felix.names import StreamName
+from region.at_once import at_once
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.streams import StreamTable
 
 log = logging.getLogger("felix.region.stream_follower")
 
+REASSIGNED_AT_ONCE: Final = 16
+"""Streams: where a broker is gone, another one leads hundreds of shards from one moment to the next, and each waits for a few syncs."""
 RETRY_S: Final = 10.0
 """What kept a stream from being opened may pass by itself: a key service that did not answer, too many open files."""
 
@@ -99,11 +102,13 @@ class StreamFollower:
             except FelixError as error:
                 log.error("stream %s cannot be opened: %s", record.name, error)
                 self._wanted.add(name)
-        for name in sorted(self._assigned):
-            self._assigned.discard(name)
-            try:
-                await self._streams.reassign(name)
-            except FelixError as error:
-                log.error("stream %s is led here, and cannot be opened: %s", name, error)
-                # With the next change, which may be what makes room.
-                self._assigned.add(name)
+        assigned, self._assigned = self._assigned, set()
+        await at_once(REASSIGNED_AT_ONCE, self._reassign, sorted(assigned))
+
+    async def _reassign(self, name: StreamName) -> None:
+        try:
+            await self._streams.reassign(name)
+        except FelixError as error:
+            log.error("stream %s is led here, and cannot be opened: %s", name, error)
+            # With the next change, which may be what makes room.
+            self._assigned.add(name)

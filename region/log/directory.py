@@ -143,7 +143,7 @@ class LogDirectory:
         self._data = data
         self._region = region
         self.commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
-        self._creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
+        self.creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
         self.read_pool = runtime.pool(READ_THREADS_MAX, "log-read")
         self.maintenance_pool = runtime.pool(1, "log-maintenance")
         self._store = ShardStore(
@@ -228,7 +228,7 @@ class LogDirectory:
             self._clean.discard(clean_name)
             if not synced:
                 # New, or of a process that was killed: either way it waits for syncs, and no commit is to wait behind it.
-                pool = _Prepared(self._creation_pool, partial(self._make, folder))
+                pool = _Prepared(self.creation_pool, partial(self._make, folder))
         return await ShardLog.open(
             folder,
             ShardIdentity(self._region, str(name), incarnation, shard),
@@ -260,7 +260,7 @@ class LogDirectory:
         folder = self.shard_folder(name, incarnation, shard)
         # Whoever asks opens the log by itself; that it was closed in order before says nothing of its next end.
         self._clean.discard(_clean_name(name, incarnation, shard))
-        await asyncio.get_running_loop().run_in_executor(self._creation_pool, self._make, folder)
+        await asyncio.get_running_loop().run_in_executor(self.creation_pool, self._make, folder)
         return folder
 
     async def lead_shard(
@@ -415,7 +415,7 @@ class LogDirectory:
         results: list[object] = await asyncio.gather(
             *(self._close(name, log) for (name, _, _), log in shards.items()), return_exceptions=True
         )
-        self._creation_pool.shutdown()
+        self.creation_pool.shutdown()
         self.commit_pool.shutdown()
         self.read_pool.shutdown()
         self.maintenance_pool.shutdown()

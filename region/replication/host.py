@@ -185,13 +185,14 @@ class ReplicaHost:
         runtime: Runtime,
         sync_failed: Callable[[], Awaitable[None]] | None = None,
         open_logs: OpenLogs | None = None,
+        opening_pool: Executor | None = None,
         compaction_pool: Executor | None = None,
         source: Source | None = None,
         scrub: Scrub | None = None,
         copy_rate: int = COPY_RATE_BYTES,
         compacts: Callable[[ShardId, int], bool] | None = None,
     ) -> None:
-        """`sync_failed`: `Registry.sync_failed`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
+        """`sync_failed`: `Registry.sync_failed`. `opening_pool`: where copies are opened, beside what is written to others; None: `commit_pool`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
         copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not.
         `copy_rate`: bytes a second of copies that are not in sync. `compacts`: whether a log's copies are compacted; None: none are."""
         self.alarms: dict[ShardId, str] = {}
@@ -204,6 +205,7 @@ class ReplicaHost:
         self._links = links
         self._files = files
         self._commit_pool = commit_pool
+        self._opening_pool = opening_pool or commit_pool
         self._read_pool = read_pool
         self._compaction_pool = compaction_pool or read_pool
         self._runtime = runtime
@@ -252,7 +254,7 @@ class ReplicaHost:
         nobody else has a copy, OSError, and what the store raises."""
         assert plan.shard not in self._hosted
         try:
-            disks = await self._loop.run_in_executor(self._commit_pool, self._open_logs_of, plan)
+            disks = await self._loop.run_in_executor(self._opening_pool, self._open_logs_of, plan)
         except CorruptionError as error:
             self.alarms[plan.shard] = error.sentence
             await self._leave_sets(plan.shard, if_alone=False)
@@ -260,7 +262,7 @@ class ReplicaHost:
             if record is None or not record.members().keys() - {self._broker}:
                 raise
             disks = await self._loop.run_in_executor(
-                self._commit_pool, partial(self._open_logs_of, plan, anew=True)
+                self._opening_pool, partial(self._open_logs_of, plan, anew=True)
             )
             self.repairs.found += 1
             del self.alarms[plan.shard]

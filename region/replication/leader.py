@@ -36,7 +36,7 @@ from region.cluster.membership import (
 from region.cluster.records import CANNOT_SERVE, ShardRecord, YieldReason
 from region.cluster.registration import LEASE_MARGIN_MS
 from region.log.point import LogPoint
-from region.replication.history import EpochStart, Parting, parting
+from region.replication.history import BEGINNING, EpochStart, Parting, parting
 from region.replication.messages import (
     Action,
     Append,
@@ -85,6 +85,9 @@ PROBE_MS: Final = 500
 """A follower that was sent something and has not answered for so long is asked to ask again."""
 SWAP_RETRY_MS: Final = 500
 """Between two tries of a swap: the store answers within milliseconds, or is away."""
+OPENING_MS: Final = 30_000
+"""A copy of a new shard may take so long to be opened before it leaves: while nothing was written, it holds no commit up, and whoever makes many
+shards has many copies opened."""
 EXPAND_BACKOFF_MS: Final = 5_000
 """A member that left is let in again after this, times how often it left; a link that flaps would change the record each second."""
 EXPAND_BACKOFF_MS_MAX: Final = 60_000
@@ -206,6 +209,7 @@ class LeaderCore:
         self._min_wanted = 0
         self._living: dict[str, int] = {}
         self._below_since = -1
+        self._elected_ms = -1
         self._unreachable_ms = -UNREACHABLE_PAUSE_MS
         self._yield: YieldReason | None = None
         self._ticked_ms = -1
@@ -296,7 +300,7 @@ class LeaderCore:
         self._conflicting = frozenset()
         self._below_since = -1
         self._yield = None
-        self._ticked_ms = now
+        self._ticked_ms = self._elected_ms = now
         self.held = {number: log.end for number, log in replica.logs.items()}
         for number, log in replica.logs.items():
             start = EpochStart(self.epoch, self.election, log.end)
@@ -784,8 +788,12 @@ class LeaderCore:
                 follower.joined = True
             elif follower.joined:
                 follower.joined = False
-                follower.left += 1
-                follower.back_after_ms = now + min(EXPAND_BACKOFF_MS * follower.left, EXPAND_BACKOFF_MS_MAX)
+                # One that has not asked yet was not there, so that it does not come and go.
+                if follower.ask:
+                    follower.left += 1
+                    follower.back_after_ms = now + min(
+                        EXPAND_BACKOFF_MS * follower.left, EXPAND_BACKOFF_MS_MAX
+                    )
             if follower.lost and not any(peer in each.members() for each in self.standing.all):
                 follower.lost = False
         # Of whoever has no copy any more nothing is heard: that its link came up neither.
@@ -812,7 +820,10 @@ class LeaderCore:
             if now > self.replica.lease.until_ms + DETACHED_MS:
                 self._stop("unreachable", now, ready)
                 return
+            is_new = self._is_new(now)
             for peer, follower in self.followers.items():
+                if is_new and not follower.ask:
+                    follower.caught_up_ms = follower.mark_ms = now
                 if self._is_caught_up(follower):
                     # It owes no answer either.
                     follower.caught_up_ms = follower.heard_ms = now
@@ -825,6 +836,12 @@ class LeaderCore:
                 return
             self._look_for_others(now, ready)
         self._change(now, ready)
+
+    def _is_new(self, now: int) -> bool:
+        """Whether nothing was ever written, and copies may still be about to be opened."""
+        return now - self._elected_ms < OPENING_MS and all(
+            log.end == BEGINNING for log in self.replica.logs.values()
+        )
 
     def _is_caught_up(self, follower: Follower) -> bool:
         """Whether it has acknowledged all that the logs have."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,7 +36,7 @@ class Leftover:
         replicas._folders = SimpleNamespace(
             copies=Path("/copies"), shard_folder=self._folder, delete_copy=self._delete
         )
-        replicas._changing = asyncio.Lock()
+        replicas._changing = {}
         replicas._found, replicas._adopted, replicas._wanted = {SHARD}, set(), set()
         replicas._forgotten = BoundedMap(1)
         replicas._compact_after_ms, replicas._offload_after_ms, replicas._offload_seen = {}, {}, {}

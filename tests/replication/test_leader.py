@@ -17,6 +17,7 @@ from region.replication.leader import (
     HUNG_MS,
     IN_FLIGHT_GROUPS_MAX,
     LINK_DOWN_MS,
+    OPENING_MS,
     REPLICA_LAG_MS,
     Phase,
 )  # fmt: skip
@@ -351,6 +352,34 @@ def test_r23_a_member_that_left_waits_before_it_joins() -> None:
     shard.ack("b", 0)
     joined = swaps(shard.wait(EXPAND_BACKOFF_MS + 500))
     assert joined == [] or joined[0].record.isr == members("a1 b1 c1")
+
+
+def test_copies_of_a_new_shard_may_be_opened_late_while_nothing_is_written() -> None:
+    shard = Shard("a")
+    shard.lead(record())
+    waited = shard.wait(OPENING_MS - 1_000)
+    assert not swaps(waited) and any(sent(ready, Probe) for ready in waited), "they are asked for"
+    late = swaps(shard.wait(REPLICA_LAG_MS + 2_000))
+    assert late[0].record.isr == members("a1"), "but not for ever"
+
+
+def test_a_copy_that_is_not_there_yet_holds_up_what_is_written_no_longer_than_others_and_joins_at_once() -> (
+    None
+):
+    shard = Shard("a")
+    shard.lead(record())
+    shard.place("b")
+    shard.ack("b", 0)
+    shard.wait(10_000)
+    shard.write()
+    shard.ack("b", 1)
+    swap = swaps(shard.wait(REPLICA_LAG_MS + 500))[0]
+    assert swap.record.isr == members("a1 b1")
+    answer(shard, swap)
+    shard.place("c", 0)
+    shard.ack("c", 0)
+    joined = shard.ack("c", 1).swap
+    assert joined is not None and joined.record.isr == members("a1 b1 c1"), "it did not come and go"
 
 
 def test_a_member_whose_link_came_up_while_it_had_no_copy_joins_once_it_has_one() -> None:
