@@ -5,10 +5,18 @@ Pure: randomness comes in, and waiting is the caller's affair.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, NotLeaderError, RequestError
 from felix.runtime.port import Random
+
+ELECTION_WAIT_MS_MAX: Final = 250
+"""The longest wait for a leader, at first: when a lease ends its successor is there within milliseconds, and whoever had doubled his wait
+meanwhile would wait for as long again."""
+ELECTION_WAITS: Final = 60
+"""So many such waits, twice the default lease in all; then nobody knows when there will be a leader, and waits are as long as after any failures."""
 
 
 class BackoffPolicy(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +45,18 @@ class Backoff(msgspec.Struct):
 
     def next_ms(self, at_least_ms: int | None = None) -> int:
         """The next wait in ms; never below what the peer asked for, which may be above the ceiling."""
-        ceiling = min(self.policy.ceiling_ms, self.policy.first_ms << min(self.failures, 30))
+        return self._next_ms(at_least_ms, self.policy.ceiling_ms)
+
+    def after_ms(self, error: FelixError | None) -> int:
+        """The next wait in ms after this refusal, as `next_ms`. Where nobody leads it is ELECTION_WAIT_MS_MAX at most, or what the broker asked for."""
+        is_election = isinstance(error, NotLeaderError) and self.failures < ELECTION_WAITS
+        return self._next_ms(
+            None if error is None else error.retry_after_ms,
+            min(self.policy.ceiling_ms, ELECTION_WAIT_MS_MAX) if is_election else self.policy.ceiling_ms,
+        )
+
+    def _next_ms(self, at_least_ms: int | None, ceiling_ms: int) -> int:
+        ceiling = min(ceiling_ms, self.policy.first_ms << min(self.failures, 30))
         self.failures += 1
         drawn = ceiling - self.random.randrange(ceiling // 2 + 1)
         return max(1, drawn, at_least_ms or 0)

@@ -344,7 +344,7 @@ class Cache:
         clock = connection.runtime.clock
         limit = clock.monotonic() + connection.request_timeout_s
         while clock.monotonic() < limit:
-            await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
+            await asyncio.sleep(backoff.after_ms(error) / 1000)
             try:
                 return await (await self._exchange(number)).call(message, again=False)
             except UnavailableError as another:

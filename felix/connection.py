@@ -305,7 +305,7 @@ class RegionConnection:
                         unled_s = self.runtime.clock.boot_ms() / 1000 if unled_s is None else unled_s
                         beside = self._beside(asked, error, unled_s)
                         asked, hops = beside or self, 0
-                    await asyncio.sleep(backoff.next_ms(last.retry_after_ms) / 1000)
+                    await asyncio.sleep(backoff.after_ms(last) / 1000)
         except TimeoutError:
             why = last.sentence if last else "No broker answered."
             raise UnavailableError(

@@ -134,7 +134,7 @@ class Exchange:
                 if self._dead is not None:
                     raise
                 backoff = Backoff(self._connection.policy, self._connection.runtime.random)
-                await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
+                await asyncio.sleep(backoff.after_ms(error) / 1000)
         try:
             async with asyncio.timeout(limit_s), self._room:
                 while True:
@@ -146,7 +146,7 @@ class Exchange:
                         if not (again or isinstance(error, NotLeaderError)) or self._dead is not None:
                             raise
                         backoff = backoff or Backoff(self._connection.policy, self._connection.runtime.random)
-                        await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
+                        await asyncio.sleep(backoff.after_ms(error) / 1000)
         except TimeoutError:
             raise self._unanswered(message, limit_s) from None
 
@@ -353,7 +353,7 @@ class Exchange:
         """Open it again on the link that stands, after a while."""
         if self._dead is not None or self._reopen is not None:
             return
-        delay_s = self._backoff.next_ms(error.retry_after_ms if error else None) / 1000
+        delay_s = self._backoff.after_ms(error) / 1000
         self._reopen = asyncio.get_running_loop().call_later(delay_s, self._open_again)
 
     def _open_again(self) -> None:

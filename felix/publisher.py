@@ -653,7 +653,7 @@ class Publisher:
                 if not self._opened.done() and error.retry_after_ms is None:
                     self._fail(error)
                     return
-                await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
+                await asyncio.sleep(backoff.after_ms(error) / 1000)
             except FelixError as error:
                 if not link.is_over:
                     # The broker keeps no publisher for a refused one; neither does the connection.

@@ -750,7 +750,7 @@ class PublisherCore:
         elif isinstance(error, UnavailableError):
             if pending.backoff is None:
                 pending.backoff = Backoff(self._policy, self._random)
-            until = now + pending.backoff.next_ms(error.retry_after_ms) / 1000
+            until = now + pending.backoff.after_ms(error) / 1000
             if until < pending.deadline:
                 # The rest of the shard was or will be refused with a gap; it is all sent again, in order.
                 accumulator.stalled_until = until

@@ -9,7 +9,8 @@ Invariants:
 - the answer of a higher epoch counts, so a broker that has not heard of an election yet leads nobody back;
 - every connection proves the region's name and authority, as the first one did: an answer leads nowhere else;
 - what is attached is on one connection at a time; whose connection is lost asks again over the first one;
-- an address that did not answer is tried again only after a pause that grows;
+- an address that did not answer is tried again only after a pause that grows, and nobody waits there for its answer: a machine that is lost gives
+  none for seconds, in which another broker is elected;
 - a broker that for a while names nobody, or one who does not answer, may be cut off from those who know: the profile's others are asked.
 
 On the event loop; used by `felix.connection` alone.
@@ -114,6 +115,8 @@ class Routes(Generic[_MovableT]):
         self._leaders: dict[str, _Leader[_MovableT]] = {}
         self._placed: dict[_MovableT, tuple[StreamName, Reach[_MovableT]]] = {}
         self._pauses: BoundedMap[str, tuple[float, Backoff]] = BoundedMap(LEADERS_MAX)
+        self._silent: BoundedMap[str, bool] = BoundedMap(LEADERS_MAX)
+        """addresses that did not answer when they were called last"""
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -191,13 +194,13 @@ class Routes(Generic[_MovableT]):
         return [leader.reach for leader in self._leaders.values()]
 
     def at(self, address: str, broker: str = "") -> Reach[_MovableT] | None:
-        """A connection to the broker at an address; None where it did not answer a moment ago, may not be called, or the
-        address is none. `broker`: its id, where that is known: the first connection may be with it by another address."""
+        """A connection to the broker at an address; None where it may not be called, or the address is none, and where it did not answer the last
+        time: then it is called again, and whoever wanted it asks others until it answers. `broker`: its id, where that is known: the first connection may be with it by another address."""
         if self._is_here(address, broker):
             return self._first
         held = self._leaders.get(address)
         if held is not None:
-            return held.reach
+            return None if self._silent.use(address) else held.reach
         loop = asyncio.get_running_loop()
         pause = self._pauses.use(address)
         if self._is_closed or len(self._leaders) >= LEADERS_MAX or (pause and loop.time() < pause[0]):
@@ -210,7 +213,7 @@ class Routes(Generic[_MovableT]):
             return None
         leader = self._leaders[address] = _Leader(self._connect(address))
         leader.opening = loop.create_task(self._open(address, leader), name=f"felix-leader-{address}")
-        return leader.reach
+        return None if self._silent.use(address) else leader.reach
 
     def _is_here(self, address: str, broker: str) -> bool:
         return address == self._here() or bool(broker and broker == self._with_broker())
@@ -254,9 +257,11 @@ class Routes(Generic[_MovableT]):
             await leader.reach.open()
         except FelixError as error:
             _log.info("no connection to the leader at %s: %s", address, error.sentence)
+            self._silent.put(address, True)
             self.lost(address, leader.reach)
             return
         self._pauses.pop(address)
+        self._silent.pop(address)
 
     def _move(
         self, attachment: _MovableT, stream: StreamName, reach: Reach[_MovableT], error: FelixError

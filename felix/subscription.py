@@ -364,7 +364,7 @@ class Feed:
         stepped_back = False
         while True:
             if after is not None:
-                await asyncio.sleep(backoff.next_ms(after.retry_after_ms) / 1000)
+                await asyncio.sleep(backoff.after_ms(after) / 1000)
             try:
                 await self._subscribe(link)
                 return

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from felix.backoff import Backoff, BackoffPolicy
-from felix.errors import RequestError
+from felix.backoff import ELECTION_WAIT_MS_MAX, ELECTION_WAITS, Backoff, BackoffPolicy
+from felix.errors import NotLeaderError, RequestError, UnavailableError
 
 
 @given(
@@ -30,6 +30,19 @@ def test_each_wait_lies_in_the_upper_half_of_a_ceiling_that_doubles(
 def test_what_the_peer_asks_for_is_kept_also_above_the_ceiling() -> None:
     backoff = Backoff(BackoffPolicy(first_ms=1, ceiling_ms=10), Random(1))
     assert backoff.next_ms(500) == 500
+
+
+def test_whoever_waits_for_a_leader_asks_again_soon_and_not_for_ever() -> None:
+    backoff = Backoff(BackoffPolicy(first_ms=50, ceiling_ms=5_000), Random(1))
+    nobody_leads = NotLeaderError("Nobody leads.", retry_after_ms=25)
+    waits = [backoff.after_ms(nobody_leads) for _ in range(ELECTION_WAITS)]
+    assert waits[0] <= 50 and max(waits) <= ELECTION_WAIT_MS_MAX
+    assert sum(waits) > 10_000, "two leases of 5 s"
+    assert backoff.after_ms(nobody_leads) >= 2_500, "then as after any failure"
+    backoff.reset()
+    assert backoff.after_ms(nobody_leads) <= 50
+    assert backoff.after_ms(NotLeaderError("Later.", retry_after_ms=700)) == 700
+    assert [backoff.after_ms(UnavailableError("No room.")) > 2_500 for _ in range(8)][-1]
 
 
 def test_a_policy_that_cannot_be_is_refused() -> None:
