@@ -124,9 +124,10 @@ async def test_views_go_along_with_the_only_copy_of_several_shards(region: Clust
             payloads_seen = {record.payload for record in seen}
             while len(payloads_seen) < 12:
                 record = await anext(consumer)
-                assert await consumer.ack(record)
                 assert record.payload not in {each.payload for each in seen}
-                payloads_seen.add(record.payload)
+                # One of before a move counts no longer, and comes once more.
+                if await consumer.ack(record):
+                    payloads_seen.add(record.payload)
         await held.ack()
         left = await jobs.lease(10, wait=30)
         while len(left) < 2:
