@@ -51,7 +51,7 @@ from keys.hierarchy import (
     next_state,
 )
 from keys.key_id import RANDOM_BYTES, KeyKind, check_key_id, new_key_id
-from keys.link import LinkSecrets
+from keys.link import LinkSecrets, tag
 from keys.provider import KeyProvider
 from keys.store import KEY_FILE, KeyStore, MemoryKeyStore, create_store, read_entries
 from keys.wrapping import NONCE_BYTES, unwrap, wrap
@@ -338,6 +338,12 @@ class Keyring:
         with self._lock:
             entry = self._stream_key_for_writing(stream, incarnation)
             return LinkSecrets.of_stream(self._stream_secret(entry), grant_id, terms_hash, pseudonyms)
+
+    def tag(self, stream: StreamName, incarnation: bytes, shard: int, purpose: str, data: bytes) -> bytes:
+        """See keys.shared.RegionKeys. Raises KeyDestroyedError, KeyProviderError."""
+        with self._lock:
+            secret = self._stream_secret(self._stream_key_for_writing(stream, incarnation))
+        return tag(secret, purpose, data, self.region, str(stream), incarnation, shard)
 
     # -- rotation and destruction ----------------------------------------------------------------------
 

@@ -11,11 +11,14 @@ it gets data keys. From it:
 - field secret (per stream, destination and purpose): what hashes and pseudonyms are made with. It is the same under
   a renewed grant, and another for another destination or purpose, so two recipients cannot join their data.
 
+Other things of one stream are derived alike (`derive`, `tag`).
+
 Pure. The broker seals, the agent opens.
 """
 
 from __future__ import annotations
 
+import hmac
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -36,6 +39,11 @@ SECRET_BYTES: Final = 32
 def derive(secret: bytes, purpose: str, *parts: bytes | str | int) -> bytes:
     """32 bytes for one purpose and these parts: HKDF-Expand with SHA-256 (RFC 5869)."""
     return HKDFExpand(SHA256(), SECRET_BYTES, bind(purpose, *parts)).derive(secret)
+
+
+def tag(secret: bytes, purpose: str, data: bytes, *parts: bytes | str | int) -> bytes:
+    """What only who has the secret can say of `data`: HMAC-SHA-256 under a key for this purpose and these parts."""
+    return hmac.digest(derive(secret, purpose, *parts), data, "sha256")
 
 
 @dataclass(frozen=True, slots=True)

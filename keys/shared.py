@@ -45,7 +45,7 @@ from keys.keyring import (
     open_keyring,
     unwrap_data_key,
 )
-from keys.link import LinkSecrets
+from keys.link import LinkSecrets, tag
 from keys.provider import KeyProvider
 from keys.store import KEY_FILE, KeyStore, create_store
 from keys.stream_key import (
@@ -78,6 +78,10 @@ class RegionKeys(Protocol):
         self, stream: StreamName, incarnation: bytes, grant_id: str, terms_hash: bytes, pseudonyms: str
     ) -> LinkSecrets:
         """What a bridge derives a grant's keys from."""
+        ...
+
+    def tag(self, stream: StreamName, incarnation: bytes, shard: int, purpose: str, data: bytes) -> bytes:
+        """What only who has this stream's key can say of `data`: HMAC-SHA-256 under a key of one shard and purpose (keys.link.tag)."""
         ...
 
     def rotate_data(self, stream: StreamName | None = None) -> int:
@@ -362,6 +366,11 @@ class SharedKeyring:
         """
         secret = self._secret(self._known(stream, incarnation))
         return LinkSecrets.of_stream(secret, grant_id, terms_hash, pseudonyms)
+
+    def tag(self, stream: StreamName, incarnation: bytes, shard: int, purpose: str, data: bytes) -> bytes:
+        """See RegionKeys. Raises KeyUnknownError, TamperError, KeyProviderError."""
+        secret = self._secret(self._known(stream, incarnation))
+        return tag(secret, purpose, data, self.region, str(stream), incarnation, shard)
 
     def rotate_data(self, stream: StreamName | None = None) -> int:
         """The next batch of every shard (of `stream`, or of all) that this broker writes gets a fresh data key. Returns how many keys

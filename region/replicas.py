@@ -37,6 +37,7 @@ from region.log.ahead import AHEAD_NAMES
 from region.log.compactor import WorkEndedError
 from region.log.companions import RECORDS, JournalKind, kind_of, log_number, shard_of
 from region.log.copies import Copies
+from region.log.directory import shard_place
 from region.log.errors import storage_error
 from region.log.maintenance import COMPACTION_AGAIN_MS, OFFLOAD_AGAIN_MS_MAX
 from region.log.open_logs import OpenLogs
@@ -45,7 +46,7 @@ from region.log.seal import MakeSeal
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
 from region.log.shard_settings import ShardSettings
-from region.log.shared_offload import read_list
+from region.log.shared_offload import SharedLists
 from region.metadata.records import (
     AUDIT_STREAM,
     REMOVED_REMEMBERED_MAX,
@@ -167,6 +168,7 @@ class Replicas:
             scrub=scrub,
             copy_rate=copy_rate,
             compacts=self._compacts,
+            lists=self._lists,
         )
         self._settings = settings
         self._make_seal = make_seal
@@ -334,6 +336,12 @@ class Replicas:
         record = None if name is None else self._streams.get(StreamName.parse(name))
         return record if record is not None and record.incarnation == shard.incarnation else None
 
+    def _lists(self, shard: ShardId) -> SharedLists:
+        """Of one shard that has copies here."""
+        name, incarnation = StreamName.parse(self._names[shard.incarnation]), bytes.fromhex(shard.incarnation)
+        identity = ShardIdentity(self._region, str(name), incarnation, shard.number)
+        return SharedLists(shard_place(identity), self._make_seal(name, incarnation, shard.number).tag)
+
     # -- compaction ------------------------------------------------------------------------------------
 
     def _compacts(self, shard: ShardId, number: int) -> bool:
@@ -392,7 +400,7 @@ class Replicas:
                     # What this list does not have comes with another one; how much stays here may have been altered.
                     await self.host.drop_offloaded(shard, offload.local_bytes)
                     continue
-                listed = await asyncio.to_thread(read_list, news.pointer)
+                listed = await asyncio.to_thread(self._lists(shard).read, news.pointer)
                 now = self.host.offload_news(shard)
                 if now is not None and now.pointer == news.pointer:
                     end = await self.host.follow_offload(shard, listed, offload.local_bytes)

@@ -60,3 +60,7 @@ class KeyringSeal:
         """The commitment of the key in use, for a new segment's header; empty before the first batch."""
         key = self._sealer.data_key() if self._sealer is not None else None
         return key.commitment() if key is not None else b""
+
+    def tag(self, purpose: str, data: bytes) -> bytes:
+        """See LogSeal. Raises what the keyring raises."""
+        return self._keyring.tag(self._stream, self._incarnation, self._shard, purpose, data)

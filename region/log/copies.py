@@ -19,6 +19,7 @@ from region.log.offload import ListPointer
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.log.segment_state import SegmentState
+from region.log.shared_offload import SharedLists
 
 
 class LedLog(Protocol):
@@ -74,6 +75,10 @@ class Copies(CommitPort, Protocol):
     @property
     def offloaded(self) -> ListPointer | None:
         """Which list of segments in a store is in force; None: there is none."""
+
+    @property
+    def lists(self) -> SharedLists:
+        """What reads and writes these lists."""
 
     async def point_to(self, pointer: ListPointer) -> None:
         """Have this list in force in place of the one that `offloaded` says. Raises UnavailableError where it is not, or is not known to be: as

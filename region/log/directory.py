@@ -97,9 +97,14 @@ def stored_streams(data: Path, files: Files) -> list[StoredStream]:
 
 
 def offload_base(url: str, identity: ShardIdentity) -> str:
-    """Where a shard's objects are below a store's URL: a place that no other shard, incarnation or region has."""
+    """Where a shard's objects are below a store's URL."""
+    return object_url(url, shard_place(identity))
+
+
+def shard_place(identity: ShardIdentity) -> str:
+    """A shard's place below any store: one that no other shard, incarnation or region has."""
     folder = folder_name(StreamName.parse(identity.stream), identity.incarnation)
-    return object_url(url, f"{identity.region}/{folder}/{identity.shard:05d}")
+    return f"{identity.region}/{folder}/{identity.shard:05d}"
 
 
 def _clean_name(name: StreamName, incarnation: bytes, shard: int) -> str:

@@ -22,6 +22,9 @@ from felix.storage.port import Files, write_all
 CHUNK_BYTES: Final = 1 << 20
 """Moved at a time: what a throttle counts, and what a stop waits for."""
 
+SMALL_BYTES_MAX: Final = 16 << 20
+"""Of an object that is read into memory, unless it is a list."""
+
 Pace = Callable[[int], None]
 """Called with the bytes that were moved; sleeps, or raises to end the work."""
 
@@ -149,11 +152,17 @@ def _settle(files: Any, path: str) -> None:
                 os.close(descriptor)
 
 
-def get_bytes(url: str) -> bytes:
-    """A small object."""
+def get_bytes(url: str, most: int = SMALL_BYTES_MAX) -> bytes:
+    """A small object. Of one that has more than `most` bytes, no more than one beyond is read."""
     with _reaching(url) as (files, path):
-        found: bytes = files.cat_file(path)
+        found: bytes = files.cat_file(path, 0, most + 1)
         return found
+
+
+def is_there(url: str) -> bool:
+    """Whether there is such an object."""
+    with _reaching(url) as (files, path):
+        return bool(files.exists(path))
 
 
 def get_file(files: Files, url: str, target: Path, pace: Pace = no_pace) -> Digest:

@@ -11,6 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -35,14 +36,16 @@ from region.log.offloader import Offloader, OffloadReport, Throttle, delete_obje
 from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.shared_offload import (
     UPLOADS_PER_LIST,
+    ForgedListError,
     delete_orphans,
     delete_unlisted,
-    read_list,
+    gone_below,
     upload_segments,
     waiting,
-    write_list,
 )
 from region.log.states import State
+
+log = logging.getLogger(__name__)
 
 COMPACTION_SHARE: Final = 0.5
 """Of a thread's time that compaction takes at most: it sleeps as long as it worked, and appends come first."""
@@ -137,6 +140,8 @@ class Maintenance:
         self._listed: OffloadList | None = None
         self._pointer: ListPointer | None = None
         self._change: _ListChange | None = None
+        # What the record points to, where no broker of the region wrote that.
+        self._forged: ListPointer | None = None
         # Where the log ended when it began to be led: nothing above is this leader's inheritance.
         self._led_from = disk.end_offset
         self._orphans_due_ms = 0
@@ -216,7 +221,7 @@ class Maintenance:
         if disk.offload.pending_deletion:
             return True
         if self._copies is not None:
-            return self._list_due(self._copies.offloaded, now_ms) or (
+            return self._list_due(self._in_record(self._copies), now_ms) or (
                 wanted is not None
                 and (
                     bool(waiting(disk, shard.high_watermark))
@@ -243,6 +248,11 @@ class Maintenance:
             and self._shard.settings.offload is not None
             and now_ms >= self._orphans_due_ms
         )
+
+    def _in_record(self, copies: Copies) -> ListPointer | None:
+        """The list in force. One that no broker wrote is none: this leader goes by what its own copy knows, and puts that in its place."""
+        pointer = copies.offloaded
+        return None if pointer == self._forged else pointer
 
     async def offload(self, now_ms: int, base: str) -> OffloadReport:
         """See ShardLog."""
@@ -291,17 +301,23 @@ class Maintenance:
         async def work(what: Callable[[], _T]) -> _T:
             return await self._perform_for_all(what, now_ms)
 
-        pointer, deleted = copies.offloaded, 0
+        pointer, deleted = self._in_record(copies), 0
         if self._change is not None and self._change.pointer == pointer:
             deleted = await self._in_force(self._change, now_ms)
         if self._listed is None or pointer != self._pointer:  # 1
             self._listed = None
-            known, doomed = await work(lambda: read_list(pointer)), disk.offload
-            # What of this copy alone no list says any more, retention let go of under another leader.
+            try:
+                known, doomed = await work(lambda: copies.lists.read(pointer)), disk.offload
+            except ForgedListError as error:
+                log.error("%s %s", error.sentence, error.hint)
+                self._forged, pointer = pointer, None
+                known, doomed = OffloadList(), disk.offload
+            # What retention let go of under another leader. The list's word alone ends no record here.
             if known.start > disk.start_offset:
-                await shard.trim(known.start)
+                await shard.trim(await work(lambda: gone_below(known.start, disk.offload.segments)))
             end = disk.end_offset if pointer is not None and pointer.epoch == epoch else self._led_from
-            taken = known.taken_over(disk.offload.segments, end)
+            start = min(known.start, disk.start_offset)
+            taken = msgspec.structs.replace(known, start=start).taken_over(disk.offload.segments, end)
             if doomed.pending_deletion or doomed.begun:
                 # Of the time before the log had copies.
                 await work(lambda: self._forget_begun(doomed))
@@ -354,7 +370,7 @@ class Maintenance:
         known = old.url if old else before.segments[0].url if before.segments else new.segments[0].url
         place = base or known.rpartition("/")[0]
         self._listed = None
-        pointer = await self._perform_for_all(lambda: write_list(new, place, epoch), now_ms)
+        pointer = await self._perform_for_all(lambda: copies.lists.write(new, place, epoch), now_ms)
         change = self._change = _ListChange(before, old, new, pointer)
         try:
             await copies.point_to(pointer)

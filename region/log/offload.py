@@ -31,6 +31,7 @@ FETCHED_SUFFIX: Final = ".fetched"
 """Of a local copy for reading; it may go at any time."""
 MANIFEST_SUFFIX: Final = ".json"
 LIST_PREFIX: Final = "list-"
+_OBJECT: Final = re.compile(r"[0-9]{20}(?:-[0-9]{10})?\.seg|list-[0-9]{10}-[0-9a-f]{16}\.json")
 _NAME: Final = re.compile(r"[0-9]{20}-([0-9]{10})\.seg(?:\.json)?|list-([0-9]{10})-[0-9a-f]{16}\.json")
 
 
@@ -79,11 +80,18 @@ class OffloadState(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ListPointer(msgspec.Struct, frozen=True):
-    """Which list of a log with copies is in force: its object, the SHA-256 of its bytes in hex, and the epoch of the leader that wrote it."""
+    """Which list of a log with copies is in force: its object, the SHA-256 of its bytes in hex, and the epoch of the leader that wrote it. `tag`,
+    in hex, is made with the stream's key: a list is what brokers wrote, whoever may write the records."""
 
     url: str
     sha256: str
     epoch: int
+    tag: str = ""
+
+    @property
+    def tagged(self) -> bytes:
+        """What the tag is of."""
+        return msgspec.json.encode((self.url, self.sha256, self.epoch))
 
 
 class OffloadList(msgspec.Struct, frozen=True):
@@ -208,6 +216,12 @@ def epoch_of(name: str) -> int | None:
     """Of the leader that wrote an object of a log with copies, or its manifest; None for another object."""
     match = _NAME.fullmatch(name)
     return int(match[1] or match[2]) if match else None
+
+
+def is_of_shard(url: str, place: str) -> bool:
+    """Whether this is a URL that a broker gives an object of the shard with this place (`directory.shard_place`), in whatever store."""
+    base, _, name = url.rpartition("/")
+    return base.endswith("/" + place) and bool(_OBJECT.fullmatch(name))
 
 
 def object_url(base: str, name: str) -> str:

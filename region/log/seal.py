@@ -24,6 +24,10 @@ class LogSeal(Protocol):
         """To the key that the next segment is sealed with: 32 bytes, zeros where nothing is sealed yet."""
         ...
 
+    def tag(self, purpose: str, data: bytes) -> bytes:
+        """What only who has the stream's key can say of `data`, about this log."""
+        ...
+
 
 MakeSeal = Callable[[StreamName, bytes, int], LogSeal]
 """For stream, incarnation and the log's number."""

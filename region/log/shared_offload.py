@@ -16,10 +16,13 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import hmac
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from felix.errors import CorruptionError
+import msgspec
+
+from felix.errors import CorruptionError, RequestError
 from felix.storage.port import Files
 from region.log import fsspec_store as store
 from region.log.disk import DiskLog
@@ -32,6 +35,7 @@ from region.log.offload import (
     decode_list,
     encode_list,
     epoch_of,
+    is_of_shard,
     list_name,
     object_name,
     object_url,
@@ -41,6 +45,8 @@ from region.log.segment_state import SegmentState
 
 UPLOADS_PER_LIST: Final = 16
 """Segments of one turn: what a leader that fails has uploaded in vain, and how often a list is written."""
+TAG: Final = "offload-list"
+"""The purpose of a list's tag."""
 LIST_BYTES_MAX: Final = 64 << 20
 """Of a list, about 150,000 segments: nobody reads more into memory."""
 
@@ -54,26 +60,74 @@ def waiting(disk: DiskLog, below: int) -> list[SegmentState]:
     ]
 
 
-def read_list(pointer: ListPointer | None) -> OffloadList:
-    """The list in force; an empty one where there is none yet. Raises UnavailableError, CorruptionError."""
-    if pointer is None:
-        return OffloadList()
-    data = store.get_bytes(pointer.url)
-    if len(data) > LIST_BYTES_MAX or hashlib.sha256(data).hexdigest() != pointer.sha256:
-        raise CorruptionError(
-            f"{pointer.url} is not the list of offloaded segments that was written there.",
-            hint="The store's copy was changed. Restore the object; until then nothing more is offloaded, and nothing is deleted.",
-        )
-    return decode_list(data, pointer.url)
+class ForgedListError(CorruptionError):
+    """A pointer or list that no broker of the region made for this shard. Nothing that it names was touched."""
 
 
-def write_list(listed: OffloadList, base: str, epoch: int) -> ListPointer:
-    """Write a list below `base`; what is to point to it. Raises UnavailableError."""
-    data = encode_list(listed)
-    sha256 = hashlib.sha256(data).hexdigest()
-    pointer = ListPointer(object_url(base, list_name(epoch, sha256)), sha256, epoch)
-    store.put_bytes(data, pointer.url)
-    return pointer
+class SharedLists:
+    """The lists of one shard: who may have written them, and where their objects may be. For any thread; all of it blocks.
+
+    The pointer stands in the metadata store, whose administrator has no key and no store of segments. So it carries a tag under the stream's
+    key; nothing is opened, let alone deleted, that is not tagged and below the shard's own place.
+    """
+
+    def __init__(self, place: str, tag: Callable[[str, bytes], bytes]) -> None:
+        """`place`: the shard's, below any store (directory.shard_place). `tag`: as region.log.seal.LogSeal has it."""
+        self._place = place
+        self._tag = tag
+
+    def read(self, pointer: ListPointer | None) -> OffloadList:
+        """The list in force; an empty one where there is none yet. Raises UnavailableError, CorruptionError, ForgedListError, and as `tag`."""
+        if pointer is None:
+            return OffloadList()
+        self._check_url(pointer.url)
+        if not hmac.compare_digest(pointer.tag.encode(), self._tag(TAG, pointer.tagged).hex().encode()):
+            raise _forged(self._place, "it does not carry the tag of a broker that has the stream's key")
+        data = store.get_bytes(pointer.url, LIST_BYTES_MAX)
+        if len(data) > LIST_BYTES_MAX or hashlib.sha256(data).hexdigest() != pointer.sha256:
+            raise CorruptionError(
+                f"{pointer.url} is not the list of offloaded segments that was written there.",
+                hint="The store's copy was changed. Restore the object; until then nothing more is offloaded, and nothing is deleted.",
+            )
+        listed = decode_list(data, pointer.url)
+        for one in listed.segments:
+            self._check_url(one.url)
+        return listed
+
+    def write(self, listed: OffloadList, base: str, epoch: int) -> ListPointer:
+        """Write a list below `base`; what is to point to it. Raises UnavailableError, and as `tag`."""
+        data = encode_list(listed)
+        sha256 = hashlib.sha256(data).hexdigest()
+        bare = ListPointer(object_url(base, list_name(epoch, sha256)), sha256, epoch)
+        pointer = msgspec.structs.replace(bare, tag=self._tag(TAG, bare.tagged).hex())
+        store.put_bytes(data, pointer.url)
+        return pointer
+
+    def _check_url(self, url: str) -> None:
+        try:
+            store.check_parts(url)
+        except (RequestError, ValueError) as error:
+            raise _forged(self._place, f"it names {url[:100]!r}, which is no object") from error
+        if not is_of_shard(url, self._place):
+            raise _forged(self._place, f"it names {url[:100]!r}, which is no object of this shard's")
+
+
+def _forged(place: str, why: str) -> ForgedListError:
+    return ForgedListError(
+        f"The record of {place} names a list of offloaded segments that no broker of this region wrote for it: {why}.",
+        hint="Somebody changed the metadata store, or put another shard's record there. Nothing of what it names was touched.",
+    )
+
+
+def gone_below(below: int, own: Iterable[Offloaded]) -> int:
+    """Up to which offset, at most `below`, what one copy knows to be in the store is gone from it: what retention let go of under another leader.
+    Raises UnavailableError."""
+    gone = 0
+    for one in sorted(own, key=lambda one: one.base_offset):
+        if one.next_offset > below or store.is_there(one.url):
+            break
+        gone = one.next_offset
+    return gone
 
 
 def upload_segments(

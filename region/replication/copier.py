@@ -24,7 +24,7 @@ from region.log.errors import NotLocalError
 from region.log.offload import ListPointer
 from region.log.point import LogPoint
 from region.log.segment_state import SegmentState
-from region.log.shared_offload import read_list
+from region.log.shared_offload import SharedLists
 from region.replication.copy_pace import CopyPace
 from region.replication.copying import Copying, Replace
 from region.replication.core import ReplicaCore
@@ -70,10 +70,11 @@ class Copier:
         failed: Callable[[CopyFailed], None],
         fetch: Callable[[int, SegmentState], Awaitable[None]],
         offloaded: Callable[[], ListPointer | None],
+        lists: Callable[[], SharedLists],
         begin_task: Callable[[Awaitable[None]], None],
     ) -> None:
         """`leads`: whether this replica commits as leader. `producers`: what is known of those of a log, as it stands in its folder. `failed`
-        tells the core. `fetch` brings a segment of a log that is led here back from its store. `offloaded`: the list in force. `begin_task` has work
+        tells the core. `fetch` brings a segment of a log that is led here back from its store. `offloaded`: the list in force; `lists` reads it. `begin_task` has work
         done beside."""
         self._shard = shard
         self._core = core
@@ -86,6 +87,7 @@ class Copier:
         self._failed = failed
         self._fetch = fetch
         self._offloaded = offloaded
+        self._lists = lists
         self._begin_task = begin_task
         self._under_way: dict[int, Copying] = {}
 
@@ -133,7 +135,8 @@ class Copier:
         if pointer is not None and pointer.epoch == copying.epoch:
             try:
                 listed = await asyncio.get_running_loop().run_in_executor(
-                    self._read_pool, lambda: read_list(pointer).between(start, beginning.origin.point.offset)
+                    self._read_pool,
+                    lambda: self._lists().read(pointer).between(start, beginning.origin.point.offset),
                 )
             except (FelixError, OSError) as error:
                 log.warning("shard %s: what is in the store cannot be read: %s", self._shard, error)

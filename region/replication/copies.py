@@ -19,6 +19,7 @@ from region.log.offload import ListPointer
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
 from region.log.segment_state import SegmentState
+from region.log.shared_offload import SharedLists
 from region.replication.log_worker import LogWorker
 from region.replication.ready import DiskFailed, Trimmed, Written
 from region.replication.replica import Log
@@ -44,6 +45,7 @@ class HostedCopies:
         repair: Callable[[SegmentDamagedError], Awaitable[None]],
         offloaded: Callable[[], ListPointer | None],
         point_to: Callable[[ListPointer], Awaitable[None]],
+        lists: Callable[[], SharedLists],
     ) -> None:
         """`happened` and `failed` tell the shard's core; `refusal`: why the shard takes no appends now. `may_answer`: of a stream with
         `acks: leader`, whether what is durable here may be answered before it is committed (L1); None: never."""
@@ -58,6 +60,7 @@ class HostedCopies:
         self._repair = repair
         self._offloaded = offloaded
         self._point_to = point_to
+        self._lists = lists
         self._commit = log.commit
         self._durable = log.durable
         self._leader: LedLog | None = None
@@ -112,6 +115,10 @@ class HostedCopies:
     @property
     def offloaded(self) -> ListPointer | None:
         return self._offloaded()
+
+    @property
+    def lists(self) -> SharedLists:
+        return self._lists()
 
     async def point_to(self, pointer: ListPointer) -> None:
         if self._deposed is not None:

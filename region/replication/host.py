@@ -48,7 +48,7 @@ from region.log.point import LogPoint
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
 from region.log.segment_state import SegmentState
-from region.log.shared_offload import waiting
+from region.log.shared_offload import SharedLists, waiting
 from region.metadata.lease import Lease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copier import Copier
@@ -170,6 +170,11 @@ class Hosted:
         return self.core.leader.phase is Phase.SERVING and not self.is_settling and not self.broken
 
 
+def no_lists(shard: ShardId) -> SharedLists:
+    """Of copies that are not offloaded."""
+    raise UnavailableError(f"Shard {shard.number} is not offloaded here.")
+
+
 class ReplicaHost:
     """See the module. One event loop, no locks."""
 
@@ -191,10 +196,12 @@ class ReplicaHost:
         scrub: Scrub | None = None,
         copy_rate: int = COPY_RATE_BYTES,
         compacts: Callable[[ShardId, int], bool] | None = None,
+        lists: Callable[[ShardId], SharedLists] = no_lists,
     ) -> None:
         """`sync_failed`: `Registry.sync_failed`. `opening_pool`: where copies are opened, beside what is written to others; None: `commit_pool`. `compaction_pool`: of passes of compaction, and of the scrub; None: of `read_pool`. `source`: how other
         copies are asked for what is damaged here; None: nobody is. `scrub`: how closed segments are looked at; None: they are not.
-        `copy_rate`: bytes a second of copies that are not in sync. `compacts`: whether a log's copies are compacted; None: none are."""
+        `copy_rate`: bytes a second of copies that are not in sync. `compacts`: whether a log's copies are compacted; None: none are. `lists`: what
+        reads and writes what a shard's copies have in a store together."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
@@ -203,6 +210,7 @@ class ReplicaHost:
         self._broker = broker
         self._mirror = mirror
         self._links = links
+        self._lists = lists
         self._files = files
         self._commit_pool = commit_pool
         self._opening_pool = opening_pool or commit_pool
@@ -291,6 +299,7 @@ class ReplicaHost:
             failed=partial(self._step, hosted),
             fetch=partial(self._fetch, hosted),
             offloaded=partial(self._offloaded, plan.shard),
+            lists=partial(self._lists, plan.shard),
             begin_task=partial(self._begin_task, hosted),
         )  # fmt: skip
         self._hosted[plan.shard] = hosted
@@ -476,6 +485,7 @@ class ReplicaHost:
             repair=partial(self.repairs.repair, shard, number),
             offloaded=partial(self._offloaded, shard),
             point_to=partial(self._point_to, hosted),
+            lists=partial(self._lists, shard),
         )
         return copies
 

@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 import msgspec
@@ -17,19 +17,20 @@ from region_peer import payloads, until
 
 import felix
 from felix.settings import Offload, Views
-from region import node, replicas, streams
+from region import node, streams
 from region.cluster.records import ShardId, ShardRecord
 from region.config import StorageConfig
 from region.log import fsspec_store, maintenance
 from region.log.disk import DiskLog
 from region.log.offload import ListPointer, OffloadList
 from region.log.segment_limits import SegmentLimits
-from region.replication import copier
+from region.log.shared_offload import SharedLists
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
 pytestmark = pytest.mark.etcd
 STREAM = "acme/ops/orders"
+COPIERS_THREADS = "log-read"
 NAMES = ("b1", "b2", "b3")
 
 
@@ -141,16 +142,17 @@ async def test_followers_read_a_list_once_and_keep_as_much_as_the_stream_says_by
 ) -> None:
     published: list[bytes] = []
     may_upload, read = False, Counter[str]()
-    real_waiting, real_read = maintenance.waiting, replicas.read_list
+    real_waiting, real_read = maintenance.waiting, SharedLists.read
     monkeypatch.setattr(
         maintenance, "waiting", lambda disk, below: real_waiting(disk, below) if may_upload else []
     )
 
-    def reading(pointer: ListPointer) -> OffloadList:
-        read[pointer.url] += 1
-        return real_read(pointer)
+    def reading(self: SharedLists, pointer: ListPointer | None) -> OffloadList:
+        if pointer is not None:
+            read[pointer.url] += 1
+        return real_read(self, pointer)
 
-    monkeypatch.setattr(replicas, "read_list", reading)
+    monkeypatch.setattr(SharedLists, "read", reading)
 
     def are_marked() -> bool:
         logs = [log_of(region, name) for name in NAMES]
@@ -201,18 +203,19 @@ class Reads:
         self.lists = self.segments = 0
         self.goes_on = Event()
         self.goes_on.set()
-        read_list, get_file = copier.read_list, fsspec_store.get_file
+        real_read, get_file = SharedLists.read, fsspec_store.get_file
 
-        def reading(pointer: ListPointer) -> OffloadList:
-            self.lists += 1
-            assert self.goes_on.wait(60)
-            return read_list(pointer)
+        def reading(lists: SharedLists, pointer: ListPointer | None) -> OffloadList:
+            if current_thread().name.startswith(COPIERS_THREADS):
+                self.lists += 1
+                assert self.goes_on.wait(60)
+            return real_read(lists, pointer)
 
         def getting(*arguments: Any) -> fsspec_store.Digest:
             self.segments += 1
             return get_file(*arguments)
 
-        monkeypatch.setattr(copier, "read_list", reading)
+        monkeypatch.setattr(SharedLists, "read", reading)
         monkeypatch.setattr(fsspec_store, "get_file", getting)
 
 

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
+import msgspec
 import pytest
 from log.building import IDENTITY, batch_of, open_disk, placed
 from log.test_offload import HOOKS, SMALL, offload, read_all
 
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.settings import Offload, Retention
+from keys.link import tag
 from region.log import fsspec_store as store
 from region.log import maintenance
 from region.log.copies import LedLog
+from region.log.directory import offload_base, shard_place
 from region.log.disk import DiskLog
 from region.log.errors import SegmentDamagedError
 from region.log.frame import Frame, Place
-from region.log.offload import ListPointer, OffloadList, decode_list, epoch_of, object_url
-from region.log.offloader import check_object, restore_shard
+from region.log.offload import (
+    ListPointer,
+    OffloadList,
+    decode_list,
+    encode_list,
+    epoch_of,
+    list_name,
+    object_url,
+)
+from region.log.offloader import check_object, delete_object, restore_shard
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable
+from region.log.segment import ShardIdentity
 from region.log.shard import ShardLog, ShardSettings, ShardStore
-from region.log.shared_offload import read_list
+from region.log.shared_offload import TAG, ForgedListError, SharedLists
 
 FOLLOWERS_READ = 10_000
+SECRET = bytes(range(32))
+
+
+def lists_of(identity: ShardIdentity) -> SharedLists:
+    return SharedLists(shard_place(identity), lambda purpose, data: tag(SECRET, purpose, data, *identity))
+
+
+LISTS = lists_of(IDENTITY)
 
 
 class Record:
@@ -80,6 +102,10 @@ class Led:
             raise UnavailableError("Another leader was elected.", code=Code.NOT_LEADER)
         self.record.pointer = pointer
         self.record.told()
+
+    @property
+    def lists(self) -> SharedLists:
+        return LISTS
 
     def released(self) -> None: ...
 
@@ -135,7 +161,7 @@ async def turns(shard: ShardLog, place: str) -> None:
 
 def check_store(record: Record, log: DiskLog, place: str) -> OffloadList:
     """The list in force has each closed segment of the log, every object is what it says, and nothing else is there."""
-    listed = read_list(record.pointer)
+    listed = LISTS.read(record.pointer)
     assert [one.base_offset for one in listed.segments] == [one.base_offset for one in log.segments[:-1]]
     for one in listed.segments:
         check_object(one)
@@ -147,7 +173,7 @@ def check_store(record: Record, log: DiskLog, place: str) -> OffloadList:
 
 @pytest.fixture
 def place() -> str:
-    return f"memory://felix/{uuid4().hex}"
+    return offload_base(f"memory://felix/{uuid4().hex}", IDENTITY)
 
 
 async def test_a_copy_knows_its_own_segments_in_the_list_and_reads_them_from_the_store(
@@ -187,7 +213,7 @@ async def test_a_copy_whose_objects_are_named_no_more_goes_by_those_that_are(
     everything = read_all(log)
     async with leading(log, record, place) as shard:
         await turns(shard, place)
-    before = read_list(record.pointer)
+    before = LISTS.read(record.pointer)
     other.follow_offloaded(before.segments, other.end_offset)
     if not is_local:
         while (oldest := other.droppable(0)) is not None:
@@ -240,7 +266,7 @@ async def test_another_leader_goes_on_wherever_the_one_before_it_ended(
         around(name)
     at, ends = 1, False
     while not ends:
-        folder, base = tmp_path / str(at), f"{place}/{at}"
+        folder, base = tmp_path / str(at), offload_base(f"memory://felix/{uuid4().hex}", IDENTITY)
         record, log = Record(), filled(folder / "a", 9)
         record.told = call
         other = copied(log, folder / "b")
@@ -262,7 +288,7 @@ async def test_another_leader_goes_on_wherever_the_one_before_it_ended(
                     deposed.commit_moved()
                     while True:
                         await deposed.offload(1 << 40, base)
-                assert read_list(record.pointer) == listed
+                assert LISTS.read(record.pointer) == listed
                 for one in listed.segments:
                     check_object(one)
         assert read_all(other) == everything
@@ -278,7 +304,7 @@ async def test_retention_deletes_in_the_store_once_a_list_without_it_is_in_force
     other = copied(log, tmp_path / "b")
     async with leading(log, record, place) as shard:
         await turns(shard, place)
-        before = read_list(record.pointer)
+        before = LISTS.read(record.pointer)
         other.follow_offloaded(before.segments, other.end_offset)
         assert await shard.trim(before.segments[2].next_offset) == 3
         assert {one.url for one in before.segments[:3]} <= {
@@ -373,7 +399,7 @@ async def test_a_crash_between_a_start_and_the_deletion_below_it_dooms_no_object
     other = copied(log, tmp_path / "b")
     async with leading(log, record, place) as shard:
         await turns(shard, place)
-    listed = read_list(record.pointer)
+    listed = LISTS.read(record.pointer)
     other.follow_offloaded(listed.segments, other.end_offset)
 
     def ends(_: object) -> None:
@@ -403,7 +429,7 @@ async def test_an_index_of_another_file_that_a_power_cut_left_is_not_gone_by(
     everything = read_all(log)
     async with leading(log, record, place) as shard:
         await turns(shard, place)
-    other.follow_offloaded(read_list(record.pointer).segments, other.end_offset)
+    other.follow_offloaded(LISTS.read(record.pointer).segments, other.end_offset)
     indexes = {one.index_path: one.index_path.read_bytes() for one in other.segments[:-1]}
     while (oldest := other.droppable(0)) is not None:
         other.drop_local(oldest)
@@ -436,7 +462,7 @@ async def test_an_unclean_election_gives_up_what_was_listed_behind_it(tmp_path: 
         await turns(shard, place)
     async with leading(short, record, place) as shard:
         await turns(shard, place)
-    listed = read_list(record.pointer)
+    listed = LISTS.read(record.pointer)
     assert listed.segments and all(one.next_offset <= short.end_offset for one in listed.segments)
     assert sum(name.endswith(".seg") for name in store.list_names(place)) == len(listed.segments)
 
@@ -453,3 +479,80 @@ def test_a_list_that_cannot_be_read_names_its_object() -> None:
         with pytest.raises(CorruptionError, match="memory://x/list"):
             decode_list(data, "memory://x/list")
     assert decode_list(b"{}", "") == OffloadList()
+
+
+def pointer_to(listed: OffloadList, url: str, epoch: int, lists: bytes = SECRET) -> ListPointer:
+    """As who holds this secret would make it, of a list that stands at `url`."""
+    data = encode_list(listed)
+    store.put_bytes(data, url)
+    bare = ListPointer(url, hashlib.sha256(data).hexdigest(), epoch)
+    return msgspec.structs.replace(bare, tag=tag(lists, TAG, bare.tagged, *IDENTITY).hex())
+
+
+def all_below(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+OTHER: Final = IDENTITY._replace(stream="acme/payments/refunds", incarnation=bytes(16))
+
+
+@pytest.mark.parametrize(
+    "how", ["untagged", "of another shard", "elsewhere", "a stranger's object", "no object at all", "dotted"]
+)
+async def test_a_list_that_no_broker_wrote_touches_nothing_and_is_replaced(
+    tmp_path: Path, place: str, how: str
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    listed = check_store(record, log, place)
+    victim = tmp_path / "elsewhere" / "root.key"
+    victim.parent.mkdir()
+    victim.write_bytes(b"no object")
+    manifest = victim.with_name("root.key.json")
+    manifest.write_bytes(b"{}")
+    stranger = msgspec.structs.replace(listed.segments[0], url=f"file://{victim}", next_offset=1 << 40)
+    url, other = object_url(place, list_name(1, "f" * 64)), offload_base(f"file://{tmp_path}/s", OTHER)
+    match how:
+        case "untagged":
+            forged = pointer_to(OffloadList(190, (stranger,)), url, 1, b"!" * 32)
+        case "of another shard":
+            forged = lists_of(OTHER).write(listed, other, 1)
+        case "elsewhere":
+            forged = pointer_to(listed, f"file://{tmp_path}/elsewhere/list.json", 1)
+        case "a stranger's object":
+            forged = pointer_to(OffloadList(0, (stranger, *listed.segments)), url, 1)
+        case "no object at all":
+            forged = ListPointer("data:application/json;base64,e30=", "0" * 64, 1)
+        case "dotted":
+            segments = (msgspec.structs.replace(stranger, url=f"{place}/../../{victim.name}"),)
+            forged = pointer_to(OffloadList(0, segments), url, 1)
+    before = all_below(tmp_path), log.start_offset
+    with pytest.raises(ForgedListError):
+        LISTS.read(forged)
+    record.pointer = forged
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    assert record.pointer not in (None, forged)
+    assert LISTS.read(record.pointer).segments == listed.segments
+    assert (all_below(tmp_path), log.start_offset) == before
+    for one in listed.segments:
+        check_object(one)
+
+
+async def test_a_list_says_that_records_are_gone_and_is_believed_where_their_objects_are(
+    tmp_path: Path, place: str
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    listed = check_store(record, log, place)
+    fourth = listed.segments[3]
+    # Whoever led before let go of three segments, and deleted the objects of two of them.
+    record.pointer = LISTS.write(listed.less(fourth.base_offset), place, record.epoch)
+    for one in listed.segments[:2]:
+        delete_object(one.url)
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    assert log.start_offset == listed.segments[2].base_offset
+    assert LISTS.read(record.pointer).segments == listed.segments[2:]
