@@ -218,6 +218,13 @@ def epoch_of(name: str) -> int | None:
     return int(match[1] or match[2]) if match else None
 
 
+def is_object_of(name: str, base_offset: int) -> bool:
+    """Whether a segment that begins at this offset is given such a name, or its manifest."""
+    return bool(_OBJECT.fullmatch(name.removesuffix(MANIFEST_SUFFIX))) and name.startswith(
+        f"{base_offset:020d}"
+    )
+
+
 def is_of_shard(url: str, place: str) -> bool:
     """Whether this is a URL that a broker gives an object of the shard with this place (`directory.shard_place`), in whatever store."""
     base, _, name = url.rpartition("/")

@@ -44,6 +44,7 @@ from region.log.offload import (
     decode_manifest,
     encode_manifest,
     encode_offload,
+    is_object_of,
     object_url,
 )
 from region.log.recovery import EPOCHS_NAME, encode_epochs
@@ -287,19 +288,20 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
             code=Code.CONFLICT,
             hint="Move it away first, if it is to be made anew.",
         )
-    manifests = [
-        decode_manifest(store.get_bytes(object_url(base, name)), object_url(base, name))
-        for name in store.list_names(base)
-        if name.endswith(SEGMENT_SUFFIX + MANIFEST_SUFFIX)
-    ]
+    manifests = []
+    for name in store.list_names(base):
+        if name.endswith(SEGMENT_SUFFIX + MANIFEST_SUFFIX):
+            url = object_url(base, name)
+            manifest = decode_manifest(store.get_bytes(url), url)
+            one, header = manifest.segment, manifest.segment.segment_header
+            # What is read, and deleted later, is the object beside which it stands: whoever keeps the store chooses no other.
+            if (header.identity, one.manifest_url) != (identity, url) or not is_object_of(
+                name, header.base_offset
+            ):
+                raise CorruptionError(f"{url} is about {header.identity} at {one.url[:200]}.")
+            manifests.append(manifest)
     if not manifests:
         raise RequestError(f"There is no offloaded segment at {base}.", code=Code.NOT_FOUND)
-    for one in (manifest.segment for manifest in manifests):
-        header = one.segment_header
-        if header.identity != identity or not one.url.startswith(
-            object_url(base, f"{header.base_offset:020d}")
-        ):
-            raise CorruptionError(f"{one.manifest_url} is about {header.identity} at {one.url}.")
     manifests = _chain(manifests, base)
     following = manifests[-1].segment.next_offset
     newest = manifests[-1]

@@ -13,6 +13,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import fsspec
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -43,7 +44,7 @@ from region.log.directory import LogDirectory, offload_base
 from region.log.disk import DiskLog
 from region.log.errors import NotLocalError
 from region.log.frame import Frame
-from region.log.offload import OFFLOADED_NAME, decode_offload, object_url
+from region.log.offload import OFFLOADED_NAME, decode_manifest, decode_offload, encode_manifest, object_url
 from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
@@ -263,6 +264,25 @@ def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None
     log.close()
     with pytest.raises(CorruptionError, match="are missing"):
         restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles())
+
+
+@pytest.mark.parametrize(
+    "other", ["{url}/../../../root.key", "{url}.2", "{place}/root.key", "file:///root.key"]
+)
+def test_a_manifest_speaks_for_the_object_that_it_stands_beside(
+    tmp_path: Path, place: str, other: str
+) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    one = log.offload.segments[2]
+    log.close()
+    url = other.format(url=one.url, place=place)
+    manifest = decode_manifest(store.get_bytes(one.manifest_url), one.manifest_url)
+    changed = msgspec.structs.replace(manifest, segment=msgspec.structs.replace(one, url=url))
+    store.put_bytes(encode_manifest(changed), one.manifest_url)
+    with pytest.raises(CorruptionError, match=one.manifest_url):
+        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles())
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_cache_of_fetched_segments_is_bounded(tmp_path: Path, place: str) -> None:
