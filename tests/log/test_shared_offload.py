@@ -386,7 +386,7 @@ async def test_a_store_that_deletes_nothing_for_a_while_holds_up_no_upload(
             for turn in range(2, (len(closed) + 1) // 2 + 1):
                 with pytest.raises(UnavailableError, match="may not be deleted"):
                     await shard.offload(turn << 20, place)
-                assert len(read_list(record.pointer).segments) == min(2 * turn, len(closed))
+                assert len(LISTS.read(record.pointer).segments) == min(2 * turn, len(closed))
         assert shard.offload_due(1 << 40)
         await shard.offload(1 << 40, place)
         check_store(record, log, place)
