@@ -349,10 +349,12 @@ class Coordinator:
         return epoch
 
     async def abort(self, owner: SpiffeId, transaction_id: bytes) -> None:
-        """Drop it. One that has ended without a commit is aborted already. Raises RequestError(CONFLICT) where it is committed."""
+        """Drop it. One that has ended without a commit is aborted already. Raises RequestError(CONFLICT) where it is committed,
+        NotLeaderError where another broker may have committed it."""
         await self._certain()
         if self.state.find(transaction_id) is not None or transaction_id in self._commits:
             raise RequestError("This transaction is committed.", code=Code.CONFLICT)
+        self._require_led()
         transaction = self.open.find(owner, transaction_id)
         if transaction is not None:
             self.aborted += 1

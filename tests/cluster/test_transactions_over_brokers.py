@@ -13,10 +13,14 @@ from region_peer import client as client_of
 from region_peer import until
 
 import felix
-from felix.errors import Code, RequestError
+from felix.errors import Code, NotLeaderError, RequestError, UnavailableError
+from felix.names import SpiffeId
 from region.bootstrap import write_profile
+from region.broker import Broker
 from region.metadata.records import StreamConfig
+from region.streams import HostedStream
 from region.transactions import lane_applier
+from region.transactions.coordinator import Coordinator
 from region.transactions.stream_leaders import StreamLeaders
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -65,8 +69,16 @@ async def payloads(operator: felix.RegionClient, name: str, count: int) -> list[
 
 
 async def test_a_transaction_over_streams_of_all_brokers_from_any_of_them(
-    tmp_path: Path, etcd: EtcdProcess
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    coordinators: list[Coordinator] = []
+    lead = Coordinator.lead
+
+    async def noted(coordinator: Coordinator, stream: HostedStream) -> None:
+        coordinators.append(coordinator)
+        await lead(coordinator, stream)
+
+    monkeypatch.setattr(Coordinator, "lead", noted)
     async with serving(tmp_path, etcd) as region:
         async with region.client("b1") as operator:
             streams = await led_by_each(region, operator)
@@ -82,6 +94,11 @@ async def test_a_transaction_over_streams_of_all_brokers_from_any_of_them(
                 for name in streams.values():
                     count = NAMES.index(broker) + 1
                     assert await payloads(client, name, count) == [each.encode() for each in NAMES[:count]]
+        # Without a lease another broker may coordinate, and have committed what this one does not know.
+        coordinator = next(each for each in coordinators if each.lanes is not None)
+        with monkeypatch.context() as patch, pytest.raises(NotLeaderError, match="The lease is over"):
+            patch.setattr(Broker, "fence", lambda broker: UnavailableError("The lease is over."))
+            await coordinator.abort(SpiffeId.parse("spiffe://us-east.acme/client/orders"), b"unknown")
 
 
 async def test_acknowledgements_and_instances_go_through_whichever_broker(

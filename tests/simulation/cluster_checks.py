@@ -199,6 +199,8 @@ class Checks:
         self.world.counts["committed"] += len(new)
         if self.world.audit is not None:
             self.world.audit.committed(shard, number, new)
+        if self.world.transactions is not None:
+            self.world.transactions.committed(shard, number, new)
         self._held_by_members(machine, shard, core, number, known, "committed")
 
     @staticmethod
@@ -418,3 +420,5 @@ class Checks:
             known = self.committed.get((shard, log_number), [])
             if not any(frame.end == point and frame.body == (name, number) for frame in known):
                 raise BrokenError(f"2: {name} was told that {number} stands at {point}, and it does not")
+        if self.world.transactions is not None:
+            self.world.transactions.finish()

@@ -5,13 +5,20 @@ None is an option of the product: each rule is a function or method of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pytest
 from replication import test_follower, test_leader
-from simulation import cluster_audit, cluster_disaster, cluster_readers, cluster_world
+from simulation import (
+    cluster_audit,
+    cluster_disaster,
+    cluster_readers,
+    cluster_transactions,
+    cluster_world,
+)
 from simulation.cluster_checks import BrokenError
+from simulation.cluster_transactions import Coordinator
 from simulation.cluster_world import ClusterWorld, Fault, Scene, simulate_cluster
 from simulation.log_model import Captured, DiskModel, LogModel
 from simulation.switching import missed, patched, switched_off
@@ -32,6 +39,9 @@ from region.replication.messages import Append, Durable, Placed
 from region.replication.ready import Outcome, Ready, RecordRead, Send, SwapAnswered, YieldAsked
 from region.replication.replica import Fence, Log, Replica
 from region.replication.standing import Standing
+from region.transactions.positions import Comparison, Placing, compare
+from region.transactions.rounds import Effect, Rounds
+from region.transactions.state import UNKNOWN_OFFSET
 
 SEEDS_MAX: Final = 2_000
 """So many seeds may pass before a rule that is switched off must have been missed."""
@@ -282,6 +292,11 @@ def power_goes_everywhere() -> None:
     assert simulate_cluster(0, scene).counts["checkpoints"] > 1
 
 
+def a_coordinator_is_cut_off() -> None:
+    """From the others and the store, not from a writer: another one coordinates, and this one does not know it for a while."""
+    simulate_cluster(2, Scene(shards=3, faults=(Fault(2_500, "alone", 0, 1, 6_000, 1),), transacted=True))
+
+
 def recover_whoever_lives(
     view: ClusterView, shard: ShardId, winner: str, dead: Collection[str], election: str, **asked: object
 ) -> Transaction:
@@ -297,6 +312,32 @@ def recover_whoever_lives(
 def never_given_up(self: FollowerCore, log: Log) -> LogPoint:
     """Keeps what was committed here, although the record says that it is given up."""
     return log.commit
+
+
+def take_for_applied(self: Coordinator, lane: str, numbers: Sequence[int]) -> None:
+    """Goes on without the answer of a lane's leader."""
+    parts = [part for number in numbers for part in self.held[number].parts if part.stream == lane]
+    for part in parts:
+        self._offsets[part.number][part.index] = (UNKNOWN_OFFSET,)
+    self._ask(lane, parts, numbers[-1], nothing)
+    self._later(1, lambda: self._carry_out(self.rounds.applied(lane)))
+
+
+class ShowsEach(Rounds):
+    """Shows a lane once it has its own part."""
+
+    def _show_round(self) -> list[Effect]:
+        self._showing.update(self._applied)
+        lanes, self._applied = self._applied, []
+        return [self._show(lane) for lane in lanes]
+
+    def _begin(self) -> list[Effect]:
+        return [] if self._applying else super()._begin()
+
+
+def as_if_empty(annotation: bytes, wanted: Sequence[Placing]) -> Comparison:
+    """Appends what it is asked for, whatever it has."""
+    return compare(b"", wanted)
 
 
 def all_of(*offs: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -513,6 +554,45 @@ TWINS: Final = (
         None,
         patched(LeaderCore, "_look_for_others", lambda *_: None),
         test_leader.test_r21_a_leader_that_nobody_follows_gives_others_the_chance_if_they_live,
+    ),
+    Twin(
+        "N6: a leader does for transactions what their coordinator asks, in its epoch",
+        5,
+        patched(cluster_transactions, "is_coordinator", always),
+    ),
+    Twin(
+        "18: a transaction is told as committed once each lane has applied it",
+        5,
+        all_of(
+            patched(Coordinator, "_apply", take_for_applied),
+            patched(cluster_transactions.Transactions, "is_whole", nothing),
+        ),
+    ),
+    Twin(
+        "18: a transaction is shown once all of it is applied",
+        5,
+        patched(cluster_transactions, "Rounds", ShowsEach),
+    ),
+    Twin(
+        "18: what an annotation names is not appended again",
+        25,
+        patched(cluster_transactions, "compare", as_if_empty),
+    ),
+    Twin(
+        "18: nothing is in a shard before its decision is durable",
+        5,
+        patched(cluster_transactions, "is_decided", always),
+    ),
+    Twin(
+        "18: a coordinator begins with what its journal says is owed",
+        25,
+        patched(cluster_transactions, "owed", lambda *_: []),
+    ),
+    Twin(
+        "18: that nothing of a transaction is there is told with a lease",
+        None,
+        patched(cluster_transactions, "may_tell", always),
+        a_coordinator_is_cut_off,
     ),
     Twin("a leader needs ticks while a copy has not all", 1, patched(LeaderCore, "_is_at_rest", always)),
     Twin(

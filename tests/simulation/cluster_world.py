@@ -23,6 +23,7 @@ from simulation.cluster_audit import AUDIT_STREAM, AuditHome
 from simulation.cluster_checks import OPERATOR, BrokenError, Checks
 from simulation.cluster_disaster import Disaster
 from simulation.cluster_readers import Reader
+from simulation.cluster_transactions import LANES, Transactions
 from simulation.log_model import DiskModel, LogModel
 from simulation.script import shrink
 from simulation.store_model import (
@@ -131,6 +132,8 @@ class Scene:
     appends: bool = True
     audited: bool = False
     """the first shard is an audit log: its leader signs what is committed of it"""
+    transacted: bool = False
+    """the leader of the first shard coordinates transactions that write into the others"""
 
 
 FAULTS: Final = {
@@ -147,6 +150,8 @@ APART: Final = {"lost copy", "older copy", "damaged copy", "store back"}
 """Faults of seeds in which nothing is recovered so."""
 AUDITED: Final = 0.15
 """In so many seeds the first shard is an audit log."""
+TRANSACTED: Final = 0.1
+"""In so many of the others there are transactions. A journal whose end was given up is none of their promises."""
 
 
 def draw(seed: int) -> Scene:
@@ -188,7 +193,14 @@ def draw(seed: int) -> Scene:
         )
         faults.append(Fault(at, "recovered", where, where, lasts, random.getrandbits(16)))
     audited = Random(f"home {seed}").random() < AUDITED
-    return Scene(brokers, shards, minimum, tuple(sorted(faults)), audited=audited)
+    transacted = (
+        not audited
+        and all(fault.what != "recovered" for fault in faults)
+        and Random(f"transacted {seed}").random() < TRANSACTED
+    )
+    if transacted:
+        shards = 1 + LANES
+    return Scene(brokers, shards, minimum, tuple(sorted(faults)), audited=audited, transacted=transacted)
 
 
 @dataclass
@@ -294,6 +306,7 @@ class ClusterWorld:
             Reader(self, f"r{number}", client.shard) for number, client in enumerate(self.clients)
         ]
         self.audit = AuditHome(self, self.shards[0]) if self.scene.audited else None
+        self.transactions = Transactions(self, self.shards) if self.scene.transacted else None
         self.operator = self.store.client(OPERATOR)
         self._folders = self.scene.brokers
         elections = Random(f"elections {seed}")
@@ -397,6 +410,8 @@ class ClusterWorld:
                 self.later(700, lambda client=client: self.drive(client))  # type: ignore[misc]
             for reader in self.readers:
                 self.later(800, reader.look)
+            if self.transactions is not None:
+                self.transactions.begin()
 
     def rest(self) -> None:
         """No more faults: everything is served again, and nothing that was promised is missing."""
@@ -478,8 +493,12 @@ class ClusterWorld:
                     other.replica.logs[number].durable != log.end for number, log in core.replica.logs.items()
                 ):
                     return f"{name} lacks what the leader has"
+        if self.counts["vacant"]:
+            return ""
         waiting = [client.name for client in self.clients if client.waits]
-        return f"clients {waiting} wait" if waiting and not self.counts["vacant"] else ""
+        if waiting:
+            return f"clients {waiting} wait"
+        return "" if self.transactions is None else self.transactions.why_not_well()
 
     # -- starting and ending ---------------------------------------------------------------------------
 
@@ -859,6 +878,8 @@ class ClusterWorld:
         self.checks.after(machine, shard, core, ready, event)
         if machine.up and core is machine.cores.get(shard):
             self._answer(machine, shard, core, ready)
+            if self.transactions is not None:
+                self.transactions.stepped(machine, shard, core)
 
     def _carry_out(
         self, machine: Machine, shard: ShardId, core: ReplicaCore, ready: Ready, event: object
@@ -1437,7 +1458,11 @@ class ClusterWorld:
     def _trim(self, machine: Machine, shard: ShardId) -> None:
         """Retention: a leader lets go of half of what is committed."""
         core = machine.cores[shard]
-        if not core.leader.may_append() or (self.audit is not None and shard == self.audit.shard):
+        if (
+            not core.leader.may_append()
+            or self.transactions is not None
+            or (self.audit is not None and shard == self.audit.shard)
+        ):
             return
         for number, log in core.replica.logs.items():
             model = machine.disk.log(shard, number)

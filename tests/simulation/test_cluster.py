@@ -23,7 +23,15 @@ def test_what_is_promised_is_kept_whatever_fails(number: int) -> None:
     assert counts["epochs"] > SLICE
     assert all(
         counts[what]
-        for what in ("power", "crashes", "swaps applied", "ticks left out", "checkpoints", "read")
+        for what in (
+            "power",
+            "crashes",
+            "swaps applied",
+            "ticks left out",
+            "checkpoints",
+            "read",
+            "told committed",
+        )
     )
 
 
