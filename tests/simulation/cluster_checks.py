@@ -422,3 +422,5 @@ class Checks:
                 raise BrokenError(f"2: {name} was told that {number} stands at {point}, and it does not")
         if self.world.transactions is not None:
             self.world.transactions.finish()
+        if self.world.offload is not None:
+            self.world.offload.finish()

@@ -5,7 +5,7 @@ None is an option of the product: each rule is a function or method of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pytest
@@ -13,11 +13,13 @@ from replication import test_follower, test_leader
 from simulation import (
     cluster_audit,
     cluster_disaster,
+    cluster_offload,
     cluster_readers,
     cluster_transactions,
     cluster_world,
 )
 from simulation.cluster_checks import BrokenError
+from simulation.cluster_offload import Change, Turns
 from simulation.cluster_transactions import Coordinator
 from simulation.cluster_world import ClusterWorld, Fault, Scene, simulate_cluster
 from simulation.log_model import Captured, DiskModel, LogModel
@@ -29,6 +31,8 @@ from region.cluster.election import Brokers
 from region.cluster.records import ShardId, ShardRecord
 from region.cluster.transactions import Transaction
 from region.cluster.view import ClusterView
+from region.log import shared_offload
+from region.log.offload import Offloaded, OffloadList
 from region.log.point import LogPoint
 from region.reconciliation import ShardTold
 from region.replication import leader
@@ -340,6 +344,30 @@ def as_if_empty(annotation: bytes, wanted: Sequence[Placing]) -> Comparison:
     return compare(b"", wanted)
 
 
+def delete_at_once(self: Turns, change: Change) -> None:
+    """Deletes what its new list does not name before that one is in force."""
+    shared_offload.delete_unlisted(change.before, change.old, change.new)
+
+
+def move_anyhow(
+    view: ClusterView, shard: ShardId, leader: str, before: ShardRecord, revision: int, after: ShardRecord
+) -> Transaction:
+    """Moves the pointer, whatever became of the record."""
+    return Transaction((), (transactions._put(view, shard, after),))
+
+
+def a_pointer_is_moved_late() -> None:
+    """Leaders end one after the other, and what they asked of the store may happen seconds later."""
+    ends = (Fault(2_600 + 2_000 * at, "crash", at, at, 1_500, 1) for at in range(3))
+    scene = Scene(faults=(Fault(700, "doubt", 0, 1, 8_000, 1), *ends), offloaded=True)
+    assert simulate_cluster(13, scene).counts["lists"]
+
+
+def begin_a_list(self: OffloadList, own: Iterable[Offloaded], end: int) -> OffloadList:
+    """A new leader lists what it uploads itself."""
+    return OffloadList(self.start)
+
+
 def all_of(*offs: Callable[[pytest.MonkeyPatch], None]) -> Callable[[pytest.MonkeyPatch], None]:
     def off(patch: pytest.MonkeyPatch) -> None:
         for each in offs:
@@ -446,7 +474,7 @@ TWINS: Final = (
     Twin("a controller writes in its term alone", 15, patched(transactions, "in_office", in_any_term)),
     Twin(
         "a move ends once all that it leads to are in sync",
-        253,
+        979,
         patched(membership, "is_target_in_sync", has_a_target),
     ),
     Twin(
@@ -593,6 +621,27 @@ TWINS: Final = (
         None,
         patched(cluster_transactions, "may_tell", always),
         a_coordinator_is_cut_off,
+    ),
+    Twin(
+        "24: nothing is deleted before a list without it is in force",
+        104,
+        patched(Turns, "_wrote", delete_at_once),
+    ),
+    Twin(
+        "24: a pointer is moved in the record as it was read",
+        None,
+        patched(cluster_offload, "change", move_anyhow),
+        a_pointer_is_moved_late,
+    ),
+    Twin(
+        "24: nothing of a later epoch is deleted",
+        1573,
+        patched(shared_offload, "epoch_of", lambda name: 0),
+    ),
+    Twin(
+        "24: a new leader goes on from the list in force",
+        104,
+        patched(OffloadList, "taken_over", begin_a_list),
     ),
     Twin("a leader needs ticks while a copy has not all", 1, patched(LeaderCore, "_is_at_rest", always)),
     Twin(

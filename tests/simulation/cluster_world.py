@@ -22,6 +22,7 @@ from typing import Final, NamedTuple
 from simulation.cluster_audit import AUDIT_STREAM, AuditHome
 from simulation.cluster_checks import OPERATOR, BrokenError, Checks
 from simulation.cluster_disaster import Disaster
+from simulation.cluster_offload import Offload
 from simulation.cluster_readers import Reader
 from simulation.cluster_transactions import LANES, Transactions
 from simulation.log_model import DiskModel, LogModel
@@ -134,6 +135,8 @@ class Scene:
     """the first shard is an audit log: its leader signs what is committed of it"""
     transacted: bool = False
     """the leader of the first shard coordinates transactions that write into the others"""
+    offloaded: bool = False
+    """segments of the first shard lie in a store"""
 
 
 FAULTS: Final = {
@@ -152,6 +155,10 @@ AUDITED: Final = 0.15
 """In so many seeds the first shard is an audit log."""
 TRANSACTED: Final = 0.1
 """In so many of the others there are transactions. A journal whose end was given up is none of their promises."""
+
+
+OFFLOADED: Final = 0.15
+"""In so many of the rest segments lie in a store: where no copy, and no record, goes back to what it was."""
 
 
 def draw(seed: int) -> Scene:
@@ -200,7 +207,15 @@ def draw(seed: int) -> Scene:
     )
     if transacted:
         shards = 1 + LANES
-    return Scene(brokers, shards, minimum, tuple(sorted(faults)), audited=audited, transacted=transacted)
+    offloaded = (
+        not (audited or transacted)
+        and not any(fault.what in {*APART, "recovered", "snapshot"} for fault in faults)
+        and Random(f"offloaded {seed}").random() < OFFLOADED
+    )
+    faults.sort()
+    return Scene(
+        brokers, shards, minimum, tuple(faults), audited=audited, transacted=transacted, offloaded=offloaded
+    )
 
 
 @dataclass
@@ -307,6 +322,7 @@ class ClusterWorld:
         ]
         self.audit = AuditHome(self, self.shards[0]) if self.scene.audited else None
         self.transactions = Transactions(self, self.shards) if self.scene.transacted else None
+        self.offload = Offload(self, self.shards[0]) if self.scene.offloaded else None
         self.operator = self.store.client(OPERATOR)
         self._folders = self.scene.brokers
         elections = Random(f"elections {seed}")
@@ -1010,6 +1026,8 @@ class ClusterWorld:
         log = LogModel(list(frames), starts, source.start, BEGINNING, list(frames), starts)
         log.kept = min(machine.disk.log(shard, number).kept, end)
         machine.disk.logs[shard][number] = log
+        if number == 0:
+            machine.disk.offloaded.pop(shard, None)
         machine.disk.lower_mark(shard, number, end)
         self.step(machine, shard, Copied(number, log.start, end, History(starts)))
 
@@ -1086,6 +1104,8 @@ class ClusterWorld:
         self.steer(machine, controller.Tick())
         if self.audit is not None:
             self.audit.look(machine)
+        if self.offload is not None:
+            self.offload.tick(machine)
         self.on(machine, TICK_MS, lambda: self._tick(machine))
 
     # -- clients ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from region.cluster.records import ShardId
 from region.cluster.registration import FolderRecord
+from region.log.offload import Offloaded
 from region.log.point import LogPoint
 from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Frame
@@ -149,6 +150,8 @@ class DiskModel:
     logs: dict[ShardId, dict[int, LogModel]] = field(default_factory=dict)
     marks: dict[tuple[ShardId, int], LogPoint] = field(default_factory=dict)
     damaged: set[ShardId] = field(default_factory=set)
+    offloaded: dict[ShardId, dict[int, Offloaded]] = field(default_factory=dict)
+    """segments that are in a store, and here no more, by base offset"""
     fails: bool = False
     hangs: bool = False
     slow_ms: int = 0

@@ -31,6 +31,7 @@ def test_what_is_promised_is_kept_whatever_fails(number: int) -> None:
             "checkpoints",
             "read",
             "told committed",
+            "offloaded",
         )
     )
 
