@@ -157,12 +157,14 @@ class SharedDestruction:
         return bool(self.ledger.without_leaf())
 
     async def carry_out(self) -> list[Held]:
-        """As `Destruction`. A record of a key that is in use is another's work than a broker's: it gets no leaf."""
-        return [
-            held
-            for held in self.ledger.without_leaf()
-            if not self.holding(held) and not self._rotation.is_known(held.record)
-        ]
+        """As `Destruction`. A record of a key that is in use, or that no deletion left, is another's work than a broker's: it gets no leaf."""
+        gone = []
+        for held in self.ledger.without_leaf():
+            if self.holding(held) or self._rotation.is_known(held.record):
+                continue
+            if await self._rotation.is_marked(held.record):
+                gone.append(held)
+        return gone
 
     async def begin_roots(self, by: str) -> list[bytes]:
         """As `Destruction`."""

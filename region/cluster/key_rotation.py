@@ -7,7 +7,7 @@ The root key, each step by compare-and-swap, and resumed by the next call after 
 1. a root is made in this broker's provider, and `keys/roots` names it as pending;
 2. each broker says which roots it holds; while one lacks the pending root, nothing is changed, and the error names it;
 3. `keys/roots`: the pending root is active, the old one decrypt-only. New stream keys are wrapped under it from here on;
-4. the others are wrapped anew, record by record. Each names its root, so it opens before and after;
+4. the others are wrapped anew, record by record, those of deleted streams excepted. Each names its root, so it opens before and after;
 5. each broker says under which roots its copies are. The old root's file may go once all say: under the new one alone.
 
 Destroying keys: a stream's goes in the transaction that deletes the stream, which leaves a record in `keys/destroyed`; retired roots go in the transaction
@@ -39,8 +39,8 @@ from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_stream_key
 from region.cluster.stream_keys import RETRY, SWAPS_MAX, StreamKeys
 from region.metadata.destroyed_keys import DestroyedKeys
 from region.metadata.port import MetadataStore, OutcomeUnknownError
-from region.metadata.records import DestroyedKey, Keys, encode
-from region.metadata.transaction import Entry, Event, ModRevision, Put
+from region.metadata.records import DeletedStream, DestroyedKey, Keys, decode, encode
+from region.metadata.transaction import OPERATIONS_MAX, Absent, Compare, Entry, Event, ModRevision, Put
 
 log = logging.getLogger("felix.region.stream_keys")
 
@@ -49,7 +49,8 @@ CONFIRM_S: Final = 10.0
 LOOK_S: Final = 2.0
 """How often a broker looks whether a root that it lacks was brought."""
 REWRAPPED_AT_ONCE: Final = 60
-"""Stream keys of one transaction; half of what it may compare and write."""
+"""Stream keys of one transaction, which makes two compares for each."""
+assert 2 * REWRAPPED_AT_ONCE <= OPERATIONS_MAX
 RETIRED_KEPT: Final = 16
 """Retired roots that `keys/roots` still names though nothing is wrapped under them: well below ROOTS_MAX."""
 assert RETIRED_KEPT < ROOTS_MAX // 2
@@ -189,8 +190,19 @@ class KeyRotation:
         """Whether this broker has the key still, whatever the store says."""
         if record.level == "root":
             return self._needs_root(record.key)
-        known = self._keyring.find(bytes.fromhex(record.incarnation))
-        return known is not None and known.key == record.key
+        return any(known.key == record.key for known in self._keyring.records())
+
+    async def is_marked(self, record: DestroyedKey) -> bool:
+        """Whether a stream was deleted with this key, as the record says it: they are written in one transaction. A root has no such mark.
+        Raises UnavailableError, CorruptionError."""
+        if record.level == "root":
+            return True
+        entry = await self._store.get(self._keys.deleted(record.incarnation)) if record.incarnation else None
+        if entry is None:
+            return False
+        mark = decode(entry.value, DeletedStream, entry.key)
+        # A region of one broker keeps its keys elsewhere, and its marks name none.
+        return (mark.name, mark.by) == (record.stream, record.by) and mark.key in ("", record.key)
 
     async def rotate_root(self) -> RootRotation:
         """A new root wraps every stream key; see this module's docstring for the steps. The old one can still unwrap. While a rotation of
@@ -321,13 +333,13 @@ class KeyRotation:
             return 0
         if await self._swap(wrapped):
             return len(wrapped)
-        # One of them was changed, or its stream was deleted, meanwhile.
+        # One of them was changed, or its stream was deleted: then its key stays as it is, and whoever follows the store removes it.
         done = 0
         for one in wrapped:
             for _ in range(SWAPS_MAX):
                 entry = await self._store.get(one.key)
                 again = [] if entry is None else await asyncio.to_thread(self._wrap_anew, (entry,), root)
-                if not again:
+                if not again or await self._store.get(self._mark(one)) is not None:
                     break
                 if await self._swap(again):
                     done += 1
@@ -336,12 +348,14 @@ class KeyRotation:
 
     async def _swap(self, wrapped: list[Entry]) -> bool:
         with suppress(OutcomeUnknownError):
-            result = await self._store.transact(
-                [ModRevision(entry.key, entry.mod_revision) for entry in wrapped],
-                [Put(entry.key, entry.value) for entry in wrapped],
-            )
+            compares: list[Compare] = [ModRevision(entry.key, entry.mod_revision) for entry in wrapped]
+            compares += [Absent(self._mark(entry)) for entry in wrapped]
+            result = await self._store.transact(compares, [Put(entry.key, entry.value) for entry in wrapped])
             return result.succeeded
         return False
+
+    def _mark(self, entry: Entry) -> str:
+        return self._keys.deleted(entry.key.removeprefix(self._keys.stream_key("")))
 
     def _wrap_anew(self, entries: tuple[Entry, ...], root: Root) -> list[Entry]:
         """Those that are under another root, wrapped under this one, with the revision that they were read at. Blocks on the provider.

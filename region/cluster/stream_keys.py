@@ -7,6 +7,7 @@ shows as it was before, is put back from the copies: keys and roots only go forw
 Invariants:
 - a key is synced in this broker's copy before it is used here;
 - a record is used only after it was unwrapped; one that fails, or is another key than the one known, changes nothing and is in `faults`;
+- a deleted stream's key stays destroyed: a record that stands beside the mark of a deletion is not used, and is removed from the store;
 - no plain key leaves the process; cryptography and the disk are threads' work.
 
 Order: `open`, once the broker is registered; then `ensure` before a stream's logs are opened; `close`. One event loop.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import aclosing, suppress
 from typing import Final, NamedTuple, Protocol
 
@@ -42,7 +43,7 @@ from keys.stream_key import (
 from region.cluster.stored_keys import StoredKeys
 from region.metadata.port import CompactedError, MetadataStore, OutcomeUnknownError
 from region.metadata.records import Keys
-from region.metadata.transaction import Absent, Entry, Event, ModRevision, Put
+from region.metadata.transaction import Absent, Delete, Entry, Event, ModRevision, Put
 
 log = logging.getLogger("felix.region.stream_keys")
 
@@ -51,7 +52,9 @@ RETRY: Final = BackoffPolicy(first_ms=100, ceiling_ms=5_000)
 SWAPS_MAX: Final = 16
 """Tries at one record while others change it."""
 DELETIONS_REMEMBERED_MAX: Final = 1_024
-"""Of late: a read that was on its way meanwhile is not taken for a key that came back."""
+"""Of late: a key is not taken anew where the mark of its stream's deletion went as well."""
+MARKS_ASKED_MAX: Final = 16
+"""Marks of deletions that are asked for one by one; for more, as at a start, all are loaded."""
 _ROOTS: Final = ""
 """Where the roots stand among incarnations."""
 _INCARNATION: Final = re.compile(r"[0-9a-f]{32}")
@@ -489,9 +492,13 @@ class StreamKeys:
         for number in changed.keys() - found.keys():
             self.faults.pop(number, None)
         under = self._keyring.roots_in_use()
-        good, older = await asyncio.to_thread(self._judge, found)
+        marks = await self._read_marks(changed)
+        # What a store shows again after its deletion was carried out here is deleted, also where the mark is gone.
+        deleted = marks.keys() | {number for number in changed if self._deleted.look(number) is not None}
+        good, older = await asyncio.to_thread(
+            self._judge, {number: value for number, value in found.items() if number not in deleted}
+        )
         gone = [number for number, seen in changed.items() if seen.value is None]
-        deleted = {number for number in gone if await self._is_deleted(number)}
         for number in deleted:
             self._deleted.put(number, changed[number].revision)
             self._keyring.forget(bytes.fromhex(number))
@@ -502,6 +509,9 @@ class StreamKeys:
         for number in deleted:
             await self._stored.drop(bytes.fromhex(number))
             await self._destroy_own(bytes.fromhex(number))
+        for number, mark in marks.items():
+            if changed[number].value is not None:
+                await self._remove_again(number, changed[number], mark)
         for number in gone:
             if number not in deleted:
                 await self._put_back(number)
@@ -534,6 +544,30 @@ class StreamKeys:
 
     async def _is_deleted(self, number: str) -> bool:
         return await self._store.get(self._keys.deleted(number)) is not None
+
+    async def _read_marks(self, numbers: Collection[str]) -> dict[str, Entry]:
+        """The marks of those of these whose streams were deleted."""
+        if len(numbers) > MARKS_ASKED_MAX:
+            start = f"{self._keys.prefix}deleted/"
+            entries = (await self._store.load(start)).entries
+            return {
+                number: entry for entry in entries if (number := entry.key.removeprefix(start)) in numbers
+            }
+        found = {number: await self._store.get(self._keys.deleted(number)) for number in numbers}
+        return {number: entry for number, entry in found.items() if entry is not None}
+
+    async def _remove_again(self, number: str, shown: _Seen, mark: Entry) -> None:
+        """The store shows the key of a stream that was deleted; or showed it before it heard of the deletion, and then this changes nothing."""
+        key = self._keys.stream_key(number)
+        with suppress(OutcomeUnknownError):
+            result = await self._store.transact(
+                [ModRevision(key, shown.revision), ModRevision(mark.key, mark.mod_revision)], [Delete(key)]
+            )
+            if result.succeeded:
+                log.error(
+                    "%s was put back into the metadata store, by something other than Felix, after its stream was deleted: it is not used, and is removed.",
+                    key,
+                )
 
     async def _put_back(self, number: str) -> None:
         """The store lost a key that no deletion explains."""

@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final
 
@@ -47,6 +48,8 @@ from region.metadata.records import (
     encode_subscription,
 )
 from region.metadata.transaction import Absent, Compare, Delete, Entry, ModRevision, Put, Write
+
+log = logging.getLogger("felix.region.catalog")
 
 _SWAPS_MAX: Final = 16
 """Tries of a compare-and-swap against other writers of the same record."""
@@ -179,7 +182,7 @@ class Catalog:
                 name=str(name), incarnation=incarnation, deleted_ms=deleted_ms, by=by, key=_key_of(sealed_by)
             )
             mark_key = self.keys.deleted(incarnation)
-            compares = [
+            compares: list[Compare] = [
                 ModRevision(key, entry.mod_revision),
                 ModRevision(
                     self.keys.stream_key(incarnation), 0 if sealed_by is None else sealed_by.mod_revision
@@ -189,6 +192,8 @@ class Catalog:
             if sealed_by is not None:
                 writes.append(Delete(sealed_by.key))
             if mark.key:
+                await self._remove_made_up(mark.key, compares[-1])
+                compares.append(Absent(self.keys.destroyed_key(mark.key)))
                 destroyed = DestroyedKey(
                     key=mark.key,
                     level="stream",
@@ -207,6 +212,19 @@ class Catalog:
             if result.succeeded:
                 return mark
         raise _contended(key)
+
+    async def _remove_made_up(self, number: str, is_held: Compare) -> None:
+        """A record that a key was destroyed which a stream has still is no broker's: the brokers would go by its age and its leaf."""
+        key = self.keys.destroyed_key(number)
+        entry = await self.store.get(key)
+        if entry is None:
+            return
+        result = await self.store.transact([ModRevision(key, entry.mod_revision), is_held], [Delete(key)])
+        if result.succeeded:
+            log.error(
+                "%s stood for a key that is in use; it was written by something other than Felix, and is removed.",
+                key,
+            )
 
     async def deleted_streams(self) -> list[DeletedStream]:
         """Marks of explicitly deleted streams."""

@@ -29,7 +29,7 @@ from keys.keyring import ROOTS, create_keyring, open_keyring
 from keys.shared import SharedKeyring, find_first_root, open_copies
 from keys.store import KEY_FILE
 from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_roots
-from region.cluster import key_rotation
+from region.cluster import key_rotation, stream_keys
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.stream_keys import StreamKeys
 from region.erasure import SharedDestruction
@@ -251,6 +251,73 @@ async def test_a_deleted_streams_key_is_gone_from_the_store_and_from_every_broke
             await brokers.running[name].ensure(ORDERS, LIFE)
         assert refused.value.code is Code.NOT_FOUND
     assert await brokers.record() is None
+
+
+async def test_a_deleted_streams_key_that_is_put_back_is_not_used_and_is_removed(brokers: Brokers) -> None:
+    await brokers.start("a", "b")
+    await brokers.create(ORDERS, LIFE)
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+    kept = await brokers.record()
+    assert kept is not None
+    await brokers.stop("b")
+    mark = await brokers.catalog.delete_stream(ORDERS, deleted_ms=2)
+    await until(lambda: not brokers.knows("a"))
+    # One that runs hears of it again; one that was down finds the store as its copy has it, and never hears of the deletion.
+    await brokers.put(brokers.key(), kept)
+    await brokers.start("b")
+    assert not brokers.knows("b") and mark.key.encode() not in brokers.copies("b")
+    async with asyncio.timeout(30):
+        while await brokers.record() is not None:  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.001)
+    # Where the mark was taken away as well, who carried the deletion out knows it still.
+    await brokers.store.transact(
+        [], [Delete(brokers.catalog.keys.deleted(LIFE.hex())), Put(brokers.key(), kept)]
+    )
+    with pytest.raises(RequestError, match="was deleted"):
+        await brokers.running["a"].ensure(ORDERS, LIFE)
+    assert not brokers.knows("a") and mark.key.encode() not in brokers.copies("a")
+
+
+async def test_marks_of_deletions_are_loaded_at_once_where_many_keys_are_new(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_keys, "MARKS_ASKED_MAX", 1)
+    await brokers.start("a")
+    await brokers.create(ORDERS, LIFE)
+    for name, life in ((ORDERS, LIFE), (CARDS, OTHER_LIFE)):
+        await brokers.running["a"].ensure(name, life)
+    kept = await brokers.record()
+    assert kept is not None
+    await brokers.stop()
+    await brokers.catalog.delete_stream(ORDERS, deleted_ms=2)
+    await brokers.put(brokers.key(), kept)
+    await brokers.start("a", "b")
+    for name in "ab":
+        assert not brokers.knows(name) and brokers.knows(name, OTHER_LIFE)
+
+
+async def test_a_deleted_streams_key_that_is_put_back_is_not_wrapped_under_the_next_root(
+    brokers: Brokers,
+) -> None:
+    keys = await brokers.start("a")
+    await brokers.create(ORDERS, LIFE)
+    for name, life in ((ORDERS, LIFE), (CARDS, OTHER_LIFE)):
+        await keys.ensure(name, life)
+    kept = await brokers.record()
+    assert kept is not None
+    await brokers.catalog.delete_stream(ORDERS, deleted_ms=2)
+    await until(lambda: not brokers.knows("a"))
+    # Nobody who follows the store removes it meanwhile.
+    async with keys._draining:
+        await brokers.put(brokers.key(), kept)
+        rotation = brokers.rotations["a"]
+        roots = keys.roots
+        made = await asyncio.to_thread(rotation._make_root)
+        assert await rotation._rewrap(made) == 1
+        assert roots == keys.roots and await brokers.record() == kept
+        other = await brokers.record(OTHER_LIFE)
+        assert other is not None and made.key.encode() in other
 
 
 async def test_a_key_that_the_store_lost_is_put_back_as_it_was(brokers: Brokers) -> None:
@@ -891,8 +958,9 @@ async def owed(brokers: Brokers, name: str) -> set[str]:
     return {held.record.key for held in await SharedDestruction(brokers.rotations[name]).carry_out()}
 
 
+@pytest.mark.parametrize("life", ["00" * 16, "ab" * 16, ""])
 async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_go_of_it(
-    brokers: Brokers,
+    brokers: Brokers, life: str
 ) -> None:
     await brokers.start("a", "b", "c")
     await brokers.create(ORDERS, LIFE)
@@ -922,13 +990,25 @@ async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_
         await keys.ensure(CARDS, bytes(16))
     live = brokers.knows("a", bytes(16))
     assert live is not None
-    made_up = DestroyedKey(key=live.key, level="stream", stream=str(CARDS), incarnation="00" * 16, at_ms=1)
-    added = await ledger.add(made_up)
+    made_up = DestroyedKey(key=live.key, level="stream", stream=str(CARDS), incarnation=life, at_ms=1)
+    await ledger.add(made_up)
+    # Nor does one of a key that no stream was deleted with.
+    never = DestroyedKey(key="ab" * 16, level="stream", stream=str(CARDS), incarnation="00" * 16, at_ms=1)
+    await ledger.add(never)
+    added = await ledger.add(
+        msgspec.structs.replace(never, key="cd" * 16, incarnation=LIFE.hex(), by="spiffe://x")
+    )
     await until(lambda: rotation.holding(max(held.created, added.created)) == ())
     assert known.key.encode() not in b"".join(brokers.copies(name) for name in "abc")
     assert await owed(brokers, "a") == {mark.key}
-    await until(lambda: brokers.rotations["c"].ledger.find(live.key) is not None)
+    await until(lambda: brokers.rotations["c"].ledger.find(added.record.key) is not None)
     assert await owed(brokers, "c") == {mark.key}
+    # Once its stream is deleted, the record is a new one, which every broker has to have carried out.
+    await brokers.catalog.delete_stream(CARDS, deleted_ms=4)
+    entry = await brokers.store.get(brokers.catalog.keys.destroyed_key(live.key))
+    assert entry is not None and entry.create_revision > added.created
+    await until(lambda: rotation.holding(entry.create_revision) == ())
+    assert await owed(brokers, "a") == {mark.key, live.key}
 
 
 async def test_retired_roots_are_destroyed_at_every_broker_once_no_copy_needs_them(
