@@ -9,7 +9,7 @@ appended, and durable; 5. the record names the leaf.
 Invariants:
 - no leaf before step 2 is done for good: no broker has the wrapped key any more, or a root key that a copy elsewhere could be unwrapped with;
 - no second leaf: after a crash between 3 and 5 the log is searched from where the record says;
-- a record without a leaf is looked at until it has one.
+- a record without a leaf is looked at until it has one, and keeps no other one from its leaf.
 
 One event loop; what blocks is a thread's work. One per broker; the one that has the audit log writes.
 """
@@ -26,7 +26,7 @@ import msgspec
 
 from audit.leaf import Header, Kind, Leaf, Side, read_header
 from audit.trail import Trail
-from felix.errors import FelixError, RequestError
+from felix.errors import FelixError, RequestError, UnavailableError
 from felix.messages import KeyState as KeyShown
 from felix.names import StreamName
 from felix.news import News
@@ -216,9 +216,19 @@ class Erasure:
         async with self._looking:
             self._begun = number = self._begun + 1
             try:
+                failed: FelixError | None = None
                 for held in await self._destruction.carry_out():
-                    if self._is_home():
+                    if not self._is_home():
+                        break
+                    try:
                         await self._write(held)
+                    except UnavailableError:
+                        # The store or the log is away, for all of them.
+                        raise
+                    except FelixError as error:
+                        failed = failed or error
+                if failed is not None:
+                    raise failed
             finally:
                 self._ended = number
                 self._news.tell()

@@ -19,7 +19,7 @@ class RemoteFiles:
 
     def __init__(self, url: str) -> None:
         try:
-            import fsspec
+            from fsspec.core import url_to_fs
         except ImportError as error:
             raise RequestError(
                 f"{url} is a URL, and reading URLs needs fsspec, which is not installed.",
@@ -27,7 +27,12 @@ class RemoteFiles:
                 hint="Install it (pip install fsspec, and the package for the scheme, as s3fs for s3://).",
             ) from error
         try:
-            self._system, self._root = fsspec.core.url_to_fs(url)
+            try:
+                # A log that is written has other files from one second to the next, and file systems share what they list within a process.
+                self._system, self._root = url_to_fs(url, use_listings_cache=False)
+            except TypeError:
+                # One that has no such setting.
+                self._system, self._root = url_to_fs(url)
         except (ValueError, ImportError) as error:
             raise RequestError(
                 f"{url} cannot be opened: {error}.",

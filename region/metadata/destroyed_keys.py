@@ -1,7 +1,7 @@
 """The keys that a region destroyed, as its metadata store has them: `keys/destroyed/<key id>`, one record for each, for ever.
 
 A record is written before its key is destroyed, or in the transaction that destroys it, so that no destruction is without its leaf for good
-(region.erasure). Invariant: what is held here is the newest that was seen of each key.
+(region.erasure). Invariants: what is held here is the newest that was seen of each key; it has no text but names, as it goes into the audit log.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import logging
 from contextlib import suppress
 from typing import NamedTuple
 
-from felix.errors import CorruptionError
+from felix.errors import CorruptionError, RequestError
 from region.metadata.port import MetadataStore, OutcomeUnknownError
-from region.metadata.records import DestroyedKey, Keys, decode, encode
+from region.metadata.records import DestroyedKey, Keys, check_destroyed_key, decode, encode
 from region.metadata.transaction import Absent, Entry, Event, ModRevision, Put
 
 log = logging.getLogger("felix.region.erasure")
@@ -77,6 +77,12 @@ class DestroyedKeys:
         record = decode(entry.value, DestroyedKey, entry.key)
         if self._keys.destroyed_key(record.key) != entry.key:
             raise CorruptionError(f"{entry.key} in the metadata store is of another key, {record.key}.")
+        try:
+            check_destroyed_key(record)
+        except RequestError as error:
+            raise CorruptionError(
+                f"{entry.key} in the metadata store was written by something other than Felix: {error.sentence}"
+            ) from error
         known = self._held.get(record.key)
         if known is not None and known.modified > entry.mod_revision:
             return known

@@ -118,10 +118,23 @@ class DestroyedKey(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
     by: str = ""
     at_ms: int
-    since: int | None = None
+    since: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """so many leaves the audit log had before the key's leaf was first appended; None: it was not yet"""
-    leaf: int | None = None
+    leaf: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """the index of its leaf, once that is durable"""
+
+
+def check_destroyed_key(record: DestroyedKey) -> None:
+    """Raises RequestError(NAME_INVALID) where its leaf would have another text than the names that Felix writes."""
+    if record.by:
+        SpiffeId.parse(record.by)
+    if record.level == "stream":
+        StreamName.parse(record.stream)
+    if bool(record.stream) != (record.level == "stream") or bool(record.incarnation) != bool(record.stream):
+        raise RequestError(
+            f"A destroyed key of level {record.level} has a stream and an incarnation where it is a stream's, and none where it is a root.",
+            code=Code.NAME_INVALID,
+        )
 
 
 class Subscription(msgspec.Struct, frozen=True, kw_only=True):

@@ -970,7 +970,7 @@ async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_
     known = brokers.knows("a")
     assert known is not None
     await brokers.stop("c")
-    mark = await brokers.catalog.delete_stream(ORDERS, deleted_ms=2, by="spiffe://x")
+    mark = await brokers.catalog.delete_stream(ORDERS, deleted_ms=2, by="spiffe://eu.acme/operator/x")
     # What has no key yet has none to destroy.
     assert (await brokers.catalog.delete_stream(CARDS, deleted_ms=3)).key == ""
     assert mark.key == known.key
@@ -978,7 +978,7 @@ async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_
     await until(lambda: ledger.find(mark.key) is not None)
     (held,) = ledger.all()
     assert (held.record.stream, held.record.incarnation, held.record.by) == (
-        str(ORDERS), LIFE.hex(), "spiffe://x",
+        str(ORDERS), LIFE.hex(), "spiffe://eu.acme/operator/x",
     )  # fmt: skip
     rotation = brokers.rotations["a"]
     await until(lambda: rotation.holding(held.created) == ("c",))
@@ -996,7 +996,9 @@ async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_
     never = DestroyedKey(key="ab" * 16, level="stream", stream=str(CARDS), incarnation="00" * 16, at_ms=1)
     await ledger.add(never)
     added = await ledger.add(
-        msgspec.structs.replace(never, key="cd" * 16, incarnation=LIFE.hex(), by="spiffe://x")
+        msgspec.structs.replace(
+            never, key="cd" * 16, incarnation=LIFE.hex(), by="spiffe://eu.acme/operator/x"
+        )
     )
     await until(lambda: rotation.holding(max(held.created, added.created)) == ())
     assert known.key.encode() not in b"".join(brokers.copies(name) for name in "abc")
@@ -1044,7 +1046,7 @@ async def test_retired_roots_are_destroyed_at_every_broker_once_no_copy_needs_th
     assert not [path for path in everything if wrapped[str(CARDS)] in path.read_bytes()]
     assert [path for path in everything if wrapped[str(ORDERS)] in path.read_bytes()]
     await brokers.stop("c")
-    (root,) = await brokers.rotations["b"].destroy_retired_roots("spiffe://x")
+    (root,) = await brokers.rotations["b"].destroy_retired_roots("spiffe://eu.acme/operator/x")
     assert root.hex() == old
     rotation = brokers.rotations["a"]
     await until(lambda: rotation.ledger.find(old) is not None)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from audit_log import log_signer
 from erased import key_leaves, scan
@@ -24,7 +25,7 @@ from keys.keyring import ROOTS, Keyring, create_keyring, open_keyring
 from region.erasure import Erasure, KeyringDestruction
 from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
-from region.metadata.destroyed_keys import DestroyedKeys
+from region.metadata.destroyed_keys import DestroyedKeys, Held
 from region.metadata.memory import MemoryStore
 from region.metadata.records import DestroyedKey, StreamConfig
 from region.metadata.transaction import Compare, TransactResult, Write
@@ -393,6 +394,60 @@ async def test_a_record_of_a_key_in_use_and_one_of_no_key_keep_no_other_from_its
 
     await world.play(foreign)
     assert [leaf.stream for leaf in world.leaves()] == [str(CREW)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"by": "Whose records these were. " * 20},
+        {"by": "spiffe://us-east.acme/operator/\u202e"},
+        {"stream": "no stream at all"},
+        {"stream": ""},
+        {"incarnation": ""},
+        {"level": "root"},
+        {"since": -1},
+    ],
+    ids=str,
+)
+async def test_a_record_with_any_other_text_than_names_is_no_brokers(changed: dict[str, object]) -> None:
+    good = DestroyedKey(
+        key="ab" * 16, level="stream", stream=str(KEPT), incarnation=LIFE.hex(), by=OPERATOR, at_ms=1
+    )
+    store = MemoryStore()
+    ledger = DestroyedKeys(store, "us-east")
+    with pytest.raises(CorruptionError, match=good.key):
+        await ledger.add(msgspec.structs.replace(good, **changed))
+    assert not ledger.all()
+    other = msgspec.structs.replace(good, key="cd" * 16)
+    assert (await ledger.add(other)).record == other
+    heard = DestroyedKeys(store, "us-east")
+    await heard.load()
+    assert [held.record for held in heard.all()] == [other]
+
+
+async def test_a_record_that_gets_no_leaf_keeps_no_other_from_its_own(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.has_stream(CREW, LIFE)
+    await world.has_stream(KEPT, OTHER_LIFE)
+    for name in (CREW, KEPT):
+        await world.catalog.delete_stream(name, deleted_ms=2, by=OPERATOR)
+
+    async def fails_once(erasure: Erasure, _: Keyring) -> None:
+        write, tried = erasure._write, list[str]()
+
+        async def failing(held: Held) -> None:
+            tried.append(held.record.stream)
+            if len(tried) == 1:
+                raise RequestError("It has no leaf.")
+            await write(held)
+
+        erasure._write = failing  # type: ignore[method-assign]
+        with pytest.raises(RequestError, match="It has no leaf"):
+            await erasure.look()
+        assert sorted(tried) == [str(CREW), str(KEPT)]
+
+    await world.play(fails_once)
+    assert len(world.leaves()) == 1
 
 
 async def test_a_key_that_cannot_be_destroyed_yet_is_not_said_to_be(
