@@ -22,7 +22,7 @@ import msgspec
 
 from audit.crossed import Page
 from audit.errors import AuditUnavailableError
-from audit.leaf import VERSION, EncodedLeaf, Kind, Leaf, decode_leaf, encode_for_log
+from audit.leaf import VERSION, EncodedLeaf, Header, Kind, Leaf, decode_leaf, encode_for_log
 from audit.origin import Origin
 from audit.position import ShardName
 from audit.trail import Done, Trail, TrailStatus
@@ -61,6 +61,13 @@ CHECKED_AT_ONCE_BYTES: Final = 64 << 10
 """Leaves of so many bytes, a thousand records, are looked at on the event loop, in a third of a millisecond; more of them in a thread."""
 COLLECT_S: Final = 0.05
 """How often a question about several documents is looked at while their leaves are written."""
+REFUSED_AHEAD_MS_MAX: Final = 60_000
+"""How far ahead of this broker's clock a refusal may be dated: reports go by a log's latest time, and no leaf is taken back."""
+REFUSAL_FIELDS: Final = (
+    "kind", "side", "time_ms", "source_region", "destination_region", "stream", "grant_id", "actor", "action",
+    "rule", "code", "sentence",
+)  # fmt: skip
+"""What a refusal's leaf has (region.denials)."""
 TELLING_MAX: Final = 4
 """Sets of offsets that are kept because their next page will be asked for. For one that is not kept the log is read again."""
 
@@ -76,11 +83,12 @@ class AuditServer:
         arrivals: ArrivalIndex,
         logged: DocumentLog,
         leaves: HomeLeaves,
+        now_ms: Callable[[], int],
         is_home: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`is_home`: whether this broker writes the log now; while it does not, nobody is answered."""
+        """`now_ms`: this broker's clock. `is_home`: whether this broker writes the log now; while it does not, nobody is answered."""
         self._origin = Origin.parse(trail.key.name)
-        self._is_home = is_home
+        self._now_ms, self._is_home = now_ms, is_home
         self._trail, self._arrivals, self._logged, self._leaves = trail, arrivals, logged, leaves
         self._appending: WeakValueDictionary[str | ShardName, asyncio.Lock] = WeakValueDictionary()
         """by asker, and by shard"""
@@ -267,7 +275,23 @@ class AuditServer:
                 f"Broker {peer} brings a leaf that is not about what arrived or was refused there.",
                 code=Code.FORBIDDEN,
             )
+        if header.kind is Kind.DENY:
+            self._check_refusal(peer, leaf)
         return EncodedLeaf(header, data)
+
+    def _check_refusal(self, peer: str, leaf: Leaf) -> None:
+        header = leaf.header
+        if leaf.entries or header != Header(**{name: getattr(header, name) for name in REFUSAL_FIELDS}):
+            raise RequestError(
+                f"Broker {peer} brings a refusal's leaf that says more than a refusal does.",
+                code=Code.FORBIDDEN,
+            )
+        if header.time_ms > self._now_ms() + REFUSED_AHEAD_MS_MAX:
+            raise RequestError(
+                f"Broker {peer} brings a refusal's leaf that is dated {(header.time_ms - self._now_ms()) // 1_000} s ahead of this broker's clock.",
+                code=Code.FORBIDDEN,
+                hint="Set the clocks of both machines right.",
+            )
 
     def _may_stand(self, group: list[EncodedLeaf]) -> bool:
         """Whether the log may have a range: what arrived of its shard goes further. Cheap; ranges of a shard come in order."""

@@ -392,7 +392,7 @@ async def open_broker(
     neighbours: Neighbours = Alone()
     if clustered is not None and peers is not None:
         audit, arrivals, neighbours = _among_others(
-            config.region, clustered, mirror, peers.requests, trail, logged, index, stack
+            config.region, clustered, mirror, peers.requests, trail, logged, index, now_ms, stack
         )
     governance = Governance(
         broker, catalog, mirror,
@@ -592,6 +592,7 @@ def _among_others(
     trail: Trail,
     logged: DocumentLog,
     index: ArrivalIndex,
+    now_ms: Callable[[], int],
     stack: AsyncExitStack,
 ) -> tuple[AuditPort, ArrivalLog, Neighbours]:
     """How one of several brokers reaches the region's audit log, on its own disk or on another one's, and what it tells the others of it."""
@@ -606,7 +607,7 @@ def _among_others(
             lambda concerned: clustered.leaders(mirror.streams, concerned),
             lambda broker, asked: requests.ask(broker, asked, PassedTold),
         )
-        server = AuditServer(requests, trail, index, logged, here, lambda: clustered.has_audit_log)
+        server = AuditServer(requests, trail, index, logged, here, now_ms, lambda: clustered.has_audit_log)
         stack.push_async_callback(server.close)
         if not is_copied:
             return server, index, here

@@ -110,6 +110,10 @@ class _End:
         return self._wire.up
 
 
+NOW_MS = 1_800_000_000_000
+"""At the broker with the log."""
+
+
 class Region:
     """b1 has the log, b2 brings leaves."""
 
@@ -129,7 +133,12 @@ class Region:
             self.passed,
         )
         self.server = AuditServer(
-            self.wire.ends["b1"], self.trail, ArrivalIndex(self.trail), self.logged, self.leaves
+            self.wire.ends["b1"],
+            self.trail,
+            ArrivalIndex(self.trail),
+            self.logged,
+            self.leaves,
+            lambda: NOW_MS,
         )
         self.remote = RemoteAudit("eu-west", self.wire.ends["b2"], lambda: "b1")
 
@@ -265,10 +274,17 @@ async def test_only_what_arrived_or_was_refused_is_taken_from_another_broker(reg
         deny(Side.EGRESS, "us-east", "eu-west"),
         deny(Side.EGRESS, "us-east", "ap-south"),
     )
-    for leaf in (link.grant(), *intent, *misplaced):
+    here = deny(Side.INGRESS, "us-east", "eu-west")
+    more = (
+        replace(here.header, time_ms=NOW_MS + audit_server.REFUSED_AHEAD_MS_MAX + 1),
+        replace(here.header, records=5),
+        replace(here.header, document_sha256=b"d" * 32),
+    )
+    for leaf in (link.grant(), *intent, *misplaced, *map(Leaf, more)):
         refused = await asked(leaf)
         assert isinstance(refused, RequestError) and refused.code is Code.FORBIDDEN
-    for leaf in (deny(Side.INGRESS, "us-east", "eu-west"), deny(Side.EGRESS, "eu-west", "us-east")):
+    ahead = Leaf(replace(here.header, time_ms=NOW_MS + audit_server.REFUSED_AHEAD_MS_MAX))
+    for leaf in (here, deny(Side.EGRESS, "eu-west", "us-east"), ahead):
         assert await asked(leaf) is None
     assert await asked(link.delivery(intent)[0]) is None
     assert len(region.arrived()) == 1
