@@ -33,6 +33,7 @@ from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Terms, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.origin import Origin
 from audit.spark.files import open_files
+from audit.spark.frame import frame_of
 from audit.spark.stops import Seen, Words, remember
 from audit.spark.stops import rows as stop_rows
 from audit.spark.verification import OpenedLog
@@ -120,7 +121,10 @@ def _signed(agreement: Agreement) -> dict[str, Any]:
     terms, fields = agreement.terms, agreement.legal_fields
     source, destination = agreement.place(terms.from_region), agreement.place(terms.to_region)
     found = {name: getattr(fields, name) for name in LEGAL_FIELDS if hasattr(fields, name)} | {
-        "lineage": [(item.field, item.action, item.output or item.field) for item in fields.lineage],
+        "lineage": [
+            {"field": item.field, "action": item.action, "output": item.output or item.field}
+            for item in fields.lineage
+        ],
         "source_country": source[0],
         "source_jurisdiction": source[1],
         "destination_country": destination[0],
@@ -358,8 +362,8 @@ def signed_frames(
 ) -> Signed:
     """These rows as the queries take them."""
     return Signed(
-        spark.createDataFrame(list(terms), f"{_PLACE}, {_LEGAL}"),
-        spark.createDataFrame(list(revocations), _REVOCATION),
+        frame_of(spark, terms, f"{_PLACE}, {_LEGAL}"),
+        frame_of(spark, revocations, _REVOCATION),
         derived,
-        spark.createDataFrame(list(stops), _STOP) if stops else None,
+        frame_of(spark, stops, _STOP) if stops else None,
     )

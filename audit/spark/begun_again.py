@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from audit.spark.frame import frame_of
 from audit.spark.shard_key import SHARD, same
 
 if TYPE_CHECKING:
@@ -65,5 +66,5 @@ def mark(leaves: DataFrame, reports: Sequence[VerificationReport]) -> DataFrame:
         LEFT JOIN marked ON leaves.log = marked.log AND leaves.leaf_index = marked.leaf_index
         """,  # noqa: S608
         leaves=leaves,
-        told=spark.createDataFrame(again, "log string, leaf_index bigint, envelope string, again boolean"),
+        told=frame_of(spark, again, "log string, leaf_index bigint, envelope string, again boolean"),
     )

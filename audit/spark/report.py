@@ -19,7 +19,6 @@ import platform
 import shutil
 import tempfile
 import time
-from base64 import b64encode
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -78,7 +77,7 @@ LINKS_MAX: Final = 1_000
 PROBLEMS_MAX: Final = 1_000
 """Leaves named in a refusal; who has more has a destroyed log."""
 SMALL_LEAVES_MAX: Final = 50_000
-"""Up to here, compiling queries takes longer than running them interpreted (measured: docs/reports.md)."""
+"""Up to here, compiling queries takes longer than running them interpreted, and one partition holds all leaves (measured: docs/reports.md)."""
 
 REFUSED_NAME: Final = "REFUSED-verification-failed.json"
 PAGE_NAME: Final = "report.html"
@@ -241,22 +240,21 @@ def _open_all(
 
 
 def _read(spark: SparkSession, opened: Sequence[OpenedLog]) -> DataFrame:
-    from audit.spark.source import FORMAT, AuditSource
+    from audit.spark.source import BUNDLES_PER_PARTITION, Settings, read_rows
 
-    spark.dataSource.register(AuditSource)
-    whole: DataFrame | None = None
-    for log in opened:
-        frame = (
-            spark.read.format(FORMAT)
-            .option("path", log.path)
-            .option("size", str(log.checkpoint.size))
-            .option("roots", b64encode(log.bundles.roots).decode())
-            .option("tampered", "rows")
-            .load()
+    logs = [
+        Settings(
+            log.path,
+            entries=False,
+            as_rows=True,
+            size=log.checkpoint.size,
+            bundles=BUNDLES_PER_PARTITION,
+            roots=log.bundles.roots,
+            trust=None,
         )
-        whole = frame if whole is None else whole.unionByName(frame)
-    assert whole is not None
-    return whole
+        for log in opened
+    ]
+    return read_rows(spark, logs)
 
 
 def _make(
@@ -288,6 +286,9 @@ def _make(
             "* EXCEPT (receipt, document)", "receipt IS NOT NULL AS has_receipt"
         )
         leaves = read.localCheckpoint()
+        if sum(log.checkpoint.size for log in opened) <= SMALL_LEAVES_MAX:
+            # In one partition: no query has to bring together what belongs together.
+            leaves = leaves.coalesce(1)
         verified = verifying.result()
     found = (
         leaves.where("problem IS NOT NULL")

@@ -34,6 +34,7 @@ from audit.merkle import (
 from audit.note import VerifierKey, parse_note
 from audit.spark.document import Cosigner
 from audit.spark.files import open_files, read_checkpoint
+from audit.spark.frame import frame_of
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
@@ -226,16 +227,14 @@ def story_of(
     )
     rows = [*found, *((*each, RULE_BROKEN) for each in more)]
     columns = "log string, leaf_index bigint, sentence string, exception string"
-    return spark.createDataFrame(rows, columns) if rows else None
+    return frame_of(spark, rows, columns) if rows else None
 
 
 def notices_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame | None:
     """What breaks no rule and should be seen, as rows: log, leaf_index, notice, sentence, records; None: nothing."""
     rows = [(report.origin, *each[:3], each.records) for report in reports for each in report.notices]
     return (
-        spark.createDataFrame(
-            rows, "log string, leaf_index bigint, notice string, sentence string, records bigint"
-        )
+        frame_of(spark, rows, "log string, leaf_index bigint, notice string, sentence string, records bigint")
         if rows
         else None
     )
@@ -244,7 +243,7 @@ def notices_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> Da
 def miscounted_of(spark: SparkSession, reports: Sequence[VerificationReport]) -> DataFrame:
     """The leaves with which source offsets are not accounted for once, as rows: log, leaf_index."""
     rows = [(report.origin, leaf) for report in reports for leaf in report.miscounted]
-    return spark.createDataFrame(rows, "log string, leaf_index bigint")
+    return frame_of(spark, rows, "log string, leaf_index bigint")
 
 
 def _cosigners(
