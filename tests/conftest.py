@@ -11,6 +11,7 @@ import pytest
 import schedule
 from hypothesis import HealthCheck, settings
 from long_runs import IS_LONG
+from processor_time import recorded
 from slow_disk import slow_down
 
 # `make test` tries the same examples everywhere, also where Hypothesis sees a CI; `make test-long` tries others each time.
@@ -100,6 +101,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return schedule.unit_of(nodeid)
 
     return LoadUnitScheduling(config, log)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Write down what the test takes, with what is set up for it, where that is asked for."""
+    with recorded(item.nodeid):
+        yield
 
 
 @pytest.hookimpl(hookwrapper=True)
