@@ -13,8 +13,8 @@ first offset that a leaf names. What is below `following` is accounted for; the 
 4. Under another grant it may begin *again* at the first offset of a batch without an ACK, or of a GAP, where nothing from there on has one. That batch
    and all that follows it, GAPs too, count no more, and have no ACK any more. Nothing is cut in two.
 5. What begins further on or again stands under a grant that both regions signed in the log before it (`agreed`).
-6. An ACK answers exactly one batch: same envelope, range and number of records; and its receipt, where it says so, is for the very
-   records that the INTENT lists.
+6. An ACK answers exactly one batch: same envelope, range and number of records; its receipt, where it says so, is for the very
+   records that the INTENT lists; and both say that these had been in the same regions, where both say it.
 
 Who reads reports is told which leaves count no more (`announced_again`) and which batches nobody asks for any more
 (`followed`): `audit.spark.begun_again` makes no rule of its own.
@@ -86,6 +86,7 @@ class _Batch(NamedTuple):
     """SHA-256 of the entries of its parts: finished where none is missing"""
     intent_leaf: int
     """of its first part"""
+    path: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -306,6 +307,10 @@ class Accounts:
             return [f"{_name(header)}: the ACK differs from its INTENT in {', '.join(differing)}."]
         if isinstance(batch.entries, bytes) and not _is_for(header, batch.entries):
             return [f"{_name(header)}: the receipt in the ACK is for other records than its INTENT lists."]
+        if batch.path and header.path and batch.path != header.path:
+            return [
+                f"{_name(header)}: its INTENT says that the records had been in {', '.join(batch.path)}, the ACK in {', '.join(header.path)}."
+            ]
         return []
 
     # Where a range begins
@@ -400,7 +405,14 @@ class Accounts:
             return [f"More than {UNANSWERED_MAX} batches without an ACK: not all can be checked."]
         missing = header.parts - 1
         shard.batches[header.envelope_sha256] = _Batch(
-            _answered(header), first, last, header.records, missing, _added(sha256(), leaf, missing), index
+            _answered(header),
+            first,
+            last,
+            header.records,
+            missing,
+            _added(sha256(), leaf, missing),
+            index,
+            header.path,
         )
         shard.current.append(header.envelope_sha256)
         self.unanswered += 1
@@ -439,6 +451,7 @@ def _goes_on(open_: _Open, batch: _Batch, header: Header) -> bool:
     return (
         open_.envelope == header.envelope_sha256
         and _is_of(open_, header)
+        and header.path == batch.path
         and header.part == header.parts - batch.parts_missing
         and header.first_offset == batch.last + 1
     )

@@ -616,8 +616,7 @@ class Agreements:
             stream, bridge = StreamName.parse(header.stream), SpiffeId.parse(header.bridge)
         except FelixError as error:
             return [f"{what}: {error.sentence}"]
-        path = header.path if header.kind is Kind.INTENT else ()
-        attempt = Attempt(stream, header.source_region, header.destination_region, bridge, path)
+        attempt = Attempt(stream, header.source_region, header.destination_region, bridge, header.path)
         problem = self._refusal(held, self._book(held), attempt, header)
         if problem and (older := self._older_book(held, stream, header)) is not None:
             # It was on its way when a half was signed again, or may not stand under the one before either.
@@ -696,9 +695,8 @@ class Agreements:
         """The two halves under which a crossing stands: the newest, or where it does not stand under these, those before."""
         assert held.export is not None
         (accepted,) = held.accepted.values()
-        path = header.path if header.kind is Kind.INTENT else ()
         bridge = SpiffeId.parse(header.bridge)
-        attempt = Attempt(stream, header.source_region, header.destination_region, bridge, path)
+        attempt = Attempt(stream, header.source_region, header.destination_region, bridge, header.path)
         if self._refusal(held, self._book(held), attempt, header) and self._older_book(held, stream, header):
             assert held.older is not None
             return held.older[:2]

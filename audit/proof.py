@@ -54,7 +54,13 @@ from audit.merkle import (
 from audit.note import encode_note
 from audit.origin import Origin
 from audit.range_index import candidate_bundles
-from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, Receipt, differences, read_unverified
+from audit.receipt import (
+    WITHOUT_ENTRIES_UNSUPPORTED,
+    WITHOUT_PATH_UNSUPPORTED,
+    Receipt,
+    differences,
+    read_unverified,
+)
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
@@ -67,6 +73,7 @@ from audit.tile import (
 from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
 from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
+from felix.provenance import PATH_HEADER, parse_path
 from policy.terms import GrantTerms
 
 FORMAT: Final = "felix/proof/2"
@@ -452,6 +459,8 @@ def check_proof(
     unsupported: tuple[str, ...] = () if approved is not None else VERSION_1_UNSUPPORTED
     if receipt is not None and not receipt.entries_sha256:
         unsupported += WITHOUT_ENTRIES_UNSUPPORTED
+    if not (header.path if receipt is None else receipt.path_sha256):
+        unsupported += WITHOUT_PATH_UNSUPPORTED
     batch = _batch(proof.parts, signed, proof.intent.index, intent) if proof.parts else [intent]
     if receipt is None or not receipt.entries_sha256:
         if proof.parts:
@@ -573,6 +582,18 @@ def check_record(proven: Proven, key: CommitmentKey, record: SourceRecord) -> No
         )
     if header.commitment_key_id != key.key_id or found != entry.commitment:
         raise TamperError(f"That record is not the one that crossed as record {proven.offset}.")
+    way = record.headers.get(PATH_HEADER)
+    if way is not None and header.path and not {*_regions(way)} <= {*header.path}:
+        raise TamperError(
+            f"That record had been in regions that its INTENT does not name: {', '.join(header.path)} are named."
+        )
+
+
+def _regions(way: bytes) -> tuple[str, ...]:
+    try:
+        return parse_path(way)
+    except RequestError as error:
+        raise TamperError(error.sentence) from error
 
 
 def looks_like_proof(data: bytes) -> bool:
@@ -646,6 +667,8 @@ def _ack(included: _Included, signed: SignedCheckpoint, intent_index: int, inten
         raise TamperError(f"The proof's leaf {included.index} is no ACK of its INTENT.")
     if not _answers_range(ack, intent):
         raise TamperError("The proof's ACK does not cover the range of its INTENT.")
+    if ack.path and intent.path and ack.path != intent.path:
+        raise TamperError("The proof's INTENT says that the records had been in other regions than its ACK.")
     # The other parts of a split batch are not here; what they must list has to fit between the ranges.
     elsewhere = _offsets(ack) - _offsets(intent)
     if not 0 <= ack.records - intent.records <= elsewhere:

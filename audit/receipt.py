@@ -19,6 +19,7 @@ import msgspec
 from audit.leaf import Digest, Header, Id16, Natural, Text
 from audit.signed_body import ReceiptKeys, SignedForm
 from felix.errors import TamperError
+from felix.provenance import path_sha256
 from keys.signing import SigningKey
 
 PURPOSE: Final = "receipt"
@@ -28,6 +29,10 @@ WITHOUT_ENTRIES_UNSUPPORTED: Final = (
     "which records of their ranges some receipts are for: they state a range and a count, and no hash of the records",
 )
 """What a receipt without `entries_sha256` does not show."""
+WITHOUT_PATH_UNSUPPORTED: Final = (
+    "which regions some records had been in: their leaves, or the receipts for them, do not say",
+)
+"""What a receipt without `path_sha256` does not show, and a leaf without `path`."""
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,6 +62,9 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     time_ms: Natural
     entries_sha256: Digest = b""
     """SHA-256 of the packed entries of all its ACK leaves there, in their order; empty in receipts of before"""
+    path_sha256: Digest = b""
+    """SHA-256 of the regions that the records have been in (felix.provenance.path_sha256), as `path` in the ACK leaves there; empty where there
+    are no records, and in receipts of before"""
 
     def is_for(self, entries_sha256: bytes) -> bool:
         """Whether it is for the records whose packed entries have this SHA-256, as far as it says."""
@@ -122,4 +130,7 @@ _SHARED: Final = (
 
 def differences(receipt: Receipt, ack: Header) -> list[str]:
     """The fields in which a receipt and the ACK leaf that carries it differ; empty where they agree."""
-    return [name for name in _SHARED if getattr(receipt, name) != getattr(ack, name)]
+    differing = [name for name in _SHARED if getattr(receipt, name) != getattr(ack, name)]
+    if receipt.path_sha256 not in (b"", path_sha256(ack.path)):
+        differing.append("path")
+    return differing

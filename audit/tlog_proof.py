@@ -34,7 +34,13 @@ from audit.leaf import ENTRY_BYTES, Entry, Header, Kind, Leaf, Side, decode_leaf
 from audit.merkle import PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
 from audit.note import encode_note
 from audit.proof import choose_checkpoint, cosigned_by, find_crossing, read_checkpoints
-from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, Receipt, differences, read_unverified
+from audit.receipt import (
+    WITHOUT_ENTRIES_UNSUPPORTED,
+    WITHOUT_PATH_UNSUPPORTED,
+    Receipt,
+    differences,
+    read_unverified,
+)
 from audit.tile import Files, TileHashes, read_entries
 from audit.tree_head import decode_hash, parse_size
 from audit.trust import COSIGNATURES_MIN, Trust
@@ -194,6 +200,8 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
         listed = Leaf(header, entries)
         if not receipt.entries_sha256:
             unsupported += WITHOUT_ENTRIES_UNSUPPORTED
+    if not (header.path if receipt is None else receipt.path_sha256):
+        unsupported += WITHOUT_PATH_UNSUPPORTED
     if header.kind is Kind.INTENT or receipt is None or not receipt.entries_sha256:
         if entries:
             raise TamperError("The proof carries entries that no receipt is for.")

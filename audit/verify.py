@@ -22,7 +22,7 @@ from audit.document_leaf import read_document
 from audit.largest import Largest
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf, leaf_version
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash, root_from_nodes
-from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, differences
+from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, WITHOUT_PATH_UNSUPPORTED, differences
 from audit.tile import (
     CHECKPOINT_PATH,
     COPIED_PATH,
@@ -621,6 +621,8 @@ class _Run:
             # Its own GRANT leaf is all there is; audit.continuity asks it.
             self._does_not_show(VERSION_1_UNSUPPORTED)
             return []
+        if leaf.header.records and not leaf.header.path:
+            self._does_not_show(WITHOUT_PATH_UNSUPPORTED)
         return self._agreements.judge(leaf.header)
 
     def _over_budget(self, index: int, leaf: Leaf) -> list[str]:
@@ -672,6 +674,8 @@ class _Run:
             return [error.sentence]
         if not receipt.entries_sha256:
             self._does_not_show(WITHOUT_ENTRIES_UNSUPPORTED)
+        if receipt.records and not receipt.path_sha256:
+            self._does_not_show(WITHOUT_PATH_UNSUPPORTED)
         differing = differences(receipt, header)
         return [f"Receipt and ACK differ in {', '.join(differing)}."] if differing else []
 

@@ -55,7 +55,7 @@ from felix.batch import (
 )
 from felix.errors import Code, RequestError
 from felix.identity import Identity
-from felix.provenance import HOPS_MAX, PATH_HEADER, encode_path, parse_path
+from felix.provenance import HOPS_MAX, PATH_HEADER, PathUnion, encode_path, parse_path
 from keys.envelope import DataKey, open_batch
 from keys.link import LinkSecrets, commitment_secret
 from keys.transfer import TransferKey, TransferScope, seal_envelope
@@ -176,8 +176,6 @@ class SortedBatch(NamedTuple):
     opened: OpenedBatch
     crossing: list[Record]
     staying: tuple[Staying, ...]
-    path: tuple[str, ...]
-    """the regions that all crossing records have been in; empty where they differ"""
 
 
 class SealedRange(NamedTuple):
@@ -190,6 +188,8 @@ class SealedRange(NamedTuple):
     """of keys, encoded headers and payloads, as they cross"""
     envelope: bytes
     envelope_sha256: bytes
+    path: tuple[str, ...]
+    """the regions that the crossing records have been in, this one last; empty where nothing crosses"""
     sorted: SortedBatch
     crossing: list[Record]
     parts: Parts | None
@@ -226,7 +226,7 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             for at in range(header.records)
         ]
         held = Staying(TRANSFORM_FAILED, f"The whole batch cannot be read. {opened.problem}", lost)
-        return SortedBatch(opened, [], (held,), ())
+        return SortedBatch(opened, [], (held,))
 
     def stay(reason: str, sentence: str, record: Record) -> None:
         held = staying.get(reason)
@@ -237,7 +237,6 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
     crossing: list[Record] = []
     transform, own_path = route.transform.record, route.own_path
     plain_headers: Mapping[str, bytes] = {PATH_HEADER: own_path}
-    paths: set[bytes] = set()
     for record in opened.records:
         if before is not None and record.offset in before:
             stay(CROSSED_BEFORE, "It crossed before the resend.", record)
@@ -254,7 +253,6 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             headers = plain_headers
             if result.headers or path is not own_path:
                 headers = {**result.headers, PATH_HEADER: path}
-            paths.add(path)
             crossing.append(
                 Record(record.offset, record.timestamp_ms, result.key or None, headers, result.payload)
             )
@@ -263,8 +261,7 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
         else:
             stay(FILTERED, "The grant's filter excludes it.", record)
     ordered = tuple(staying[reason] for reason in REASONS if reason in staying)
-    shared = parse_path(next(iter(paths))) if len(paths) == 1 else ()
-    return SortedBatch(opened, crossing, ordered, shared)
+    return SortedBatch(opened, crossing, ordered)
 
 
 def _extend_path(record: Record, route: Route) -> bytes | tuple[str, str]:
@@ -304,6 +301,7 @@ def _seal(
 ) -> list[SealedRange]:
     source = sorted_.opened.header
     try:
+        path = _regions(crossing)
         parts = _encode_parts(crossing) if crossing else None
         batch = _encode(source, parts) if parts is not None else None
         envelope = seal_envelope(
@@ -317,7 +315,8 @@ def _seal(
     except RequestError as error:
         if error.code not in _TOO_LARGE or not crossing:
             raise
-        # A transform may lengthen records, and a source batch may be as long as the wire takes.
+        # A transform may lengthen records, and a source batch may be as long as the wire takes; and its records may have been in more
+        # regions than a leaf names.
         if first == last:
             failed = _failed(sorted_, crossing, error.sentence)
             return _seal(sorted_._replace(staying=(*sorted_.staying, failed)), route, first, last, [])
@@ -328,9 +327,17 @@ def _seal(
     size = parts.size_bytes if parts is not None else 0
     return [
         SealedRange(
-            first, last, len(crossing), size, envelope.encode(), envelope.hash, sorted_, crossing, parts
+            first, last, len(crossing), size, envelope.encode(), envelope.hash, path, sorted_, crossing, parts
         )
     ]
+
+
+def _regions(crossing: list[Record]) -> tuple[str, ...]:
+    """Where these records have been, all together, each by its path as it crosses."""
+    union = PathUnion()
+    for path in {record.headers[PATH_HEADER] for record in crossing}:
+        union.add(parse_path(path))
+    return union.regions
 
 
 def _failed(sorted_: SortedBatch, records: list[Record], sentence: str) -> Staying:
@@ -384,8 +391,7 @@ def range_leaves(sealed: SealedRange, entries: bytes, route: Route, time_ms: int
                 sentence=held.sentence,
             )
             leaves += split_leaves(header, _withheld_entries(opened, records, route.withheld))
-    path = sealed.sorted.path if sealed.crossing else ()
-    header = msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=path)
+    header = msgspec.structs.replace(common, envelope_sha256=sealed.envelope_sha256, path=sealed.path)
     return leaves + split_leaves(header, entries)
 
 

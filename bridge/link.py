@@ -120,6 +120,8 @@ class OnTheWay:
     envelope_sha256: bytes
     entries_sha256: bytes
     """of the packed entries of what crosses: the receipt must be for these records"""
+    path: tuple[str, ...]
+    """the regions that they have been in"""
     is_again: bool
     is_durable: bool = False
     is_sent: bool = False

@@ -407,6 +407,7 @@ class LinkSession:
                 sealed.envelope,
                 sealed.envelope_sha256,
                 hashlib.sha256(entries).digest(),
+                sealed.path,
                 todo is Todo.RESEND,
             )
             if todo is Todo.CROSS:
@@ -518,7 +519,7 @@ class LinkSession:
             self._require_budget(route.terms, EMPTY_RANGE_BYTES)
         cover, last = leap.cover_first, next_offset - 1
         envelope, digest = seal_nothing(route, cover, last)
-        window.put(way := OnTheWay(cover, last, 0, envelope, digest, _NO_ENTRIES_SHA256, False))
+        window.put(way := OnTheWay(cover, last, 0, envelope, digest, _NO_ENTRIES_SHA256, (), False))
         self._memory.alarm = f"Offsets {cover} to {last} are gone at the source ({kind.value})."
         log.error(
             "link %s %s/%d: %s",
@@ -608,6 +609,7 @@ class LinkSession:
             destination_first_offset=receipt.destination_first_offset,
             destination_last_offset=receipt.destination_last_offset,
             attempt=2 if way.is_again else 1,
+            path=way.path,
             receipt=data,
         )
         wrong = differences(receipt, ack)

@@ -102,7 +102,7 @@ class Inspection:
         self._header_names = (
             frozenset(spec.headers) | {PATH_HEADER} | ({TRACE_HEADER} if spec.trace else set())
         )
-        self._known: set[bytes] = set()
+        self._known: dict[bytes, tuple[str, ...]] = {}
         self._key = _KEY_CHECKS[spec.key]
         self._checks = _object_check(rule_tree(spec), not spec.is_allowlist, "") if spec.fields else None
         self._test = None
@@ -117,21 +117,24 @@ class Inspection:
             spec.key is KeyRule.KEEP and not protective and not spec.filter
         )
 
-    def record(self, key: Buffer, headers: Buffer, payload: Buffer) -> None:
-        """Check one record as it stands in a batch; no key and no headers are empty. Raises RequestError."""
+    def record(self, key: Buffer, headers: Buffer, payload: Buffer) -> tuple[str, ...]:
+        """Check one record as it stands in a batch; no key and no headers are empty. Returns the regions that it has been in, the source
+        last. Raises RequestError."""
         raw = bytes(headers)
-        if raw not in self._known:
-            self._check_headers(raw)
+        path = self._known.get(raw)
+        if path is None:
+            path = self._check_headers(raw)
             if len(raw) <= _HEADERS_KNOWN_BYTES_MAX and len(self._known) < _HEADERS_KNOWN_MAX:
-                self._known.add(raw)
+                self._known[raw] = path
         if key:
             self._key(key)
         if self._json:
             self._check_payload(key, payload)
+        return path
 
     # Headers
 
-    def _check_headers(self, raw: bytes) -> None:
+    def _check_headers(self, raw: bytes) -> tuple[str, ...]:
         found = decode_header_pairs(raw) if raw else []
         names = [name for name, _ in found]
         if len(set(names)) != len(names):
@@ -146,7 +149,9 @@ class Inspection:
         path = values.get(PATH_HEADER)
         if path is None:
             _refuse("It does not say where it has been.", Code.LOOP_REFUSED)
-        self._check_path(parse_path(path))
+        regions = parse_path(path)
+        self._check_path(regions)
+        return regions
 
     def _check_path(self, regions: tuple[str, ...]) -> None:
         terms = self._terms

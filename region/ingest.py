@@ -69,6 +69,7 @@ from felix.frames import CONTROL_BYTES_MAX, FRAME_HEADER_BYTES, Frame, FrameDeco
 from felix.messages import IngestOpened, OpenIngest, decode_request, encode_error, encode_message
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
+from felix.provenance import path_sha256
 from felix.session import CreditWindow
 from felix.tasks import TaskSet
 from keys.hybrid import HybridKeyPair
@@ -178,6 +179,7 @@ class _Way(NamedTuple):
     batch: Batch | None
     leaves: list[EncodedLeaf]
     entries_sha256: bytes
+    path_sha256: bytes
     charge: int
     """of the grant's rate and budget, in bytes"""
     note: Note | None
@@ -550,7 +552,7 @@ class IngestStream:
             self._check_budget(charge)
             self._service.leaves.check_room()
         # Not the time now: the thread may have been taken away meanwhile, until the grant had ended.
-        leaf = msgspec.structs.replace(leaf, time_ms=decided_ms)
+        leaf = msgspec.structs.replace(leaf, time_ms=decided_ms, path=found.path)
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.
         batch = None if found.batch is None else _without_producer(found.batch)
@@ -562,6 +564,7 @@ class IngestStream:
             batch,
             leaves,
             found.entries_sha256,
+            path_sha256(found.path),
             charge,
             None,
         )
@@ -780,6 +783,7 @@ class IngestStream:
             ingress_index=index,
             time_ms=self._service.broker.clock_ms(),
             entries_sha256=way.entries_sha256,
+            path_sha256=way.path_sha256,
         )
         key = self._service.receipt_key
         return sign_receipt(receipt, key)

@@ -14,10 +14,13 @@ from collections.abc import Generator, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
+from msgspec import structs
+
 from audit.leaf import Committer, Header, LeafPart, iter_leaf_parts, iter_packed
 from felix.batch import Batch, decode_columns
 from felix.errors import RequestError
 from felix.peer import Peer
+from felix.provenance import PathUnion
 from keys.transfer import TransferEnvelope, TransferKey, open_envelope
 from policy.inspection import Inspection
 
@@ -40,6 +43,8 @@ class Inspected(NamedTuple):
     """of the range's audit leaves"""
     entries_sha256: bytes
     """of the packed entries of them all, for the receipt"""
+    path: tuple[str, ...]
+    """the regions that the records have been in, all together (felix.provenance)"""
     offsets: Sequence[int]
     """of the records, at the source"""
 
@@ -59,16 +64,17 @@ def inspect(
     crossing = open_envelope(key, envelope, agent)
     yield
     if crossing.batch is None:
-        return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")), sha256().digest(), ())
+        return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")), sha256().digest(), (), ())
     columns = decode_columns(crossing.batch)
     yield
     offsets, packed, size = crossing.source_offsets, [], 0
     stepped = 0
+    union = PathUnion()
     entries = iter_packed(offsets, crossing.batch.header.append_time_ms, columns, committer)
     check = inspection.record
     for at, (offset, (record_key, headers, payload)) in enumerate(zip(offsets, columns.rows(), strict=True)):
         try:
-            check(record_key, headers, payload)
+            union.add(check(record_key, headers, payload))
         except RequestError as error:
             raise _at(error, offset) from None
         size += len(record_key) + len(headers) + len(payload)
@@ -76,12 +82,12 @@ def inspect(
         if at % STEP_RECORDS == STEP_RECORDS - 1 or size - stepped >= STEP_BYTES:
             stepped = size
             yield
-    parts, digest = [], sha256()
-    for part in iter_leaf_parts(leaf, b"".join(packed)):
+    parts, digest, path = [], sha256(), union.regions
+    for part in iter_leaf_parts(structs.replace(leaf, path=path), b"".join(packed)):
         parts.append(part)
         digest.update(part.entries)
         yield
-    return Inspected(crossing.batch, len(packed), size, tuple(parts), digest.digest(), offsets)
+    return Inspected(crossing.batch, len(packed), size, tuple(parts), digest.digest(), path, offsets)
 
 
 def _at(error: RequestError, offset: int) -> RequestError:

@@ -24,6 +24,7 @@ from audit.receipt import Receipt, sign_receipt
 from audit.signed_body import ReceiptKeys
 from audit.trust import Trust
 from felix.batch import Record
+from felix.provenance import path_sha256
 from keys.authority import RegionAuthority, create_authority
 from keys.bundle import AuditKey, RegionBundle
 from keys.hybrid import HybridKeyPair
@@ -169,7 +170,8 @@ class Link:
             held = self.header(Kind.WITHHELD, reason="transform-failed", code=509, **covered)
             leaves += intent_leaves(held, stay, committer)
         cross = [record for at, record in enumerate(records) if at not in withhold]
-        leaves += intent_leaves(self.header(Kind.INTENT, **covered, **digests), cross, committer)
+        path = ("us-east",) if cross else ()
+        leaves += intent_leaves(self.header(Kind.INTENT, path=path, **covered, **digests), cross, committer)
         self.offset += count
         return leaves
 
@@ -207,6 +209,7 @@ class Link:
             destination_first_offset=to if count else None,
             destination_last_offset=to + count - 1 if count else None,
             attempt=1,
+            path=head.path,
         )
         receipt = receipt_for(ack, intents, ingress_index)
         return Leaf(self.header(**{**_fields(ack), "receipt": receipt}))  # type: ignore[arg-type]
@@ -264,6 +267,7 @@ def receipt_for(ack: Header, intents: Sequence[Leaf], ingress_index: int = 0) ->
         ingress_index=ingress_index,
         time_ms=ack.time_ms,
         entries_sha256=sha256(b"".join(leaf.entries for leaf in intents)).digest(),
+        path_sha256=path_sha256(ack.path),
     )
     return sign_receipt(receipt, RECEIPT_KEY)
 

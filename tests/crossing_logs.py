@@ -18,6 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
 from audit_log import (
     BRIDGE,
     EGRESS_ORIGIN,
@@ -71,6 +72,8 @@ DEPARTURES = "acme/ops/departures"
 ORDERS = "acme/payments/orders"
 CREW = "acme/ops/crew"
 INCARNATION = sha256(b"incarnation").digest()[:16]
+OVER = ("ap-south", "us-east")
+"""Where the records of two batches of ORDERS had been, whose grant lets them."""
 COMMITMENT_KEY = CommitmentKey(sha256(b"commitment key").digest()[:16], sha256(b"secret").digest())
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
 
@@ -148,6 +151,7 @@ class World:
         receipt: bool = True,
         arrives: bool = True,
         change: Callable[[list[Leaf]], list[Leaf]] = lambda leaves: leaves,
+        path: tuple[str, ...] = ("us-east",),
     ) -> None:
         """One batch: WITHHELD and INTENT, its arrival, its receipt. `change` is what an ill ingress log would say."""
         place = stream, shard
@@ -175,7 +179,7 @@ class World:
         common |= {"envelope_sha256": envelope}
         header = self.header(
             Kind.INTENT, Side.EGRESS, time_ms, stream, source_batch_sha256=sha256(envelope).digest(),
-            destination_key_id=sha256(b"import key").digest()[:16], path=("us-east",), **common,
+            destination_key_id=sha256(b"import key").digest()[:16], path=path if cross else (), **common,
         )  # fmt: skip
         intents = intent_leaves(header, cross, committer)
         self.egress.append(leaves + intents)
@@ -195,6 +199,7 @@ class World:
         stream, time_ms, place = head.stream, head.time_ms, (head.stream, head.shard)
         count = sum(leaf.header.records for leaf in intents)
         to: dict[str, Any] = {}
+        path = head.path if count else ()
         if count:
             first = self.arrived[place]
             to = {"destination_first_offset": first, "destination_last_offset": first + count - 1}
@@ -202,14 +207,21 @@ class World:
         at = sum(map(len, self.ingress))
         if arrives:
             header = self.header(
-                Kind.ACK, Side.INGRESS, time_ms + 80, stream, attempt=1, path=("us-east", "eu-west"),
+                Kind.ACK, Side.INGRESS, time_ms + 80, stream, attempt=1, path=path,
                 commitment_key_id=COMMITMENT_KEY.key_id,
                 **(common | to | {"destination_key_id": sha256(b"sealing key").digest()[:16]}),
             )  # fmt: skip
             self.ingress.append(change(split_leaves(header, b"".join(leaf.entries for leaf in intents))))
         if receipt:
             ack = self.header(
-                Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=count, attempt=1, **(common | to)
+                Kind.ACK,
+                Side.EGRESS,
+                time_ms + 150,
+                stream,
+                records=count,
+                attempt=1,
+                path=path,
+                **(common | to),
             )
             fields = {name: getattr(ack, name) for name in ack.__struct_fields__}
             self.egress.append([Leaf(Header(**(fields | {"receipt": receipt_for(ack, intents, at)})))])
@@ -262,7 +274,13 @@ def five_days(batches: int = 200) -> World:
             continue
         if number == batches // 2:
             world.gap(DEPARTURES, 0, 25, time_ms)
-        world.batch(stream, number % 2, time_ms + 10, withheld=1.0 if number % 50 == 20 else 0.02)
+        path = OVER if number in (61, 64) else ("us-east",)
+        world.batch(stream, number % 2, time_ms + 10, withheld=1.0 if number % 50 == 20 else 0.02, path=path)
+        if number == 64:
+            # As before INTENTs named the regions of records that had taken several ways.
+            world.egress[-2] = [
+                Leaf(msgspec.structs.replace(leaf.header, path=()), leaf.entries) for leaf in world.egress[-2]
+            ]
     return world
 
 

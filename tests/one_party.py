@@ -124,7 +124,11 @@ CAN: Final = (
         _set("source_batch_sha256"),
     ),
     Rule("how often it was sent: each delivery has one receipt all the same", _set("attempt")),
-    Rule("provenance as the source states it; the destination checks each record's own header", _set("path")),
+    Rule(
+        "left out, as before leaves named them: the ACK of the egress log names the regions, as the destination's receipt has them",
+        _set("path"),
+        _set("INTENT", "ACK"),
+    ),
     Rule(
         "a later word of the same region about its own grant, in its own hand",
         _set("document", "document_sha256"),

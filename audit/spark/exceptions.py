@@ -111,10 +111,6 @@ def _leaf_events() -> list[str]:
             "'Records crossed after the log had recorded the revocation of their grant.'",
         ),
         crossed(
-            NOTICE, "onward-transfer", "size(path) > 1",
-            "concat('Records that had been in ', array_join(path, ', '), ' crossed onward.')",
-        ),
-        crossed(
             NOTICE, "announced-again", BEGUN_AGAIN,
             "'Announced, never answered, and announced again under the grant that followed: the destination says that it had not arrived.'",
         ),
@@ -162,6 +158,30 @@ def _terms_events() -> list[str]:
             NOTICE, "'onward-allowed'", "onward", "'Under the grant records that came from third regions may cross, too.'", **grant
         ),
     ]  # fmt: skip
+
+
+def _onward() -> str:
+    """SQL: records that had been in third regions, as the INTENT says; as its ACK does, which the destination's receipt is for, where the INTENT
+    says nothing; and as the destination's own leaf says."""
+    names = "array_join(leaves.path, ', ')"
+    events = [
+        _event(
+            NOTICE, "'onward-transfer'", "leaves.side = 'egress'", f"concat('Records that had been in ', {names}, ' crossed onward.')",
+            actor="leaves.bridge", records="leaves.records",
+        ),
+        _event(
+            NOTICE, "'onward-transfer'", "leaves.side = 'ingress'", f"concat('Records that had been in ', {names}, ' arrived.')",
+            actor="leaves.bridge", records="leaves.records",
+        ),
+    ]  # fmt: skip
+    return f"""
+        UNION ALL
+        SELECT {_LEAVES_PLACE}, {one_row_each(events)}
+        FROM {{leaves}} AS leaves LEFT ANTI JOIN (
+            SELECT log, envelope_sha256 FROM {{all_leaves}} WHERE kind = 'INTENT' AND side = 'egress' AND size(path) > 0
+        ) AS named ON leaves.kind = 'ACK' AND leaves.log = named.log AND leaves.envelope_sha256 = named.envelope_sha256
+        WHERE size(leaves.path) > 1 AND leaves.kind IN ('INTENT', 'ACK')
+        """  # noqa: S608  # constants of this module
 
 
 _PLACE: Final = "source_region, destination_region, stream, grant_id, time_ms, log, leaf_index"
@@ -292,6 +312,7 @@ def found(
         SELECT * FROM told
         UNION ALL
         SELECT {_PLACE}, {one_row_each(_terms_events())} FROM {{terms}}
+        {_onward()}
         {_rules_broken() if story is not None else ""}
         {_arrived_though() if signed.stops is not None else ""}
         {_noticed() if notices is not None else ""}

@@ -220,7 +220,8 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
                    max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told, max(time_ms) AS {prefix}_time, max(grant_id) AS {prefix}_grant,
                    min(destination_first_offset) AS {prefix}_to_first, max(destination_last_offset) AS {prefix}_to_last,
-                   array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said{more}
+                   array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said,
+                   nullif(array_join(array_sort(collect_set(array_join(path, ', '))), '; '), '') AS {prefix}_path{more}
             FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
 
     # Of a batch all leaves are announced again, or none.
@@ -350,6 +351,11 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "'differs'", "terms-differ",
             "concat('Announced as ', intent_said, '; the ingress log has ', arrival_said, '.')",
             "intent_said <> arrival_said",
+        ),
+        _finding(
+            "'differs'", "path-differs",
+            "concat('Announced as records that had been in ', coalesce(intent_path, receipt_path), '; by the ingress log they had been in ', arrival_path, '.')",
+            "coalesce(intent_path, receipt_path) <> arrival_path",
         ),
         _finding(
             "'differs'", "bytes-differ",

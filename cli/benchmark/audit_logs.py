@@ -39,6 +39,7 @@ from cli.benchmark.signed_link import (
     seeded_key,
     witness,
 )
+from felix.provenance import path_sha256
 
 START_MS: Final = 1_760_000_000_000
 BATCH_MS: Final = 400
@@ -238,10 +239,11 @@ def _cross(
         )
         egress.append(split_leaves(withheld, stay))
     envelope = _digest("envelope", stream, shard, first)
+    path = (SOURCE,) if entries else ()
     common |= {"envelope_sha256": envelope}
     intent = link.header(
         Kind.INTENT, Side.EGRESS, time_ms, stream, source_batch_sha256=_digest("batch", number),
-        destination_key_id=_digest("import")[:16], path=(SOURCE,), **commitment, **common,
+        destination_key_id=_digest("import")[:16], path=path, **commitment, **common,
     )  # fmt: skip
     egress.append(split_leaves(intent, entries))
     crossed = len(entries) // ENTRY_BYTES
@@ -251,13 +253,13 @@ def _cross(
         to = {"destination_first_offset": landed, "destination_last_offset": landed + crossed - 1}
         link.arrived[place] += crossed
     arrival = link.header(
-        Kind.ACK, Side.INGRESS, time_ms + 80, stream, attempt=1, path=(SOURCE, DESTINATION),
+        Kind.ACK, Side.INGRESS, time_ms + 80, stream, attempt=1, path=path,
         destination_key_id=_digest("sealing")[:16], **commitment, **common, **to,
     )  # fmt: skip
     at = ingress.size
     ingress.append(split_leaves(arrival, entries))
     ack = link.header(
-        Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=crossed, attempt=1, **common, **to
+        Kind.ACK, Side.EGRESS, time_ms + 150, stream, records=crossed, attempt=1, path=path, **common, **to
     )
     said = {
         name: getattr(ack, name) for name in Receipt.__struct_fields__ if name in ack.__struct_fields__
@@ -266,6 +268,7 @@ def _cross(
         "ingress_index": at,
         "time_ms": time_ms + 90,
         "entries_sha256": sha256(entries).digest(),
+        "path_sha256": path_sha256(path),
     }
     receipt = sign_receipt(Receipt(**said), link.signed.receipt_key)
     egress.append([Leaf(msgspec.structs.replace(ack, receipt=receipt))])

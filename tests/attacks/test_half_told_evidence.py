@@ -17,7 +17,7 @@ import pytest
 from attacks.conftest import Tally
 from attacks.test_one_party_alone import EGRESS, files_of
 from audit_log import RECEIPT_KEY, STREAM, Link, trust
-from crossing_logs import DAY_MS, DEPARTURES, EGRESS_ORIGIN, START_MS, World, write_log, write_world
+from crossing_logs import DAY_MS, DEPARTURES, EGRESS_ORIGIN, OVER, START_MS, World, write_log, write_world
 from signed_grants import paper_leaf, signed_grant, standing
 
 from audit.leaf import Header, Kind, Leaf, Side
@@ -208,7 +208,7 @@ def crossed(**arrives_as: Any) -> World:
     return world
 
 
-OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
+OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS, onward=True)
 
 
 def test_a_leaf_that_calls_itself_ingress_stands_in_for_no_ingress_log(spark: Any, tmp_path: Path) -> None:
@@ -235,11 +235,13 @@ def test_what_was_announced_under_other_terms_than_it_arrived_under_is_found(
 
     honest = report("honest", crossed())
     assert honest.exit_code == EXIT_ONE_SIDE and honest.report.totals.open
-    told = report("told", crossed(grant_id=OTHER.grant, terms_hash=OTHER.terms.hash()))
+    told = report("told", crossed(grant_id=OTHER.grant, terms_hash=OTHER.terms.hash(), path=OVER))
     assert told.report.totals.breaches == 0
     assert told.exit_code == EXIT_DIFFERENCES
     found = [row for row in told.report.findings.records() if row["finding"] == "terms-differ"]
     assert len(found) == 3 and OTHER.grant in found[0]["sentence"]
+    ways = [row for row in told.report.findings.records() if row["finding"] == "path-differs"]
+    assert len(ways) == 3 and "by the ingress log they had been in ap-south, us-east" in ways[0]["sentence"]
     epoch = report("epoch", crossed(source_epoch=7))
     assert epoch.exit_code == EXIT_DIFFERENCES and epoch.report.totals.breaches == 0
     tally("announcements that the arrival contradicts", 6)

@@ -31,7 +31,7 @@ from felix.batch import Batch, NewRecord, body_checksum, decode_batch, decode_re
 from felix.errors import TamperError
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
-from felix.provenance import PATH_HEADER
+from felix.provenance import PATH_HEADER, UNION_REGIONS_MAX
 from keys.authority import create_authority
 from keys.envelope import SEALABLE_BYTES_MAX, BatchSealer, DataKey
 from keys.key_id import KeyKind, new_key_id
@@ -188,6 +188,38 @@ def test_onward_transfer_crosses_where_the_grant_says_so_and_the_path_grows() ->
     (record,) = decode_records(crossing.batch)
     assert record.headers[PATH_HEADER] == b"ap-south,us-east"
     assert leaves_of(only, way)[0].header.path == ("ap-south", "us-east")
+
+
+def test_an_intent_names_all_regions_that_its_records_had_been_in() -> None:
+    way = route(onward=True)
+    paths = (b"ap-south", b"sa-east,ap-south", None)
+    records = [
+        NewRecord(departure(number), headers={} if path is None else {PATH_HEADER: path})
+        for number, path in enumerate(paths)
+    ]
+    (only,) = cross(way, records)
+    assert leaves_of(only, way)[-1].header.path == ("ap-south", "sa-east", "us-east")
+    (own,) = cross(way, records[2:])
+    assert leaves_of(own, way)[-1].header.path == ("us-east",)
+    (stays,) = cross(way, [NewRecord(b"no")])
+    assert leaves_of(stays, way)[-1].header.path == ()
+
+
+def test_a_batch_whose_records_had_been_in_more_regions_than_a_leaf_names_is_halved() -> None:
+    way = route(onward=True)
+    records = [
+        NewRecord(departure(number), headers={PATH_HEADER: b"r-%d" % number})
+        for number in range(UNION_REGIONS_MAX)
+    ]
+    ranges = cross(way, records)
+    assert len(ranges) == 2 and sum(each.records for each in ranges) == UNION_REGIONS_MAX
+    named = [leaves_of(each, way)[-1].header.path for each in ranges]
+    assert {region for path in named for region in path} == {
+        "us-east",
+        *(f"r-{n}" for n in range(UNION_REGIONS_MAX)),
+    }
+    (whole,) = cross(way, records[1:])
+    assert len(whole.path) == UNION_REGIONS_MAX
 
 
 def test_where_nothing_crosses_an_empty_envelope_moves_the_position() -> None:

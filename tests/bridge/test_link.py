@@ -67,7 +67,14 @@ def window(
 def way(first: int, last: int, is_again: bool = False, size: int = 100) -> OnTheWay:
     envelope = b"%d-%d" % (first, last)
     return OnTheWay(
-        first, last, last - first + 1, envelope.ljust(size), sha256(envelope).digest(), bytes(32), is_again
+        first,
+        last,
+        last - first + 1,
+        envelope.ljust(size),
+        sha256(envelope).digest(),
+        bytes(32),
+        ("us-east",),
+        is_again,
     )
 
 

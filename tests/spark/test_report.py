@@ -186,6 +186,21 @@ def test_exceptions_tell_controls_that_worked_from_what_is_worth_knowing(five: M
     )
     assert found["notice", "gap-retention", DEPARTURES]["records"] == 25
     assert found["notice", "onward-allowed", ORDERS]["events"] == 1
+    # One INTENT names the regions; of the other batch its ACK does, as the destination's receipt has them; the destination's leaves name both.
+    onward = [row for row in rows if row["exception"] == "onward-transfer"]
+    assert {row["log"]: row["events"] for row in onward} == {EGRESS_ORIGIN: 2, INGRESS_ORIGIN: 2}
+    assert (
+        len(
+            {
+                sum(row["records"] for row in onward if row["log"] == log)
+                for log in (EGRESS_ORIGIN, INGRESS_ORIGIN)
+            }
+        )
+        == 1
+    )
+    assert {row["stream"] for row in onward} == {ORDERS} and all(
+        "ap-south, us-east" in row["sentence"] for row in onward
+    )
     assert not [row for row in rows if row["severity"] == "breach"]
 
 

@@ -1,0 +1,76 @@
+"""A bridge's agent hides that a batch came by a third region: in the INTENT, in the ACK, or by leaving both out. The destination saw each
+record's path, and its receipt and its own leaf say so. What reports say of it: tests/spark/test_report.py, attacks/test_half_told_evidence.py."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
+from audit_log import Link, receipt_for, trust
+from signed_grants import signed_grant
+
+from audit.leaf import Leaf, Side
+from audit.receipt import WITHOUT_PATH_UNSUPPORTED
+from audit.verify import Report, verify_log
+
+OVER: tuple[str, ...] = ("ap-south", "us-east")
+
+
+def with_path(leaf: Leaf, path: tuple[str, ...]) -> Leaf:
+    return Leaf(msgspec.structs.replace(leaf.header, path=path), leaf.entries)
+
+
+def logs(*, onward: bool = True) -> tuple[list[Leaf], Leaf, Leaf, Link]:
+    """What stands before a crossing, its INTENT and its ACK, of records that had been in ap-south."""
+    link = Link()
+    link.signed = signed_grant(onward=onward)
+    link.grant_id = link.signed.grant
+    papers = link.agreement()
+    intent = with_path(link.intent()[-1], OVER)
+    return papers, intent, link.ack([intent]), link
+
+
+def verified(papers: list[Leaf], *leaves: Leaf, log: str = EGRESS) -> Report:
+    return verify_log(files_of(log, [*papers, *leaves]), trust())
+
+
+def sentences(report: Report) -> str:
+    return " ".join(finding.sentence for finding in report.findings)
+
+
+def test_the_egress_log_says_it_as_the_destination_signed_it() -> None:
+    papers, intent, ack, _ = logs()
+    report = verified(papers, intent, ack)
+    assert report.ok and report.unsupported == ()
+    assert "its INTENT says that the records had been in us-east" in sentences(
+        verified(papers, with_path(intent, ("us-east",)), ack)
+    )
+    for lie in (("us-east",), ()):
+        assert "differ in path" in sentences(verified(papers, intent, with_path(ack, lie)))
+
+
+def test_an_intent_that_names_no_region_says_that_it_does_not_and_its_ack_does() -> None:
+    papers, intent, ack, _ = logs()
+    report = verified(papers, with_path(intent, ()), ack)
+    assert report.ok and report.unsupported == WITHOUT_PATH_UNSUPPORTED
+
+
+def test_logs_of_before_verify_and_say_what_they_do_not_show() -> None:
+    papers, intent, ack, link = logs()
+    head = msgspec.structs.replace(ack.header, path=())
+    before = Leaf(msgspec.structs.replace(head, receipt=receipt_for(head, [intent])))
+    report = verified(papers, intent, before)
+    assert report.ok and report.unsupported == WITHOUT_PATH_UNSUPPORTED
+    arrived = [with_path(leaf, ()) for leaf in link.delivery([intent])]
+    there = verified(link.agreement(Side.INGRESS), *arrived, log=INGRESS)
+    assert there.ok and there.unsupported == WITHOUT_PATH_UNSUPPORTED
+
+
+@pytest.mark.parametrize("log", [EGRESS, INGRESS])
+def test_terms_that_let_no_third_region_through_are_asked_on_both_sides(log: str) -> None:
+    papers, intent, _, link = logs(onward=False)
+    if log == INGRESS:
+        report = verified(link.agreement(Side.INGRESS), *link.delivery([intent]), log=log)
+    else:
+        report = verified(papers, intent)
+    assert "came from ap-south, and the grant" in sentences(report)
