@@ -4,7 +4,10 @@ Invariants:
 
 - nothing is written that was not held to a checkpoint which the log signed: notes by their signatures and as beginnings of one tree, bundles by
   the tiles that hash to its root, documents by the hashes in their leaves. Tiles are computed from the leaves and not copied;
-- the checkpoint comes last, and what it covers is durable by then. A copy that was broken off has the checkpoint of before, or none, and goes on;
+- an earlier copy is the beginning of what takes its place: its root comes out of the leaves before any file of it is replaced;
+- the checkpoint comes after what it covers, which is durable by then, and what was cosigned after the checkpoint, as in the log itself. A copy that
+  was broken off has the checkpoint of before, or none, and goes on;
+- one process at a time copies into a folder;
 - what comes with a log for its writer alone (write-ahead file, index, positions, lock) is not copied.
 
 A folder copied file by file has the checkpoint of one moment and the tiles of another. Callers: cli.
@@ -12,15 +15,16 @@ A folder copied file by file has the checkpoint of one moment and the tiles of a
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from typing import Final, NamedTuple
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint
 from audit.document_leaf import document_path, read_document
 from audit.errors import RolledBackError
 from audit.leaf import read_header
-from audit.merkle import TILE_HEIGHT, TILE_WIDTH, Tree, edge_widths, leaf_hash, root_from_nodes
+from audit.merkle import TILE_HEIGHT, TILE_WIDTH, Tile, Tree, edge_widths, leaf_hash, root_from_nodes
 from audit.tile import (
     CHECKPOINT_PATH,
     COPIED_PATH,
@@ -37,7 +41,10 @@ from audit.tile import (
 )
 from audit.tile_disk import Folder
 from audit.trust import LogTrust, Trust
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
+
+LACKING_PATH: Final = "documents-lacking"
+"""Of a copy: the hashes of documents that its log did not have either, a line each. They are asked for again with the next copy."""
 
 
 class Copied(NamedTuple):
@@ -60,8 +67,8 @@ def copy_log(
 ) -> Copied:
     """Copy the log at `source`, as of its checkpoint of now, into the folder, which is empty or has an earlier copy. `progress(leaves, of)`.
 
-    Raises RequestError where there is no log, or the folder is a log's own or has one of other leaves; TamperError for what does not hold,
-    of which nothing is written; OSError.
+    Raises RequestError where there is no log, or the folder is a log's own, is copied into by another process, or has a log of other leaves;
+    TamperError for what does not hold, of which nothing is written; OSError.
     """
     # Before the checkpoint: of an honest log what was cosigned is never ahead of it.
     noted = {
@@ -75,14 +82,44 @@ def copy_log(
             hint="Name the folder that holds `checkpoint` and `tile/`.",
         )
     log = trust.log_of(data)
+    log.open(data)
+    if target.names(WAL_FOLDER) or target.read(COPIED_PATH) is not None:
+        raise RequestError(
+            f"{target.path} is a log that is written, and no copy.",
+            code=Code.CONFLICT,
+            hint="Name another folder.",
+        )
+    try:
+        lock = target.storage.lock(target.path)
+    except UnavailableError as error:
+        raise RequestError(
+            f"Another process copies into {target.path} now.",
+            code=Code.CONFLICT,
+            hint="Wait until it has ended, and copy again where the log went on.",
+        ) from error
+    try:
+        return _copy(source, target, log, noted, data, progress)
+    finally:
+        lock.release()
+
+
+def _copy(
+    source: Files,
+    target: Folder,
+    log: LogTrust,
+    noted: Mapping[str, bytes],
+    data: bytes,
+    progress: Callable[[int, int], None],
+) -> Copied:
+    """With the folder's lock. `data`: the log's checkpoint; `noted`: what was cosigned before, by path."""
     checkpoint = log.open(data).checkpoint
     before = _before(target, log, checkpoint, source)
+    lacking = _fetch_lacking(source, target)
     roots = read_bundle_roots(source, checkpoint.size, checkpoint.root)
     first = before.size // TILE_WIDTH
     tree = read_tree(target, first * TILE_WIDTH)
-    missing = 0
     for number in range(first, -(-checkpoint.size // TILE_WIDTH)):
-        missing += _copy_bundle(source, target, roots, number, tree)
+        lacking |= _copy_bundle(source, target, roots, number, tree, before)
         progress(tree.size, checkpoint.size)
     for tile in tree.partial_tiles():
         target.write(tile_path(tile.level, tile.number, tile.width), tile.hashes)
@@ -91,23 +128,22 @@ def copy_log(
         raise TamperError(
             f"The {checkpoint.size} leaves of {log.name} do not have the root that its checkpoint signs."
         )
-    for path, note in noted.items():
+    for note in noted.values():
         _require_beginning(target, log.open(note).checkpoint, checkpoint)
-        target.write(path, note)
+    if lacking or target.read(LACKING_PATH) is not None:
+        target.write(LACKING_PATH, "".join(f"{each.hex()}\n" for each in sorted(lacking)).encode())
+        target.flush()
     target.write(CHECKPOINT_PATH, data)
     target.flush()
+    for path, note in noted.items():
+        target.write(path, note)
+    target.flush()
     _tidy(target, before.size, checkpoint.size)
-    return Copied(log.name, checkpoint.size, before.size, missing)
+    return Copied(log.name, checkpoint.size, before.size, len(lacking))
 
 
 def _before(target: Folder, log: LogTrust, now: Checkpoint, source: Files) -> Checkpoint:
-    """The checkpoint of the copy that is there; one of no leaf where there is none. Raises RequestError where it is no copy of this log."""
-    if target.names(WAL_FOLDER) or target.read(COPIED_PATH) is not None:
-        raise RequestError(
-            f"{target.path} is a log that is written, and no copy.",
-            code=Code.CONFLICT,
-            hint="Name another folder.",
-        )
+    """The checkpoint of the copy that is there; one of no leaf where there is none."""
     data = target.read(CHECKPOINT_PATH)
     if data is None:
         return Checkpoint(log.name, 0, Tree().root())
@@ -116,6 +152,7 @@ def _before(target: Folder, log: LogTrust, now: Checkpoint, source: Files) -> Ch
         raise TamperError(
             f"The tiles in {target.path} do not hash to the root in its checkpoint. Copy into another folder."
         )
+    # The log's own tiles say so, which nothing holds to its root: enough to refuse before anything is read. `_copy_bundle` asks the leaves.
     _require_beginning(source, before, now)
     return before
 
@@ -127,30 +164,55 @@ def _require_beginning(files: Files, before: Checkpoint, now: Checkpoint) -> Non
             f"The log {now.origin} was rolled back, or is an older copy: {before.size} leaves were signed before, now there are {now.size}."
         )
     if before.size and root_from_nodes(before.size, TileHashes(files, now.size)) != before.root:
-        raise RolledBackError(
-            f"The log {now.origin} is another one: its first {before.size} leaves are not those that were signed before."
-        )
+        raise _another(before)
 
 
-def _copy_bundle(source: Files, target: Folder, roots: BundleRoots, number: int, tree: Tree) -> int:
-    """One bundle into the copy and the tree, with the documents that its leaves name. Returns how many of them are not there."""
-    leaves = _held(target, roots, number)
-    if leaves is None:
-        leaves = roots.read_bundle(source, number)
-        target.write(bundle_path(number, len(leaves)), encode_bundle([bytes(leaf) for leaf in leaves]))
-    missing = 0
+def _copy_bundle(
+    source: Files, target: Folder, roots: BundleRoots, number: int, tree: Tree, before: Checkpoint
+) -> set[bytes]:
+    """One bundle into the copy and the tree, with the documents that its leaves name. Returns the hashes of those that are not there. Raises
+    RolledBackError, and has written nothing, where the copy of before was of other leaves."""
+    held = _held(target, roots, number)
+    leaves = roots.read_bundle(source, number) if held is None else held
+    full: list[Tile] = []
     for leaf in leaves:
-        for tile in tree.add(leaf_hash(leaf)):
-            target.write(tile_path(tile.level, tile.number), tile.hashes)
+        full += tree.add(leaf_hash(leaf))
+        if tree.size == before.size and tree.root() != before.root:
+            raise _another(before)
+    if held is None:
+        target.write(bundle_path(number, len(leaves)), encode_bundle([bytes(leaf) for leaf in leaves]))
+    for tile in full:
+        target.write(tile_path(tile.level, tile.number), tile.hashes)
+    missing = set[bytes]()
+    for leaf in leaves:
         header = read_header(leaf)
         if header is None or header.document or not header.document_sha256:
             continue
         document = read_document(header, source)
         if document is None:
-            missing += 1
+            missing.add(header.document_sha256)
         elif target.read(document_path(header.document_sha256)) != document:
             target.write(document_path(header.document_sha256), document)
     return missing
+
+
+def _another(before: Checkpoint) -> RolledBackError:
+    return RolledBackError(
+        f"The log {before.origin} is another one: its first {before.size} leaves are not those that were signed before."
+    )
+
+
+def _fetch_lacking(source: Files, target: Folder) -> set[bytes]:
+    """Documents that were not there when the leaf was copied that names them: fetch those that are there now. Returns the hashes of the others."""
+    lacking = set[bytes]()
+    for line in (target.read(LACKING_PATH) or b"").split():
+        digest = bytes.fromhex(line.decode())
+        document = source.read(document_path(digest))
+        if document is None or sha256(document).digest() != digest:
+            lacking.add(digest)
+        else:
+            target.write(document_path(digest), document)
+    return lacking
 
 
 def _held(target: Folder, roots: BundleRoots, number: int) -> list[memoryview] | None:

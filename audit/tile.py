@@ -25,6 +25,8 @@ COPIED_PATH: Final = "copied"
 WAL_FOLDER: Final = "wal"
 
 _TILES_KEPT: Final = 64
+_WIDTH_DIGITS_MAX: Final = 3
+"""Of a partial tile's name: a longer one is none, and a name may be of any length where a log is served by URL."""
 """Tiles that `TileHashes` keeps: a proof touches at most two per level."""
 _LENGTH: Final = Struct(">H")
 
@@ -168,7 +170,10 @@ def _read_at_least(files: Files, kind: str, index: int, width: int) -> tuple[byt
 def partial_widths(files: Files, kind: str, index: int) -> list[int]:
     """Which partial tiles of this index are there. `kind` is a level in decimal, or "entries"."""
     names = files.names(f"tile/{kind}/{index_path(index)}.p")
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and 0 < int(name) < 256)
+    plain = (
+        int(name) for name in names if name.isascii() and name.isdecimal() and len(name) <= _WIDTH_DIGITS_MAX
+    )
+    return sorted(width for width in plain if 0 < width < TILE_WIDTH)
 
 
 class TileHashes:

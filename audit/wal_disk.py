@@ -102,7 +102,11 @@ def segment_name(first: int) -> str:
 def segment_first(name: str) -> int | None:
     """The first index of the segment with this file name; None for another file."""
     digits = name.removesuffix(_SUFFIX)
-    return int(digits) if name.endswith(_SUFFIX) and len(digits) == 20 and digits.isdecimal() else None
+    return (
+        int(digits)
+        if name.endswith(_SUFFIX) and len(digits) == 20 and digits.isascii() and digits.isdecimal()
+        else None
+    )
 
 
 class Torn(NamedTuple):

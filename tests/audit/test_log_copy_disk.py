@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import shutil
 import threading
+from hashlib import sha256
 from pathlib import Path
 
+import msgspec
 import pytest
 from audit_log import EGRESS_ORIGIN, Link, log_signer, trust, witness_signer
 
 from audit.checkpoint import note_size
+from audit.document_leaf import document_path
 from audit.errors import RolledBackError
-from audit.leaf import Leaf
+from audit.leaf import DOCUMENT_BYTES_MAX, Leaf
 from audit.log_copy_disk import Copied, copy_log
-from audit.tile import CHECKPOINT_PATH, MemoryFiles, bundle_path, find_bundle
+from audit.tile import (
+    CHECKPOINT_PATH,
+    COSIGNED_PATH,
+    MemoryFiles,
+    bundle_path,
+    find_bundle,
+    partial_widths,
+    tile_path,
+)
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
 from audit.verify import verify_log
@@ -122,7 +133,80 @@ def test_what_does_not_hold_is_not_written(log: Log, tmp_path: Path, path: str) 
         return
     with pytest.raises(TamperError):
         copy_log(Folder(spoilt), Folder(tmp_path / "copy"), trust())
-    assert [each for each in (tmp_path / "copy").rglob("*") if each.is_file()] == []
+    assert [each.name for each in (tmp_path / "copy").rglob("*") if each.is_file()] in ([], ["lock"])
+
+
+def test_a_copy_is_not_exchanged_for_another_history_by_one_false_tile(tmp_path: Path) -> None:
+    """Whoever signs the log gives the copy two histories, and the tile that would show it from the first one."""
+    logs = [Log(tmp_path / name) for name in "ab"]
+    logs[0].go_on(280)
+    logs[1].go_on(250)
+    logs[1]._link.time_ms += 777
+    logs[1].go_on(300)
+    for log in logs:
+        log.trail.close()
+    copied = copy(Folder(logs[0].path), tmp_path / "copy")
+    held = {path: path.read_bytes() for path in (tmp_path / "copy").rglob("*") if path.is_file()}
+    part = Folder(logs[0].path).read(tile_path(0, 1, copied.size % 256))
+    assert part is not None
+    forged = logs[1].path / tile_path(0, 1)
+    forged.write_bytes(part + forged.read_bytes()[len(part) :])
+    with pytest.raises(RolledBackError, match="is another one"):
+        copy_log(Folder(logs[1].path), Folder(tmp_path / "copy"), trust())
+    assert {path: path.read_bytes() for path in (tmp_path / "copy").rglob("*") if path.is_file()} == held
+
+
+def test_one_process_at_a_time_copies_into_a_folder(log: Log, tmp_path: Path) -> None:
+    class Second(Folder):
+        def write(self, path: str, data: bytes) -> None:
+            if path == CHECKPOINT_PATH:
+                with pytest.raises(RequestError, match="Another process copies"):
+                    copy_log(Folder(log.path), Folder(self.path), trust())
+            super().write(path, data)
+
+    copy_log(Folder(log.path), Second(tmp_path / "copy"), trust())
+    assert copy(Folder(log.path), tmp_path / "copy").before
+
+
+@pytest.mark.parametrize("at", [CHECKPOINT_PATH, COSIGNED_PATH])
+def test_a_copy_that_is_broken_off_between_its_notes_verifies(log: Log, tmp_path: Path, at: str) -> None:
+    copy(Folder(log.path), tmp_path / "copy")
+    log.go_on(5)
+
+    class Broken(Folder):
+        def write(self, path: str, data: bytes) -> None:
+            if path == at:
+                raise OSError("no space left")
+            super().write(path, data)
+
+    with pytest.raises(OSError, match="no space"):
+        copy_log(Folder(log.path), Broken(tmp_path / "copy"), trust())
+    report = verify_log(Folder(tmp_path / "copy"), trust())
+    assert report.ok, report.findings[:3]
+    copy(Folder(log.path), tmp_path / "copy")
+
+
+def test_a_document_that_was_lacking_comes_with_a_later_copy(log: Log, tmp_path: Path) -> None:
+    document = b"d" * (DOCUMENT_BYTES_MAX + 1)
+    digest = sha256(document).digest()
+    header = log._link.agreement()[0].header
+    log.append([Leaf(msgspec.structs.replace(header, document=b"", document_sha256=digest))])
+    log.go_on(260)
+    assert copy_log(Folder(log.path), Folder(tmp_path / "copy"), trust()).missing == 1
+    log.go_on(1)
+    assert copy_log(Folder(log.path), Folder(tmp_path / "copy"), trust()).missing == 1
+    Folder(log.path).write(document_path(digest), document)
+    assert copy_log(Folder(log.path), Folder(tmp_path / "copy"), trust()).missing == 0
+    assert Folder(tmp_path / "copy").read(document_path(digest)) == document
+
+
+def test_a_name_of_any_length_is_no_width() -> None:
+    names = {
+        bundle_path(0, 3): b"",
+        f"tile/entries/000.p/{'9' * 5_000}": b"",
+        "tile/entries/000.p/\u0663": b"",
+    }
+    assert partial_widths(MemoryFiles(names), "entries", 0) == [3]
 
 
 def test_no_copy_is_taken_back_and_no_log_is_written_over(log: Log, tmp_path: Path) -> None:
