@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,8 @@ async def test_a_second_stream_waits_for_what_the_first_has_on_its_way(
     await mesh.stop("eu-west")
     acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
     assert [(ack.first_offset, ack.last_offset) for ack in acks] == [(0, 0), (1, 2), (3, 3)]
+    # What the records themselves said, in the leaf and in the receipt.
+    assert {ack.path for ack in acks} == {("us-east",)} and receipt.path_sha256 == sha256(b"us-east").digest()
 
 
 async def test_a_range_without_an_answer_is_not_answered_before_it_is_durable(

@@ -49,6 +49,7 @@ READ: Final = [
         "envelope_sha256",
         "entries_sha256",
         "parts",
+        "path",
         "gap",
         "reason",
         "grant_id",
