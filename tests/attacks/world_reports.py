@@ -31,6 +31,7 @@ _ASKED: Final = frozenset(
         "version",
         "records",
         "first_offset",
+        "envelope_sha256",
         "last_offset",
         "actor",
         "action",
