@@ -1,9 +1,11 @@
 """Allowances: what crossed under each grant of one log, against the budget and the rate in its terms. Pure; fed with leaves in order.
 
-Summed are the bytes of the records that INTENT (egress) and ACK leaves (ingress) list, in all link shards of the log. That is at most what
-an agent charges to a grant (`Header.charged_bytes`), which besides counts a range without bytes as EMPTY_RANGE_BYTES: so whoever held
-itself to the budget is below it here too, however its ranges were cut into leaves, and also where a batch was announced again under
-another grant. A resend of an envelope has no leaf. Of version 1 the bytes are those of the payloads.
+Summed are the bytes of the records that INTENT (egress) and ACK leaves (ingress) list, in all link shards of the log, and EMPTY_RANGE_BYTES for each
+envelope without any: what the agent asks for before it announces an envelope, and the destination before it takes one. What both charge to a
+grant is leaf by leaf (`Header.charged_bytes`), and never less: so whoever held itself to the budget is below it here too, however its
+ranges were cut into leaves, and also where a batch was announced again under another grant. A resend of an envelope has no leaf. An
+envelope without records that begins where the one before it of its shard did counts once with it: a gap had grown before its first one was
+answered, which agents of before did not ask for again. Of version 1 the bytes are those of the payloads, and no envelope without any counts.
 
 A budget that was passed is a mistake of the crossing that passes it. A rate is compared with the times of INTENT leaves, which are their
 writer's word, so it is told and breaks no rule; arrivals come in bursts. Callers: audit.verify.
@@ -12,10 +14,11 @@ writer's word, so it is told and breaks no rule; arrivals come in bursts. Caller
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from audit.leaf import Header, Kind, Side
+from audit.leaf import EMPTY_RANGE_BYTES, Header, Kind, Side
+from audit.position import LINK_SHARDS_MAX, LinkShard
 
 RATE_SLACK_MS: Final = 60_000
 """An agent that is started again begins with a second's worth and one batch, and its clock may have been set: of a shorter time nothing is
@@ -56,6 +59,19 @@ class _Use:
     """bytes of the batch that the newest leaf is of"""
     largest: int = 0
     """batch"""
+    empty_bytes: int = 0
+    """what the envelopes without records count"""
+    empty: dict[tuple[LinkShard, bytes], int | None] = field(default_factory=dict)
+    """where the newest of these began in each shard and incarnation"""
+
+    def count_empty(self, header: Header) -> None:
+        """Take an envelope that lists no bytes."""
+        shard = LinkShard.of(header), header.incarnation
+        if header.first_offset is not None and self.empty.get(shard) == header.first_offset:
+            return
+        if shard in self.empty or len(self.empty) < LINK_SHARDS_MAX:
+            self.empty[shard] = header.first_offset
+        self.empty_bytes += EMPTY_RANGE_BYTES
 
 
 class Allowances:
@@ -64,23 +80,24 @@ class Allowances:
     def __init__(self) -> None:
         self._uses: dict[str, _Use] = {}
 
-    def take(self, index: int, header: Header, allowed: Allowed) -> str:
-        """Take the next crossing, under a grant whose terms allow this. Returns what is wrong with it, or nothing."""
+    def take(self, index: int, header: Header, allowed: Allowed, version: int) -> str:
+        """Take the next crossing, in a leaf of this version, under a grant whose terms allow this. Returns what is wrong with it, or nothing."""
         if not any(allowed):
             return ""
         use = self._uses.setdefault(header.grant_id, _Use(allowed, header.side))
         size, time_ms = header.listed_bytes, header.time_ms
-        if not size:
-            return ""
-        use.first_ms = time_ms if use.leaf < 0 else min(use.first_ms, time_ms)
-        use.last_ms, use.leaf = max(use.last_ms, time_ms), index
         use.batch = size + (use.batch if use.envelope == header.envelope_sha256 else 0)
-        use.envelope, use.largest, use.size = (
-            header.envelope_sha256,
-            max(use.largest, use.batch),
-            use.size + size,
-        )
-        if not allowed.budget_bytes or use.size <= allowed.budget_bytes:
+        use.envelope, use.largest = header.envelope_sha256, max(use.largest, use.batch)
+        use.size += size
+        is_empty = version > 1 and not use.batch and header.part == header.parts - 1
+        if is_empty:
+            use.count_empty(header)
+        elif size:
+            use.first_ms = time_ms if use.leaf < 0 else min(use.first_ms, time_ms)
+            use.last_ms, use.leaf = max(use.last_ms, time_ms), index
+        else:
+            return ""
+        if not allowed.budget_bytes or use.size + use.empty_bytes <= allowed.budget_bytes:
             return ""
         what = f"{header.kind.name} under grant {header.grant_id}"
         most = f"the {allowed.budget_bytes:,} bytes that its terms allow altogether"

@@ -632,7 +632,7 @@ class _Run:
             return []
         terms = self._continuity if leaf.version == 1 else self._agreements
         allowed = terms.allowed(header)
-        sentence = "" if allowed is None else self._allowances.take(index, header, allowed)
+        sentence = "" if allowed is None else self._allowances.take(index, header, allowed, leaf.version)
         return [sentence] if sentence else []
 
     def _does_not_show(self, what: tuple[str, ...]) -> None:

@@ -417,6 +417,9 @@ class LinkSession:
                     return False
                 charge = sealed.record_bytes or EMPTY_RANGE_BYTES
                 self._require_budget(terms, charge)
+                if rate is not None and rate.wait_s(context.runtime.clock.monotonic()):
+                    # Asked again where it is charged: other links of the grant charged while this one waited for a key.
+                    return False
                 if context.tracing is not None:
                     self._spans[sealed.last_offset] = context.tracing.begin(
                         self._link.row.stream, terms.from_region, terms.to_region, opened.records or ()
@@ -515,10 +518,12 @@ class LinkSession:
         leap = window.leap(next_offset)
         if leap is None:
             return
-        if leap.announced is None:
-            self._require_budget(route.terms, EMPTY_RANGE_BYTES)
         cover, last = leap.cover_first, next_offset - 1
         envelope, digest = seal_nothing(route, cover, last)
+        is_new = leap.announced is None or leap.announced.envelope_sha256 != digest
+        if is_new:
+            # Also where a shorter one was announced before the gap grew: it has a leaf of its own, in both logs.
+            self._require_budget(route.terms, EMPTY_RANGE_BYTES)
         window.put(way := OnTheWay(cover, last, 0, envelope, digest, _NO_ENTRIES_SHA256, (), False))
         self._memory.alarm = f"Offsets {cover} to {last} are gone at the source ({kind.value})."
         log.error(
@@ -533,7 +538,7 @@ class LinkSession:
         leaves: list[Leaf] = []
         if leap.leaf_first < next_offset:
             leaves.append(gap_leaf(route.template, kind, leap.leaf_first, last, now))
-        if leaves or leap.announced is None or leap.announced.envelope_sha256 != digest:
+        if leaves or is_new:
             leaves.append(nothing_leaf(route, cover, last, digest, now))
             context.append(leaves, partial(self._durable, window, way))
         else:

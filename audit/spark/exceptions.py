@@ -142,7 +142,7 @@ def _leaf_events() -> list[str]:
             **revoked,
         ),
         _event(
-            NOTICE, "'key-destroyed'", "kind = 'KEY' AND action = 'destroyed'", "concat('Key ', key_id, ' was destroyed.')",
+            NOTICE, "'key-destroyed'", "kind = 'KEY' AND action = 'destroyed'", "concat('Key ', key_id, coalesce(concat(' of ', stream), ''), ' was destroyed.')",
             actor="actor", action="action", code="code",
         ),
     ]  # fmt: skip

@@ -50,12 +50,17 @@ def link(budget: int = 0, rate: int = 0) -> tuple[Live, str]:
 
 
 def crossed(world: Live, grant: str, log: str) -> list[tuple[int, int]]:
-    """Of the leaves by which records crossed under this grant: the index, and how many bytes had by then."""
+    """Of the leaves by which something crossed under this grant: the index, and how many bytes had by then; an envelope without records
+    counts 256."""
     leaves, kind = (flat(world.egress), Kind.INTENT) if log == EGRESS else (flat(world.ingress), Kind.ACK)
     found, total = [], 0
     for index, leaf in enumerate(leaves):
-        if leaf.header.kind is kind and leaf.header.grant_id == grant and leaf.header.records:
-            total += leaf.header.listed_bytes
+        if (
+            leaf.header.kind is kind
+            and leaf.header.grant_id == grant
+            and leaf.header.side.name == log.upper()
+        ):
+            total += leaf.header.listed_bytes or 256
             found.append((index, total))
     return found
 
@@ -74,6 +79,35 @@ def test_a_budget_is_used_to_the_last_byte_and_no_further(log: str, tally: Tally
     assert f"{most - 1:,} bytes" in found.sentence
     assert [each.leaf for each in findings(link(less - 1)[0], log)] == [before, last]
     tally("budgets that were passed by a byte", 2)
+
+
+def gaps(budget: int, count: int) -> Live:
+    """A link by which nothing crossed but so many gaps, each with an envelope without records."""
+    signed = signed_grant(stream=DEPARTURES, expires=START_MS + 10**9, budget_bytes=budget)
+    world = Live(signed=signed)
+    world.grant(DEPARTURES, START_MS - 1_000, signed)
+    for number in range(count):
+        world.gap(DEPARTURES, 0, 5, START_MS + number)
+    return world
+
+
+@pytest.mark.parametrize("log", [EGRESS, INGRESS])
+def test_envelopes_without_records_count_too(log: str, tally: Tally) -> None:
+    assert findings(gaps(1_024, 4), log) == []
+    (found,) = findings(gaps(1_023, 4), log)
+    assert found.name == OVER_BUDGET
+    tally("budgets that were passed by envelopes without records", 1)
+
+
+def test_a_gap_that_grew_before_its_envelope_was_answered_counts_once() -> None:
+    """Agents of before did not ask for the second envelope, and an honest log of theirs is not found."""
+    world = gaps(256, 1)
+    answer = world.egress.pop()
+    grown = world.egress[-1][-1].header
+    gap = msgspec.structs.replace(world.egress[-1][0].header, first_offset=5, last_offset=7)
+    longer = msgspec.structs.replace(grown, last_offset=7, envelope_sha256=b"e" * 32)
+    world.egress.append([Leaf(gap), Leaf(longer)])
+    assert answer[0].header.kind is Kind.ACK and findings(world, EGRESS) == []
 
 
 @pytest.mark.parametrize("side", [Side.EGRESS, Side.INGRESS])
