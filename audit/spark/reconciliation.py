@@ -35,7 +35,9 @@ Logs of a link in use are never of one moment, so what one of them shows and the
   with such a receipt has the INTENT;
 - what is taken on trust (step 3), where nothing that was announced behind it has arrived in the ingress log as given.
 
-Each only as long as none of the link's logs shows a time `APART_MS` later: whatever a log never gets does not stay open.
+The second only as long as neither the bridge's log nor the source's own shows a time `APART_MS` later, the others as long as none of the link's
+logs does: whatever a log never gets does not stay open. A leaf that is taken on trust is no later than any leaf behind it in its log, whatever
+time it says.
 """
 
 from __future__ import annotations
@@ -180,9 +182,21 @@ class Given:
 
     def may_lack(self, time: str) -> str:
         """SQL: whether what was done at this time (ms) may be missing in a log of a row's link because the log was read before."""
-        regions = {name: end.time_ms for name, end in self._region_ends.items()}
+        return self._is_within(time, *self._source_ends(), self._region_end("destination_region"))
+
+    def egress_may_lack(self, time: str) -> str:
+        """SQL: the same of the bridge's log, by what the source's side says: a destination that dates a leaf of its own ahead accuses nobody."""
+        return self._is_within(time, *self._source_ends())
+
+    def _source_ends(self) -> tuple[str, str]:
         bridges = {name: end.time_ms for name, end in self._bridge_ends.items()}
-        ends = (_by("bridge", bridges), _by("source_region", regions), _by("destination_region", regions))
+        return _by("bridge", bridges), self._region_end("source_region")
+
+    def _region_end(self, column: str) -> str:
+        return _by(column, {name: end.time_ms for name, end in self._region_ends.items()})
+
+    @staticmethod
+    def _is_within(time: str, *ends: str) -> str:
         return f"coalesce({time} >= greatest({', '.join(ends)}, 0) - {APART_MS}, false)"
 
 
@@ -256,7 +270,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
         ),
         ended AS (
             SELECT *, intent_leaf IS NULL AND coalesce(arrival_first > coalesce(greatest(last_receipt, told), -1)
-                   AND arrival_leaf > coalesce(last_told, -1), false) AND {given.may_lack("arrival_time")} AS egress_ends
+                   AND arrival_leaf > coalesce(last_told, -1), false) AND {given.egress_may_lack("arrival_time")} AS egress_ends
             FROM placed
         )
         SELECT *, max(arrival_last) FILTER (WHERE NOT egress_ends) OVER (PARTITION BY {SHARD}) AS last_arrival
@@ -385,16 +399,23 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
     return sides.sparkSession.sql(f"SELECT {place}, {one_row_each(cases)} FROM {{sides}}", sides=sides)  # noqa: S608
 
 
-def perhaps_before(trusting: DataFrame, sides: DataFrame, given: Given) -> DataFrame:
+def perhaps_before(leaves: DataFrame, trusting: DataFrame, sides: DataFrame, given: Given) -> DataFrame:
     """The leaves of `TAKEN_ON_TRUST`, each with `is_ahead`: whether the ingress log as given may end before what it says had arrived. It
-    does not where something has arrived that the egress log announced behind the leaf."""
+    does not where something has arrived that the egress log announced behind the leaf. A time that is ahead of those of leaves behind it
+    counts as the earliest of theirs."""
     return trusting.sparkSession.sql(
         f"""
-        SELECT trusting.*, leaf_index >= coalesce(reached, 0) AND {given.may_lack("time_ms")} AS is_ahead
-        FROM {{trusting}} AS trusting LEFT JOIN (
+        WITH later AS (
+            SELECT log, leaf_index,
+                   min(time_ms) OVER (PARTITION BY log ORDER BY leaf_index ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING) AS by_ms
+            FROM {{leaves}} WHERE log IN (SELECT log FROM {{trusting}})
+        )
+        SELECT trusting.*, leaf_index >= coalesce(reached, 0) AND {given.may_lack("coalesce(by_ms, time_ms)")} AS is_ahead
+        FROM {{trusting}} AS trusting LEFT JOIN later USING (log, leaf_index) LEFT JOIN (
             SELECT bridge, destination_region, max(intent_leaf) AS reached FROM {{sides}} WHERE arrival_leaf IS NOT NULL GROUP BY ALL
         ) USING (bridge, destination_region)
         """,  # noqa: S608
+        leaves=leaves,
         trusting=trusting,
         sides=sides,
     )

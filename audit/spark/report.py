@@ -443,7 +443,7 @@ def _compute(
     trusting = leaves.where(f"{reconciliation.TAKEN_ON_TRUST} AND {given.ingress}")
     if not trusting.isEmpty():
         tell("Looking in the ingress logs for what had arrived before")
-        lately = reconciliation.perhaps_before(trusting, sides, given)
+        lately = reconciliation.perhaps_before(leaves, trusting, sides, given)
         found = found.unionByName(unfounded(leaves, lately, places, signed.derived))
     if not unlike.isEmpty():
         tell("Comparing records where the digests differ")

@@ -29,6 +29,7 @@ from audit.spark.reconciliation import (
     coverage_findings,
     envelope_findings,
     envelopes,
+    perhaps_before,
 )
 from audit.spark.report import EXIT_ONE_SIDE, run_report
 from audit.spark.shard_key import SHARD_KEY
@@ -308,7 +309,8 @@ def test_honest_logs_of_two_moments_never_differ(judged: Judged) -> None:
     assert found[1, quiet[1]][OPEN, NEVER_ANNOUNCED] == arrivals
     # Nor does it stay open, whichever of them goes on.
     assert found[last[0], 1][DIFFERS, NEVER_ARRIVED] == receipts
-    assert found[1, last[1]][DIFFERS, NEVER_ANNOUNCED] == arrivals
+    # What the ingress log alone dates hours later accuses no egress log; the source's own does (`LIARS`).
+    assert found[1, last[1]][OPEN, NEVER_ANNOUNCED] == acks(ingress)
 
 
 def acks(appends: Sequence[list[Leaf]]) -> int:
@@ -318,6 +320,39 @@ def acks(appends: Sequence[list[Leaf]]) -> int:
 def test_what_a_log_keeps_to_itself_does_not_stay_open(judged: Judged) -> None:
     for (sent, arrived, _, status, finding), found in zip(LIARS, judged.liars, strict=True):
         assert {each for each, name in found if name == finding} == {status}, (sent, arrived, found)
+
+
+def test_what_is_passed_by_is_no_later_than_what_stands_behind_it(spark: Any) -> None:
+    """An agent dates the leaf years ahead: what stands behind it in its log says by when it was written."""
+    hour, now = 3_600_000, START_MS + QUIET_MS
+    logs = {
+        # What was passed by at START, dated years ahead, and something behind it hours later; then it alone; then in its time.
+        "a": [(START_MS + 1_000 * QUIET_MS, True), (now, False)],
+        "b": [(START_MS + 1_000 * QUIET_MS, True)],
+        "c": [(now - hour, True), (now, False)],
+    }
+    rows = [
+        {"log": log, "leaf_index": index, "time_ms": time_ms, "trusts": trusts, "bridge": f"spiffe://us-{log}.acme/bridge/b",
+         "source_region": f"us-{log}", "destination_region": f"eu-{log}"}
+        for log, leaves in logs.items()
+        for index, (time_ms, trusts) in enumerate(leaves)
+    ]  # fmt: skip
+    leaves = frame(
+        spark,
+        rows,
+        "log string, leaf_index bigint, time_ms bigint, trusts boolean, bridge string, source_region string, destination_region string",
+    )
+    ends = [
+        LogEnd(f"us-{log}.acme/bridge/b", len(each), max(time_ms for time_ms, _ in each))
+        for log, each in logs.items()
+    ] + [LogEnd(f"eu-{log}.acme/audit", 1, now) for log in logs]
+    sides = frame(
+        spark, [], "bridge string, destination_region string, intent_leaf bigint, arrival_leaf bigint"
+    )
+    found = (
+        perhaps_before(leaves, leaves.where("trusts"), sides, Given(ends)).select("log", "is_ahead").collect()
+    )
+    assert {row["log"]: row["is_ahead"] for row in found} == {"a": False, "b": True, "c": True}
 
 
 def test_a_report_whose_ingress_log_is_older(spark: Any, tmp_path: Path) -> None:
