@@ -241,10 +241,23 @@ class StreamKeys:
             retry_after_ms=RETRY.ceiling_ms,
         )
 
+    async def _former_streams(self) -> list[StreamEntry]:
+        """What the key file of the region's folder has, from before its brokers shared keys. A damaged one keeps no broker from starting: no stream
+        needs it, and what of it is to be destroyed waits (`SharedKeyring.destroy_own`)."""
+        try:
+            return await asyncio.to_thread(self._keyring.former_streams)
+        except (RequestError, CorruptionError) as error:
+            log.error(
+                "The key file of the region's folder, which is of before its brokers shared keys, cannot be read: %s No stream needs it. What it may hold of "
+                "deleted streams is not destroyed while it is there: put it back from a backup, or remove it.",
+                error,
+            )
+            return []
+
     async def _adopt_own(self) -> None:
         """The keys that this broker made for itself, before keys were shared, become the keys of their streams."""
         own, keyring = self._keyring.own, self._keyring
-        for former in await asyncio.to_thread(keyring.former_streams):
+        for former in await self._former_streams():
             if await self._is_deleted(former.incarnation.hex()):
                 await self._destroy_own(former.incarnation)
         if own is None:

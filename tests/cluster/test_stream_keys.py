@@ -156,6 +156,22 @@ def seal_of(keys: StreamKeys, shard: int = 0, name: StreamName = ORDERS, life: b
     return KeyringSeal(keys.keyring, name, life, shard)
 
 
+async def test_a_damaged_key_file_of_before_keeps_no_broker_from_starting(
+    brokers: Brokers, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+    sealed = seal_of(keys).seal(batch(b"x"))
+    await brokers.stop()
+    path = brokers.root_folder("a") / KEY_FILE
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    keys = await brokers.start("a")
+    assert seal_of(keys).open_batch(sealed) == batch(b"x")
+    assert "which is of before its brokers shared keys, cannot be read" in caplog.text
+
+
 async def test_what_one_broker_seals_every_other_opens_also_after_all_were_started_again(
     brokers: Brokers,
 ) -> None:
