@@ -24,21 +24,23 @@ from region.cluster.mirror import entries_of
 from region.cluster.records import ShardId
 from region.cluster.transactions import Refusal, change
 from region.log import fsspec_store
+from region.log.directory import shard_place
 from region.log.offload import ListPointer, Offloaded, OffloadList, object_name, object_url
 from region.log.segment import SegmentHeader, ShardIdentity
-from region.log.shared_offload import delete_orphans, delete_unlisted, read_list, write_list
+from region.log.shared_offload import SharedLists, delete_orphans, delete_unlisted
 from region.metadata.transaction import TransactResult
 
 if TYPE_CHECKING:
     from simulation.cluster_world import ClusterWorld, Machine
 
 RECORDS: Final = 0
-BASE: Final = "memory://simulated-cluster"
 SEGMENT: Final = 5
 """Offsets of a segment."""
 DELAYS_MS: Final = (5, 40, 200, 1_500)
 """Of an upload, of a list that is written, of what is deleted."""
 IDENTITY: Final = ShardIdentity("us-east", "acme/test/orders0", bytes(16), 0)
+BASE: Final = f"memory://simulated-cluster/{shard_place(IDENTITY)}"
+LISTS: Final = SharedLists(shard_place(IDENTITY), lambda purpose, data: hashlib.sha256(data).digest())
 
 
 class Change:
@@ -91,7 +93,7 @@ class Turns:
         """Step 1."""
         self.listed = None
         try:
-            known = read_list(pointer)
+            known = LISTS.read(pointer)
         except FelixError:
             # By its view's pointer, which may have been moved since.
             self._end()
@@ -144,7 +146,7 @@ class Turns:
         self.listed = None
 
         def write() -> None:
-            pointer = write_list(new, BASE, self.epoch)
+            pointer = LISTS.write(new, BASE, self.epoch)
             self.change = Change(before, old, new, pointer)
             self._wrote(self.change)
             self._later(point)
@@ -245,7 +247,7 @@ class Offload:
         if pointer is None or pointer.epoch != core.follower.epoch:
             return
         try:
-            listed = read_list(pointer)
+            listed = LISTS.read(pointer)
         except FelixError:
             return  # another one is in force by now
         self.mark(machine, listed)
@@ -282,7 +284,7 @@ class Offload:
         if pointer is None:
             return
         try:
-            listed = read_list(pointer)
+            listed = LISTS.read(pointer)
         except FelixError as error:
             raise BrokenError(f"24: the list in force is not there: {error}") from error
         there = set(fsspec_store.list_names(BASE))
@@ -306,7 +308,7 @@ class Offload:
         if found is None or pointer is None:
             return
         machine, _ = found
-        for one in read_list(pointer).segments:
+        for one in LISTS.read(pointer).segments:
             if one.base_offset >= machine.disk.log(self.shard, RECORDS).start.offset:
                 content = self.content(machine, one.base_offset)
                 if fsspec_store.get_bytes(one.url) != content or one.sha256 != _sha256(content):
