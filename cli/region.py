@@ -93,16 +93,11 @@ def init(
     taken = [load_config(RegionFolder.of(other).config) for other in known_regions()]
     if not mesh:
         raise _no_mesh(name, sorted({config.mesh for config in taken}))
-    address = (
-        parse_option(listen, "--listen")
-        if listen
-        else free_address(7443, [config.listen for config in taken], socket.SOCK_DGRAM)
-    )
+    address = parse_option(listen, "--listen") if listen else free_address(7443, [], socket.SOCK_DGRAM)
     health_address = None
     if health != "none":
-        used = [config.health for config in taken if config.health is not None]
         health_address = (
-            parse_option(health, "--health") if health else free_address(8080, used, socket.SOCK_STREAM)
+            parse_option(health, "--health") if health else free_address(8080, [], socket.SOCK_STREAM)
         )
     if folder.root.is_dir() and any(folder.root.iterdir()):
         raise RequestError(

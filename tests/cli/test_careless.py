@@ -25,8 +25,12 @@ from ports import claim_port
 from cli.free_address import free_address
 from cli.main import app, main
 from cli.process import read_state
+from cli.several import make_cluster
 from felix.address import Address
 from felix.batch import BATCH_BYTES_MAX
+from region.bootstrap import found_region
+from region.config import load_config
+from region.folder import RegionFolder
 
 REGION = "us-east"
 STREAM = "acme/ops/careless"
@@ -442,6 +446,28 @@ def test_a_port_in_use_is_not_given_to_a_new_region() -> None:
         port = taken.getsockname()[1]
         assert free_address(port, [], socket.SOCK_DGRAM).port > port
         assert free_address(port + 1, [Address("127.0.0.1", port + 1)], socket.SOCK_DGRAM).port > port + 1
+
+
+def test_a_port_of_a_region_that_is_down_is_not_given_to_another_ones_brokers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    named = list[int]()
+    for region in ("us-a", "us-b"):
+        folder = RegionFolder.of(region)
+        found_region(
+            folder, region=region, mesh="acme", country="US", jurisdiction="US", entity="", contact="",
+            listen=free_address(7443, [], socket.SOCK_DGRAM), health=free_address(8080, [], socket.SOCK_STREAM), now_ms=1,
+        )  # fmt: skip
+        made = make_cluster(folder, load_config(folder.config), 3, free_address)
+        assert made.cluster is not None
+        for each in made.cluster.brokers:
+            assert each.health is not None
+            named += [each.listen.port, each.health.port]
+        named.append(Address.parse(made.metadata.endpoints[0]).port)
+    assert len(named) == len(set(named)) == 14
+    (tmp_path / "us-a" / "region.yaml").write_text("colour: blue\n")
+    assert free_address(named[-1], [], socket.SOCK_STREAM).port > named[-1]
 
 
 # -- Java, Spark ----------------------------------------------------------------------------------------
