@@ -608,7 +608,7 @@ TWINS: Final = (
     ),
     Twin(
         "18: nothing is in a shard before its decision is durable",
-        5,
+        97,
         patched(cluster_transactions, "is_decided", always),
     ),
     Twin(
