@@ -261,7 +261,15 @@ class Routes(Generic[_MovableT]):
             self.lost(address, leader.reach)
             return
         self._pauses.pop(address)
-        self._silent.pop(address)
+        if self._silent.pop(address):
+            self._gather(address, leader.reach)
+
+    def _gather(self, address: str, reach: Reach[_MovableT]) -> None:
+        """Lead to a broker that answers again all that was told to go there: meanwhile it asked others."""
+        for attachment, (stream, now) in list(self._placed.items()):
+            route = self._routes.use(stream)
+            if route is not None and route.address == address and now is not reach:
+                self._move(attachment, stream, reach, NotLeaderError(f"{address} answers again."))
 
     def _move(
         self, attachment: _MovableT, stream: StreamName, reach: Reach[_MovableT], error: FelixError

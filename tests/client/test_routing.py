@@ -190,6 +190,22 @@ async def test_what_loses_its_leader_asks_over_the_first_connection_and_may_come
     assert client.where(held) == [SECOND], "an old connection's end is none of the new one"
 
 
+async def test_who_answers_again_is_gone_to_at_once(client: Client) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    client.made[0].may_open.set_exception(UnavailableError("Nobody listens."))
+    await until(lambda: client.made[0].is_closed)
+
+    def is_called() -> bool:
+        client.routes.learned(led_by(SECOND), FIRST)
+        return len(client.made) == 2
+
+    await until(is_called)
+    assert client.where(held) == [FIRST], "who asks others meanwhile"
+    client.made[1].may_open.set_result(None)
+    await until(lambda: client.where(held) == [SECOND])
+
+
 async def test_what_is_detached_moves_no_more(client: Client) -> None:
     held = client.attached()
     client.routes.detach(held)
