@@ -49,6 +49,15 @@ def flip(region: SimulatedRegion, name: str, path: Path, size: int) -> None:
     disk.flip(path, region.random.randrange(size * 8))
 
 
+def flip_entries(region: SimulatedRegion, name: str, offset: int) -> None:
+    """Flip bits all over the segment that has this offset: what it carries of earlier ones, annotations and batches. Once more puts it back."""
+    segment = next(one for one in disk_of(region, name).log.segments if one.next_offset > offset)
+    disk = region.machines[name].disk
+    assert disk is not None
+    for at in range(segment.start + 20, segment.segment_bytes, 100):
+        disk.flip(segment.path, at * 8)
+
+
 def is_whole(region: SimulatedRegion, name: str) -> bool:
     files = region.running[name]._files
     for number in LOGS:
@@ -62,8 +71,8 @@ def is_whole(region: SimulatedRegion, name: str) -> bool:
     return True
 
 
-async def has_closed_segments(region: SimulatedRegion, segments: int = 4) -> None:
-    region.append_all_the_time(annotated=False)
+async def has_closed_segments(region: SimulatedRegion, segments: int = 4, *, annotated: bool = False) -> None:
+    region.append_all_the_time(annotated=annotated)
     await region.until(lambda: all(disk_of(region, name).log.segment_count > segments for name in NAMES), 600)
 
 
@@ -147,27 +156,25 @@ def test_a_reader_at_the_leader_waits_for_the_repair_and_gets_what_was_written(s
     play(scene, seed)
 
 
-def test_what_no_copy_has_is_refused_and_nothing_else_stops() -> None:
+@pytest.mark.parametrize("annotated", [False, True])
+def test_what_no_copy_has_is_refused_and_nothing_else_stops(annotated: bool) -> None:
     async def scene(region: SimulatedRegion) -> None:
-        await has_closed_segments(region)
+        await has_closed_segments(region, annotated=annotated)
         shard, leader = region.shards[0], leader_of(region)
         lost = disk_of(region, leader).log.segments[1]
         for name in NAMES:
-            segments = disk_of(region, name).log.segments
-            other = next(one for one in segments if one.next_offset > lost.base_offset)
-            disk = region.machines[name].disk
-            assert disk is not None
-            # The same entry of each.
-            disk.flip(other.path, (other.start + 20) * 8)
+            flip_entries(region, name, lost.base_offset)
         log = region.running[leader].log(shard, 0)
         with pytest.raises(CorruptionError, match=f"Offsets {lost.base_offset} to .* cannot be read"):
-            while True:
+            for _ in range(600):
                 try:
                     await log.read_sealed(lost.base_offset, 100)
                 except CorruptionError:
                     raise
                 except FelixError:
-                    await asyncio.sleep(1)
+                    pass
+                # While copies are asked for it.
+                await asyncio.sleep(1)
         assert await log.read_sealed(lost.next_offset, 100)
         assert await log.read_sealed(0, 100)
         assert "could not be repaired" in region.running[leader].host.alarms[shard]
@@ -175,11 +182,7 @@ def test_what_no_copy_has_is_refused_and_nothing_else_stops() -> None:
         await region.until(lambda: region.acknowledged() > before + 20)
         # One of the others gets its bytes back, as from a backup, and the rest is repaired from it.
         back = next(name for name in NAMES if name != leader)
-        segments = disk_of(region, back).log.segments
-        other = next(one for one in segments if one.next_offset > lost.base_offset)
-        disk = region.machines[back].disk
-        assert disk is not None
-        disk.flip(other.path, (other.start + 20) * 8)
+        flip_entries(region, back, lost.base_offset)
         await region.until(lambda: region.running[leader].host.repairs.repaired)
         assert is_whole(region, leader)
         await region.until(lambda: shard not in region.running[leader].host.alarms)
