@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
+from audit.spark.shard_key import SHARD_KEY, same
 from audit.spark.table import COUNT_MAX, Column, Type, one_row_each
 from audit.spark.verification import RULE_BROKEN
 
@@ -184,6 +185,8 @@ def _onward() -> str:
         """  # noqa: S608  # constants of this module
 
 
+_ENVELOPE_KEY: Final = (*SHARD_KEY, "envelope_sha256")
+_ENVELOPE: Final = ", ".join(_ENVELOPE_KEY)
 _PLACE: Final = "source_region, destination_region, stream, grant_id, time_ms, log, leaf_index"
 """Where an exception was found: columns of leaves and terms alike."""
 _LEAVES_PLACE: Final = ", ".join(f"leaves.{name}" for name in _PLACE.split(", "))
@@ -217,6 +220,27 @@ def _noticed() -> str:
         FROM {{notices}} AS notices JOIN {{all_leaves}} AS leaves ON notices.log = leaves.log AND notices.leaf_index = leaves.leaf_index
         JOIN (SELECT log, min(leaf_index) AS first, max(time_ms) AS latest_ms FROM {{leaves}} GROUP BY log) AS seen
             ON leaves.log = seen.log AND leaves.leaf_index >= seen.first AND leaves.time_ms <= seen.latest_ms
+        """  # noqa: S608  # constants of this module
+
+
+def _announced_elsewhere() -> str:
+    """SQL: what arrived in the window, by the destination's clock, and was announced outside of it, by the agent's: the window's register counts it
+    as delivered, and not among what crossed. A batch on its way when the window begins is like that, and so is one whose leaf is dated back."""
+    seen = _event(
+        NOTICE, "'announced-outside-window'", "true",
+        "'Records that arrived in this window were announced by leaves that are dated outside of it: its crossings lack them.'",
+        actor="leaves.bridge", records="leaves.records",
+    )  # fmt: skip
+    return f"""
+        UNION ALL
+        SELECT {_LEAVES_PLACE}, {one_row_each([seen])}
+        FROM (SELECT * FROM {{leaves}} WHERE kind = 'ACK' AND side = 'ingress' AND records > 0) AS leaves
+        LEFT SEMI JOIN (
+            SELECT {_ENVELOPE} FROM {{all_leaves}} WHERE kind = 'INTENT' AND side = 'egress'
+        ) AS announced ON {same("leaves", "announced", _ENVELOPE_KEY)}
+        LEFT ANTI JOIN (
+            SELECT {_ENVELOPE} FROM {{leaves}} WHERE kind = 'INTENT' AND side = 'egress'
+        ) AS inside ON {same("leaves", "inside", _ENVELOPE_KEY)}
         """  # noqa: S608  # constants of this module
 
 
@@ -272,7 +296,7 @@ def found(
 ) -> DataFrame:
     """The exceptions of the window, each leaf's by itself; what the source forbade and the destination was not told is looked for in the
     source's own log. `all_leaves` and `signed` are of the whole logs: a revocation before
-    the window forbids crossings inside it. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
+    the window forbids crossings inside it; without a window, `leaves` is the same object. `story`: what the verification's steps 7 and 10 found in whole logs (log, leaf_index,
     sentence, exception); None: nothing. `notices`: what it saw that breaks no rule (log, leaf_index, notice, sentence, records).
 
     Of version 2, what ends a grant is a revocation that one of its regions signed. Leaves of version 1 have no documents: there
@@ -316,6 +340,7 @@ def found(
         {_rules_broken() if story is not None else ""}
         {_arrived_though() if signed.stops is not None else ""}
         {_noticed() if notices is not None else ""}
+        {_announced_elsewhere() if leaves is not all_leaves else ""}
         """,  # noqa: S608  # constants of this module
         leaves=leaves,
         all_leaves=all_leaves,

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from crossing_logs import (
     BRIDGE,
@@ -636,3 +637,30 @@ def test_what_is_dated_back_out_of_a_window_is_named_in_its_report(spark: Any, t
         made = run_report(logs, out, trust=trust(), session=spark, since=since, until=since + 10 * DAY_MS)
         told = [each["exception"] for each in made.report.exceptions.records()]
         assert told.count("time-back") == count
+
+
+def test_what_is_dated_back_before_a_window_begins_is_named_where_it_arrived(
+    spark: Any, tmp_path: Path
+) -> None:
+    """No leaf of the agent's says so, if it writes them before its first of the window: the destination's clock does."""
+    world, cut = World(), START_MS + 30 * DAY_MS
+    world.grant(DEPARTURES, START_MS - 1_000)
+    world.batch(DEPARTURES, 0, START_MS + DAY_MS, 10, withheld=0)
+    arrived = len(world.ingress)
+    world.batch(DEPARTURES, 0, START_MS + 2 * DAY_MS, 500, withheld=0)
+    later = [
+        [Leaf(msgspec.structs.replace(each.header, time_ms=cut + 1_000), each.entries) for each in leaves]
+        for leaves in world.ingress[arrived:]
+    ]
+    world.ingress[arrived:] = later
+    world.batch(DEPARTURES, 0, cut + DAY_MS, 10, withheld=0)
+    made = run_report(
+        write_world(tmp_path, world),
+        tmp_path / "out",
+        trust=trust(),
+        session=spark,
+        since=cut,
+        until=cut + 10 * DAY_MS,
+    )
+    told = {each["exception"]: each["records"] for each in made.report.exceptions.records()}
+    assert told["announced-outside-window"] == 500
