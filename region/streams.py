@@ -554,6 +554,8 @@ class StreamTable:
                 return
             if held.replicas:
                 await self._cease(held)
+                # What was being written may have to be committed first: whoever leads tells when it is.
+                epochs = leading.epochs(held.record)
             if epochs:
                 await self._serve(held, epochs)
                 self._begin_measuring(held)

@@ -166,8 +166,14 @@ class Hosted:
 
     @property
     def serves(self) -> bool:
-        """Whether it leads, and all that it had at its election is committed (N3)."""
-        return self.core.leader.phase is Phase.SERVING and not self.is_settling and not self.broken
+        """Whether it leads, and all that it had at its election is committed (N3): before anybody leads its logs here, all that they have. Whoever
+        led them in this epoch and released them, as another shard of the stream was not led, may have left what is not."""
+        return (
+            self.core.leader.phase is Phase.SERVING
+            and not self.is_settling
+            and not self.broken
+            and (bool(self.led) or all(log.is_committed for log in self.core.replica.logs.values()))
+        )
 
 
 def no_lists(shard: ShardId) -> SharedLists:
@@ -461,14 +467,21 @@ class ReplicaHost:
         return max(0, log.end.offset - min(acknowledged, default=log.end.offset))
 
     def lead(self, shard: ShardId, number: int) -> HostedCopies:
-        """What a log of a shard is led by, until it is released. Raises UnavailableError where the shard does not serve here."""
+        """What a log of a shard is led by, until it is released. Raises UnavailableError where the shard does not serve here, or not all that
+        the log has is committed yet."""
         hosted = self._hosted.get(shard)
-        if hosted is None or not hosted.serves or number in hosted.led:
+        if (
+            hosted is None
+            or not hosted.serves
+            or number in hosted.led
+            or not hosted.core.replica.logs[number].is_committed
+        ):
             raise not_leader(shard)
 
         def released() -> None:
             del hosted.led[number]
             self._settle(hosted)
+            self._tell(hosted)
 
         copies = hosted.led[number] = HostedCopies(
             number,

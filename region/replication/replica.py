@@ -48,6 +48,11 @@ class Log:
     syncing_since: int = -1
     """ms; -1: no sync is asked for"""
 
+    @property
+    def is_committed(self) -> bool:
+        """Whether all that was given to the file is."""
+        return self.commit >= self.end
+
     def take(self, frames: tuple[Frame, ...], starts: tuple[EpochStart, ...]) -> None:
         """The log goes on with these."""
         for begun in starts:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster.simulated_brokers import Store
 from long_runs import count
-from replication.replicated_region import NAMES, SimulatedRegion, failing, go_wrong, play
+from replication.replicated_region import LOGS, NAMES, SimulatedRegion, failing, go_wrong, play
 
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, RequestError, UnavailableError
@@ -375,6 +375,38 @@ def test_appends_under_way_at_a_leader_that_gives_up_are_told_to_be_unknown_or_a
 
     for seed in range(count(5, 200)):
         play(scene, seed)
+
+
+def test_a_log_that_is_released_with_what_is_not_committed_is_led_again_once_it_is() -> None:
+    """As where a broker leads all shards of a stream, then not one of them, and then all again."""
+
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        epoch = leader.host.epoch(shard)
+        followers = [name for name in NAMES if name != leader.name]
+        for other in followers:
+            region.network.part(leader.name, other, both=True)
+        asked = asyncio.ensure_future(leader.append(shard, 0, encode_batch([NewRecord(b"x")])))
+        replica = leader.host.replica(shard)
+        assert replica is not None
+        await region.until(lambda: replica.logs[0].end.offset == 1)
+        for number in LOGS:
+            await leader.logs.pop((shard, number)).close()
+        assert isinstance((await asyncio.gather(asked, return_exceptions=True))[0], UnavailableError)
+        assert not leader.host.serves(shard)
+        with pytest.raises(UnavailableError):
+            leader.host.lead(shard, 0)
+        region.network.heal()
+        await region.until(lambda: (shard, 0) in leader.logs)
+        assert leader.host.epoch(shard) == epoch
+        assert leader.log(shard, 0).high_watermark == 1
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 20)
+        await settle(region)
+
+    play(scene, 4)
 
 
 def test_what_a_peer_says_of_logs_that_are_not_here_is_not_heard() -> None:
