@@ -951,8 +951,11 @@ class ReplicaHost:
         if self._is_closed or hosted.broken:
             return
         if isinstance(told, LogBegun):
-            if hosted.to_begin.pop(told.log, 0) and not hosted.to_begin:
-                self._step(hosted, Begun(told.epoch))
+            # Of an epoch that was lost before its beginning was on the disk it says nothing of the one that is led now.
+            if hosted.to_begin.get(told.log) == told.epoch:
+                del hosted.to_begin[told.log]
+                if not hosted.to_begin:
+                    self._step(hosted, Begun(told.epoch))
         elif isinstance(told, DiskFailed):
             self._begin_task(hosted, self._disk_failed(hosted, told))
         elif isinstance(told, Collected):

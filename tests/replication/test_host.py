@@ -26,8 +26,9 @@ from region.replication.copies import HostedCopies
 from region.replication.core import ReplicaCore
 from region.replication.disk import ReplicaDisk
 from region.replication.leader import LINK_DOWN_MS
+from region.replication.log_worker import LogBegun
 from region.replication.messages import Commit, Durable, Follow, LogPlace, Probe
-from region.replication.ready import Ready
+from region.replication.ready import Begun, Ready
 from region.replication.wire import Said
 
 
@@ -405,6 +406,25 @@ def test_a_log_that_is_released_with_what_is_not_committed_is_led_again_once_it_
         region.append_all_the_time()
         await region.until(lambda: region.acknowledged() > 20)
         await settle(region)
+
+    play(scene, 4)
+
+
+def test_the_beginning_of_an_epoch_that_was_lost_counts_for_no_later_one() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        hosted = leader.host._hosted[shard]
+        begun: list[object] = []
+        hosted.core.step = lambda event, now: begun.append(event) or Ready()  # type: ignore[method-assign]
+        hosted.to_begin = {0: 7, 1: 7}
+        for told in (LogBegun(0, 6), LogBegun(0, 7), LogBegun(1, 6)):
+            leader.host._worked(hosted, told)
+        assert not [event for event in begun if isinstance(event, Begun)], "log 1 has not begun it yet"
+        leader.host._worked(hosted, LogBegun(1, 7))
+        assert [event for event in begun if isinstance(event, Begun)] == [Begun(7)]
+        del hosted.core.step
 
     play(scene, 4)
 
