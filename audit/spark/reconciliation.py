@@ -407,7 +407,7 @@ def perhaps_before(leaves: DataFrame, trusting: DataFrame, sides: DataFrame, giv
         f"""
         WITH later AS (
             SELECT log, leaf_index,
-                   min(time_ms) OVER (PARTITION BY log ORDER BY leaf_index ROWS BETWEEN CURRENT ROW AND UNBOUNDED FOLLOWING) AS by_ms
+                   min(time_ms) OVER (PARTITION BY log ORDER BY leaf_index DESC) AS by_ms
             FROM {{leaves}} WHERE log IN (SELECT log FROM {{trusting}})
         )
         SELECT trusting.*, leaf_index >= coalesce(reached, 0) AND {given.may_lack("coalesce(by_ms, time_ms)")} AS is_ahead
