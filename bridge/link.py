@@ -201,6 +201,10 @@ class SendWindow:
         """True where nothing is on the way."""
         return not self._on_the_way
 
+    def is_new(self, last_offset: int) -> bool:
+        """Whether a range up to here was not announced yet: `judge` says CROSS, and goes on behind it."""
+        return last_offset >= self._accounted_to
+
     def judge(self, first_offset: int, last_offset: int) -> Todo:
         """What is to be done with this range, and go on behind it.
 

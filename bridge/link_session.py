@@ -382,7 +382,7 @@ class LinkSession:
         return opened.crossed_more and header.next_offset > end and opened.position < header.base_offset
 
     async def _cross(self, item: SealedBatch, header: BatchHeader, rate: TokenBucket | None) -> bool:
-        """Steps 5 to 8 for one batch. False where the grant does not hold any more; then the rest of it stays."""
+        """Steps 5 to 8 for one batch. False where the grant does not hold any more, or its rate asks for a pause; then the rest of it stays."""
         context, window, route = self._context, self._window, self._route
         assert window is not None and route is not None
         at = context.failpoints.at
@@ -395,7 +395,10 @@ class LinkSession:
         sorted_ = sort_records(opened, route, self._before)  # 6
         at("transform")
         for sealed in seal_ranges(sorted_, route, window.next_offset):  # 7
-            terms = route.terms
+            terms, now = route.terms, context.clock_ms()
+            if window.is_new(sealed.last_offset) and not self._may_cross(route, now, rate):
+                # Before the window goes on: the rest of the batch is dealt with again.
+                return False
             todo = window.judge(sealed.first_offset, sealed.last_offset)
             if todo is Todo.SKIP:
                 continue
@@ -411,15 +414,8 @@ class LinkSession:
                 todo is Todo.RESEND,
             )
             if todo is Todo.CROSS:
-                now = context.clock_ms()
-                if not self._may_announce(route, now):
-                    # Asked again here: between the last time and now a key was waited for. The loop ends in order.
-                    return False
                 charge = sealed.record_bytes or EMPTY_RANGE_BYTES
                 self._require_budget(terms, charge)
-                if rate is not None and rate.wait_s(context.runtime.clock.monotonic()):
-                    # Asked again where it is charged: other links of the grant charged while this one waited for a key.
-                    return False
                 if context.tracing is not None:
                     self._spans[sealed.last_offset] = context.tracing.begin(
                         self._link.row.stream, terms.from_region, terms.to_region, opened.records or ()
@@ -474,6 +470,12 @@ class LinkSession:
             del self._data_keys[next(iter(self._data_keys))]
         key = self._data_keys[header.key_id] = open_data_key(answer.sealed, scope, context.handoff)
         return key
+
+    def _may_cross(self, route: Route, now_ms: int, rate: TokenBucket | None) -> bool:
+        """Asked again for each range: while a key was waited for, the grant may have ended, and other links of it have charged its rate."""
+        if not self._may_announce(route, now_ms):
+            return False
+        return rate is None or not rate.wait_s(self._context.runtime.clock.monotonic())
 
     def _may_announce(self, route: Route, now_ms: int) -> bool:
         """Whether an INTENT of this time is one under a grant that holds, by all that its log has: a clock may have been set back, or a word

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from audit.leaf import Kind, Leaf, encode_leaf, iter_entries, pack_entries
+from bridge.budget import rate_limit
 from bridge.crossing import (
     FILTERED,
     LOOP,
@@ -27,6 +30,10 @@ from bridge.crossing import (
     seal_ranges,
     sort_records,
 )
+from bridge.link import SendWindow
+from bridge.link_session import LinkSession
+from bridge.plan import Verdict
+from bridge.wire import SealedBatch
 from felix.batch import Batch, NewRecord, body_checksum, decode_batch, decode_records, encode_batch
 from felix.errors import TamperError
 from felix.names import SpiffeId, StreamName
@@ -317,3 +324,51 @@ def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
     # Another seal of the same batch, as after a restart, with another counter and time.
     again = cross(route(onward=onward, transform=way.terms.transform), records, first_offset=first)
     assert [each.envelope for each in again] == [each.envelope for each in ranges]
+
+
+async def test_what_the_rate_holds_back_once_its_key_is_there_crosses_later() -> None:
+    """Both links of a grant ask the rate before they wait for a key; the second one is held, and loses nothing."""
+    way, rate, now = route(rate_bytes=1_000), rate_limit(1_000, 0.0), [0.0]
+    keys = asyncio.Barrier(2)
+    context: Any = SimpleNamespace(
+        failpoints=SimpleNamespace(at=lambda _: None),
+        clock_ms=lambda: way.terms.not_before,
+        runtime=SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0])),
+        require_allowed=lambda row, now_ms: None,
+        ledger=SimpleNamespace(grant=lambda _: SimpleNamespace(charged_bytes=0)),
+        tracing=None,
+    )
+    link: Any = SimpleNamespace(row=SimpleNamespace(grant="g", shard=0, verdict=Verdict.RUN))
+    item = SealedBatch(4_000, memoryview(batch_of([NewRecord(departure(number)) for number in range(40)])))
+
+    class Session(LinkSession):
+        def __init__(self) -> None:
+            other: Any = SimpleNamespace()
+            super().__init__(link, context, other, other, asyncio.Event())
+            self.announced: list[tuple[int, int]] = []
+            self.consumed: list[int] = []
+            feed: Any = SimpleNamespace(consumed=self.consumed.append)
+            channel: Any = SimpleNamespace(opened=SimpleNamespace(position=100, crossed_more=False))
+            self._feed, self._channel, self._route = feed, channel, way
+            self._window = SendWindow(
+                position=100, accounted_to=None, unanswered=(), envelopes_max=24, credit_bytes=1 << 20
+            )
+
+        async def _take_data_key(self, header: Any) -> DataKey:
+            await keys.wait()
+            key = self._data_keys[header.key_id] = data_key()
+            return key
+
+        def _announce(self, sealed: SealedRange, *_: Any) -> None:
+            self.announced.append((sealed.first_offset, sealed.last_offset))
+
+    assert rate is not None
+    links = Session(), Session()
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(each._deal(item, rate) for each in links))
+    ahead, held = links if links[0].announced else links[::-1]
+    assert (ahead.announced, ahead.consumed, ahead._held) == ([(100, 139)], [4_000], None)
+    assert (held.announced, held.consumed, held._held) == ([], [], item)
+    now[0] += rate.wait_s(now[0])
+    await held._deal(item, rate)
+    assert (held.announced, held.consumed, held._held) == ([(100, 139)], [4_000], None)
