@@ -37,6 +37,7 @@ from region.log.shard_settings import ShardHooks, ShardSettings, ShardStore
 from region.log.shared_offload import (
     UPLOADS_PER_LIST,
     ForgedListError,
+    ReplacedListError,
     delete_orphans,
     delete_unlisted,
     gone_below,
@@ -140,8 +141,8 @@ class Maintenance:
         self._listed: OffloadList | None = None
         self._pointer: ListPointer | None = None
         self._change: _ListChange | None = None
-        # What the record points to, where no broker of the region wrote that.
-        self._forged: ListPointer | None = None
+        # What the record points to, where no broker of the region wrote that, or another list took its place.
+        self._not_in_force: ListPointer | None = None
         # Where the log ended when it began to be led: nothing above is this leader's inheritance.
         self._led_from = disk.end_offset
         self._orphans_due_ms = 0
@@ -250,9 +251,9 @@ class Maintenance:
         )
 
     def _in_record(self, copies: Copies) -> ListPointer | None:
-        """The list in force. One that no broker wrote is none: this leader goes by what its own copy knows, and puts that in its place."""
+        """The list in force. One that no broker wrote, or that was replaced, is none: this leader goes by what its own copy knows, and puts that in its place."""
         pointer = copies.offloaded
-        return None if pointer == self._forged else pointer
+        return None if pointer == self._not_in_force else pointer
 
     async def offload(self, now_ms: int, base: str) -> OffloadReport:
         """See ShardLog."""
@@ -308,9 +309,9 @@ class Maintenance:
             self._listed = None
             try:
                 known, doomed = await work(lambda: copies.lists.read(pointer)), disk.offload
-            except ForgedListError as error:
+            except (ForgedListError, ReplacedListError) as error:
                 log.error("%s %s", error.sentence, error.hint)
-                self._forged, pointer = pointer, None
+                self._not_in_force, pointer = pointer, None
                 known, doomed = OffloadList(), disk.offload
             # What retention let go of under another leader. The list's word alone ends no record here.
             if known.start > disk.start_offset:

@@ -295,8 +295,10 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
             manifest = decode_manifest(store.get_bytes(url), url)
             one, header = manifest.segment, manifest.segment.segment_header
             # What is read, and deleted later, is the object beside which it stands: whoever keeps the store chooses no other.
-            if (header.identity, one.manifest_url) != (identity, url) or not is_object_of(
-                name, header.base_offset
+            if (
+                (header.identity, one.manifest_url) != (identity, url)
+                or not is_object_of(name, header.base_offset)
+                or one.next_offset <= header.base_offset
             ):
                 raise CorruptionError(f"{url} is about {header.identity} at {one.url[:200]}.")
             manifests.append(manifest)

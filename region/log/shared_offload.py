@@ -22,7 +22,7 @@ from typing import Final
 
 import msgspec
 
-from felix.errors import CorruptionError, RequestError
+from felix.errors import CorruptionError, RequestError, UnavailableError
 from felix.storage.port import Files
 from region.log import fsspec_store as store
 from region.log.disk import DiskLog
@@ -64,6 +64,10 @@ class ForgedListError(CorruptionError):
     """A pointer or list that no broker of the region made for this shard. Nothing that it names was touched."""
 
 
+class ReplacedListError(CorruptionError):
+    """A list that another one took the place of: the metadata store was put back. What the copies know goes on."""
+
+
 class SharedLists:
     """The lists of one shard: who may have written them, and where their objects may be. For any thread; all of it blocks.
 
@@ -77,13 +81,25 @@ class SharedLists:
         self._tag = tag
 
     def read(self, pointer: ListPointer | None) -> OffloadList:
-        """The list in force; an empty one where there is none yet. Raises UnavailableError, CorruptionError, ForgedListError, and as `tag`."""
+        """The list in force; an empty one where there is none yet. Raises UnavailableError, CorruptionError, ForgedListError, ReplacedListError, and
+        as `tag`."""
         if pointer is None:
             return OffloadList()
         self._check_url(pointer.url)
         if not hmac.compare_digest(pointer.tag.encode(), self._tag(TAG, pointer.tagged).hex().encode()):
             raise _forged(self._place, "it does not carry the tag of a broker that has the stream's key")
-        data = store.get_bytes(pointer.url, LIST_BYTES_MAX)
+        try:
+            data = store.get_bytes(pointer.url, LIST_BYTES_MAX)
+        except UnavailableError:
+            base, _, name = pointer.url.rpartition("/")
+            names = store.list_names(base)
+            # Of a store that has nothing of the shard, it may be that it is not the store (a folder that is not mounted).
+            if not names or name in names:
+                raise
+            raise ReplacedListError(
+                f"The record of {self._place} names a list of offloaded segments that is not in the store any more: another one took its place.",
+                hint="The metadata store was put back, or the object was deleted. The shard's leader writes a list of what its copy knows.",
+            ) from None
         if len(data) > LIST_BYTES_MAX or hashlib.sha256(data).hexdigest() != pointer.sha256:
             raise CorruptionError(
                 f"{pointer.url} is not the list of offloaded segments that was written there.",

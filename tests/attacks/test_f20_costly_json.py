@@ -96,10 +96,10 @@ async def test_an_envelope_of_costly_records_is_looked_at_in_small_steps(
     looked = longest = steps = 0
     check = Inspection.record
 
-    def counting(self: Inspection, key: Buffer, headers: Buffer, payload: Buffer) -> None:
+    def counting(self: Inspection, key: Buffer, headers: Buffer, payload: Buffer) -> tuple[str, ...]:
         nonlocal looked
         looked += len(payload)
-        check(self, key, headers, payload)
+        return check(self, key, headers, payload)
 
     def stepping(*args: Any) -> Steps:
         nonlocal looked, longest, steps

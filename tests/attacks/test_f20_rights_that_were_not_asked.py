@@ -140,5 +140,5 @@ async def test_streams_that_end_in_order_or_are_reset_give_their_places_back(
                 peer.send(b"", stream, end=True)
             else:
                 peer.peer.reset_stream(stream, 0)
-            await until(lambda stream=stream: stream not in peer.peer._streams, "its end")
+            await until(lambda stream=stream: stream not in peer.peer._streams.states, "its end")
     tally("ingest streams on one session", count)

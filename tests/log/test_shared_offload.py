@@ -556,3 +556,32 @@ async def test_a_list_says_that_records_are_gone_and_is_believed_where_their_obj
         await turns(shard, place)
     assert log.start_offset == listed.segments[2].base_offset
     assert LISTS.read(record.pointer).segments == listed.segments[2:]
+
+
+@pytest.mark.parametrize("knows_the_list", [True, False])
+async def test_a_pointer_to_a_list_that_was_replaced_ends_no_offload(
+    tmp_path: Path, place: str, knows_the_list: bool
+) -> None:
+    record, log = Record(), filled(tmp_path / "a", 160)
+    other = copied(log, tmp_path / "b")
+    async with leading(log, record, place) as shard:
+        await shard.offload(0, place)
+        replaced = record.pointer
+        await turns(shard, place)
+        assert record.pointer != replaced
+        if knows_the_list:
+            record.pointer = replaced
+            await shard.offload(1 << 40, place)
+            check_store(record, log, place)
+    record.pointer = replaced
+    # The next leader has heard of no list.
+    async with leading(other, record, place) as shard:
+        for turn in range(1, 5):
+            await shard.offload(turn << 40, place)
+    check_store(record, other, place)
+    # A store that has nothing of the shard's may be another one: nothing is begun anew in it.
+    for name in store.list_names(place):
+        store.delete(object_url(place, name))
+    async with leading(other, record, place) as shard:
+        with pytest.raises(UnavailableError):
+            await shard.offload(0, place)
