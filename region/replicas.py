@@ -39,14 +39,14 @@ from region.log.companions import RECORDS, JournalKind, kind_of, log_number, sha
 from region.log.copies import Copies
 from region.log.directory import shard_place
 from region.log.errors import storage_error
-from region.log.maintenance import COMPACTION_AGAIN_MS, OFFLOAD_AGAIN_MS_MAX
+from region.log.maintenance import COMPACTION_AGAIN_MS, OFFLOAD_AGAIN_MS, OFFLOAD_AGAIN_MS_MAX
 from region.log.open_logs import OpenLogs
 from region.log.scrub import Scrub
 from region.log.seal import MakeSeal
 from region.log.segment import ShardIdentity
 from region.log.segment_limits import SegmentLimits
 from region.log.shard_settings import ShardSettings
-from region.log.shared_offload import SharedLists
+from region.log.shared_offload import ReplacedListError, SharedLists
 from region.metadata.records import (
     AUDIT_STREAM,
     REMOVED_REMEMBERED_MAX,
@@ -405,6 +405,9 @@ class Replicas:
                 if now is not None and now.pointer == news.pointer:
                     end = await self.host.follow_offload(shard, listed, offload.local_bytes)
                     self._offload_seen[shard] = OffloadNews(news.pointer, end)
+            except ReplacedListError:
+                # Its leader has moved on, and the record that says so is on its way here.
+                self._offload_after_ms[shard] = now_ms + OFFLOAD_AGAIN_MS
             except (FelixError, OSError) as error:
                 self._offload_after_ms[shard] = now_ms + OFFLOAD_AGAIN_MS_MAX
                 log.warning("offload of the copy of %s shard %d: %s", record.name, shard.number, error)
