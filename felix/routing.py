@@ -168,8 +168,8 @@ class Routes(Generic[_MovableT]):
 
     def _look_elsewhere(self, stream: StreamName, said_at: str, error: FelixError) -> None:
         now = asyncio.get_running_loop().time()
-        since = self._unled.use(stream)
-        if since is None or now - since > FORGOTTEN_S:
+        since = self._unled_since(stream)
+        if since is None:
             self._unled.put(stream, now)
             return
         if now - since < ELSEWHERE_S:
@@ -178,6 +178,12 @@ class Routes(Generic[_MovableT]):
         if reach is not None:
             self._unled.put(stream, now)
             self._move_all(stream, reach, error)
+
+    def _unled_since(self, stream: StreamName) -> float | None:
+        """Since when its leader is not to be had, as far as that was said of late; None: it is."""
+        since = self._unled.use(stream)
+        forgotten = since is None or asyncio.get_running_loop().time() - since > FORGOTTEN_S
+        return None if forgotten else since
 
     def _move_all(self, stream: StreamName, reach: Reach[_MovableT], error: FelixError) -> None:
         for attachment, (of, now) in list(self._placed.items()):
@@ -265,10 +271,16 @@ class Routes(Generic[_MovableT]):
             self._gather(address, leader.reach)
 
     def _gather(self, address: str, reach: Reach[_MovableT]) -> None:
-        """Lead to a broker that answers again all that was told to go there: meanwhile it asked others."""
+        """Lead to a broker that answers again all that was told of late to go there, and asked others meanwhile. Whoever was told so long ago is
+        served where it is now."""
         for attachment, (stream, now) in list(self._placed.items()):
             route = self._routes.use(stream)
-            if route is not None and route.address == address and now is not reach:
+            if (
+                route is not None
+                and route.address == address
+                and now is not reach
+                and self._unled_since(stream) is not None
+            ):
                 self._move(attachment, stream, reach, NotLeaderError(f"{address} answers again."))
 
     def _move(

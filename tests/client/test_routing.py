@@ -206,6 +206,27 @@ async def test_who_answers_again_is_gone_to_at_once(client: Client) -> None:
     await until(lambda: client.where(held) == [SECOND])
 
 
+async def test_who_was_named_long_ago_takes_nobody_from_where_they_are_served(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    client.made[0].may_open.set_exception(UnavailableError("Nobody listens."))
+    await until(lambda: client.made[0].is_closed)
+
+    def is_called() -> bool:
+        client.routes.learned(led_by(SECOND), FIRST)
+        return len(client.made) == 2
+
+    await until(is_called)
+    monkeypatch.setattr(routing, "FORGOTTEN_S", -1.0)
+    client.made[1].may_open.set_result(None)
+    await until(lambda: client.routes.at(SECOND) is client.made[1])
+    assert client.where(held) == [FIRST]
+    client.routes.learned(led_by(SECOND), FIRST)
+    assert client.where(held) == [SECOND], "it was told so again"
+
+
 async def test_what_is_detached_moves_no_more(client: Client) -> None:
     held = client.attached()
     client.routes.detach(held)
