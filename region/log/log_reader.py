@@ -14,7 +14,7 @@ from typing import Final
 from region.log.errors import OffsetOutOfRangeError, compacted
 from region.log.frame import Frame, SealedBatch
 from region.log.point import LogPoint
-from region.log.segment_list import SegmentList, base_offset, base_point
+from region.log.segment_list import SegmentList, base_offset, base_point, first_local
 from region.log.segment_reader import SegmentReader
 from region.log.segment_scan import damaged
 
@@ -65,7 +65,7 @@ class LogReader:
         """
         while True:
             segments = self._segments.now
-            first = segments[-1 if is_last else self._segments.local]
+            first = segments[-1 if is_last else first_local(segments)]
             if first.header.span:
                 raise compacted(first, first.base_offset)
             try:

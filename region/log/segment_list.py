@@ -94,11 +94,6 @@ class SegmentList:
         return self._behind(lambda one: one.header.span is not None or one.remote is not None)
 
     @property
-    def local(self) -> int:
-        """Which segment is the first of those at the end that are all local."""
-        return max((at + 1 for at, one in enumerate(self.now) if not one.is_local), default=0)
-
-    @property
     def whole_from(self) -> LogPoint:
         """From where on the log has all of its frames: behind the last segment that compaction wrote."""
         return self._behind(lambda one: one.header.span is not None)
@@ -145,3 +140,8 @@ def base_offset(segment: SegmentState) -> int:
 def base_point(segment: SegmentState) -> LogPoint:
     """The same, with positions counted."""
     return segment.base_point
+
+
+def first_local(segments: Sequence[SegmentState]) -> int:
+    """Which of them is the first of those at the end that are all local."""
+    return max((at + 1 for at, one in enumerate(segments) if not one.is_local), default=0)

@@ -50,6 +50,7 @@ from region.log.producers import ProducerTable, shorten_snapshot
 from region.log.recovery import EPOCHS_NAME
 from region.log.segment import SEGMENT_SUFFIX, ShardIdentity, no_commitment, segment_name
 from region.log.segment_limits import SegmentLimits
+from region.log.segment_list import first_local
 from region.log.segment_repair import SegmentRepair
 from region.log.segment_scan import count_batch
 from region.log.segment_state import SegmentState
@@ -219,7 +220,8 @@ class ReplicaDisk:
         """From where on another copy is sent frames; what is before, one that lacks it is given as segments, or by the list of those in a
         store. From every thread."""
         places = self.log.places
-        segments, fetched_from = places.now, places.local - FETCHED_FOR_COPY_MAX
+        segments = places.now
+        fetched_from = first_local(segments) - FETCHED_FOR_COPY_MAX
         return max(places.whole_from, segments[fetched_from].base_point if fetched_from > 0 else BEGINNING)
 
     # Writing
