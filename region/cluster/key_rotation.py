@@ -193,14 +193,18 @@ class KeyRotation:
         return any(known.key == record.key for known in self._keyring.records())
 
     async def is_marked(self, record: DestroyedKey) -> bool:
-        """Whether a stream was deleted with this key, as the record says it: they are written in one transaction. A root has no such mark.
-        Raises UnavailableError, CorruptionError."""
+        """Whether a stream was deleted with this key, as the record says it: they are written in one transaction. A root has no such mark, and
+        one that cannot be read says nothing. Raises UnavailableError."""
         if record.level == "root":
             return True
         entry = await self._store.get(self._keys.deleted(record.incarnation)) if record.incarnation else None
         if entry is None:
             return False
-        mark = decode(entry.value, DeletedStream, entry.key)
+        try:
+            mark = decode(entry.value, DeletedStream, entry.key)
+        except CorruptionError as error:
+            log.error("a destroyed key gets no leaf: %s", error)
+            return False
         # A region of one broker keeps its keys elsewhere, and its marks name none.
         return (mark.name, mark.by) == (record.stream, record.by) and mark.key in ("", record.key)
 

@@ -1016,6 +1016,10 @@ async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_
             never, key="cd" * 16, incarnation=LIFE.hex(), by="spiffe://eu.acme/operator/x"
         )
     )
+    # Nor one of a mark that cannot be read, and it keeps no other from its leaf.
+    unread = msgspec.structs.replace(never, key="ef" * 16, incarnation="11" * 16)
+    assert (await brokers.store.transact([], [Put(brokers.catalog.keys.deleted("11" * 16), b"?")])).succeeded
+    added = await ledger.add(unread)
     await until(lambda: rotation.holding(max(held.created, added.created)) == ())
     assert known.key.encode() not in b"".join(brokers.copies(name) for name in "abc")
     assert await owed(brokers, "a") == {mark.key}
