@@ -49,6 +49,7 @@ from region.audit_requests import (
 from region.document_log import KNOWN_MS_MAX, DocumentLog
 from region.home_leaves import HomeLeaves
 from region.peer_requests import PeerRequests
+from region.remote_audit import REFUSALS_AHEAD_MS_MAX
 
 log = logging.getLogger("felix.region.audit")
 
@@ -63,6 +64,7 @@ COLLECT_S: Final = 0.05
 """How often a question about several documents is looked at while their leaves are written."""
 REFUSED_AHEAD_MS_MAX: Final = 60_000
 """How far ahead of this broker's clock a refusal may be dated: reports go by a log's latest time, and no leaf is taken back."""
+assert REFUSALS_AHEAD_MS_MAX < REFUSED_AHEAD_MS_MAX, "who brings them waits until they are taken"
 REFUSAL_FIELDS: Final = (
     "kind", "side", "time_ms", "source_region", "destination_region", "stream", "grant_id", "actor", "action",
     "rule", "code", "sentence",

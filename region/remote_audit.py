@@ -22,7 +22,7 @@ from weakref import WeakValueDictionary
 from audit.agreement import STANDING_GRACE_MS
 from audit.crossed import OffsetSet
 from audit.errors import AuditUnavailableError
-from audit.leaf import EncodedLeaf, Leaf, encode_for_log
+from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log
 from audit.position import ShardName
 from audit.trail import Done, TrailStatus
 from felix.bounded import BoundedMap
@@ -68,6 +68,9 @@ Half of what verification allows (audit.agreement.STANDING_GRACE_MS); the other 
 assert CLOCK_AHEAD_MS_MAX + KNOWN_MS_MAX + 1_000 < STANDING_GRACE_MS, (
     "and a second until it is seen who writes the log"
 )
+REFUSALS_AHEAD_MS_MAX: Final = 30_000
+"""The same for refusals, below what that broker takes (region.audit_server): one that it refuses by its date would keep all leaves behind it waiting,
+also once the clock is right."""
 READS_OF_BRIDGE_MAX: Final = ASKED_MAX // 8
 """Questions of one bridge's links for which the log may be read; more wait here. The log is read for one of them at a time."""
 GRANTS_REMEMBERED_MAX: Final = 10_000
@@ -168,7 +171,10 @@ class RemoteAudit:
     def append_nowait(
         self, leaves: Sequence[Leaf | EncodedLeaf], done: Done, loop: asyncio.AbstractEventLoop | None = None
     ) -> int:
-        """As `AuditPort`. `done` is called on the loop once they stand, however long that takes; never after `close`."""
+        """As `AuditPort`. `done` is called on the loop once they stand, however long that takes; never after `close`. No refusal is taken while this
+        broker's clock is far ahead of the log's."""
+        if any(leaf.header.kind is Kind.DENY for leaf in leaves):
+            self._require_near_clock()
         encoded = [(leaf if isinstance(leaf, EncodedLeaf) else encode_for_log(leaf)).data for leaf in leaves]
         size = sum(map(len, encoded))
         if self._pending_bytes + size > WAITING_BYTES_MAX:
@@ -227,6 +233,17 @@ class RemoteAudit:
             # Two requests may be answered in another order than they were carried out.
             self.charged.put(grant, max(charged, self.charged.use(grant) or 0))
         return answer
+
+    def _require_near_clock(self) -> None:
+        home = self._home.home()
+        ahead_ms = self.requests.clock_ahead_ms(home) or 0
+        if ahead_ms > REFUSALS_AHEAD_MS_MAX:
+            raise AuditUnavailableError(
+                f"The clock of broker {self.requests.own} is {ahead_ms / 1_000:.1f} s ahead of that of broker {home}, which has the audit log and takes no "
+                "refusal of such a time.",
+                hint="Set the clocks of both machines right.",
+                retry_after_ms=1_000,
+            )
 
     def home_now(self) -> str:
         """Who has the log. Raises AuditUnavailableError where it is not reached."""

@@ -57,7 +57,13 @@ from region.document_log import DocumentLog
 from region.home_leaves import PASSED_REMEMBERED_MAX, HomeLeaves
 from region.ingest import IngestService
 from region.peer_requests import PeerRequest, PeerRequests
-from region.remote_audit import CLOCK_AHEAD_MS_MAX, READS_OF_BRIDGE_MAX, WAITING_BYTES_MAX, RemoteAudit
+from region.remote_audit import (
+    CLOCK_AHEAD_MS_MAX,
+    READS_OF_BRIDGE_MAX,
+    REFUSALS_AHEAD_MS_MAX,
+    WAITING_BYTES_MAX,
+    RemoteAudit,
+)
 from region.replication.wire import Answered, Asked
 
 ARRIVES = StreamName.parse("acme/ops/departures")
@@ -686,6 +692,28 @@ async def test_nothing_arrives_where_the_clock_is_ahead_of_the_logs_or_not_known
     region.wire.ahead_ms = None
     assert isinstance(arrivals.refusal(), AuditUnavailableError)
     assert region.remote.failure is None, "what was taken before still gets its leaves"
+
+
+async def test_a_refusal_of_a_clock_that_is_far_ahead_keeps_no_other_leaf_waiting(region: Region) -> None:
+    def refused(time_ms: int) -> Leaf:
+        return Leaf(
+            Header(
+                kind=Kind.DENY, side=Side.INGRESS, time_ms=time_ms, source_region="us-east", destination_region="eu-west",
+                actor="a", action="subscribe", rule="forbidden", code=1, sentence="No.",
+            )
+        )  # fmt: skip
+
+    stands: list[int] = []
+    region.wire.ahead_ms = 3_600_000
+    with pytest.raises(AuditUnavailableError, match="s ahead of that of broker b1"):
+        region.remote.append_nowait([refused(NOW_MS + 3_600_000)], lambda index, error: None)
+    (leaves,) = ranges(1)
+    region.remote.append_nowait(leaves, lambda index, error: stands.append(index))
+    await until(lambda: len(stands) == 1, "the arrival's leaf")
+    for near in (REFUSALS_AHEAD_MS_MAX, None):
+        region.wire.ahead_ms = near
+        region.remote.append_nowait([refused(NOW_MS)], lambda index, error: stands.append(index))
+    await until(lambda: len(stands) == 3, "the leaves of both refusals")
 
 
 async def test_a_bridge_that_opens_links_and_goes_leaves_room_for_leaves(region: Region) -> None:
