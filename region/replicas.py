@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from felix.bounded import BoundedMap
 from felix.errors import CorruptionError, FelixError, UnavailableError
@@ -191,8 +192,8 @@ class Replicas:
         """from which offset on a copy with these annotations keeps its notes; None before streams are opened"""
         self._wanted: set[str] = set()
         self._forgotten: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
-        self._changing: dict[str, asyncio.Lock] = {}
-        """per incarnation: held while its copies are opened, dropped or forgotten"""
+        self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """per incarnation: held while its copies are opened, dropped or forgotten; a lock goes with who holds it or waits for it"""
         self._news = asyncio.Event()
         self._work: asyncio.Task[None] | None = None
         member.on_assigned(self.look_at)
@@ -321,8 +322,6 @@ class Replicas:
             await asyncio.get_running_loop().run_in_executor(
                 self._folders.commit_pool, self._forget_kept, incarnation
             )
-        # Whoever still waits for it finds that the incarnation is forgotten.
-        self._changing.pop(incarnation, None)
 
     def _forget_kept(self, incarnation: str) -> None:
         # What a crash leaves behind does no harm: an incarnation never comes back.
