@@ -125,6 +125,20 @@ async def test_who_leads_no_more_refuses_at_once_and_answers_what_was_under_way(
     assert await append((await table.elect(2)).shard(0), b"next") == 1
 
 
+async def test_what_has_to_be_committed_first_is_served_once_it_is(table: Table) -> None:
+    await table.streams.open(RECORD)
+    assert await append((await table.elect(3)).shard(0), b"x") == 0
+
+    def is_not_committed(stream: HostedStream) -> None:
+        if not stream.replicas:
+            table.elections.epoch = 0
+
+    table.streams.on_change(is_not_committed)
+    assert (await table.elect(4)).serving == [] and table.budget.used_bytes == 0
+    stream = await table.elect(4)
+    assert stream.epochs == {0: 4, 1: 4} and await append(stream.shard(0), b"y") == 1
+
+
 async def test_an_epoch_below_that_of_the_log_is_not_served(table: Table) -> None:
     await table.streams.open(RECORD)
     await append((await table.elect(7)).shard(0), b"x")
