@@ -248,10 +248,10 @@ class ShardLog:
         )
         kept = _Kept(disk.folder, files, disk, recovered, Ahead(disk.folder, files), [])
         shard = cls(identity, settings, hooks, copies.pool, read_pool, store, copies, kept, copies)
-        assert copies.committed(disk.end_point) == disk.end_point
         copies.led(shard)
         shard._core.turn(Event.OPENED)
         try:
+            assert copies.committed(disk.end_point) == disk.end_point
             if shard._core.admission.ids is not None:
                 await shard._read_ids(shard._core.admission.ids)
         except BaseException:

@@ -410,6 +410,26 @@ def test_a_log_that_is_released_with_what_is_not_committed_is_led_again_once_it_
     play(scene, 4)
 
 
+def test_a_log_that_could_not_be_led_by_a_mistake_is_released(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        for number in LOGS:
+            await leader.logs.pop((shard, number)).close()
+        leader._led.clear()
+        with monkeypatch.context() as wrong:
+            wrong.setattr(HostedCopies, "committed", lambda copies, durable: LogPoint(-1))
+            with pytest.raises(AssertionError):
+                await leader._lead(shard)
+        leader._led.clear()
+        await leader._lead(shard)
+        assert all((shard, number) in leader.logs for number in LOGS)
+        await settle(region)
+
+    play(scene, 4)
+
+
 def test_the_beginning_of_an_epoch_that_was_lost_counts_for_no_later_one() -> None:
     async def scene(region: SimulatedRegion) -> None:
         shard = region.shards[0]
