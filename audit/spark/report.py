@@ -243,14 +243,17 @@ def _read(spark: SparkSession, opened: Sequence[OpenedLog]) -> DataFrame:
     from audit.spark.source import BUNDLES_PER_PARTITION, Settings, read_rows
 
     logs = [
-        Settings(
-            log.path,
-            entries=False,
-            as_rows=True,
-            size=log.checkpoint.size,
-            bundles=BUNDLES_PER_PARTITION,
-            roots=log.bundles.roots,
-            trust=None,
+        (
+            log.checkpoint,
+            Settings(
+                log.path,
+                entries=False,
+                as_rows=True,
+                size=log.checkpoint.size,
+                bundles=BUNDLES_PER_PARTITION,
+                roots=log.bundles.roots,
+                trust=None,
+            ),
         )
         for log in opened
     ]

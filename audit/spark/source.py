@@ -340,11 +340,14 @@ class AuditReader(DataSourceReader):
         size = checkpoint.size if self._settings.size is None else self._settings.size
         if size > checkpoint.size:
             raise RequestError(f"{path} has {checkpoint.size} leaves; {size} were asked for.")
-        bundles, step = -(-size // TILE_WIDTH), self._settings.bundles
-        roots = self._settings.roots
+        return self.plan(checkpoint.origin, size)
+
+    def plan(self, origin: str, size: int) -> Sequence[BundleRange]:
+        """The partitions of so many leaves of the log of this name."""
+        bundles, step, roots = -(-size // TILE_WIDTH), self._settings.bundles, self._settings.roots
         ranges = [
             BundleRange(
-                checkpoint.origin,
+                origin,
                 size,
                 first,
                 min(first + step, bundles),
@@ -353,7 +356,7 @@ class AuditReader(DataSourceReader):
             for first in range(0, bundles, step)
         ]
         # Spark plans an empty log as one partition without bundles.
-        return ranges or [BundleRange(checkpoint.origin, size, 0, 0)]
+        return ranges or [BundleRange(origin, size, 0, 0)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """One Arrow batch per entry bundle."""
@@ -372,16 +375,21 @@ class AuditReader(DataSourceReader):
             yield _batch(rows, schema, settings)
 
 
-def read_rows(spark: SparkSession, logs: Sequence[Settings]) -> DataFrame:
-    """The rows of several logs, read with the same columns. As of the format, and planned here: Spark would start processes of Python for
-    each log, to make its reader and to ask for its partitions."""
+def read_rows(spark: SparkSession, logs: Sequence[tuple[Checkpoint, Settings]]) -> DataFrame:
+    """The rows of several logs, as far as these checkpoints, read with the same columns. As of the format, and planned here: Spark would start
+    processes of Python for each log, to make its reader and to ask for its partitions; and a log's name is that of the checkpoint that was
+    verified, whatever the one says that stands there by now."""
     from pyspark.sql.types import StructType
 
-    columns_sql = _ddl(logs[0])
+    columns_sql = _ddl(logs[0][1])
     kind = StructType.fromDDL(columns_sql)
     assert isinstance(kind, StructType)
-    readers = [AuditReader(settings, kind) for settings in logs]
-    parts = [(reader, part) for reader in readers for part in reader.partitions()]
+    readers = [(checkpoint, AuditReader(settings, kind)) for checkpoint, settings in logs]
+    parts = [
+        (reader, part)
+        for checkpoint, reader in readers
+        for part in reader.plan(checkpoint.origin, checkpoint.size)
+    ]
 
     def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from audit_log import trust
 from crossing_logs import read_leaves
 
 from audit.leaf import LEAF_COLUMNS, leaf_row
+from audit.spark.report import _read
+from audit.spark.verification import open_log
 
 pytestmark = pytest.mark.spark
 
@@ -70,3 +73,21 @@ def test_damage_ends_the_job_by_default_and_is_a_row_where_asked(
         read.load().count()
     bad = read.option("tampered", "rows").load().where("problem IS NOT NULL").collect()
     assert [(row["leaf_index"], row["kind"]) for row in bad] == [(255, None)]
+
+
+def test_rows_have_the_name_that_was_verified_whatever_the_checkpoint_says_by_then(
+    spark: Any, logs: list[Path], tmp_path: Path
+) -> None:
+    """Whoever serves two logs by URL gives the one the other's checkpoint once both were verified."""
+    paths = [Path(shutil.copytree(path, tmp_path / path.name)) for path in logs]
+    opened = [open_log(str(path), trust()) for path in paths]
+    notes = [(path / "checkpoint").read_bytes() for path in paths]
+    for path, note in zip(paths, reversed(notes), strict=True):
+        (path / "checkpoint").write_bytes(note)
+    rows = _read(spark, opened).select("log", "leaf_index", "problem", "side").collect()
+    for log, path in zip(opened, logs, strict=True):
+        assert [
+            (row["leaf_index"], row["side"])
+            for row in rows
+            if row["log"] == log.checkpoint.origin and row["problem"] is None
+        ] == [(index, leaf.header.side.name.lower()) for index, leaf in enumerate(read_leaves(path))]
