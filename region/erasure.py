@@ -73,6 +73,10 @@ class Destruction(Protocol):
         """The brokers that may have the key still."""
         ...
 
+    def is_foreign(self, held: Held) -> bool:
+        """Whether the record is known to be no broker's: its key is in use."""
+        ...
+
 
 class KeyringDestruction:
     """Of a region of one broker. `marks`: the deleted streams, by incarnation. `is_closed`: whether a stream's logs are closed: nothing is
@@ -144,6 +148,13 @@ class KeyringDestruction:
         """None: what is destroyed is destroyed here."""
         return ()
 
+    def is_foreign(self, held: Held) -> bool:
+        """As `Destruction`: the active root, or the key of a stream without a mark of its deletion."""
+        record = held.record
+        if self._keyring.state_of(bytes.fromhex(record.key)) is not KeyState.ACTIVE:
+            return False
+        return record.level == "root" or record.incarnation not in self._marks()
+
 
 class SharedDestruction:
     """Of a region of several brokers. Each of them destroys what it has as it follows the store (region.cluster.key_rotation)."""
@@ -160,7 +171,7 @@ class SharedDestruction:
         """As `Destruction`. A record of a key that is in use, or that no deletion left, is another's work than a broker's: it gets no leaf."""
         gone = []
         for held in self.ledger.without_leaf():
-            if self.holding(held) or self._rotation.is_known(held.record):
+            if self.is_foreign(held) or self.holding(held) or self._rotation.is_known(held.record):
                 continue
             if await self._rotation.is_marked(held.record):
                 gone.append(held)
@@ -173,6 +184,10 @@ class SharedDestruction:
     def holding(self, held: Held) -> tuple[str, ...]:
         """As `Destruction`."""
         return self._rotation.holding(held.created)
+
+    def is_foreign(self, held: Held) -> bool:
+        """As `Destruction`."""
+        return self._rotation.is_foreign(held)
 
 
 class Erasure:
@@ -267,7 +282,7 @@ class Erasure:
         return f"Its key {keys[0]} is destroyed{await self._settled(keys)}"
 
     def shown(self, stream: str = "") -> list[KeyShown]:
-        """The keys that were destroyed, with the roots, for a listing."""
+        """The keys that were destroyed, with the roots, for a listing; of a key that is in use no record counts."""
         return [
             KeyShown(
                 bytes.fromhex(record.key),
@@ -278,7 +293,11 @@ class Erasure:
                 -1,
                 -1,
             )
-            for record in (held.record for held in self._destruction.ledger.all())
+            for record in (
+                held.record
+                for held in self._destruction.ledger.all()
+                if not self._destruction.is_foreign(held)
+            )
             if not stream or record.stream in ("", stream)
         ]
 

@@ -34,10 +34,11 @@ from felix.news import News
 from felix.runtime.port import Runtime
 from felix.tasks import end_tasks
 from keys.hierarchy import KeyEvent, KeyState, next_state
+from keys.key_id import KeyKind, kind_of
 from keys.keyring import RootRotation
 from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_stream_key, prove_root
 from region.cluster.stream_keys import RETRY, SWAPS_MAX, StreamKeys
-from region.metadata.destroyed_keys import DestroyedKeys
+from region.metadata.destroyed_keys import DestroyedKeys, Held
 from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import DeletedStream, DestroyedKey, Keys, decode, encode
 from region.metadata.transaction import OPERATIONS_MAX, Absent, Compare, Entry, Event, ModRevision, Put
@@ -191,6 +192,17 @@ class KeyRotation:
         if record.level == "root":
             return self._needs_root(record.key)
         return any(known.key == record.key for known in self._keyring.records())
+
+    def is_foreign(self, held: Held) -> bool:
+        """Whether this is no broker's record: its key is in use, or another kind of key than the record says (a data key, or a root as a
+        stream's key). It gets no leaf, and nothing is destroyed for it."""
+        record = held.record
+        if _is_misnamed(record):
+            return True
+        if record.level == "root":
+            return self._shared.roots.find(record.key) is not None
+        # A broker that has yet to carry out the deletion knows the key still.
+        return self._broker not in self.holding(held.created) and self.is_known(record)
 
     async def is_marked(self, record: DestroyedKey) -> bool:
         """Whether a stream was deleted with this key, as the record says it: they are written in one transaction. A root has no such mark, and
@@ -486,7 +498,7 @@ class KeyRotation:
             if not await self._shared.settle(newest):
                 return False
             for held in self.ledger.all():
-                if held.record.level != "root":
+                if held.record.level != "root" or _is_misnamed(held.record):
                     continue
                 if self._needs_root(held.record.key):
                     log.error(
@@ -504,6 +516,12 @@ class KeyRotation:
     def _needs_root(self, root: str) -> bool:
         """Whether the region names it, or a key that this broker has is wrapped under it: whoever wrote that it is destroyed is no broker."""
         return self._shared.roots.find(root) is not None or root in self._keyring.roots_in_use()
+
+
+def _is_misnamed(record: DestroyedKey) -> bool:
+    """Whether the key, by its id, is no key of the record's level."""
+    kind = KeyKind.ROOT if record.level == "root" else KeyKind.STREAM
+    return kind_of(bytes.fromhex(record.key)) is not kind
 
 
 def _unfinished(why: str) -> RequestError:

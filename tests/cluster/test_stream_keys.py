@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
+from typing import Any, Literal, cast
 
 import msgspec
 import pytest
@@ -32,13 +33,13 @@ from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_roots
 from region.cluster import key_rotation, stream_keys
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.stream_keys import StreamKeys
-from region.erasure import SharedDestruction
+from region.erasure import Erasure, SharedDestruction
 from region.metadata.catalog import Catalog
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.memory import MemoryStore
 from region.metadata.port import MetadataStore, OutcomeUnknownError
-from region.metadata.records import DestroyedKey, StreamConfig
+from region.metadata.records import DeletedStream, DestroyedKey, StreamConfig, encode
 from region.metadata.transaction import Compare, Delete, Entry, Event, Put, TransactResult, Write
 from region.sealing import KeyringSeal
 
@@ -1031,6 +1032,33 @@ async def test_a_leaf_of_a_deleted_streams_key_is_due_once_every_broker_has_let_
     assert entry is not None and entry.create_revision > added.created
     await until(lambda: rotation.holding(entry.create_revision) == ())
     assert await owed(brokers, "a") == {mark.key, live.key}
+
+
+async def test_a_record_of_a_key_in_use_under_another_level_gets_no_leaf_and_is_not_listed(
+    brokers: Brokers,
+) -> None:
+    keys = await brokers.start("a")
+    await brokers.create(ORDERS, LIFE)
+    await keys.ensure(ORDERS, LIFE)
+    rotation, live = brokers.rotations["a"], brokers.knows("a")
+    assert live is not None
+    data = seal_of(keys).seal(batch(b"x")).header.key_id.hex()
+    by = "spiffe://eu.acme/operator/x"
+    named: list[tuple[Literal["root", "stream"], str]] = [
+        ("stream", keys.roots.active.key), ("stream", data), ("stream", live.key), ("root", "f0" + data[2:])
+    ]  # fmt: skip
+    for number, (level, key) in enumerate(named):
+        # Whoever writes the metadata store writes the mark of a deletion, too.
+        stream, life = (str(ORDERS), f"{number:032x}") if level == "stream" else ("", "")
+        if life:
+            mark = DeletedStream(name=stream, incarnation=life, by=by, deleted_ms=1, key=key)
+            await brokers.put(brokers.catalog.keys.deleted(life), encode(mark))
+        record = DestroyedKey(key=key, level=level, stream=stream, incarnation=life, by=by, at_ms=1)
+        held = await rotation.ledger.add(record)
+        await until(lambda revision=held.created: rotation.holding(revision) == ())  # type: ignore[misc]
+        assert await owed(brokers, "a") == set(), (level, key)
+    erasure = Erasure(SharedDestruction(rotation), cast("Any", None), brokers.region, REAL.clock.now_ms)
+    assert erasure.shown() == []
 
 
 async def test_retired_roots_are_destroyed_at_every_broker_once_no_copy_needs_them(
