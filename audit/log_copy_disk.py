@@ -205,8 +205,13 @@ def _another(before: Checkpoint) -> RolledBackError:
 def _fetch_lacking(source: Files, target: Folder) -> set[bytes]:
     """Documents that were not there when the leaf was copied that names them: fetch those that are there now. Returns the hashes of the others."""
     lacking = set[bytes]()
-    for line in (target.read(LACKING_PATH) or b"").split():
-        digest = bytes.fromhex(line.decode())
+    try:
+        digests = [bytes.fromhex(line.decode()) for line in (target.read(LACKING_PATH) or b"").split()]
+    except ValueError as error:
+        raise TamperError(
+            f"{LACKING_PATH} in {target.path} is no list of hashes. Copy into another folder."
+        ) from error
+    for digest in digests:
         document = source.read(document_path(digest))
         if document is None or sha256(document).digest() != digest:
             lacking.add(digest)

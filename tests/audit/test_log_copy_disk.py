@@ -15,7 +15,7 @@ from audit.checkpoint import note_size
 from audit.document_leaf import document_path
 from audit.errors import RolledBackError
 from audit.leaf import DOCUMENT_BYTES_MAX, Leaf
-from audit.log_copy_disk import Copied, copy_log
+from audit.log_copy_disk import LACKING_PATH, Copied, copy_log
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
@@ -198,6 +198,14 @@ def test_a_document_that_was_lacking_comes_with_a_later_copy(log: Log, tmp_path:
     Folder(log.path).write(document_path(digest), document)
     assert copy_log(Folder(log.path), Folder(tmp_path / "copy"), trust()).missing == 0
     assert Folder(tmp_path / "copy").read(document_path(digest)) == document
+
+
+@pytest.mark.parametrize("damaged", [b"ab\n0", b"\xff"])
+def test_a_copy_whose_list_of_documents_is_damaged_says_so(log: Log, tmp_path: Path, damaged: bytes) -> None:
+    copy(Folder(log.path), tmp_path / "copy")
+    Folder(tmp_path / "copy").write(LACKING_PATH, damaged)
+    with pytest.raises(TamperError, match="no list of hashes"):
+        copy_log(Folder(log.path), Folder(tmp_path / "copy"), trust())
 
 
 def test_a_name_of_any_length_is_no_width() -> None:
