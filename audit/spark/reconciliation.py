@@ -31,8 +31,8 @@ Logs of a link in use are never of one moment, so what one of them shows and the
 
 - a receipt that names a leaf behind the end of the ingress log;
 - an arrival behind all that the egress log has of its shard and cannot take back (what another grant may still announce again can be),
-  where no receipt in that log names this leaf of the ingress log or a later one: an INTENT is durable before anything arrives, so a log
-  with such a receipt has the INTENT;
+  where no receipt in that log names this leaf of the ingress log or a later one at which the ingress log has what the receipt is for: an
+  INTENT is durable before anything arrives, so a log with such a receipt has the INTENT. What else the destination signs of its log accuses nobody;
 - what is taken on trust (step 3), where nothing that was announced behind it has arrived in the ingress log as given.
 
 The second only as long as neither the bridge's log nor the source's own shows a time `APART_MS` later, the others as long as none of the link's
@@ -264,7 +264,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
         placed AS (
             SELECT *, {given.egress} AS has_egress, {given.ingress} AS has_ingress,
                    max(receipt_last) OVER (PARTITION BY {SHARD}) AS last_receipt,
-                   max(receipt_told) OVER (PARTITION BY bridge, destination_region) AS last_told,
+                   max(receipt_told) FILTER (WHERE receipt_told = arrival_leaf) OVER (PARTITION BY bridge, destination_region) AS last_told,
                    coalesce(receipt_told >= {given.ingress_size}, false) AND {given.may_lack("receipt_time")} AS ingress_ends
             FROM covered
         ),

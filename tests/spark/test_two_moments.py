@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final, NamedTuple, cast
 
+import crossing_logs
 import msgspec
 import pytest
 from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
@@ -237,6 +238,7 @@ LIARS: Final = (
     ("nothing", "arrived", START_MS + QUIET_MS, DIFFERS, NEVER_ANNOUNCED),
     ("withheld", "not withheld", 0, DIFFERS, NEVER_ANNOUNCED),
     ("all", "one shard arrived", 0, DIFFERS, NEVER_ARRIVED),
+    ("told of a far leaf", "one in flight", 0, OPEN, NEVER_ANNOUNCED),
 )
 """An egress log, an ingress log, until when the source's own log goes, and what there must be."""
 
@@ -251,6 +253,18 @@ def lies() -> dict[str, list[Leaf]]:
     for world, share in ((stays, 1.0), (crosses, 0.0)):
         world.grant(DEPARTURES, START_MS)
         world.batch(DEPARTURES, 0, START_MS, 5, withheld=share, receipt=False, arrives=world is crosses)
+    far = Live()
+    far.grant(DEPARTURES, START_MS)
+    with pytest.MonkeyPatch.context() as patch:
+        # The destination keeps it out of its log, and signs a receipt for a leaf that never was.
+        patch.setattr(
+            crossing_logs,
+            "receipt_for",
+            lambda ack, intents, _, of=crossing_logs.receipt_for: of(ack, intents, 10**6),
+        )
+        far.batch(DEPARTURES, 1, START_MS, 4, withheld=0.0, arrives=False)
+    told = flat(far.egress)
+    far.batch(DEPARTURES, 0, START_MS + 1_000, 4, withheld=0.0)
     other = flat(crosses.ingress)
     other[-1] = Leaf(msgspec.structs.replace(other[-1].header, envelope_sha256=b"e" * 32), other[-1].entries)
     return {
@@ -258,6 +272,8 @@ def lies() -> dict[str, list[Leaf]]:
         "arrived": ingress,
         "nothing": whole.egress[0],
         "nothing, later": whole.egress[0] + flat(later.egress),
+        "one in flight": flat(far.ingress),
+        "told of a far leaf": told,
         "one shard": [leaf for leaf in egress if leaf.header.shard == 0],
         "one shard arrived": [leaf for leaf in ingress if leaf.header.shard == 0],
         "withheld": flat(stays.egress),
