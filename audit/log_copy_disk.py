@@ -7,6 +7,7 @@ Invariants:
 - an earlier copy is the beginning of what takes its place: its root comes out of the leaves before any file of it is replaced;
 - the checkpoint comes after what it covers, which is durable by then, and what was cosigned after the checkpoint, as in the log itself. A copy that
   was broken off has the checkpoint of before, or none, and goes on;
+- what was cosigned of the log stays: a note that covers less, or that fewer trusted cosigners signed, replaces none of the copy's own;
 - one process at a time copies into a folder;
 - what comes with a log for its writer alone (write-ahead file, index, positions, lock) is not copied.
 
@@ -128,6 +129,7 @@ def _copy(
         raise TamperError(
             f"The {checkpoint.size} leaves of {log.name} do not have the root that its checkpoint signs."
         )
+    noted = _to_keep(target, log, noted)
     for note in noted.values():
         _require_beginning(target, log.open(note).checkpoint, checkpoint)
     if lacking or target.read(LACKING_PATH) is not None:
@@ -140,6 +142,36 @@ def _copy(
     target.flush()
     _tidy(target, before.size, checkpoint.size)
     return Copied(log.name, checkpoint.size, before.size, len(lacking))
+
+
+def _to_keep(target: Folder, log: LogTrust, noted: Mapping[str, bytes]) -> dict[str, bytes]:
+    """What the copy is to have as cosigned, by path, of its own notes and those that the log serves: the newest one that was cosigned, and the
+    newest of those with the most cosigners where that is another one. An own note that does not verify is none."""
+    found = list[tuple[int, int, bytes]]()
+    for path in (COSIGNED_PATH, WITNESSED_PATH, CHECKPOINT_PATH):
+        own = target.read(path)
+        try:
+            if own is not None:
+                found.append(_weighed(log, own))
+        except TamperError:
+            continue
+    found += [_weighed(log, note) for note in noted.values()]
+    cosigned = [each for each in found if each[1]]
+    if not cosigned:
+        return dict(noted)
+    # Of equals the first: the copy's own.
+    newest = max(cosigned, key=lambda each: each[:2])
+    most = max(cosigned, key=lambda each: (each[1], each[0]))
+    kept = {COSIGNED_PATH: newest[2]}
+    if most[1] > newest[1] or WITNESSED_PATH in noted or target.read(WITNESSED_PATH) is not None:
+        kept[WITNESSED_PATH] = most[2]
+    return kept
+
+
+def _weighed(log: LogTrust, note: bytes) -> tuple[int, int, bytes]:
+    """A checkpoint's size, how many trusted cosigners signed it, and its note. Raises TamperError."""
+    opened = log.open(note)
+    return opened.checkpoint.size, len(log.cosigners(opened.cosigned)), note
 
 
 def _before(target: Folder, log: LogTrust, now: Checkpoint, source: Files) -> Checkpoint:

@@ -245,3 +245,27 @@ def test_a_bundle_is_found_though_all_that_were_listed_are_gone() -> None:
     found = find_bundle(Replaced({bundle_path(0, 3): data[:9]}), 0, 2)
     assert found is not None and len(found) == 2
     assert find_bundle(MemoryFiles({bundle_path(0, 1): data[:3]}), 0, 2) is None
+
+
+@pytest.mark.parametrize("served", ["stripped", "older"])
+def test_a_copy_keeps_a_cosigned_note_that_the_log_serves_no_more(
+    log: Log, tmp_path: Path, served: str
+) -> None:
+    """The log's owner cuts the witness's line out of its notes, or serves the cosigned note of before."""
+    older = Folder(log.path).read(COSIGNED_PATH)
+    log.go_on(5)
+    copy(Folder(log.path), tmp_path / "copy")
+    shutil.copytree(log.path, tmp_path / "served")
+    held = Folder(log.path).read(COSIGNED_PATH)
+    assert held is not None and older is not None
+    stripped = b"".join(
+        line for line in held.splitlines(keepends=True) if b" eu-west.acme/witness " not in line
+    )
+    assert stripped != held
+    for path in (CHECKPOINT_PATH, COSIGNED_PATH) if served == "stripped" else (COSIGNED_PATH,):
+        (tmp_path / "served" / path).write_bytes(stripped if served == "stripped" else older)
+    copy(Folder(tmp_path / "served"), tmp_path / "copy")
+    assert Folder(tmp_path / "copy").read(COSIGNED_PATH) == held
+    log.go_on(5)
+    copy(Folder(log.path), tmp_path / "copy")
+    assert Folder(tmp_path / "copy").read(COSIGNED_PATH) == Folder(log.path).read(COSIGNED_PATH)
