@@ -4,7 +4,9 @@ Two kinds of leaves take the destination's word, and a destination may lie, or t
 
 - WITHHELD with the reason `crossed-before`: a resend passes these records by. Each of them must have arrived under an incarnation
   that theirs goes on from (`audit.crossed`, with the documents of all logs);
-- GAP of the kind `elsewhere`: another bridge brought these offsets. Arrivals under the same incarnation must cover them.
+- GAP of the kind `elsewhere`: another bridge brought these offsets, or this one under another grant. Their arrivals under the same
+  incarnation must cover them; of the arrivals of the link that says so, under the same grant, only the records that they list
+  count: an empty envelope of its own says nothing of what others brought.
 
 One row for each shard goes to a worker, which reads the leaves again; a set of offsets takes a bit each. Who may call:
 `audit.spark.report`, where there are such leaves. Executors import this module by name.
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from audit.bundle_roots import BundleRoots
 from audit.crossed import Crossed, Derived
-from audit.leaf import Kind, Leaf
+from audit.leaf import Kind, Leaf, iter_entries
 from audit.spark.comparison import FINDINGS, LeafReader, not_judged
 from audit.unjudged import Unjudged
 from felix.errors import FelixError
@@ -40,26 +42,48 @@ _WORDS: Final = {
 class _Arrived:
     """What the ingress log has of one shard."""
 
-    def __init__(self, derived: Mapping[bytes, Derived], ends: Collection[str]) -> None:
-        """`ends`: the shard's two regions. Nobody else says where it goes on."""
+    def __init__(
+        self, derived: Mapping[bytes, Derived], ends: Collection[str], bridges: Collection[str]
+    ) -> None:
+        """`ends`: the shard's two regions. Nobody else says where it goes on. `bridges`: those that say that others brought records."""
         self._crossed = Crossed()
         for incarnation, found in derived.items():
             if found.by in ends:
                 self._crossed.derive(incarnation, *found)
-        self._ranges: defaultdict[bytes, RangeSet] = defaultdict(RangeSet)
+        self._bridges = frozenset(bridges)
+        self._brought: defaultdict[bytes, defaultdict[tuple[str, str], RangeSet]] = defaultdict(
+            lambda: defaultdict(RangeSet)
+        )
+        """by incarnation, and by the bridge and the grant"""
+        self._listed: defaultdict[bytes, RangeSet] = defaultdict(RangeSet)
+        """the records that arrived through one of `bridges`"""
 
     def take(self, leaf: Leaf) -> None:
         """Its next ACK leaf."""
         self._crossed.take(leaf)
-        self._ranges[leaf.header.incarnation].add(*_range(leaf))
+        header = leaf.header
+        first, following = _range(leaf)
+        self._brought[header.incarnation][header.bridge, header.grant_id].add(first, following)
+        if header.bridge not in self._bridges:
+            return
+        listed = self._listed[header.incarnation]
+        if header.records == following - first:
+            listed.add(first, following)
+        else:
+            for entry in iter_entries(leaf):
+                listed.add(entry.offset, entry.offset + 1)
 
     def lacks(self, leaf: Leaf) -> list[tuple[int, int]]:
         """Which of the offsets that an egress leaf is about did not arrive: ranges, both ends included."""
-        incarnation = leaf.header.incarnation
-        if leaf.header.kind is Kind.GAP:
-            missing = self._ranges[incarnation].missing(*_range(leaf))
-            return [(first, following - 1) for first, following in missing]
-        return [(offset, offset) for offset in self._crossed.lacks(leaf)]
+        header = leaf.header
+        if header.kind is not Kind.GAP:
+            return [(offset, offset) for offset in self._crossed.lacks(leaf)]
+        brought = self._brought[header.incarnation]
+        counting = [found for link, found in brought.items() if link != (header.bridge, header.grant_id)]
+        missing = [_range(leaf)]
+        for found in (*counting, self._listed[header.incarnation]):
+            missing = [lacking for each in missing for lacking in found.missing(*each)]
+        return [(first, following - 1) for first, following in missing]
 
 
 def _range(leaf: Leaf) -> tuple[int, int]:
@@ -73,7 +97,8 @@ def _missing(
     reader: LeafReader, derived: Mapping[bytes, Derived], row: Mapping[str, Any]
 ) -> Iterator[tuple[Mapping[str, Any], list[tuple[int, int]]]]:
     """Each place that is about offsets of which nothing says that they arrived, with these."""
-    arrived = _Arrived(derived, (row["source_region"], row["destination_region"]))
+    bridges = {place["bridge"] for place in row["trusting"] if place["what"] == "elsewhere"}
+    arrived = _Arrived(derived, (row["source_region"], row["destination_region"]), bridges)
     for place in row["arrived"] or ():
         arrived.take(reader.leaf(place["log"], place["leaf_index"], place["entries_sha256"]))
     for place in row["trusting"]:

@@ -156,3 +156,18 @@ def test_what_another_bridge_is_said_to_have_brought_must_have_arrived(spark: An
     )
     assert (found["first_offset"], found["last_offset"], found["records"]) == (20, 24, 5)
     assert found["status"] == "differs"
+
+
+def test_an_empty_envelope_of_its_own_is_not_what_another_bridge_brought(spark: Any, tmp_path: Path) -> None:
+    """There is one bridge. Its agent says that another one brought 10 records, and moves the destination over them itself."""
+    world = CutWorld()
+    world.grant(DEPARTURES, START_MS)
+    world.gap(DEPARTURES, 0, 10, START_MS + 1_000)
+    gap, intent = world.egress[-2]
+    fields = {name: getattr(gap.header, name) for name in gap.header.__struct_fields__}
+    world.egress[-2] = [Leaf(Header(**(fields | {"gap": GapKind.ELSEWHERE}))), intent]
+    world.batch(DEPARTURES, 0, START_MS + 2_000, 10, withheld=0.0)
+    result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    (found,) = result.report.findings.records()
+    assert (found["status"], found["finding"]) == ("differs", "elsewhere-without-arrival")
+    assert (found["first_offset"], found["last_offset"], found["records"]) == (0, 9, 10)
