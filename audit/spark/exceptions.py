@@ -225,22 +225,37 @@ def _noticed() -> str:
 
 def _announced_elsewhere() -> str:
     """SQL: what arrived in the window, by the destination's clock, and was announced outside of it, by the agent's: the window's register counts it
-    as delivered, and not among what crossed. A batch on its way when the window begins is like that, and so is one whose leaf is dated back."""
+    as delivered, and not among what crossed. A batch on its way when the window begins is like that, and so is one whose leaves are dated back, all
+    or some. Counted by envelope: arrivals are not split into leaves where INTENTs are, whose headers are of another length."""
     seen = _event(
-        NOTICE, "'announced-outside-window'", "true",
+        NOTICE, "'announced-outside-window'", "leaves.nth = 1 AND leaves.lacking > 0",
         "'Records that arrived in this window were announced by leaves that are dated outside of it: its crossings lack them.'",
-        actor="leaves.bridge", records="leaves.records",
+        actor="leaves.bridge", records="leaves.lacking",
     )  # fmt: skip
+
+    def announced(leaves: str) -> str:
+        """Records by envelope; what was announced again counts once."""
+        return f"""(
+            SELECT {_ENVELOPE}, sum(records) AS records FROM (
+                SELECT {_ENVELOPE}, part, max(records) AS records FROM {{{leaves}}}
+                WHERE kind = 'INTENT' AND side = 'egress' GROUP BY {_ENVELOPE}, part
+            ) GROUP BY {_ENVELOPE}
+        )"""  # noqa: S608  # constants of this module
+
+    arrived = f"""
+        SELECT *, sum(records) OVER (PARTITION BY {_ENVELOPE}) AS arrived,
+               row_number() OVER (PARTITION BY {_ENVELOPE} ORDER BY leaf_index) AS nth
+        FROM {{leaves}} WHERE kind = 'ACK' AND side = 'ingress' AND records > 0
+        """  # noqa: S608  # constants of this module
     return f"""
         UNION ALL
         SELECT {_LEAVES_PLACE}, {one_row_each([seen])}
-        FROM (SELECT * FROM {{leaves}} WHERE kind = 'ACK' AND side = 'ingress' AND records > 0) AS leaves
-        LEFT SEMI JOIN (
-            SELECT {_ENVELOPE} FROM {{all_leaves}} WHERE kind = 'INTENT' AND side = 'egress'
-        ) AS announced ON {same("leaves", "announced", _ENVELOPE_KEY)}
-        LEFT ANTI JOIN (
-            SELECT {_ENVELOPE} FROM {{leaves}} WHERE kind = 'INTENT' AND side = 'egress'
-        ) AS inside ON {same("leaves", "inside", _ENVELOPE_KEY)}
+        FROM (
+            SELECT arrived.*, least(arrived.arrived, announced.records) - coalesce(inside.records, 0) AS lacking
+            FROM ({arrived}) AS arrived
+            JOIN {announced("all_leaves")} AS announced ON {same("arrived", "announced", _ENVELOPE_KEY)}
+            LEFT JOIN {announced("leaves")} AS inside ON {same("arrived", "inside", _ENVELOPE_KEY)}
+        ) AS leaves
         """  # noqa: S608  # constants of this module
 
 
