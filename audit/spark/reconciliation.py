@@ -35,8 +35,9 @@ Logs of a link in use are never of one moment, so what one of them shows and the
   INTENT is durable before anything arrives, so a log with such a receipt has the INTENT. What else the destination signs of its log accuses nobody;
 - what is taken on trust (step 3), where nothing that was announced behind it has arrived in the ingress log as given.
 
-The second only as long as neither the bridge's log nor the source's own shows a time `APART_MS` later, the others as long as none of the link's
-logs does: whatever a log never gets does not stay open. A leaf that is taken on trust is no later than any leaf behind it in its log, whatever
+The first only as long as the destination, in its log or in another receipt, says no time `APART_MS` after that of the receipt: no other clock
+accuses it. The second until a receipt shows otherwise: when something arrived is the destination's word alone, and accuses no agent. The third as
+long as none of the link's logs shows a time `APART_MS` later. A leaf that is taken on trust is no later than any leaf behind it in its log, whatever
 time it says.
 """
 
@@ -182,15 +183,18 @@ class Given:
 
     def may_lack(self, time: str) -> str:
         """SQL: whether what was done at this time (ms) may be missing in a log of a row's link because the log was read before."""
-        return self._is_within(time, *self._source_ends(), self._region_end("destination_region"))
-
-    def egress_may_lack(self, time: str) -> str:
-        """SQL: the same of the bridge's log, by what the source's side says: a destination that dates a leaf of its own ahead accuses nobody."""
-        return self._is_within(time, *self._source_ends())
-
-    def _source_ends(self) -> tuple[str, str]:
         bridges = {name: end.time_ms for name, end in self._bridge_ends.items()}
-        return _by("bridge", bridges), self._region_end("source_region")
+        ends = (
+            _by("bridge", bridges),
+            self._region_end("source_region"),
+            self._region_end("destination_region"),
+        )
+        return self._is_within(time, *ends)
+
+    def ingress_may_lack(self, time: str, latest: str) -> str:
+        """SQL: whether the destination's own log may have been read before this time (ms), where the destination says both, and the `latest`
+        that it says elsewhere: what others date accuses it of nothing."""
+        return self._is_within(time, self._region_end("destination_region"), latest)
 
     def _region_end(self, column: str) -> str:
         return _by(column, {name: end.time_ms for name, end in self._region_ends.items()})
@@ -232,7 +236,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
                    {total("records", "true")} AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
-                   max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told, max(time_ms) AS {prefix}_time, max(grant_id) AS {prefix}_grant,
+                   max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told, max(receipt_ms) AS {prefix}_signed, max(grant_id) AS {prefix}_grant,
                    min(destination_first_offset) AS {prefix}_to_first, max(destination_last_offset) AS {prefix}_to_last,
                    array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said,
                    nullif(array_join(array_sort(collect_set(array_join(path, ', '))), '; '), '') AS {prefix}_path{more}
@@ -265,12 +269,12 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
             SELECT *, {given.egress} AS has_egress, {given.ingress} AS has_ingress,
                    max(receipt_last) OVER (PARTITION BY {SHARD}) AS last_receipt,
                    max(receipt_told) FILTER (WHERE receipt_told = arrival_leaf) OVER (PARTITION BY bridge, destination_region) AS last_told,
-                   coalesce(receipt_told >= {given.ingress_size}, false) AND {given.may_lack("receipt_time")} AS ingress_ends
-            FROM covered
+                   coalesce(receipt_told >= {given.ingress_size}, false) AND {given.ingress_may_lack("receipt_signed", "last_signed")} AS ingress_ends
+            FROM (SELECT *, max(receipt_signed) OVER (PARTITION BY destination_region) AS last_signed FROM covered)
         ),
         ended AS (
             SELECT *, intent_leaf IS NULL AND coalesce(arrival_first > coalesce(greatest(last_receipt, told), -1)
-                   AND arrival_leaf > coalesce(last_told, -1), false) AND {given.egress_may_lack("arrival_time")} AS egress_ends
+                   AND arrival_leaf > coalesce(last_told, -1), false) AS egress_ends
             FROM placed
         )
         SELECT *, max(arrival_last) FILTER (WHERE NOT egress_ends) OVER (PARTITION BY {SHARD}) AS last_arrival

@@ -66,11 +66,11 @@ BUNDLES_PER_PARTITION: Final = 16
 """4,096 leaves: some tenths of a second to verify, so that a task costs more than its start."""
 
 PLACE_COLUMNS: Final = (("log", "string"), ("leaf_index", "bigint"))
-BATCH_COLUMNS: Final = (("batch_sha256", "string"), ("receipt_leaf", "bigint"))
+BATCH_COLUMNS: Final = (("batch_sha256", "string"), ("receipt_leaf", "bigint"), ("receipt_ms", "bigint"))
 """SHA-256 of the packed entries of a whole batch, all its leaves together, in the row of its last leaf. Both sides of a
 link have the same one, however each cut the batch into leaves; in the row of an egress ACK what its receipt says. Null where the batch's leaves are not all in one
 partition, one after the other: then nobody has added them up yet. In the row of an egress ACK also which leaf of the destination's log
-its receipt says that the arrival begins with."""
+its receipt says that the arrival begins with, and when (ms, by the destination's clock) it says that it was signed."""
 OPEN_BATCHES_MAX: Final = 1_024
 """Batches whose first leaves were read and whose last is to come. An append writes the leaves of a batch without a
 break, so there is one, or as many as bridges write at a time."""
@@ -243,14 +243,14 @@ class BatchDigests:
         return None
 
 
-def _told(header: Header) -> tuple[str | None, int | None]:
-    """What the receipt in an egress ACK says of the records and of the leaf; None where it cannot be read, which is a problem of its own,
+def _told(header: Header) -> tuple[str | None, int | None, int | None]:
+    """What the receipt in an egress ACK says of the records, of the leaf and of the time; None where it cannot be read, which is a problem of its own,
     or says nothing of single records."""
     try:
         receipt = read_unverified(header.receipt)
     except TamperError:
-        return None, None
-    return receipt.entries_sha256.hex() or None, receipt.ingress_index
+        return None, None, None
+    return receipt.entries_sha256.hex() or None, receipt.ingress_index, receipt.time_ms
 
 
 def _row(origin: str, found: Found, settings: Settings, batches: BatchDigests) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def _row(origin: str, found: Found, settings: Settings, batches: BatchDigests) -
         row |= leaf_row(found.leaf)
         header = found.leaf.header
         if header.kind is Kind.ACK and header.side is Side.EGRESS:
-            row["batch_sha256"], row["receipt_leaf"] = _told(header)
+            row["batch_sha256"], row["receipt_leaf"], row["receipt_ms"] = _told(header)
         else:
             row["batch_sha256"] = batches.take(found.leaf)
         if settings.entries:
