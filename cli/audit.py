@@ -803,5 +803,9 @@ def report(
         note(
             "The logs differ, or something crossed outside its terms: see the reconciliation and the exceptions."
         )
+    if result.is_long_open:
+        note(
+            "Records arrived that an egress log as given does not announce, an hour and more before a log of the link ends: give a later egress log."
+        )
     if result.exit_code:
         raise typer.Exit(result.exit_code)

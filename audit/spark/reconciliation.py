@@ -133,6 +133,8 @@ FINDING_COLUMNS: Final = (
     Column("sentence", Type.TEXT, "In words"),
 )
 
+LONG_UNANNOUNCED: Final = "arrival-long-unannounced"
+"""Who kept the leaf back, or dated one falsely, these logs do not show; a report that has it is not clean."""
 APART_MS: Final = 3_600_000
 """How far apart the logs of a link may be: an auditor copies one after the other, and clocks of two regions differ. What was done longer
 before the latest moment that one of them shows is missing where another lacks it."""
@@ -236,7 +238,7 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
             SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
                    {total("records", "true")} AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
-                   max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told, max(receipt_ms) AS {prefix}_signed, max(grant_id) AS {prefix}_grant,
+                   max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told, max(receipt_ms) AS {prefix}_signed, max(time_ms) AS {prefix}_time, max(grant_id) AS {prefix}_grant,
                    min(destination_first_offset) AS {prefix}_to_first, max(destination_last_offset) AS {prefix}_to_last,
                    array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said,
                    nullif(array_join(array_sort(collect_set(array_join(path, ', '))), '; '), '') AS {prefix}_path{more}
@@ -277,7 +279,8 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
                    AND arrival_leaf > coalesce(last_told, -1), false) AS egress_ends
             FROM placed
         )
-        SELECT *, max(arrival_last) FILTER (WHERE NOT egress_ends) OVER (PARTITION BY {SHARD}) AS last_arrival
+        SELECT *, egress_ends AND NOT {given.may_lack("arrival_time")} AS is_long_ago,
+               max(arrival_last) FILTER (WHERE NOT egress_ends) OVER (PARTITION BY {SHARD}) AS last_arrival
         FROM ended
         """,  # noqa: S608
         leaves=leaves,
@@ -330,7 +333,12 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
             "CASE WHEN egress_ends THEN 'open' ELSE 'differs' END", "arrival-without-intent",
             "CASE WHEN egress_ends THEN 'The ingress log has records behind those with which the egress log ends that was given.' "
             "ELSE 'The ingress log has records that the egress log never announced.' END",
-            "arrival_leaf IS NOT NULL AND intent_leaf IS NULL AND has_egress",
+            "arrival_leaf IS NOT NULL AND intent_leaf IS NULL AND has_egress AND NOT is_long_ago",
+        ),
+        _finding(
+            "'open'", LONG_UNANNOUNCED,
+            "'The ingress log has records that the egress log as given does not announce, an hour and more before the latest time of a log of the link.'",
+            "arrival_leaf IS NOT NULL AND intent_leaf IS NULL AND has_egress AND is_long_ago",
         ),
         _finding(
             "'differs'", "count-differs",

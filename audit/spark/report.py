@@ -60,7 +60,8 @@ EXIT_DIFFERENCES: Final = 10
 """The report was made, and says that the logs differ or that something crossed outside its terms."""
 EXIT_ONE_SIDE: Final = 11
 """The report was made, and nothing in it differs; but of some link one side's log alone was given, and one side's word is
-no reconciliation; or its source's own log was not, and then what arrived against that region's word is not looked for."""
+no reconciliation; or its source's own log was not, and then what arrived against that region's word is not looked for; or an egress log as given does not announce what arrived an hour before
+a log of its link ends."""
 EXIT_NOT_WHOLE: Final = 12
 """The report was made, and nothing in it differs; but a table has more rows than a report lists. Totals count all of them."""
 EXIT_VERSION_1: Final = 13
@@ -123,7 +124,8 @@ class ReportResult:
     @property
     def exit_code(self) -> int:
         """EXIT_DIFFERENCES where the logs differ or something crossed outside its terms; else EXIT_VERSION_1 where something rests on leaves of
-        version 1 that were not accepted; else EXIT_NOT_WHOLE where a table lacks rows; else EXIT_ONE_SIDE where a link's counterpart, or its source's own log, was not given; else EXIT_CLEAN."""
+        version 1 that were not accepted; else EXIT_NOT_WHOLE where a table lacks rows; else EXIT_ONE_SIDE where a link's counterpart, or its source's own log, was not given, or an egress log as given lacks
+        what it should have; else EXIT_CLEAN."""
         totals = self.report.totals
         statuses = {row["status"] for row in self.report.reconciliation.records()}
         differs = totals.differences or totals.breaches or reconciliation.DIFFERS in statuses
@@ -134,7 +136,16 @@ class ReportResult:
         if self.report.left_off:
             return EXIT_NOT_WHOLE
         missing = self.report.missing
-        return EXIT_ONE_SIDE if missing.counterparts or missing.sources else EXIT_CLEAN
+        if missing.counterparts or missing.sources or self.is_long_open:
+            return EXIT_ONE_SIDE
+        return EXIT_CLEAN
+
+    @property
+    def is_long_open(self) -> bool:
+        """Whether something arrived of which the egress log as given should have had the announcement by then."""
+        return any(
+            row["finding"] == reconciliation.LONG_UNANNOUNCED for row in self.report.findings.records()
+        )
 
 
 def _say_nothing(_: str) -> None:

@@ -77,7 +77,7 @@ def test_no_region_takes_the_places_of_anothers_words(monkeypatch: pytest.Monkey
     for incarnation, found in (others | honest).items():
         crossed.derive(incarnation, *found)
     assert len(crossed.derived) == 5 and crossed.is_resent(b"h")
-    arrived = _Arrived(others | honest, ("us-east", "eu-west"))
+    arrived = _Arrived(others | honest, ("us-east", "eu-west"), ())
     assert set(arrived._crossed.derived) == {b"h"}
 
 
@@ -87,7 +87,9 @@ def test_a_report_copies_no_offsets_for_each_incarnation(monkeypatch: pytest.Mon
     from audit.spark.arrived_before import _Arrived
 
     link, names = Link(), [b"%016d" % number for number in range(100)]
-    arrived = _Arrived({name: Derived(INCARNATION, 4, "us-east") for name in names}, ("us-east", "eu-west"))
+    arrived = _Arrived(
+        {name: Derived(INCARNATION, 4, "us-east") for name in names}, ("us-east", "eu-west"), ()
+    )
     intents = link.intent(6, withhold=(1,))
     for leaf in link.delivery(intents):
         arrived.take(leaf)
