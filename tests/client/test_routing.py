@@ -190,7 +190,8 @@ async def test_what_loses_its_leader_asks_over_the_first_connection_and_may_come
     assert client.where(held) == [SECOND], "an old connection's end is none of the new one"
 
 
-async def test_who_answers_again_is_gone_to_at_once(client: Client) -> None:
+async def called_again(client: Client) -> Attached:
+    """What is led by a broker that does not answer, and is called again. What asks it."""
     held = client.attached()
     client.routes.learned(led_by(SECOND), FIRST)
     client.made[0].may_open.set_exception(UnavailableError("Nobody listens."))
@@ -201,6 +202,11 @@ async def test_who_answers_again_is_gone_to_at_once(client: Client) -> None:
         return len(client.made) == 2
 
     await until(is_called)
+    return held
+
+
+async def test_who_answers_again_is_gone_to_at_once(client: Client) -> None:
+    held = await called_again(client)
     assert client.where(held) == [FIRST], "who asks others meanwhile"
     client.made[1].may_open.set_result(None)
     await until(lambda: client.where(held) == [SECOND])
@@ -209,16 +215,7 @@ async def test_who_answers_again_is_gone_to_at_once(client: Client) -> None:
 async def test_who_was_named_long_ago_takes_nobody_from_where_they_are_served(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held = client.attached()
-    client.routes.learned(led_by(SECOND), FIRST)
-    client.made[0].may_open.set_exception(UnavailableError("Nobody listens."))
-    await until(lambda: client.made[0].is_closed)
-
-    def is_called() -> bool:
-        client.routes.learned(led_by(SECOND), FIRST)
-        return len(client.made) == 2
-
-    await until(is_called)
+    held = await called_again(client)
     monkeypatch.setattr(routing, "FORGOTTEN_S", -1.0)
     client.made[1].may_open.set_result(None)
     await until(lambda: client.routes.at(SECOND) is client.made[1])
