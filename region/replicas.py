@@ -336,8 +336,11 @@ class Replicas:
         return record if record is not None and record.incarnation == shard.incarnation else None
 
     def _lists(self, shard: ShardId) -> SharedLists:
-        """Of one shard that has copies here."""
-        name, incarnation = StreamName.parse(self._names[shard.incarnation]), bytes.fromhex(shard.incarnation)
+        """Of one shard that has copies here. Raises UnavailableError where its stream was deleted meanwhile."""
+        known = self._names.get(shard.incarnation)
+        if known is None:
+            raise UnavailableError(f"The stream of shard {shard.number} is not here any more.")
+        name, incarnation = StreamName.parse(known), bytes.fromhex(shard.incarnation)
         identity = ShardIdentity(self._region, str(name), incarnation, shard.number)
         return SharedLists(shard_place(identity), self._make_seal(name, incarnation, shard.number).tag)
 

@@ -163,8 +163,14 @@ def decode_offload(payload: bytes) -> OffloadState:
     except msgspec.MsgspecError as error:
         raise CorruptionError(f"The list of offloaded segments does not decode: {error}.") from error
     for one in state.segments:
-        decode_segment_header(one.header)
+        _check(one)
     return state
+
+
+def _check(one: Offloaded) -> None:
+    """Raises CorruptionError where a segment ends before it begins, or its header does not decode."""
+    if one.next_offset < one.base_offset:
+        raise CorruptionError(f"{one.url} ends at {one.next_offset}, before it begins.")
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -178,7 +184,7 @@ def decode_manifest(data: bytes, url: str) -> Manifest:
         manifest = _manifest.decode(data)
         if manifest.version != 1:
             raise CorruptionError(f"it has version {manifest.version}, and 1 is known")
-        decode_segment_header(manifest.segment.header)
+        _check(manifest.segment)
     except (msgspec.MsgspecError, CorruptionError) as error:
         raise CorruptionError(f"The manifest {url} does not decode: {error}.") from error
     return manifest
@@ -196,7 +202,7 @@ def decode_list(data: bytes, url: str) -> OffloadList:
         if listed.version != 1:
             raise CorruptionError(f"it has version {listed.version}, and 1 is known")
         for one in listed.segments:
-            decode_segment_header(one.header)
+            _check(one)
     except (msgspec.MsgspecError, CorruptionError) as error:
         raise CorruptionError(f"The list of offloaded segments {url} does not decode: {error}.") from error
     return listed

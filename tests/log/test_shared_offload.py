@@ -585,3 +585,15 @@ async def test_a_pointer_to_a_list_that_was_replaced_ends_no_offload(
     async with leading(other, record, place) as shard:
         with pytest.raises(UnavailableError):
             await shard.offload(0, place)
+
+
+async def test_a_list_with_a_segment_that_ends_before_it_begins_is_damaged(
+    tmp_path: Path, place: str
+) -> None:
+    record, log = Record(), filled(tmp_path / "a")
+    async with leading(log, record, place) as shard:
+        await turns(shard, place)
+    last = LISTS.read(record.pointer).segments[-1]
+    circle = msgspec.structs.replace(last, next_offset=last.base_offset - 1)
+    with pytest.raises(CorruptionError, match="before it begins"):
+        decode_list(encode_list(OffloadList(0, (circle,))), "a list")
