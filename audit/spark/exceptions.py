@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from audit.spark.begun_again import BEGUN_AGAIN
 from audit.spark.reconciliation import PASSED_BY
-from audit.spark.shard_key import SHARD_KEY, same
+from audit.spark.shard_key import ENVELOPE, ENVELOPE_KEY, same
 from audit.spark.table import COUNT_MAX, Column, Type, one_row_each
 from audit.spark.verification import RULE_BROKEN
 
@@ -185,8 +185,6 @@ def _onward() -> str:
         """  # noqa: S608  # constants of this module
 
 
-_ENVELOPE_KEY: Final = (*SHARD_KEY, "envelope_sha256")
-_ENVELOPE: Final = ", ".join(_ENVELOPE_KEY)
 _PLACE: Final = "source_region, destination_region, stream, grant_id, time_ms, log, leaf_index"
 """Where an exception was found: columns of leaves and terms alike."""
 _LEAVES_PLACE: Final = ", ".join(f"leaves.{name}" for name in _PLACE.split(", "))
@@ -236,15 +234,15 @@ def _announced_elsewhere() -> str:
     def announced(leaves: str) -> str:
         """Records by envelope; what was announced again counts once."""
         return f"""(
-            SELECT {_ENVELOPE}, sum(records) AS records FROM (
-                SELECT {_ENVELOPE}, part, max(records) AS records FROM {{{leaves}}}
-                WHERE kind = 'INTENT' AND side = 'egress' GROUP BY {_ENVELOPE}, part
-            ) GROUP BY {_ENVELOPE}
+            SELECT {ENVELOPE}, sum(records) AS records FROM (
+                SELECT {ENVELOPE}, part, max(records) AS records FROM {{{leaves}}}
+                WHERE kind = 'INTENT' AND side = 'egress' GROUP BY {ENVELOPE}, part
+            ) GROUP BY {ENVELOPE}
         )"""  # noqa: S608  # constants of this module
 
     arrived = f"""
-        SELECT *, sum(records) OVER (PARTITION BY {_ENVELOPE}) AS arrived,
-               row_number() OVER (PARTITION BY {_ENVELOPE} ORDER BY leaf_index) AS nth
+        SELECT *, sum(records) OVER (PARTITION BY {ENVELOPE}) AS arrived,
+               row_number() OVER (PARTITION BY {ENVELOPE} ORDER BY leaf_index) AS nth
         FROM {{leaves}} WHERE kind = 'ACK' AND side = 'ingress' AND records > 0
         """  # noqa: S608  # constants of this module
     return f"""
@@ -253,8 +251,8 @@ def _announced_elsewhere() -> str:
         FROM (
             SELECT arrived.*, least(arrived.arrived, announced.records) - coalesce(inside.records, 0) AS lacking
             FROM ({arrived}) AS arrived
-            JOIN {announced("all_leaves")} AS announced ON {same("arrived", "announced", _ENVELOPE_KEY)}
-            LEFT JOIN {announced("leaves")} AS inside ON {same("arrived", "inside", _ENVELOPE_KEY)}
+            JOIN {announced("all_leaves")} AS announced ON {same("arrived", "announced", ENVELOPE_KEY)}
+            LEFT JOIN {announced("leaves")} AS inside ON {same("arrived", "inside", ENVELOPE_KEY)}
         ) AS leaves
         """  # noqa: S608  # constants of this module
 

@@ -50,7 +50,7 @@ from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind
 from audit.origin import Origin
 from audit.spark.begun_again import ANSWERED_YET, BEGUN_AGAIN, COVERS, FOLLOWED
-from audit.spark.shard_key import SHARD, SHARD_KEY, same
+from audit.spark.shard_key import ENVELOPE, ENVELOPE_KEY, SHARD, SHARD_KEY, same
 from audit.spark.table import Column, Type, one_row_each, total
 
 if TYPE_CHECKING:
@@ -141,7 +141,6 @@ before the latest moment that one of them shows is missing where another lacks i
 
 _ARRIVING: Final = ", ".join(name for name in SHARD_KEY if name != "bridge")
 """At the destination a shard has one place, whichever bridge brings it."""
-_ENVELOPE: Final = f"{SHARD}, envelope_sha256"
 
 
 class LogEnd(NamedTuple):
@@ -229,20 +228,19 @@ def _said() -> str:
 
 def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
     """One row per envelope that any leaf names, with both sides' counts (null: that side has no such leaf)."""
-    key = (*SHARD_KEY, "envelope_sha256")
 
     def side(kind: str, where: str, prefix: str, more: str = "") -> str:
         # A receipt lists no records, so nothing holds its leaf to a number of bytes.
         listed = "CAST(NULL AS BIGINT)" if prefix == "receipt" else "sum(record_bytes)"
         return f"""
-            SELECT {_ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
+            SELECT {ENVELOPE}, min(first_offset) AS {prefix}_first, max(last_offset) AS {prefix}_last,
                    {total("records", "true")} AS {prefix}_records, {listed} AS {prefix}_bytes,
                    min(leaf_index) AS {prefix}_leaf, count(*) AS {prefix}_leaves, max(parts) AS {prefix}_parts,
                    max(batch_sha256) AS {prefix}_digest, max(receipt_leaf) AS {prefix}_told, max(receipt_ms) AS {prefix}_signed, max(time_ms) AS {prefix}_time, max(grant_id) AS {prefix}_grant,
                    min(destination_first_offset) AS {prefix}_to_first, max(destination_last_offset) AS {prefix}_to_last,
                    array_join(array_sort(collect_set({_said()})), '; ') AS {prefix}_said,
                    nullif(array_join(array_sort(collect_set(array_join(path, ', '))), '; '), '') AS {prefix}_path{more}
-            FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {_ENVELOPE}"""  # noqa: S608
+            FROM {{leaves}} WHERE kind = '{kind}' AND side = '{where}' GROUP BY {ENVELOPE}"""  # noqa: S608
 
     # Of a batch all leaves are announced again, or none.
     again = "".join(f", bool_or({name}) AS {name}" for name in (BEGUN_AGAIN, ANSWERED_YET, FOLLOWED))
@@ -259,10 +257,10 @@ def envelopes(leaves: DataFrame, given: Given) -> DataFrame:
                  SELECT {SHARD}, grant_id, max(last_offset) AS told FROM {{leaves}} WHERE {COVERS} GROUP BY {SHARD}, grant_id
              ),
              joined AS (
-                 SELECT {", ".join(picked(name) for name in key)},
-                        i.* EXCEPT ({_ENVELOPE}), r.* EXCEPT ({_ENVELOPE}), a.* EXCEPT ({_ENVELOPE})
-                 FROM i FULL OUTER JOIN r ON {same("i", "r", key)}
-                 FULL OUTER JOIN a ON {" AND ".join(f"coalesce(i.{n}, r.{n}) <=> a.{n}" for n in key)}
+                 SELECT {", ".join(picked(name) for name in ENVELOPE_KEY)},
+                        i.* EXCEPT ({ENVELOPE}), r.* EXCEPT ({ENVELOPE}), a.* EXCEPT ({ENVELOPE})
+                 FROM i FULL OUTER JOIN r ON {same("i", "r", ENVELOPE_KEY)}
+                 FULL OUTER JOIN a ON {" AND ".join(f"coalesce(i.{n}, r.{n}) <=> a.{n}" for n in ENVELOPE_KEY)}
              ),
         covered AS (
             SELECT joined.*, told.told FROM joined LEFT JOIN told ON {same("joined", "told")} AND joined.arrival_grant <=> told.grant_id
@@ -442,20 +440,19 @@ def unlike_envelopes(sides: DataFrame) -> DataFrame:
         """intent_leaf IS NOT NULL AND arrival_leaf IS NOT NULL AND NOT (
                intent_digest <=> arrival_digest AND intent_digest IS NOT NULL
                AND intent_leaves = intent_parts AND arrival_leaves = arrival_parts)"""
-    ).select(*SHARD_KEY, "envelope_sha256")
+    ).select(*ENVELOPE_KEY)
 
 
 def places(leaves: DataFrame, unlike: DataFrame) -> DataFrame:
     """Step 2, second half, for `audit.spark.comparison`: where the leaves of these envelopes stand, on both sides."""
-    key = (*SHARD_KEY, "envelope_sha256")
     return leaves.sparkSession.sql(
         f"""
-        SELECT {", ".join("leaves." + name for name in key)}, min(leaves.leaf_index) AS first_leaf,
+        SELECT {", ".join("leaves." + name for name in ENVELOPE_KEY)}, min(leaves.leaf_index) AS first_leaf,
                array_sort(collect_list(struct(leaves.side, leaves.part, leaves.leaf_index, leaves.log,
                    leaves.entries_sha256))) AS places
-        FROM {{leaves}} AS leaves JOIN {{unlike}} AS unlike ON {same("leaves", "unlike", key)}
+        FROM {{leaves}} AS leaves JOIN {{unlike}} AS unlike ON {same("leaves", "unlike", ENVELOPE_KEY)}
         WHERE (leaves.kind = 'INTENT' AND leaves.side = 'egress') OR (leaves.kind = 'ACK' AND leaves.side = 'ingress')
-        GROUP BY {", ".join("leaves." + name for name in key)}
+        GROUP BY {", ".join("leaves." + name for name in ENVELOPE_KEY)}
         """,  # noqa: S608
         leaves=leaves,
         unlike=unlike,

@@ -14,6 +14,9 @@ SHARD_KEY: Final = (
     "shard",
 )
 SHARD: Final = ", ".join(SHARD_KEY)
+ENVELOPE_KEY: Final = (*SHARD_KEY, "envelope_sha256")
+"""What names one envelope."""
+ENVELOPE: Final = ", ".join(ENVELOPE_KEY)
 
 
 def same(left: str, right: str, names: tuple[str, ...] = SHARD_KEY) -> str:
