@@ -44,7 +44,7 @@ time it says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind
@@ -64,6 +64,9 @@ VERSION_1: Final = "of version 0.1"
 whoever asked for the report did not say that these leaves are known to be old."""
 ONE_SIDE: Final = "one side only"
 """The counterpart's log was not among those given: nothing to hold this one against."""
+
+WORST_FIRST: Final = (DIFFERS, VERSION_1, ONE_SIDE, OPEN, RECONCILED)
+"""What a register's row says of all its shards is the first of these that one of them has."""
 
 WORTH: Final = (f"status <> '{DIFFERS}'", "acknowledged = 0", *SHARD_KEY)
 """The order of what a report lists of a reconciliation that is too long: what differs first, then where the destination signed receipts."""
@@ -614,6 +617,27 @@ def shards(
         miscounted=miscounted,
         covered=_covered(leaves),
     )
+
+
+def _link(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["source_region"], row["destination_region"], row["bridge"], row["stream"]
+
+
+def states_by_stream(shards: Iterable[Mapping[str, Any]]) -> dict[tuple[Any, ...], str]:
+    """The worst status of each stream's shards, each bridge and each stream at the destination by itself: what one bridge did is said
+    of no other."""
+    states: dict[tuple[Any, ...], str] = {}
+    for row in shards:
+        key = (*_link(row), row["destination_stream"])
+        states[key] = min(row["status"], states.get(key, row["status"]), key=WORST_FIRST.index)
+    return states
+
+
+def worst_state(row: Mapping[str, Any], states: Mapping[tuple[Any, ...], str]) -> str | None:
+    """Of a register's row, by all names that its records had at the destination; None where no shard of it was listed."""
+    names = row["destination_streams"] or [None]
+    found = {states[key] for name in names if (key := (*_link(row), name)) in states}
+    return min(found, key=WORST_FIRST.index, default=None)
 
 
 def in_order(findings: DataFrame) -> DataFrame:

@@ -212,7 +212,8 @@ def transfers(leaves: DataFrame, terms: DataFrame) -> DataFrame:
         ),
         sums AS (
             SELECT source_region, destination_region, bridge, stream, terms_hash,
-                   max(destination_stream) AS destination_stream,
+                   max(destination_stream) FILTER (WHERE NOT is_denial) AS destination_stream,
+                   array_sort(collect_set(destination_stream) FILTER (WHERE NOT is_denial)) AS destination_streams,
                    array_sort(collect_set(grant_id)) AS grant_ids,
                    array_sort(collect_set(policy_version)) AS versions,
                    array_sort(collect_set(policy_hash)) AS policy_hashes,

@@ -602,17 +602,7 @@ def _missing(
 
 def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Table) -> list[dict[str, Any]]:
     """The register's rows with what is known of whole logs: checkpoints, cosigners, reconciliation."""
-    worst = (
-        reconciliation.DIFFERS,
-        reconciliation.VERSION_1,
-        reconciliation.ONE_SIDE,
-        reconciliation.OPEN,
-        reconciliation.RECONCILED,
-    )
-    states: dict[tuple[str, str, str], str] = {}
-    for row in reconciled.records():
-        key = (row["source_region"], row["destination_region"], row["stream"])
-        states[key] = min(row["status"], states.get(key, row["status"]), key=worst.index)
+    states = reconciliation.states_by_stream(reconciled.records())
     filled = []
     for spark_row in moved:
         row = spark_row.asDict(recursive=True)
@@ -628,8 +618,7 @@ def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Tab
         is_old = row["version_1"] and any(log is not None and log.is_of_version_1 for log in held)
         row["verification"] = reconciliation.VERSION_1 if is_old else "verified"
         moved_any = row["records"] or row["delivered"] or row["withheld"]
-        key = (row["source_region"], row["destination_region"], row["stream"])
-        row["reconciliation"] = states.get(key) if moved_any else None
+        row["reconciliation"] = reconciliation.worst_state(row, states) if moved_any else None
         filled.append(row)
     return filled
 
