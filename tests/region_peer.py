@@ -24,6 +24,8 @@ LOOK_S = 0.001
 ASK_S = 0.02
 WAIT_S = 120.0
 """Longest wait for something that must happen; only a failing test waits this long."""
+SESSION_DOCUMENTS = 100
+"""Of another region's bridge in one session: one without a grant there may send some hundred kilobytes in all."""
 
 
 async def until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
@@ -167,6 +169,7 @@ class RawPeer:
         await until(lambda: self.answers(correlation) or self.errors(correlation) or self.closed_with)
         if self.errors(correlation):
             raise self.errors(correlation)[0]
+        assert self.answers(correlation), f"the session ended first: {self.closed_with}"
         return self.answers(correlation)[0]
 
     async def ending(self) -> FelixError:

@@ -189,7 +189,7 @@ class DriverConnection:
 
     @property
     def server_leaf_sha256(self) -> bytes:
-        if self.is_client and not self._leaf_sha256:
+        if self.is_client and not self._leaf_sha256 and not self._released:
             chain = self._machine.peer_chain_der()
             self._leaf_sha256 = hashlib.sha256(chain[0]).digest() if chain else b""
         return self._leaf_sha256
@@ -263,6 +263,8 @@ class DriverConnection:
 
     def receive(self, data: bytes, segment_bytes: int, address: Address, now: float) -> None:
         """Datagrams for this connection; `process` follows in the same turn."""
+        if self._released:
+            return
         self._heard_at = now
         if self._allowed_bytes and not self._counted(len(data), is_long=bool(data[0] & 0x80)):
             return
@@ -630,10 +632,11 @@ class DriverConnection:
 
     def _tell_closed(self, code: int, reason: str) -> None:
         self._over.set()
-        if self._handler is None:
+        handler, self._handler = self._handler, None
+        if handler is None:
             return
         try:
-            self._handler.closed(code, reason)
+            handler.closed(code, reason)
         except Exception:
             log.exception(
                 "the handler of the connection with %s failed in closed()", shown(self._peer_address)
@@ -656,6 +659,8 @@ class DriverConnection:
         self._timer.end()
         self._stop_watch()
         self._owner.released(self)
+        # In the next turn: it may be the machine that led here.
+        self._loop.call_soon(self._machine.release)
 
     def release(self, reason: str = "the socket was closed") -> None:
         """The socket goes away, or what led here was never authentic."""

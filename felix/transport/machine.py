@@ -56,6 +56,10 @@ class Machine(Protocol):
     def widen(self) -> None:
         """The peer is no stranger any more: open the full windows, where the engine began with small ones."""
 
+    def release(self) -> None:
+        """Let go of all that the engine's connection holds; nothing of it is called again. Engines' connections refer to themselves, and
+        would keep their memory until Python looks for cycles, which what lies outside of Python never makes it do."""
+
 
 class ServerIdentity(NamedTuple):
     """A server's certificate and key in its engine's form, and SHA-256 of the leaf (DER)."""

@@ -137,9 +137,17 @@ class _Connection(QuicConnection):
     def _drain_tls(self) -> None:
         super()._drain_tls()
         if self._handshake_complete and not self.configuration.is_client:
+            # It and its context refer to each other.
+            vars(self._tls).clear()
             self._tls = _AFTER_HANDSHAKE
             # The packet core has taken them; they were kept to be compared with what TLS would say next.
             self._applied_transport_parameters = None
+
+    def release(self) -> None:
+        """As `felix.transport.machine.Machine`: TLS refers to itself and to the connection."""
+        if self._tls is not None:
+            vars(self._tls).clear()
+        vars(self).clear()
 
     @property
     def is_started(self) -> bool:
@@ -287,6 +295,9 @@ class NativeMachine:
         if leaf is None:
             return []
         return [bytes(c.public_bytes()) for c in (leaf, *self._quic.get_issuercerts())]
+
+    def release(self) -> None:
+        self._quic.release()
 
 
 class _Certified:

@@ -257,6 +257,12 @@ class PortableMachine:
             return []
         return [c.public_bytes(Encoding.DER) for c in (leaf, *self._quic.tls._peer_certificate_chain)]
 
+    def release(self) -> None:
+        # What was sent and not acknowledged refers to the space that holds it.
+        for space in self._quic._spaces.values():
+            space.sent_packets.clear()
+        vars(self._quic).clear()
+
 
 class PortableMachinery(msgspec.Struct, frozen=True):
     """`felix.transport.machine.Machinery` for aioquic."""

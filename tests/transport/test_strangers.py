@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 
@@ -94,6 +96,32 @@ async def test_the_one_that_sent_the_most_goes_first(engine: str) -> None:
             assert servers[1].closed_with[0][0] == Code.LIMIT_SESSIONS
             assert not servers[0].closed_with
             assert listener.stranger_bytes <= 40_000
+
+
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
+async def test_what_was_sent_away_holds_no_memory_until_cycles_are_looked_for(engine: str) -> None:
+    """Most of a connection lies outside of Python, so nothing that it holds makes Python look for cycles."""
+    count = 12
+    engines: list[weakref.ref[object]] = []
+    gc.disable()
+    try:
+        async with listening(engine, handshakes_pending_max=4 * count, handshakes_per_address_max=count) as (
+            listener,
+            servers,
+        ):
+            with ExitStack() as stack:
+                for number in range(count):
+                    stranger = Stranger(listener.address, AUTHORITY.pem, NAME, f"127.0.0.{1 + number % 3}")
+                    stack.enter_context(stranger)
+                    if number % 2:
+                        assert await asyncio.to_thread(stranger.handshake)
+                await eventually(lambda: (listener.stranger_count, len(servers)) == (count, count // 2))
+                engines += (weakref.ref(held._machine._quic) for held in listener._cids)  # type: ignore[attr-defined]
+                servers.clear()
+        await eventually(lambda: all(held() is None for held in engines))
+    finally:
+        gc.enable()
+    assert len(engines) == count
 
 
 @pytest.mark.parametrize("client_engine", ENGINE_NAMES)
