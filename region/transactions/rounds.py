@@ -3,12 +3,12 @@
 A *lane* is a stream that transactions write into, or acknowledge records of; its leader applies what it is asked to, and hides it until it is
 told to show it. Transactions are taken in *rounds*: each lane of a round is asked for its part at once, and when all have answered, all are
 told to show theirs. A lane whose leader does not answer in time *falls behind*: the others are shown without it, and it goes on by itself, with
-what is committed meanwhile behind what it has.
+what is committed meanwhile behind what it has. What it has of the round that is under way it shows with that round.
 
 What happened goes in, what is to be done comes out. Invariants:
 - a lane is asked for one group at a time, in the order of the numbers, and for the next one only once the last one was applied and shown: so a
   leader can tell what it has by the last number that it knows;
-- a group is shown once it is applied in all lanes of its round, but those that fell behind;
+- a group is shown, in whatever lane, once it is applied in all lanes of its round, but those that fell behind;
 - a transaction is concluded once each of its lanes has applied and shown it.
 """
 
@@ -62,11 +62,15 @@ class Rounds:
         """lanes that have not shown it yet"""
         self._asked: dict[str, tuple[int, ...]] = {}
         self._round = 0
+        self._first = 0
+        """the first transaction of the round"""
         self._applying: set[str] = set()
         self._applied: list[str] = []
         self._showing: set[str] = set()
         self._behind: dict[str, deque[int]] = {}
         """what lanes that fell behind are to be asked for next"""
+        self._ahead: list[str] = []
+        """those of them that have applied what they are asked for of the round that is under way"""
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -87,7 +91,10 @@ class Rounds:
     def applied(self, lane: str) -> list[Effect]:
         """A lane has applied what it was asked for last."""
         if lane in self._behind:
-            return [self._show(lane)]
+            if not self._applying or self._asked[lane][-1] < self._first:
+                return [self._show(lane)]
+            self._ahead.append(lane)
+            return []
         self._applying.remove(lane)
         self._applied.append(lane)
         return self._show_round()
@@ -126,6 +133,7 @@ class Rounds:
         effects: list[Effect] = []
         while self._waiting and not self._applying and not self._showing:
             self._round += 1
+            self._first = self._waiting[0]
             length = group_length(map(self._batches, self._waiting))
             wanted: dict[str, list[int]] = {}
             for number in _taken(self._waiting, length):
@@ -161,7 +169,9 @@ class Rounds:
         if self._applying:
             return []
         self._showing, self._applied = set(self._applied), []
-        return [self._show(lane) for lane in sorted(self._showing)] or self._begin()
+        ahead, self._ahead = self._ahead, []
+        shown: list[Effect] = [self._show(lane) for lane in (*ahead, *sorted(self._showing))]
+        return shown if self._showing else shown + self._begin()
 
     def _show(self, lane: str) -> Show:
         return Show(lane, self._asked[lane][-1])

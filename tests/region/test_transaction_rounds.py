@@ -60,6 +60,35 @@ def test_who_does_not_answer_falls_behind_and_the_others_are_shown_without_it() 
     assert rounds.waited(1) == rounds.waited(2) == []
 
 
+def test_what_a_lane_that_fell_behind_has_of_a_round_is_shown_with_that_round() -> None:
+    rounds = Rounds()
+    rounds.commit(1, lanes(a=1))
+    rounds.waited(1)
+    assert rounds.commit(2, lanes(a=1, b=1)) == [Apply("b", (2,)), Wait(2)]
+    assert rounds.applied("a") == [Show("a", 1)]
+    assert rounds.shown("a") == [Conclude(1), Apply("a", (2,))]
+    # Of transaction 2, `b` may have its part at any moment now.
+    assert rounds.applied("a") == []
+    assert rounds.applied("b") == [Show("a", 2), Show("b", 2)]
+    assert rounds.shown("b") == []
+    assert rounds.shown("a") == [Conclude(2)]
+
+
+def test_it_waits_no_longer_for_a_round_than_the_others() -> None:
+    rounds = Rounds()
+    rounds.commit(1, lanes(a=1))
+    rounds.waited(1)
+    rounds.commit(2, lanes(a=1, b=1))
+    rounds.applied("a")
+    rounds.shown("a")
+    assert rounds.commit(3, lanes(c=1)) == rounds.applied("a") == []
+    assert rounds.waited(2) == [Show("a", 2), Apply("c", (3,)), Wait(3)]
+    assert rounds.behind == {"a", "b"}
+    assert rounds.shown("a") == []
+    assert rounds.applied("b") == [Show("b", 2)]
+    assert rounds.shown("b") == [Conclude(2)]
+
+
 def test_a_group_is_no_larger_than_the_annotation_of_each_shard() -> None:
     rounds = Rounds()
     rounds.commit(1, lanes(a=1))

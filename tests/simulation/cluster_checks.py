@@ -310,7 +310,9 @@ class Checks:
             if old.target and not new.target and new.replicas != old.replicas:
                 self.world.counts["moves done"] += 1
                 in_sync = min(len(old.isr.keys() & set(old.replicas)), len(new.replicas))
-                if len(new.isr) < in_sync or new.isr.keys() < set(new.replicas):
+                # A move that changes only who leads waits for that one alone.
+                anew = set(new.replicas) != set(old.replicas)
+                if len(new.isr) < in_sync or (anew and new.isr.keys() < set(new.replicas)):
                     raise BrokenError(
                         f"15: a move left {new.isr} in sync of {new.replicas}, and there were {old.isr}"
                     )

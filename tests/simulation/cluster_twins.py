@@ -339,6 +339,13 @@ class ShowsEach(Rounds):
         return [] if self._applying else super()._begin()
 
 
+class ShowsAtOnceBehind(Rounds):
+    """A lane that fell behind shows what it has, though others of the round do not have theirs."""
+
+    def applied(self, lane: str) -> list[Effect]:
+        return [self._show(lane)] if lane in self._behind else super().applied(lane)
+
+
 def as_if_empty(annotation: bytes, wanted: Sequence[Placing]) -> Comparison:
     """Appends what it is asked for, whatever it has."""
     return compare(b"", wanted)
@@ -600,6 +607,11 @@ TWINS: Final = (
         "18: a transaction is shown once all of it is applied",
         5,
         patched(cluster_transactions, "Rounds", ShowsEach),
+    ),
+    Twin(
+        "18: so it is in a lane that fell behind",
+        48034,
+        patched(cluster_transactions, "Rounds", ShowsAtOnceBehind),
     ),
     Twin(
         "18: what an annotation names is not appended again",

@@ -49,6 +49,10 @@ def test_a_copy_that_is_to_be_begun_anew_may_lack_what_was_given_up() -> None:
     assert simulate_cluster(364, Scene(faults=faults)).counts["recovered"]
 
 
+def test_a_move_that_changes_the_leader_alone_waits_for_no_copy_that_is_away() -> None:
+    assert simulate_cluster_or_explain(48688).counts["moves done"]
+
+
 def test_a_seed_replays_exactly() -> None:
     for seed in range(3):
         first, again = simulate_cluster(seed), simulate_cluster(seed)
