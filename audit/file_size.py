@@ -13,7 +13,7 @@ from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, DOCUMENTS_FOLDER
 from audit.leaf import LEAF_BYTES_MAX
 from audit.merkle import HASH_BYTES, TILE_WIDTH
 from audit.note import NOTE_BYTES_MAX
-from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, WAL_FOLDER, WITNESSED_PATH
+from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WAL_FOLDER, WITNESSED_PATH
 from audit.wal_disk import SEGMENT_BYTES_MAX
 from felix.errors import TamperError
 
@@ -28,6 +28,8 @@ def file_bytes_max(path: str) -> int | None:
     folder, _, rest = path.partition("/")
     if path in _NOTES:
         return NOTE_BYTES_MAX
+    if path == KEPT_PATH:
+        return KEPT_MAX * NOTE_BYTES_MAX
     if folder == DOCUMENTS_FOLDER:
         return DOCUMENT_FILE_BYTES_MAX
     if folder == WAL_FOLDER:

@@ -7,7 +7,7 @@ Invariants:
 - an earlier copy is the beginning of what takes its place: its root comes out of the leaves before any file of it is replaced;
 - the checkpoint comes after what it covers, which is durable by then, and what was cosigned after the checkpoint, as in the log itself. A copy that
   was broken off has the checkpoint of before, or none, and goes on;
-- what was cosigned of the log stays: a note that covers less, or that fewer trusted cosigners signed, replaces none of the copy's own;
+- what was cosigned of the log stays: no cosignature that the copy has is lost, whatever the log serves later (`audit.cosigned_notes`);
 - one process at a time copies into a folder;
 - what comes with a log for its writer alone (write-ahead file, index, positions, lock) is not copied.
 
@@ -16,20 +16,24 @@ A folder copied file by file has the checkpoint of one moment and the tiles of a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from typing import Final, NamedTuple
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint
+from audit.cosigned_notes import COSIGNED_PATHS, choose, join, notes_at
 from audit.document_leaf import document_path, read_document
 from audit.errors import RolledBackError
 from audit.leaf import read_header
 from audit.merkle import TILE_HEIGHT, TILE_WIDTH, Tile, Tree, edge_widths, leaf_hash, root_from_nodes
+from audit.note import VerifierKey
 from audit.tile import (
     CHECKPOINT_PATH,
     COPIED_PATH,
     COSIGNED_PATH,
+    KEPT_PATH,
     WAL_FOLDER,
     WITNESSED_PATH,
     Files,
@@ -57,6 +61,10 @@ class Copied(NamedTuple):
     """leaves that it had"""
     missing: int
     """documents that the log does not have, either"""
+    unverified: frozenset[str]
+    """names of keys that are not known here, whose cosignatures it has as they came"""
+    let_go: frozenset[str]
+    """and of whose cosignatures of before it has fewer"""
 
 
 def _say_nothing(_: int, __: int) -> None:
@@ -64,17 +72,20 @@ def _say_nothing(_: int, __: int) -> None:
 
 
 def copy_log(
-    source: Files, target: Folder, trust: Trust, progress: Callable[[int, int], None] = _say_nothing
+    source: Files,
+    target: Folder,
+    trust: Trust,
+    progress: Callable[[int, int], None] = _say_nothing,
+    witnesses: Iterable[VerifierKey] = (),
 ) -> Copied:
     """Copy the log at `source`, as of its checkpoint of now, into the folder, which is empty or has an earlier copy. `progress(leaves, of)`.
+    `witnesses`: further keys whose cosignatures are held to what they are over, as those of the trusted regions are.
 
     Raises RequestError where there is no log, or the folder is a log's own, is copied into by another process, or has a log of other leaves;
     TamperError for what does not hold, of which nothing is written; OSError.
     """
     # Before the checkpoint: of an honest log what was cosigned is never ahead of it.
-    noted = {
-        path: data for path in (COSIGNED_PATH, WITNESSED_PATH) if (data := source.read(path)) is not None
-    }
+    noted = _notes(source, COSIGNED_PATHS)
     data = source.read(CHECKPOINT_PATH)
     if data is None:
         raise RequestError(
@@ -83,6 +94,8 @@ def copy_log(
             hint="Name the folder that holds `checkpoint` and `tile/`.",
         )
     log = trust.log_of(data)
+    more = {key: key.name for key in witnesses}
+    log = replace(log, witnesses={**more, **log.witnesses})
     log.open(data)
     if target.names(WAL_FOLDER) or target.read(COPIED_PATH) is not None:
         raise RequestError(
@@ -108,11 +121,11 @@ def _copy(
     source: Files,
     target: Folder,
     log: LogTrust,
-    noted: Mapping[str, bytes],
+    noted: Sequence[bytes],
     data: bytes,
     progress: Callable[[int, int], None],
 ) -> Copied:
-    """With the folder's lock. `data`: the log's checkpoint; `noted`: what was cosigned before, by path."""
+    """With the folder's lock. `data`: the log's checkpoint; `noted`: what was cosigned before."""
     checkpoint = log.open(data).checkpoint
     before = _before(target, log, checkpoint, source)
     lacking = _fetch_lacking(source, target)
@@ -129,49 +142,47 @@ def _copy(
         raise TamperError(
             f"The {checkpoint.size} leaves of {log.name} do not have the root that its checkpoint signs."
         )
-    noted = _to_keep(target, log, noted)
-    for note in noted.values():
+    own = _notes(target, (*COSIGNED_PATHS, CHECKPOINT_PATH), damaged=True)
+    chosen = choose(log, own, (*noted, data))
+    for note in () if chosen is None else (chosen.newest, chosen.most, *chosen.others):
         _require_beginning(target, log.open(note).checkpoint, checkpoint)
     if lacking or target.read(LACKING_PATH) is not None:
         target.write(LACKING_PATH, "".join(f"{each.hex()}\n" for each in sorted(lacking)).encode())
         target.flush()
     target.write(CHECKPOINT_PATH, data)
     target.flush()
-    for path, note in noted.items():
-        target.write(path, note)
-    target.flush()
+    if chosen is not None:
+        # All of them stand there before any is replaced.
+        _put(target, {KEPT_PATH: join((chosen.newest, chosen.most, *chosen.others))})
+        most = b"" if chosen.most == chosen.newest else chosen.most
+        _put(target, {COSIGNED_PATH: chosen.newest, WITNESSED_PATH: most})
+        _put(target, {KEPT_PATH: join(chosen.others)})
     _tidy(target, before.size, checkpoint.size)
-    return Copied(log.name, checkpoint.size, before.size, len(lacking))
+    unverified, let_go = (frozenset(), frozenset()) if chosen is None else (chosen.unverified, chosen.let_go)
+    return Copied(log.name, checkpoint.size, before.size, len(lacking), unverified, let_go)
 
 
-def _to_keep(target: Folder, log: LogTrust, noted: Mapping[str, bytes]) -> dict[str, bytes]:
-    """What the copy is to have as cosigned, by path, of its own notes and those that the log serves: the newest one that was cosigned, and the
-    newest of those with the most cosigners where that is another one. An own note that does not verify is none."""
-    found = list[tuple[int, int, bytes]]()
-    for path in (COSIGNED_PATH, WITNESSED_PATH, CHECKPOINT_PATH):
-        own = target.read(path)
+def _notes(files: Files, paths: Iterable[str], *, damaged: bool = False) -> list[bytes]:
+    """The notes at these paths. Raises TamperError; `damaged`: what cannot be read is none instead."""
+    found = list[bytes]()
+    for path in paths:
         try:
-            if own is not None:
-                found.append(_weighed(log, own))
+            data = files.read(path)
+            found += [] if data is None else notes_at(path, data).values()
         except TamperError:
-            continue
-    found += [_weighed(log, note) for note in noted.values()]
-    cosigned = [each for each in found if each[1]]
-    if not cosigned:
-        return dict(noted)
-    # Of equals the first: the copy's own.
-    newest = max(cosigned, key=lambda each: each[:2])
-    most = max(cosigned, key=lambda each: (each[1], each[0]))
-    kept = {COSIGNED_PATH: newest[2]}
-    if most[1] > newest[1] or WITNESSED_PATH in noted or target.read(WITNESSED_PATH) is not None:
-        kept[WITNESSED_PATH] = most[2]
-    return kept
+            if not damaged:
+                raise
+    return found
 
 
-def _weighed(log: LogTrust, note: bytes) -> tuple[int, int, bytes]:
-    """A checkpoint's size, how many trusted cosigners signed it, and its note. Raises TamperError."""
-    opened = log.open(note)
-    return opened.checkpoint.size, len(log.cosigners(opened.cosigned)), note
+def _put(target: Folder, files: Mapping[str, bytes]) -> None:
+    """Write these, durably, or remove those that are empty."""
+    for path, data in files.items():
+        if data:
+            target.write(path, data)
+        else:
+            target.remove(path)
+    target.flush()
 
 
 def _before(target: Folder, log: LogTrust, now: Checkpoint, source: Files) -> Checkpoint:

@@ -25,6 +25,7 @@ import msgspec
 
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
+from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, read_document
 from audit.leaf import (
     DOCUMENT_KINDS,
@@ -63,8 +64,6 @@ from audit.receipt import (
 )
 from audit.tile import (
     CHECKPOINT_PATH,
-    COSIGNED_PATH,
-    WITNESSED_PATH,
     Files,
     TileHashes,
     read_bundle,
@@ -273,7 +272,10 @@ def read_checkpoints(files: Files, trust: Trust) -> list[SignedCheckpoint]:
     log = trust.log_of(data)
     newest = log.open(data)
     others = [
-        log.open(held) for path in (COSIGNED_PATH, WITNESSED_PATH) if (held := files.read(path)) is not None
+        log.open(note)
+        for path in COSIGNED_PATHS
+        if (held := files.read(path)) is not None
+        for note in notes_at(path, held).values()
     ]
     return [newest, *(held for held in others if held.checkpoint.size <= newest.checkpoint.size)]
 

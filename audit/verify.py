@@ -17,6 +17,7 @@ from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.allowance import Allowances, Faster, crosses
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.continuity import Continuity
+from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.crossed import CROSSED_BEFORE
 from audit.document_leaf import read_document
 from audit.largest import Largest
@@ -28,7 +29,6 @@ from audit.tile import (
     COPIED_PATH,
     COSIGNED_PATH,
     WAL_FOLDER,
-    WITNESSED_PATH,
     Files,
     TileHashes,
     bundle_path,
@@ -292,7 +292,7 @@ class _Run:
         report = self._report
         # What was cosigned is read before the checkpoint: of an honest log that goes on meanwhile it is never the larger one. And the newest
         # before the one that it may replace.
-        unreadable = [finding for path in (COSIGNED_PATH, WITNESSED_PATH) if (finding := self._hold(path))]
+        unreadable = [finding for path in COSIGNED_PATHS if (finding := self._hold(path))]
         # 1. The checkpoint is signed by the log, and cosigned.
         signed = self._checkpoint()
         if signed is None:
@@ -364,10 +364,10 @@ class _Run:
         """Read what was cosigned; what does not hold, and where, if it cannot be read."""
         try:
             held = self._note(path)
+            if held is not None:
+                self._held += [(name, note) for name, note in notes_at(path, held).items()]
         except TamperError as error:
             return error.sentence, path
-        if held is not None:
-            self._held.append((path, held))
         return None
 
     # Step 1

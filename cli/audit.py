@@ -93,7 +93,11 @@ def trusted(bundles: list[Path] | None, policy: Path | None = None) -> Trust:
     """From the files that the user names, else from every region of this machine and those they trust; judged by a
     tlog-policy where one is named."""
     trust = _trusted(bundles)
-    return trust if policy is None else trust.under(WitnessPolicy.parse(read_file(policy, "The policy")))
+    return trust if policy is None else trust.under(_policy(policy))
+
+
+def _policy(file: Path) -> WitnessPolicy:
+    return WitnessPolicy.parse(read_file(file, "The policy"))
 
 
 def _trusted(bundles: list[Path] | None) -> Trust:
@@ -464,19 +468,40 @@ def copy_(
         Path, typer.Argument(help="The copy's folder: empty, or an earlier copy, which is gone on with.")
     ],
     bundle: Bundles = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option(
+            "--policy",
+            help="A tlog-policy file: cosignatures of its witnesses are verified and kept, as those of the trusted regions are.",
+        ),
+    ] = None,
 ) -> None:
     """Copy a log, also while it is written, as of its newest checkpoint. Nothing is written that does not hold; exit code 5 then."""
     from audit.spark.files import open_files
 
     trust = trusted(bundle)
+    witnesses = () if policy is None else _policy(policy).witness_keys
     with progress() as bar:
         task = bar.add_task(f"copying {log}", total=None)
         made = copy_log(
-            open_files(log), Folder(to), trust, lambda done, of: bar.update(task, completed=done, total=of)
+            open_files(log),
+            Folder(to),
+            trust,
+            lambda done, of: bar.update(task, completed=done, total=of),
+            witnesses,
         )
     out.print(f"{to}: {made.origin}, {made.size:,} leaves, {made.size - made.before:,} of them new")
     if made.missing:
         note(f"{made.missing:,} documents are not beside the log, and so not in the copy either.")
+    if made.unverified:
+        note(
+            f"Cosigned under names whose keys neither a bundle nor --policy has, which was not verified: {', '.join(sorted(made.unverified))}."
+        )
+    if made.let_go:
+        note(
+            f"Older cosignatures under such names were let go, since the log serves ever others: {', '.join(sorted(made.let_go))}. "
+            "Give a tlog-policy that has their keys, with --policy."
+        )
     out.print(f"What it says is verified as any log is:  felix audit verify {to}")
 
 

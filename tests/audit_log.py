@@ -43,7 +43,7 @@ INGRESS_ORIGIN: Final = "eu-west.acme/audit"
 REGION_ORIGIN: Final = "us-east.acme/audit"
 SEEDS: Final = {EGRESS_ORIGIN: 1, INGRESS_ORIGIN: 5, REGION_ORIGIN: 7}
 """Of each log's signing key."""
-WITNESS_SEEDS: Final = {"eu-west.acme/witness": 2, "us-east.acme/witness": 4}
+WITNESS_SEEDS: Final = {"eu-west.acme/witness": 2, "us-east.acme/witness": 4, "ap-south.acme/witness": 13}
 
 
 def key(seed: int) -> SigningKey:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint, SignedCheckpoint
+from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.errors import RolledBackError
 from audit.merkle import (
     HASH_BYTES,
@@ -37,8 +38,6 @@ from audit.spark.files import open_files, read_checkpoint
 from audit.spark.frame import frame_of
 from audit.tile import (
     CHECKPOINT_PATH,
-    COSIGNED_PATH,
-    WITNESSED_PATH,
     Files,
     TileHashes,
     read_tile,
@@ -102,9 +101,7 @@ def open_log(
     """
     files = open_files(path)
     # In the order of verify_log: what was cosigned first.
-    held = {
-        name: found for name in (COSIGNED_PATH, WITNESSED_PATH) if (found := files.read(name)) is not None
-    }
+    held = {name: found for name in COSIGNED_PATHS if (found := files.read(name)) is not None}
     data = read_checkpoint(files, path)
     origin = parse_note(data).text.partition("\n")[0]
     log = trust.log(origin)
@@ -115,7 +112,8 @@ def open_log(
     bundles = read_bundle_roots(files, checkpoint.size, checkpoint.root)
     # As verify_log counts them: also those that stand on what witnesses remember.
     kept = [log.open(note) for note in notes_of(remembered, origin)]
-    before = [*(log.open(found) for found in held.values()), *kept]
+    cosigned = [note for path, found in held.items() for note in notes_at(path, found).values()]
+    before = [*map(log.open, cosigned), *kept]
     cosigners = _cosigners(files, signed, before, log)
     if log.policy is not None:
         missing = [log.missing(note.cosigned, cosignatures_min) for note in (*before, signed)]

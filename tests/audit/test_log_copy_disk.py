@@ -16,6 +16,7 @@ from audit.document_leaf import document_path
 from audit.errors import RolledBackError
 from audit.leaf import DOCUMENT_BYTES_MAX, Leaf
 from audit.log_copy_disk import LACKING_PATH, Copied, copy_log
+from audit.note import Note, encode_note, parse_note
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
@@ -29,6 +30,7 @@ from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
 from audit.verify import verify_log
 from audit.witness import MemoryWitnessStore, Witness
+from audit.witness_policy import WitnessPolicy
 from felix.errors import RequestError, TamperError
 
 QUIET = TrailSettings(checkpoint_interval_ms=3_600_000, checkpoint_leaves=1 << 30)
@@ -269,3 +271,68 @@ def test_a_copy_keeps_a_cosigned_note_that_the_log_serves_no_more(
     log.go_on(5)
     copy(Folder(log.path), tmp_path / "copy")
     assert Folder(tmp_path / "copy").read(COSIGNED_PATH) == Folder(log.path).read(COSIGNED_PATH)
+
+
+@pytest.mark.parametrize("lost", range(6))
+def test_a_copy_that_is_broken_off_among_its_notes_loses_none(
+    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: int
+) -> None:
+    """ap-south cosigned a beginning of the log, which serves that note no more; the copy ends at its n-th note."""
+    south = witness_signer("ap-south.acme/witness")
+    base = parse_note((tmp_path / "log" / CHECKPOINT_PATH).read_bytes())
+    text = base.text
+    held = encode_note(Note(text, (base.signatures[0], south.cosign(text, 1_800_000_000))))
+    trusted, to = trust("us-east", "eu-west", "ap-south"), Folder(tmp_path / "copy")
+    shutil.copytree(log.path, tmp_path / "served")
+    (tmp_path / "served" / COSIGNED_PATH).write_bytes(held)
+    copy_log(Folder(tmp_path / "served"), to, trusted)
+    log.go_on(5)
+    left = lost
+    write = Folder.write
+
+    def breaks_off(folder: Folder, path: str, data: bytes) -> None:
+        nonlocal left
+        if path.startswith("checkpoint"):
+            left -= 1
+            if left < 0:
+                raise OSError("no more")
+        write(folder, path, data)
+
+    monkeypatch.setattr(Folder, "write", breaks_off)
+    try:
+        copy_log(Folder(log.path), to, trusted)
+    except OSError:
+        assert left < 0
+    monkeypatch.undo()
+    for _ in range(2):
+        report = verify_log(to, trusted)
+        assert report.ok and report.cosigners["ap-south"] == note_size(held)
+        copy_log(Folder(log.path), to, trusted)
+    assert report.cosigners["eu-west"] == report.size > note_size(held)
+
+
+def test_a_copy_keeps_the_line_of_a_witness_of_whom_only_a_policy_knows(log: Log, tmp_path: Path) -> None:
+    """The log's owner cuts it out, or puts one there of the same name that does not hold."""
+    outside = witness_signer("harbour.example/w", 91)
+    held = parse_note((tmp_path / "log" / COSIGNED_PATH).read_bytes())
+    signed = held.with_signatures([outside.cosign(held.text, 1_800_000_000)])
+    shutil.copytree(log.path, tmp_path / "served")
+    for path in (CHECKPOINT_PATH, COSIGNED_PATH):
+        (tmp_path / "served" / path).write_bytes(encode_note(signed))
+    to = Folder(tmp_path / "copy")
+    made = copy_log(Folder(tmp_path / "served"), to, trust())
+    assert made.unverified == {"harbour.example/w"} and not made.let_go
+    policy = WitnessPolicy.parse(f"witness w {outside.key}\nquorum w\nlog {log.trail.key}\n".encode())
+    size = verify_log(to, trust().under(policy)).cosigned_size
+    assert size == made.size
+    log.go_on(5)
+    assert not copy_log(Folder(log.path), to, trust(), witnesses=policy.witness_keys).unverified
+    report = verify_log(to, trust().under(policy))
+    assert report.ok and report.cosigned_size == size < report.size
+    newest = parse_note(Folder(log.path).read(CHECKPOINT_PATH) or b"")
+    forged = signed.signatures[-1]._replace(data=bytes(72))
+    shutil.copytree(log.path, tmp_path / "forged")
+    (tmp_path / "forged" / COSIGNED_PATH).write_bytes(encode_note(newest.with_signatures([forged])))
+    with pytest.raises(TamperError, match="does not hold"):
+        copy_log(Folder(tmp_path / "forged"), to, trust(), witnesses=policy.witness_keys)
+    assert verify_log(to, trust().under(policy)).cosigned_size == size

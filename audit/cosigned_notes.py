@@ -1,0 +1,152 @@
+"""Notes of a log that others cosigned: where they lie, and which of them a copy keeps. Pure over a `Files` port.
+
+A log keeps two (`COSIGNED_PATH`, `WITNESSED_PATH`). A copy may need more: whoever serves a log chooses what it shows, and would rather have it
+forgotten who cosigned it up to where. Invariants of what `choose` gives:
+
+- of each note that goes in, what it says stands in one that comes out: of no smaller tree, with all of its cosignatures that hold;
+- so it is for lines of keys that are not known here, as far as a line of the same key stands for it. Only such notes are let go where there are
+  more than KEPT_MAX, the smallest first, and are named.
+
+Callers: audit.log_copy_disk, audit.verify, audit.proof, audit.spark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from audit.note import Note, encode_note, parse_note
+from audit.tile import COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH
+from audit.trust import LogTrust
+from felix.errors import Code, RequestError, TamperError
+
+COSIGNED_PATHS: Final = (COSIGNED_PATH, WITNESSED_PATH, KEPT_PATH)
+"""In the order in which they are read: the newest note before those that it replaces."""
+
+
+def notes_at(path: str, data: bytes) -> dict[str, bytes]:
+    """The notes of the file at this path, by what to call them. Raises TamperError where it is no list of notes."""
+    if path != KEPT_PATH:
+        return {path: data}
+    # A checkpoint's text has no empty line; so texts and signatures take turns.
+    pieces = data.removesuffix(b"\n").split(b"\n\n")
+    if len(pieces) % 2 or len(pieces) > 2 * KEPT_MAX:
+        raise TamperError(f"It is no list of {KEPT_MAX} signed notes at most.")
+    return {
+        f"{path}, note {at // 2 + 1}": b"%s\n\n%s\n" % (pieces[at], pieces[at + 1])
+        for at in range(0, len(pieces), 2)
+    }
+
+
+_KeyId = tuple[str, bytes]
+
+
+class _Weighed(NamedTuple):
+    size: int
+    known: int
+    """cosigners that count"""
+    keys: frozenset[_KeyId]
+    """that cosigned it, or are said to have"""
+    unknown: frozenset[_KeyId]
+    """those among them that are not known here"""
+    note: bytes
+
+
+class Chosen(NamedTuple):
+    """What a copy is to have: each note once."""
+
+    newest: bytes
+    most: bytes
+    """the one with the most cosigners that count; may be the newest"""
+    others: tuple[bytes, ...]
+    unverified: frozenset[str]
+    """names of keys that are not known here, whose lines stand on them"""
+    let_go: frozenset[str]
+    """names of such keys of whose lines some were let go"""
+
+
+def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chosen | None:
+    """Of a copy's own notes, and of those that the log serves; None where nobody cosigned any. `log.witnesses`: every key that is known. A line of an own note that
+    does not hold, now that its key is known, is left out. Raises TamperError where a served note does not hold, RequestError where those
+    that say something of their own are too many."""
+    found = [weighed for note in own if (weighed := _weigh_own(log, note)) is not None]
+    found += [_weigh(log, note) for note in served]
+    # Of equals the first: the copy's own.
+    found.sort(key=lambda each: (each.size, len(each.keys)), reverse=True)
+    kept = list[_Weighed]()
+    for each in found:
+        if each.keys and not any(each.keys <= other.keys for other in kept):
+            kept.append(each)
+    if not kept:
+        return None
+    newest = max(kept, key=lambda each: (each.known > 0, each.size))
+    most = max(kept, key=lambda each: (each.known, each.size))
+    others = [each for each in kept if each is not newest and each is not most]
+    let_go = set[str]()
+    while len(kept) > KEPT_MAX:
+        smallest = next((each for each in reversed(others) if _says_nothing(each, kept)), None)
+        if smallest is None:
+            raise RequestError(
+                f"More than {KEPT_MAX} cosigned checkpoints of {log.name} each say what no other does.",
+                code=Code.LIMIT_MEMORY,
+                hint="Copy into another folder, and keep this copy.",
+            )
+        others.remove(smallest)
+        kept.remove(smallest)
+        let_go |= {name for name, _ in smallest.unknown}
+    unverified = {name for each in kept for name, _ in each.unknown}
+    return Chosen(
+        newest.note,
+        most.note,
+        tuple(each.note for each in others),
+        frozenset(unverified),
+        frozenset(let_go),
+    )
+
+
+def join(notes: Iterable[bytes]) -> bytes:
+    """As `notes_at` reads them from KEPT_PATH."""
+    return b"\n".join(notes)
+
+
+def _says_nothing(each: _Weighed, kept: Iterable[_Weighed]) -> bool:
+    """Whether all of its lines that hold stand on a note of no smaller tree."""
+    keys = each.keys - each.unknown
+    return any(other is not each and other.size >= each.size and keys <= other.keys for other in kept)
+
+
+def _weigh(log: LogTrust, data: bytes) -> _Weighed:
+    """Raises TamperError where the note is not the log's, or a line of a known key does not hold."""
+    opened = log.open(data)
+    known = {(key.name, key.key_id) for key in log.witnesses}
+    lines = {(line.name, line.key_id) for line in opened.note.signatures if line.name != log.name}
+    # A line of a known key that says no time is no cosignature.
+    unknown, held = lines - known, {(by.key.name, by.key.key_id) for by in opened.cosigned}
+    return _Weighed(
+        opened.checkpoint.size,
+        len(log.cosigners(opened.cosigned)),
+        frozenset(held | unknown),
+        frozenset(unknown),
+        data,
+    )
+
+
+def _weigh_own(log: LogTrust, data: bytes) -> _Weighed | None:
+    """Without the lines that do not hold; None where it is not the log's."""
+    try:
+        note = parse_note(data)
+        lines = [line for line in note.signatures if _may_hold(log, note, line.name, line.key_id, line.data)]
+        return _weigh(log, encode_note(Note(note.text, tuple(lines)))) if lines else None
+    except TamperError:
+        return None
+
+
+def _may_hold(log: LogTrust, note: Note, name: str, key_id: bytes, data: bytes) -> bool:
+    """Whether this line holds, or is of a key that is not known here."""
+    for key in log.witnesses:
+        if (key.name, key.key_id) == (name, key_id):
+            try:
+                key.verify(note.text, data)
+            except TamperError:
+                return False
+    return True
