@@ -61,8 +61,9 @@ def of(state: RegionState, name: str) -> BrokerState:
 
 
 def folder_of(region: ClusteredRegion, name: str) -> Path:
-    stream = region.nodes[name].broker.streams.get(felix.StreamName.parse(STREAM))
-    assert stream is not None
+    # Of whichever broker has heard of the stream already.
+    known = (node.broker.streams.get(felix.StreamName.parse(STREAM)) for node in region.nodes.values())
+    stream = next(filter(None, known))
     data = region.folder.root / region.config.of_broker(name).data / "streams"
     return shard_folder(data, stream.name, bytes.fromhex(stream.record.incarnation), 0)
 
