@@ -22,9 +22,9 @@ SEED      ?= 1
 # How many seeds of one region, and of a cluster's cores, `make simulate` runs (of two regions a fiftieth, of a restored source a hundredth; or of WORLD alone), and from which on.
 SEEDS     ?= 2000
 FIRST     ?= 0
-# Test processes side by side; a file's tests stay together, since they share brokers and Spark. Two more than the cores of a small
-# machine: most tests of brokers and agents wait for disks, timers and other processes longer than they compute.
-WORKERS ?= 4
+# Test processes side by side; a file's tests stay together, since they share brokers and Spark. Four more than the cores of a small
+# machine: most tests of brokers and agents wait for disks, timers and other processes, over three quarters of their time in all.
+WORKERS ?= 6
 # Test files that do more of something in `make test-long`.
 LONG = $(shell grep -rl --include='test_*.py' '^from long_runs import' tests)
 # Tests start hundreds of processes: each would read the sources anew where the environment forbids compiled files.

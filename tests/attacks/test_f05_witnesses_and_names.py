@@ -200,7 +200,7 @@ def test_a_successor_signed_by_a_stolen_policy_key_changes_nothing_that_speaks(t
         update = sign_bundle(region_bundle("ap-south", issued_ms=held.issued_ms + 1, **changes), policy)
         with pytest.raises(TamperError):
             check_update(held, update)
-    new_log = (AuditKey("ap-south.acme/bridge/new", "log", other),)
+    new_log = (*held.audit_keys, AuditKey("ap-south.acme/bridge/new", "log", other))
     check_update(
         held, sign_bundle(region_bundle("ap-south", issued_ms=held.issued_ms + 1, audit_keys=new_log), policy)
     )
