@@ -77,11 +77,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     strays = {
         path
         for item in items
-        if "spark" in getattr(item, "fixturenames", ()) and (path := unit(item.nodeid)) != schedule.SPARK
+        if "spark" in getattr(item, "fixturenames", ())
+        and (path := unit(item.nodeid)) not in schedule.WITH_SPARK
     }
     if strays:
         raise pytest.UsageError(
-            f"{', '.join(sorted(strays))}: takes the `spark` fixture, and would start a JVM of its own beside that of {schedule.SPARK}, "
+            f"{', '.join(sorted(strays))}: takes the `spark` fixture, and would start a JVM of its own beside those of {' and '.join(schedule.WITH_SPARK)}, "
             "because schedule.TAKES_SPARK does not find it in the text. Name the argument `spark: Any` where a function begins."
         )
     items.sort(key=lambda item: (-costs.get(unit(item.nodeid), 0), unit(item.nodeid)))

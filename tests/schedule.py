@@ -1,6 +1,6 @@
 """In which order test files are run, and which of them by the same process: for `pytest -n`.
 
-A file's tests stay together, since they share brokers and regions; so do the files that use Spark, since each process starts a JVM of
+A file's tests stay together, since they share brokers and regions; so do the files that use Spark, in two processes, since each starts a JVM of
 its own, and a JVM's first queries cost most. What costs most is begun first, so that at the end no process works alone at a long file.
 """
 
@@ -17,12 +17,13 @@ COSTS = Path(__file__).with_name("costs.json")
 """Seconds by unit, where it takes some; `FELIX_RECORD_COSTS=1 make test` writes it anew."""
 COST_LEAST_S = 2.0
 """Shorter files fill the gaps in whatever order."""
-SPARK = "tests/spark"
+SPARK, SPARK_ELSEWHERE = WITH_SPARK = "tests/spark", "tests with Spark elsewhere"
+"""Two halves that take about as long."""
 UNITS = {
     SPARK: ("tests/spark/",),
     "tests/e2e": ("tests/e2e/test_crossing.py", "tests/e2e/test_refusal.py"),
 }
-"""Files that share more than a process: Spark's session, with every file that takes the `spark` fixture, and the mesh of tests/e2e/conftest.py."""
+"""Files that share more than a process: Spark's session, as all other files do that take the `spark` fixture, and the mesh of tests/e2e/conftest.py."""
 TAKES_SPARK = re.compile(r"^(def |async def | {4}).*\bspark: \w", re.M)
 ROOT = Path(__file__).parents[1]
 
@@ -36,7 +37,7 @@ def unit_of(nodeid: str) -> str:
 @cache
 def _alone(path: str) -> str:
     """The unit of a file that no unit names. Read from its text: who hands out tests knows no fixtures."""
-    return SPARK if TAKES_SPARK.search((ROOT / path).read_text()) else path
+    return SPARK_ELSEWHERE if TAKES_SPARK.search((ROOT / path).read_text()) else path
 
 
 def costs() -> dict[str, float]:
