@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from random import Random
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar, cast
 
 from simulation.script import Step
 from simulation.world import RUN_S_MAX, Client, InvariantError, World
@@ -16,8 +17,9 @@ from felix.client import RegionClient
 from felix.errors import Code, FelixError
 from felix.profile import Profile
 from felix.queue import Job, QueueConsumer
+from felix.runtime.port import Runtime
 from felix.settings import CacheSettings, QueueSettings, Retries, Views
-from felix.transport.memory import MemoryEngine
+from felix.transport.memory import MemoryEngine, MemoryNetwork
 
 STREAM = "acme/payments/orders"
 QUEUE = "acme/payments/invoices"
@@ -42,8 +44,14 @@ AGAIN_S = 0.2
 """Who was refused asks again after so long."""
 
 
+T = TypeVar("T")
+
+
 class Reachable(Protocol):
     """A world whose region clients reach."""
+
+    network: MemoryNetwork
+    client_runtime: Runtime
 
     def profile(self) -> Profile: ...
 
@@ -56,7 +64,7 @@ class RegionUser(Client):
 
     @asynccontextmanager
     async def region(self) -> AsyncIterator[RegionClient]:
-        world = self.world
+        world = cast("Reachable", self.world)
         async with felix.connect(
             profile=world.profile(),
             engine=MemoryEngine(world.network, CLIENT),
@@ -344,7 +352,7 @@ class Balances(RegionUser):
             else:
                 self.world.count("cache")
         for key in self.possible:
-            entry = await self._until_served(lambda key=key: cache.get(key))
+            entry = await self._until_served(partial(cache.get, key))
             self._know(key, None if entry is None else entry.value)
             if entry is not None:
                 await mirror.reached(key, entry.version)
@@ -352,7 +360,7 @@ class Balances(RegionUser):
                     raise InvariantError(f"the mirror has {mirror.get(key)!r} for {key!r}, the cache {entry}")
         await mirror.close()
 
-    async def _until_served(self, call: object) -> object:
+    async def _until_served(self, call: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 return await call()

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from simulation.store_model import Answer, Snapshot
+from simulation.store_model import Answer
 
 from region.cluster import transactions
 from region.cluster.records import ShardId
 from region.cluster.transactions import Refusal
 from region.cluster.view import ClusterView
-from region.metadata.transaction import TransactResult
+from region.metadata.transaction import Snapshot, TransactResult
 from region.replication.leader import DETACHED_MS
 
 if TYPE_CHECKING:

@@ -74,7 +74,7 @@ class Batch(NamedTuple):
     """A frame of a lane: a part, and the annotation that was written with it."""
 
     number: int
-    index: int
+    part: int
     annotation: bytes
 
 
@@ -532,7 +532,7 @@ class Transactions:
             wanted, placed = self.wanted[lane], self.placed[lane]
             for frame in frames:
                 if isinstance(frame.body, Batch):
-                    at = (frame.body.number, frame.body.index)
+                    at = (frame.body.number, frame.body.part)
                     if len(placed) == len(wanted):
                         raise BrokenError(f"18: {at} stands in {lane}, and was not decided")
                     if wanted[len(placed)] != at:

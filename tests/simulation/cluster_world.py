@@ -15,6 +15,7 @@ import heapq
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import repeat
 from random import Random
 from typing import Final, NamedTuple
@@ -33,7 +34,6 @@ from simulation.store_model import (
     Found,
     Granted,
     LeaseLost,
-    Snapshot,
     StoreClient,
     StoreModel,
     Watch,
@@ -63,7 +63,7 @@ from region.cluster.transactions import (
 )  # fmt: skip
 from region.cluster.view import ClusterView
 from region.log.point import LogPoint
-from region.metadata.transaction import Change, Put, TransactResult
+from region.metadata.transaction import Change, Put, Snapshot, TransactResult
 from region.reconciliation import FolderReport, LogTold, ShardTold
 from region.replication.core import ReplicaCore
 from region.replication.history import BEGINNING, History
@@ -1004,7 +1004,7 @@ class ClusterWorld:
         self.counts["failed syncs"] += 1
         self.step(machine, shard, DiskFailed(number))
         # An operator, or what watches over processes, starts it again.
-        self.later(self.random.randint(500, 3_000), lambda life=machine.life: self._restart(machine, life))  # type: ignore[misc]
+        self.later(self.random.randint(500, 3_000), partial(self._restart, machine, machine.life))
 
     def _restart(self, machine: Machine, life: int) -> None:
         if machine.life == life and machine.up:
@@ -1254,10 +1254,8 @@ class ClusterWorld:
             case "hang":
                 disk = machine.disk
                 disk.hangs = True
-                self.later(
-                    lasts + 12_000 * (fault.number & 1),
-                    lambda life=machine.life: self._restart(machine, life),
-                )  # type: ignore[misc]
+                restart = partial(self._restart, machine, machine.life)
+                self.later(lasts + 12_000 * (fault.number & 1), restart)
             case "slow":
                 disk = machine.disk
                 disk.slow_ms = fault.number % 900 + 10
@@ -1289,13 +1287,7 @@ class ClusterWorld:
             case "min":
                 for shard in machine.cores:
                     for each in self.machines:
-                        self.on(
-                            each,
-                            1,
-                            lambda each=each, shard=shard: self.step(
-                                each, shard, MinWanted(1 + fault.number % 2)
-                            ),
-                        )  # type: ignore[misc]
+                        self.on(each, 1, partial(self.step, each, shard, MinWanted(1 + fault.number % 2)))
             case "yield":
                 for shard in list(machine.cores):
                     self.step(machine, shard, YieldAsked("drain"))

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from felix.batch import FLAG_SEALED, HEADER_BYTES
 from felix.storage.memory import MemoryDisk
 from keys.envelope import COUNTER_BYTES
-from region.log.recovery import SEGMENT_SUFFIX
-from region.log.segment import HEADER_BYTES_MAX, decode_segment_header
+from region.log.segment import HEADER_BYTES_MAX, SEGMENT_SUFFIX, decode_segment_header
 from region.log.segment_scan import scan_bytes
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
-from typing import Final
+from typing import Final, Literal
 
 from simulation.controller_host import ControllerHost
-from simulation.store_model import Answer, Found, Granted, Snapshot, StoreModel
+from simulation.store_model import Answer, Found, Granted, StoreModel
 
 from region.cluster import membership, registration, transactions
 from region.cluster.controller import AskEnds, EndTold, Leased, LeaseLost, StreamWish, Tick, Wanted
@@ -31,7 +31,7 @@ from region.cluster.records import (
 from region.cluster.registration import FolderRecord, Start, Step
 from region.cluster.transactions import Refusal, Transaction
 from region.cluster.view import ClusterView
-from region.metadata.transaction import TransactResult
+from region.metadata.transaction import Snapshot, TransactResult
 
 KEYS: Final = ClusterKeys("us-east")
 LEASE_MS: Final = 2_000
@@ -107,6 +107,7 @@ class RecordsWorld:
             machine.name: self.store.client(machine.name, n) for n, machine in enumerate(self.machines)
         }
         replicas = random.choice((1, 2, 3, 3))
+        durabilities: tuple[Literal["fsync", "interval"], ...] = ("fsync", "interval")
         self.wishes = tuple(
             StreamWish(
                 f"{n:032x}",
@@ -117,7 +118,7 @@ class RecordsWorld:
                 durability,
                 spread=True,
             )
-            for n, durability in enumerate(("fsync", "interval"))
+            for n, durability in enumerate(durabilities)
         )
         self.shards = [
             ShardId(wish.incarnation, number) for wish in self.wishes for number in range(wish.shards)

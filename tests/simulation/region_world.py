@@ -118,7 +118,7 @@ class BrokerHost(Host):
             country="US",
             listen=Address(HOST, PORT),
             broker="b1",
-            operators=["operator"],
+            operators=("operator",),
         )
         self.broker = broker = Broker(
             config,

@@ -57,6 +57,11 @@ def test_shrinking_keeps_the_steps_that_it_takes_and_no_others() -> None:
     script = tuple(Step("client", "does", 0.0, number=number) for number in range(20))
     needed = {script[3], script[17]}
     assert set(shrink(script, lambda left: needed <= set(left), 1_000)) == needed
-    tries = []
-    shrink(script, lambda left: bool(tries.append(left)), 7)
+    tries: list[object] = []
+
+    def refuse(left: object) -> bool:
+        tries.append(left)
+        return False
+
+    shrink(script, refuse, 7)
     assert len(tries) == 7

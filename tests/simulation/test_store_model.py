@@ -26,21 +26,22 @@ def answers(store: StoreModel, until_ms: float = 60_000) -> None:
     store.run(store.now_ms + until_ms)
 
 
+def either(key: str, value: bytes) -> list[Write]:
+    return [Put(key, value), Delete(key)]
+
+
 async def test_it_answers_every_transaction_as_the_memory_store_does() -> None:
     random, model = Random(1), StoreModel(Random(2))
     async with MemoryStore() as store:
         for _ in range(300):
             keys = random.sample(["a", "b", "c"], k=2)
-            compare: Compare = random.choice(
-                [
-                    Absent(keys[0]),
-                    ModRevision(keys[0], random.randint(0, model.revision)),
-                    ValueIs(keys[0], b"%d" % random.randint(0, 2)),
-                ]
-            )
-            writes: list[Write] = [
-                random.choice([Put(key, b"%d" % random.randint(0, 2)), Delete(key)]) for key in keys
+            possible: list[Compare] = [
+                Absent(keys[0]),
+                ModRevision(keys[0], random.randint(0, model.revision)),
+                ValueIs(keys[0], b"%d" % random.randint(0, 2)),
             ]
+            compare = random.choice(possible)
+            writes = [random.choice(either(key, b"%d" % random.randint(0, 2))) for key in keys]
             compares = [compare] if random.random() < 0.7 else []
             assert model.transact(compares, writes) == await store.transact(compares, writes)
         assert tuple(model.entries[key] for key in sorted(model.entries)) == (await store.load("")).entries

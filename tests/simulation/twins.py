@@ -87,8 +87,9 @@ def tell_first(origin: str) -> Callable[..., int]:
         self: Trail, leaves: Any, done: Any, loop: Any = None, *, append: Any = Trail.append_nowait
     ) -> int:
         if origin not in self.key.name:
-            return append(self, leaves, done, loop)
-        first = append(self, leaves, lambda *_: None)
+            index: int = append(self, leaves, done, loop)
+            return index
+        first: int = append(self, leaves, lambda *_: None)
         asyncio.get_running_loop().call_soon(done, first, None)
         return first
 
@@ -110,7 +111,8 @@ def settle_lightly(self: Recovery, *, settle: Any = Recovery.settle) -> None:
 def seal_anew(self: BatchSealer, batch: Batch, *, seal: Any = BatchSealer.seal) -> Batch:
     """Seals each batch with the first one's nonce."""
     self.batches = 0
-    return seal(self, batch)
+    sealed: Batch = seal(self, batch)
+    return sealed
 
 
 def compare_nothing(patch: pytest.MonkeyPatch) -> None:
