@@ -292,8 +292,7 @@ async def _kill_leader(region: str, figures: Figures) -> None:
             # The destination's stream comes with the first record that crosses.
             await asyncio.sleep(0.1)
             for stream in (await client.request(ListStreams(GRANTED))).streams:
-                # The broker that answers says nothing of itself.
-                broker = stream.state[0].leader or ("" if stream.state[0].stopped else client.session.broker)
+                broker = stream.state[0].leader
     state = read_state(folder.pid_of(broker))
     if state is None:
         raise RequestError(

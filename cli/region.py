@@ -475,7 +475,8 @@ def status(
             for key, value in gauges.items()
             if not key.endswith("_limit")
         ]
-        table("Broker", ["gauge", "now#", "limit#"], rows)
+        of = f"Broker {found[0]['broker']}, which answered" if found[0]["brokers"] else "Broker"
+        table(of, ["gauge", "now#", "limit#"], rows)
     if name and found and found[0]["brokers"]:
         table(
             "Brokers",
@@ -515,6 +516,7 @@ def _status(region: str) -> dict[str, Any]:
         "contact": "",
         "pid": None,
         "started": "",
+        "broker": "",
         "gauges": {},
         "problem": "",
         "expiring": [],
@@ -532,7 +534,7 @@ def _status(region: str) -> dict[str, Any]:
             row |= {"state": "up", "address": state["address"], "pid": state["pid"]}
             row["started"] = iso(state["started_ms"])
             broker = run(_describe(region))
-            row["gauges"] = broker.gauges
+            row["broker"], row["gauges"] = broker.broker, broker.gauges
             row["brokers"] = [
                 {
                     "broker": each.broker,

@@ -213,9 +213,9 @@ class ListStreams(Repeatable["StreamPage"], frozen=True, tag="list_streams"):
 
 
 class ShardState(Message, frozen=True, tag="shard"):
-    """Offsets in records. `stopped` says why the shard does not serve, empty where it does. `leader`: the broker that leads it, where that
-    is another than the one that answers, which does not know its offsets. `replicas`: the brokers that have copies, of a region of several;
-    `in_sync`: those that have all that was acknowledged."""
+    """Offsets in records. `stopped` says why the shard does not serve, empty where it does. Of a region of several brokers, `leader`: the one
+    that leads it; `replicas`: those that have copies; `in_sync`: those that have all that was acknowledged. Another broker than the leader
+    does not know the offsets, and answers 0 for them and for `leader_epoch`, which is higher where a shard is led."""
 
     shard: int
     log_start: int

@@ -337,14 +337,14 @@ class HostedStream:
         state = self._state_alone(number)
         if self._leading is None:
             return state
+        leader = self._leading.leader_of(self.record, number)
         replicas, in_sync = self._leading.members(self.record, number)
-        return msgspec.structs.replace(state, replicas=replicas, in_sync=in_sync)
+        return msgspec.structs.replace(state, leader=leader, replicas=replicas, in_sync=in_sync)
 
     def _state_alone(self, number: int) -> ShardState:
         found = self.find(number)
         if self._leading is not None and isinstance(found, NotLeaderError):
-            leader = self._leading.leader_of(self.record, number)
-            return ShardState(number, 0, 0, 0, 0, stopped="" if found.address else str(found), leader=leader)
+            return ShardState(number, 0, 0, 0, 0, stopped="" if found.address else str(found))
         return _shard_state(number, found)
 
 

@@ -61,6 +61,12 @@ async def test_a_stream_is_published_and_read_through_either_broker(
             state = await second.describe_stream(name)
             assert [shard.high_watermark for shard in state.state] == [2, 0]
             assert {shard.leader_epoch for shard in state.state} == {1}
+            assert {shard.leader for shard in state.state} == {leaders[name]}
+        listed = {state.stream: state.state async for state in first.list_streams()}
+        assert {name: {shard.leader for shard in listed[name]} for name in names} == {
+            name: {leader} for name, leader in leaders.items()
+        }
+        assert all(shards[0].high_watermark == 2 for shards in listed.values())
 
 
 def epoch_of(region: ClusteredRegion, broker: str, stream: str) -> int:
