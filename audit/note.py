@@ -137,12 +137,13 @@ class VerifierKey:
             material = b64decode(encoded, validate=True)
             key = cls(name, Algorithm(material[0]), material[1:])
             # One spelling per key: hexadecimal in small letters, base64 without stray bits.
-            if key_id != key.key_id.hex() or b64encode(material).decode() != encoded:
-                raise ValueError("its key id does not fit")
+            is_spelled_so = key_id == key.key_id.hex() and b64encode(material).decode() == encoded
         except (ValueError, IndexError) as error:
             raise RequestError(
-                f"{text[:120]!r} is not a verifier key ({error}): expected <name>+<8 hex digits>+<base64>."
+                f"{text[:120]!r} is not a verifier key: expected <name>+<8 hex digits>+<base64>."
             ) from error
+        if not is_spelled_so:
+            raise RequestError(f"{text[:120]!r} is not a verifier key: its key id does not fit.")
         return key
 
     def __str__(self) -> str:

@@ -27,7 +27,7 @@ from audit.witness_policy import WitnessPolicy, format_policy
 from cli.audit_copies import furthest_copy
 from cli.exits import EXIT_DAMAGED, EXIT_VERSION_1
 from cli.grants import known_bundles, parse_past
-from cli.output import err, iso, note, out, print_json, progress, styled, table, verdict
+from cli.output import counted, err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.process import read_state
 from cli.setting import (
     JsonOption,
@@ -811,7 +811,8 @@ def report(
                     "record_entries": result.record_entries, "totals": result.report.totals})  # fmt: skip
     else:
         out.print(
-            f"{result.page}: {result.leaves:,} leaves, {result.record_entries:,} records, {result.seconds:.1f} s"
+            f"{result.page}: {result.report.totals.records:,} records crossed, {result.leaves:,} leaves of "
+            f"{counted(len(result.report.logs), 'log')}, {result.seconds:.1f} s"
         )
     missing = result.report.missing
     for sentence in (*missing.counterparts, *missing.region_logs):

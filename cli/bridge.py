@@ -831,6 +831,11 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
                 for each in agents
             ],
         )
+    if not links:
+        note(
+            "No link has been reported. Links are shown in the region that records leave, a second or two after its bridge runs with an "
+            "active grant (felix bridge list)"
+        )
     for agent in agents:
         for problem in agent.problems:
             note(problem)

@@ -23,6 +23,12 @@ def what_it_waits_for(view: GrantView, region: str, connected: Collection[str]) 
     """
     said = [view.waits_for] if view.waits_for else []
     terms = None if view.export is None else view.export.terms
+    if terms is not None and terms.to_region == region and said and view.state is GrantState.OFFERED:
+        said.extend(
+            f"what is signed in {tally.region} comes with its bridge"
+            for tally in view.approvals
+            if tally.missing and tally.region == terms.from_region
+        )
     if (
         terms is None
         or terms.from_region != region

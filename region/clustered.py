@@ -347,14 +347,13 @@ class Clustered:
         while True:
             made = registration.drain(mirror.view, broker, on=on)
             if isinstance(made, Refusal):
-                raise RequestError(
-                    made.sentence,
-                    code=Code.NOT_FOUND,
-                    hint=f"Its brokers are {', '.join(sorted(mirror.view.nodes))}.",
-                )
+                raise RequestError(made.sentence, code=Code.NOT_FOUND, hint=self._brokers_hint())
             result = await mirror.commit(made)
             if result is not None and result.succeeded:
                 return
+
+    def _brokers_hint(self) -> str:
+        return f"The region's brokers are {', '.join(sorted(self.member.mirror.view.nodes))}."
 
     async def retire(self, broker: str) -> None:
         """A broker is gone for good. Raises RequestError(NOT_FOUND, CONFLICT), and what the store raises."""
@@ -369,9 +368,11 @@ class Clustered:
         while True:
             made = registration.retire(member.mirror.view, broker)
             if isinstance(made, Refusal):
+                if made.reason is Reason.NOT_REGISTERED:
+                    raise RequestError(made.sentence, code=Code.NOT_FOUND, hint=self._brokers_hint())
                 raise RequestError(
                     made.sentence,
-                    code=Code.NOT_FOUND if made.reason is Reason.NOT_REGISTERED else Code.CONFLICT,
+                    code=Code.CONFLICT,
                     hint=f"Move what it has with `felix region drain {broker}`, or give up copies that are lost for good, then stop it.",
                 )
             result = await member.mirror.commit(made)

@@ -558,6 +558,19 @@ def test_json_is_json(home: Home, words: str) -> None:
     assert said.json() is not None
 
 
+def test_no_link_yet_is_said_and_where_links_are_shown(home: Home) -> None:
+    assert (
+        "No link has been reported. Links are shown in the region that records leave"
+        in home.felix("bridge", "status").err
+    )
+
+
+def test_what_is_no_verifier_key_is_told_what_one_is(home: Home) -> None:
+    home.felix("witness", "init", "example.org/w1", "--dir", str(home.path / "w1"))
+    said = home.felix("witness", "add-log", "x", "--dir", str(home.path / "w1"), code=2)
+    assert "'x' is not a verifier key: expected <name>+<8 hex digits>+<base64>." in said.err
+
+
 def test_a_lifetime_that_is_cut_is_said_to_be(home: Home) -> None:
     whole = home.felix("identity", "issue", "short-lived", "--lifetime", "1d")
     cut = home.felix("identity", "issue", "long-lived", "--lifetime", "100w")

@@ -11,6 +11,7 @@ from departures import terms
 
 from cli.grant_notes import backlog_note, carried_by_another, waiting_notes, where_truncations_are
 from felix.messages import LinkState
+from policy.approval import Tally
 from policy.grant import GrantState, GrantView
 
 BRIDGE = "spiffe://us-east.acme/bridge/us-to-eu"
@@ -22,10 +23,11 @@ def view(
     grant: str = "g-old",
     accepted: bool = False,
     signed_at: int = 1,
+    approvals: tuple[Tally, ...] = (),
     **more: Any,
 ) -> GrantView:
     export = SimpleNamespace(terms=terms(bridge=BRIDGE, **more), grant=grant, signed_at=signed_at)
-    return GrantView(grant, state, export, object() if accepted else None, ())  # type: ignore[arg-type]
+    return GrantView(grant, state, export, object() if accepted else None, (), approvals)  # type: ignore[arg-type]
 
 
 def state(*shards: tuple[int, int]) -> Any:
@@ -56,6 +58,16 @@ def test_an_offered_grant_says_what_it_waits_for_and_that_its_bridge_is_away() -
     )
     assert waiting_notes([view()], "us-east", ["us-to-eu"]) == ["g-old waits for eu-west to accept"]
     assert waiting_notes([view()], "eu-west", []) == ["g-old waits for eu-west to accept"]
+
+
+def test_a_destination_that_lacks_the_sources_approvals_says_what_brings_them() -> None:
+    offered = view(accepted=True, approvals=(Tally("us-east", 1, ()), Tally("eu-west", 1, ("dpo",))))
+    assert waiting_notes([offered], "eu-west", []) == [
+        "g-old waits for approvals: us-east 1; what is signed in us-east comes with its bridge"
+    ]
+    assert waiting_notes([offered], "us-east", ["us-to-eu"]) == ["g-old waits for approvals: us-east 1"]
+    own = view(accepted=True, approvals=(Tally("us-east", 1, ("dpo",)), Tally("eu-west", 1, ())))
+    assert waiting_notes([own], "eu-west", []) == ["g-old waits for approvals: eu-west 1"]
 
 
 def test_an_active_grant_whose_bridge_is_away_says_so_and_one_that_is_over_says_nothing() -> None:

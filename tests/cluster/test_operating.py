@@ -204,6 +204,9 @@ async def test_a_broker_that_is_gone_for_good_is_retired_once_no_shard_names_it(
         await client.create_stream(STREAM, replicas=3)
         await client.stream(STREAM).publish(b"x")
         gone = next(name for name in record_of(region).replicas if name != "b1")
+        with pytest.raises(RequestError, match="b9 was never registered") as unknown:
+            await client.retire_broker("b9")
+        assert unknown.value.hint == "The region's brokers are b1, b2, b3, b4."
         with pytest.raises(RequestError, match="is alive"):
             await client.retire_broker(gone)
         await client.drain_broker(gone)
