@@ -44,7 +44,7 @@ from felix.messages import (
 from felix.names import StreamName
 from felix.profile import Credentials, Profile, load_credentials
 from felix.relay import RelayPath
-from felix.routing import ELSEWHERE_S, LEADERS_MAX, Routes
+from felix.routing import ANSWER_S, ELSEWHERE_S, LEADERS_MAX, Routes
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.tasks import end_tasks
@@ -290,7 +290,7 @@ class RegionConnection:
                 unled_s: float | None = None
                 while True:
                     try:
-                        link = await asked._wait_for_link()
+                        link = await (self._wait_for_link() if asked is self else asked._soon())
                         return await link.ask(request)
                     except UnavailableError as error:
                         if self._dead is not None:
@@ -391,6 +391,16 @@ class RegionConnection:
             self._linked.clear()
             await self._linked.wait()
 
+    async def _soon(self) -> Link:
+        """The link to a leader. Raises NotLeaderError where it does not stand within ANSWER_S, or cannot: nothing was asked, and another broker may be
+        elected meanwhile."""
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._wait_for_link()
+        except (TimeoutError, UnavailableError) as error:
+            at = self.profile.addresses[0]
+            raise NotLeaderError(f"The broker at {at} has not answered.", leader=at) from error
+
     # -- the actor ------------------------------------------------------------------------------------
 
     async def _run(self, link: Link) -> None:
@@ -401,7 +411,8 @@ class RegionConnection:
             await link.leave_asked.wait()
             pause_ms = 0
             if link.leaving is not None and not link.is_over:
-                pause_ms = link.leaving.reconnect_after_ms
+                # So long that broker is away; the next address is another's.
+                pause_ms = link.leaving.reconnect_after_ms if len(self.profile.addresses) == 1 else 0
                 _log.info("the session with %s ends: %s", self.profile.region, link.leaving.reason)
                 await self._let_finish(link)
                 link.close()

@@ -167,6 +167,8 @@ class Publisher:
         self._stream_id = -1
         self._watch = 0
         self._opening: asyncio.Task[None] | None = None
+        self._backoff = Backoff(connection.policy, connection.runtime.random)
+        """since a publish stream was had last, at whichever broker"""
         self._opened: asyncio.Future[None] = self._loop.create_future()
         self._open_refusal: UnavailableError | None = None
         self._started = False
@@ -634,7 +636,6 @@ class Publisher:
         self._fail(error)
 
     async def _open_on(self, link: Link) -> None:
-        backoff = Backoff(self._region.policy, self._region.runtime.random)
         while not link.is_over:
             stream_id = -1
             try:
@@ -653,7 +654,7 @@ class Publisher:
                 if not self._opened.done() and error.retry_after_ms is None:
                     self._fail(error)
                     return
-                await asyncio.sleep(backoff.after_ms(error) / 1000)
+                await asyncio.sleep(self._backoff.after_ms(error) / 1000)
             except FelixError as error:
                 if not link.is_over:
                     # The broker keeps no publisher for a refused one; neither does the connection.
@@ -668,6 +669,7 @@ class Publisher:
         assert link.limits is not None
         self._link, self._stream_id = link, stream_id
         self._watch = link.watch(self._stream_refused)
+        self._backoff.reset()
         if not self._opened.done():
             self._opened.set_result(None)
         self._step(

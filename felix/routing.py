@@ -9,8 +9,8 @@ Invariants:
 - the answer of a higher epoch counts, so a broker that has not heard of an election yet leads nobody back;
 - every connection proves the region's name and authority, as the first one did: an answer leads nowhere else;
 - what is attached is on one connection at a time; whose connection is lost asks again over the first one;
-- an address that did not answer is tried again only after a pause that grows, and nobody waits there for its answer: a machine that is lost gives
-  none for seconds, in which another broker is elected;
+- an address that did not answer, or where a connection was lost, is tried again only after a pause that grows, or once somebody leads in a new
+  epoch there; nobody waits for its answer, as a machine that is lost gives none for seconds, in which another broker is elected;
 - a broker that for a while names nobody, or one who does not answer, may be cut off from those who know: the profile's others are asked.
 
 On the event loop; used by `felix.connection` alone.
@@ -37,6 +37,8 @@ ROUTES_MAX: Final = 4_096
 ELSEWHERE_S: Final = 1.0
 """How long a stream may have nobody who leads it, as one broker says, before another one is asked, and so on: longer than most elections take
 to be heard of."""
+ANSWER_S: Final = 1.0
+"""How long anybody waits for a first connection to an address: several round trips to another continent. Then others are asked until it stands."""
 FORGOTTEN_S: Final = 30.0
 """What was said of a stream so long ago says nothing of today: whoever has no leader asks each second or so."""
 
@@ -116,7 +118,7 @@ class Routes(Generic[_MovableT]):
         self._placed: dict[_MovableT, tuple[StreamName, Reach[_MovableT]]] = {}
         self._pauses: BoundedMap[str, tuple[float, Backoff]] = BoundedMap(LEADERS_MAX)
         self._silent: BoundedMap[str, bool] = BoundedMap(LEADERS_MAX)
-        """addresses that did not answer when they were called last"""
+        """addresses that did not answer when they were called last, or have not answered since a connection there was lost"""
         self._closing: set[asyncio.Task[None]] = set()
         self._is_closed = False
 
@@ -147,6 +149,9 @@ class Routes(Generic[_MovableT]):
             self._look_elsewhere(stream, said_at, error)
             return
         known = self._routes.use(stream)
+        if known is None or known.epoch < error.epoch:
+            # Whoever was elected since it was called last is there again.
+            self._pauses.pop(error.address)
         if known is None or known.epoch <= error.epoch or self._is_said_by(known, said_at):
             known = _Route(error.address, error.epoch, error.leader)
             self._routes.put(stream, known)
@@ -239,13 +244,20 @@ class Routes(Generic[_MovableT]):
         _, backoff = self._pauses.use(address) or (0.0, Backoff(self._policy, self._runtime.random))
         loop = asyncio.get_running_loop()
         self._pauses.put(address, (loop.time() + backoff.next_ms() / 1000, backoff))
-        error = NotLeaderError(f"The connection to {address} was lost.")
-        for attachment, (stream, now) in list(self._placed.items()):
-            if now is leader.reach:
-                self._move(attachment, stream, self._first, error)
+        self._leave(address, reach, NotLeaderError(f"The connection to {address} was lost."))
         closing = loop.create_task(leader.reach.close())
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
+
+    def _gave_no_answer(self, address: str, reach: Reach[_MovableT]) -> None:
+        self._leave(address, reach, NotLeaderError(f"{address} has not answered for {ANSWER_S:g} s."))
+
+    def _leave(self, address: str, reach: Reach[_MovableT], error: FelixError) -> None:
+        """Nobody waits at an address until it answers; then all are led there that were told to go there."""
+        self._silent.put(address, True)
+        for attachment, (stream, now) in list(self._placed.items()):
+            if now is reach:
+                self._move(attachment, stream, self._first, error)
 
     async def close(self) -> None:
         """End every connection to a leader; what is on one is told so by that."""
@@ -259,13 +271,15 @@ class Routes(Generic[_MovableT]):
         )
 
     async def _open(self, address: str, leader: _Leader[_MovableT]) -> None:
+        slow = asyncio.get_running_loop().call_later(ANSWER_S, self._gave_no_answer, address, leader.reach)
         try:
             await leader.reach.open()
         except FelixError as error:
             _log.info("no connection to the leader at %s: %s", address, error.sentence)
-            self._silent.put(address, True)
             self.lost(address, leader.reach)
             return
+        finally:
+            slow.cancel()
         self._pauses.pop(address)
         if self._silent.pop(address):
             self._gather(address, leader.reach)
@@ -273,6 +287,7 @@ class Routes(Generic[_MovableT]):
     def _gather(self, address: str, reach: Reach[_MovableT]) -> None:
         """Lead to a broker that answers again all that was told of late to go there, and asked others meanwhile. Whoever was told so long ago is
         served where it is now."""
+        led: set[StreamName] = set()
         for attachment, (stream, now) in list(self._placed.items()):
             route = self._routes.use(stream)
             if (
@@ -282,6 +297,9 @@ class Routes(Generic[_MovableT]):
                 and self._unled_since(stream) is not None
             ):
                 self._move(attachment, stream, reach, NotLeaderError(f"{address} answers again."))
+                led.add(stream)
+        for stream in led:
+            self._unled.pop(stream)
 
     def _move(
         self, attachment: _MovableT, stream: StreamName, reach: Reach[_MovableT], error: FelixError

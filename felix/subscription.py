@@ -218,6 +218,8 @@ class Feed:
         self._queue: deque[_Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._opening: asyncio.Task[None] | None = None
+        self._backoff = Backoff(connection.policy, connection.runtime.random)
+        """since it was subscribed last, at whichever broker"""
         self._ended: FelixError | None = None
         self.opened: asyncio.Future[None] = self._loop.create_future()
         self.refusal: UnavailableError | None = None
@@ -360,13 +362,13 @@ class Feed:
         )
 
     async def _open_on(self, link: Link, after: FelixError | None) -> None:
-        backoff = Backoff(self._region.policy, self._region.runtime.random)
         stepped_back = False
         while True:
             if after is not None:
-                await asyncio.sleep(backoff.after_ms(after) / 1000)
+                await asyncio.sleep(self._backoff.after_ms(after) / 1000)
             try:
                 await self._subscribe(link)
+                self._backoff.reset()
                 return
             except UnavailableError as error:
                 if link.is_over:

@@ -201,7 +201,6 @@ class ControllerCore:
         self._leased_ms = 0
         self._bid_ms = 0
         self._term = 0
-        self._term_ms = 0
         self._stalled_ms: int | None = None
         self._flights: dict[int, _Flight] = {}
         self._made = 0
@@ -454,7 +453,7 @@ class ControllerCore:
 
     def _act(self, now_ms: int) -> None:
         view = self.view
-        self._enter_term(now_ms)
+        self._enter_term()
         frozen = view.unreadable.get(view.keys.frozen, "") if view.frozen is None else view.frozen.why
         self._alarm("frozen", frozen or self._went_back)
         if self._went_back:
@@ -471,7 +470,7 @@ class ControllerCore:
         self._dispatch(parts)
         self._watch_progress(now_ms)
 
-    def _enter_term(self, now_ms: int) -> None:
+    def _enter_term(self) -> None:
         view = self.view
         controller = view.controller
         is_ours = (
@@ -482,7 +481,6 @@ class ControllerCore:
         )
         term = view.revision_of(view.keys.controller) if is_ours else 0
         if term and term != self._term:
-            self._term_ms = now_ms
             self._stalled_ms = None
             self._due.update(view.shards)
         self._term = term
@@ -601,9 +599,9 @@ class ControllerCore:
         return now_ms < max(self._held_by_own_lease(), self._held_by_others(now_ms))
 
     def _held_by_own_lease(self) -> int:
-        """Who has just got its own lease (again) was away itself, and so may have been the others."""
-        interrupted = self._term_ms - self._leased_ms < 2 * self._lease_ms
-        return self._term_ms + self._lease_ms if interrupted else 0
+        """Who has just got its own lease (again) was away itself, and so may have been the others. Once the store has answered it for a whole lease,
+        whoever is still absent is so for a reason of its own."""
+        return self._leased_ms + self._lease_ms
 
     def _held_by_others(self, now_ms: int) -> int:
         """More than half of the brokers do not die within one lease."""

@@ -10,8 +10,10 @@ from client.conftest import ORDERS, connected, until
 from client.scripted_broker import BrokerSession, ScriptedBroker, ScriptedEngine, profile
 
 import felix
-from felix import Code, ProtocolError, RequestError, UnavailableError
+from felix import Code, FelixError, ProtocolError, RequestError, UnavailableError, connection, routing
+from felix.backoff import Backoff
 from felix.connection import RegionConnection
+from felix.errors import NotLeaderError
 from felix.messages import DescribeStream, Done, Limits, Request, RotateKeys
 
 
@@ -262,3 +264,75 @@ async def test_a_leader_is_followed_to_an_address_that_the_profile_gives_without
     may_call = held._routes.may_call
     assert may_call("broker:7443") and may_call("10.0.0.1:7444")
     assert not may_call("broker:7444") and not may_call("other:7443")
+
+
+# -- several brokers -----------------------------------------------------------------------------------------
+
+
+async def test_a_request_that_nobody_was_asked_is_asked_again_whatever_it_is(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "ANSWER_S", 0.01)
+    led = [NotLeaderError("b2 leads.", stream=ORDERS, leader="b2", address="nobody:7443", epoch=1)]
+
+    def refused_once(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
+        if not led:
+            return False
+        session.refuse(correlation, led.pop())
+        return True
+
+    broker.on_request = refused_once
+    await region.create_stream("acme/payments/refunds")
+    assert "acme/payments/refunds" in broker.streams
+
+
+async def test_a_broker_that_leaves_for_long_keeps_nobody_from_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "GOODBYE_PAUSE_MS_MAX", 3_600_000)
+    brokers = {name: ScriptedBroker() for name in ("one", "two")}
+    async with felix.connect(
+        profile=profile(*(f"{name}:7443" for name in brokers)), engine=ScriptedEngine(**brokers)
+    ) as client:
+        brokers["one"].session.goodbye(reconnect_after_ms=3_600_000)
+        await until(lambda: client.session.address.host == "two")
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_waits_for_a_leader_grow_over_all_brokers_that_are_asked(
+    reads: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "ELSEWHERE_S", 0.005)
+    failures: list[int] = []
+
+    def noted(self: Backoff, error: FelixError | None, *, after_ms: Any = Backoff.after_ms) -> int:
+        failures.append(self.failures)
+        waited_ms: int = after_ms(self, error)
+        return waited_ms
+
+    monkeypatch.setattr(Backoff, "after_ms", noted)
+    brokers = {name: ScriptedBroker() for name in ("one", "two")}
+    asked: list[str] = []
+
+    def nobody_leads(session: BrokerSession, request: Request[Any], correlation: int) -> bool:
+        if max(failures, default=0) > 10:
+            return False
+        asked.extend(name for name, broker in brokers.items() if session in broker.sessions)
+        session.refuse(correlation, NotLeaderError("Nobody leads.", stream=ORDERS, retry_after_ms=1))
+        return True
+
+    for broker in brokers.values():
+        broker.create(ORDERS)
+        broker.on_request = nobody_leads
+    async with felix.connect(
+        profile=profile(*(f"{name}:7443" for name in brokers)),
+        engine=ScriptedEngine(**brokers),
+        backoff=felix.BackoffPolicy(first_ms=1, ceiling_ms=4),
+    ) as client:
+        if reads:
+            async with client.stream(ORDERS).subscribe("earliest"):
+                pass
+        else:
+            async with client.stream(ORDERS).publisher():
+                pass
+    assert {*asked} == {*brokers}, "nobody who names no leader is asked for ever"

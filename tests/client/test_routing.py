@@ -180,8 +180,8 @@ async def test_what_loses_its_leader_asks_over_the_first_connection_and_may_come
     def again() -> bool:
         # Not at once: an address that did not answer is left alone for a moment.
         client.routes.learned(led_by(SECOND), FIRST)
-        if not was_open and len(client.made) > 1 and not client.made[1].may_open.done():
-            assert client.where(held) == [FIRST], "nobody waits for one who gave no answer the last time"
+        if len(client.made) > 1 and not client.made[1].may_open.done():
+            assert client.where(held) == [FIRST], "nobody waits for one who may be gone"
             client.made[1].may_open.set_result(None)
         return client.where(held) == [SECOND]
 
@@ -208,6 +208,39 @@ async def called_again(client: Client) -> Attached:
 async def test_who_answers_again_is_gone_to_at_once(client: Client) -> None:
     held = await called_again(client)
     assert client.where(held) == [FIRST], "who asks others meanwhile"
+    client.made[1].may_open.set_result(None)
+    await until(lambda: client.where(held) == [SECOND])
+
+
+async def test_nobody_waits_for_long_at_an_address_that_was_never_called_before(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routing, "ANSWER_S", 0.0)
+    held, late = client.attached(), client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    assert client.where(held) == [SECOND]
+    await until(lambda: client.where(held) == client.where(late) == [FIRST])
+    client.routes.learned(led_by(SECOND), FIRST)
+    assert client.where(held) == [FIRST] and len(client.made) == 1, "it is being called"
+    client.routes.learned(led_by(THIRD, epoch=2), FIRST)
+    assert client.where(held) == [THIRD], "whoever was elected meanwhile is heard of"
+    client.made[1].may_open.set_result(None)
+    client.routes.learned(led_by(SECOND, epoch=3), THIRD)
+    await until(lambda: client.where(held) == [FIRST] or client.where(held) == [THIRD])
+    client.made[0].may_open.set_result(None)
+    await until(lambda: client.where(held) == client.where(late) == [SECOND])
+
+
+async def test_who_is_elected_anew_is_called_at_once_however_long_it_did_not_answer(client: Client) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    client.made[0].may_open.set_exception(UnavailableError("Nobody listens."))
+    await until(lambda: client.made[0].is_closed)
+    later = asyncio.get_running_loop().time() + 3_600
+    client.routes._pauses.put(SECOND, (later, Backoff(BackoffPolicy(), REAL.random)))
+    client.routes.learned(led_by(SECOND), FIRST)
+    assert len(client.made) == 1
+    client.routes.learned(led_by(SECOND, epoch=2), FIRST)
     client.made[1].may_open.set_result(None)
     await until(lambda: client.where(held) == [SECOND])
 

@@ -187,6 +187,17 @@ def test_r23d_a_controller_whose_own_lease_was_interrupted_gives_absent_leaders_
     region.until(lambda: region.record().leader == "b", 200)
 
 
+def test_r23d_once_the_store_has_answered_it_for_a_lease_a_controller_elects_at_once() -> None:
+    region = Region(controllers="a")
+    region.place("abc")
+    region.until(lambda: region.hosts["a"].core.term > 0)
+    region.hosts["b"] = region.host("b")
+    region.pass_ms(LEASE_MS)
+    del region.hosts["a"]
+    region.die("a")
+    region.until(lambda: region.record().leader == "b", 200)
+
+
 def test_r23d_where_most_brokers_go_within_one_lease_it_waits_one_lease() -> None:
     region = Region("abcde", controllers="e")
     region.place("abc")
