@@ -101,7 +101,11 @@ async def test_views_go_along_with_the_only_copy_of_several_shards(region: Clust
         await client.create_queue(queue, shards=2, replicas=1, visibility=600)
         jobs = client.queue(queue)
         await jobs.put_many([b"%d" % number for number in range(6)])
-        held, *done = await jobs.lease(4)
+        # Up to as many, and without `wait` nothing where none is ready at once.
+        leased = await jobs.lease(4, wait=30)
+        while len(leased) < 4:
+            leased += await jobs.lease(4 - len(leased), wait=30)
+        held, *done = leased
         for job in done:
             await job.ack()
         await client.create_cache(cache, replicas=1)
