@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-E = TypeVar("E", bound=AssertionError)
+E = TypeVar("E", bound=Exception)
 
 
 class Switch(Protocol):
@@ -34,7 +34,12 @@ def switched_off(twin: Switch) -> Iterator[None]:
 
 
 def missed(
-    twin: Switch, play: Callable[[int], Any], failure: type[E], seeds_max: int, *, anew: bool
+    twin: Switch,
+    play: Callable[[int], Any],
+    failure: type[E] | tuple[type[E], ...],
+    seeds_max: int,
+    *,
+    anew: bool,
 ) -> E | None:
     """How a seed fails without the rule: the remembered one, which only saves time, else the first of `seeds_max`; `anew`: the first."""
     with switched_off(twin):
