@@ -59,6 +59,8 @@ class Load:
                 while not self._have_read(len(self.history.acknowledged)):
                     self._look()
                     await asyncio.sleep(0.02)
+            # Without a word of a leader, nothing that brokers say of themselves was judged.
+            assert not brokers or any(self.history.told.values()), "no broker said how far the shard goes"
         finally:
             for task in self._work:
                 task.cancel()
@@ -119,7 +121,7 @@ class Load:
                 pass
             else:
                 state = stream.state[0]
-                if not state.stopped and not state.leader:
+                if state.leader_epoch and not state.stopped:
                     told.append(Told(asked, broker, state.leader_epoch, state.high_watermark))
             await asyncio.sleep(ASK_S)
 

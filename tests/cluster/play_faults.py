@@ -242,7 +242,8 @@ class Play:
                     with contextlib.suppress(FelixError, ValueError, TimeoutError):
                         async with asyncio.timeout(1):
                             (state,) = (await region.connection.request(ListStreams(STREAM, "", 1))).streams
-                        if not state.state[0].leader and not state.state[0].stopped:
+                        # Who leads is named by all; the epoch is known to whoever does.
+                        if state.state[0].leader_epoch and not state.state[0].stopped:
                             return name
                 await asyncio.sleep(0.05)
 
