@@ -4,6 +4,7 @@ A log keeps two (`COSIGNED_PATH`, `WITNESSED_PATH`). A copy may need more: whoev
 forgotten who cosigned it up to where. Invariants of what `choose` gives:
 
 - of each note that goes in, what it says stands in one that comes out: of no smaller tree, with all of its cosignatures that hold;
+- that goes for who cosigned; what a note says of the tree is held to it before (`stated`), or a note of another history would go unseen;
 - so it is for lines of keys that are not known here, as far as a line of the same key stands for it. Only such notes are let go where there are
   more than KEPT_MAX, the smallest first, and are named.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from audit.checkpoint import Checkpoint
 from audit.note import Note, encode_note, parse_note
 from audit.tile import COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH
 from audit.trust import LogTrust
@@ -102,6 +104,13 @@ def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chos
         frozenset(unverified),
         frozenset(let_go),
     )
+
+
+def stated(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> frozenset[Checkpoint]:
+    """What a copy's own notes and those that the log serves say of its tree, whoever cosigned them: each as `choose` takes it, and it raises as that does.
+    A log of one history has all of them as its beginnings."""
+    found = [weighed.note for note in own if (weighed := _weigh_own(log, note)) is not None]
+    return frozenset(log.open(note).checkpoint for note in (*found, *served))
 
 
 def join(notes: Iterable[bytes]) -> bytes:

@@ -23,7 +23,7 @@ from typing import Final, NamedTuple
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint
-from audit.cosigned_notes import COSIGNED_PATHS, choose, join, notes_at
+from audit.cosigned_notes import COSIGNED_PATHS, choose, join, notes_at, stated
 from audit.document_leaf import document_path, read_document
 from audit.errors import RolledBackError
 from audit.leaf import read_header
@@ -142,10 +142,11 @@ def _copy(
         raise TamperError(
             f"The {checkpoint.size} leaves of {log.name} do not have the root that its checkpoint signs."
         )
-    own = _notes(target, (*COSIGNED_PATHS, CHECKPOINT_PATH), damaged=True)
+    own = _own_notes(target)
+    # All of them, also those that go: a note says more than who cosigned it, and of another history it is the proof.
+    for said in stated(log, own, noted):
+        _require_beginning(target, said, checkpoint)
     chosen = choose(log, own, (*noted, data))
-    for note in () if chosen is None else (chosen.newest, chosen.most, *chosen.others):
-        _require_beginning(target, log.open(note).checkpoint, checkpoint)
     if lacking or target.read(LACKING_PATH) is not None:
         target.write(LACKING_PATH, "".join(f"{each.hex()}\n" for each in sorted(lacking)).encode())
         target.flush()
@@ -153,7 +154,7 @@ def _copy(
     target.flush()
     if chosen is not None:
         # All of them stand there before any is replaced.
-        _put(target, {KEPT_PATH: join((chosen.newest, chosen.most, *chosen.others))})
+        _put(target, {KEPT_PATH: join(dict.fromkeys((chosen.newest, chosen.most, *chosen.others)))})
         most = b"" if chosen.most == chosen.newest else chosen.most
         _put(target, {COSIGNED_PATH: chosen.newest, WITNESSED_PATH: most})
         _put(target, {KEPT_PATH: join(chosen.others)})
@@ -162,17 +163,24 @@ def _copy(
     return Copied(log.name, checkpoint.size, before.size, len(lacking), unverified, let_go)
 
 
-def _notes(files: Files, paths: Iterable[str], *, damaged: bool = False) -> list[bytes]:
-    """The notes at these paths. Raises TamperError; `damaged`: what cannot be read is none instead."""
+def _notes(files: Files, paths: Iterable[str]) -> list[bytes]:
+    """The notes at these paths. Raises TamperError."""
     found = list[bytes]()
     for path in paths:
-        try:
-            data = files.read(path)
-            found += [] if data is None else notes_at(path, data).values()
-        except TamperError:
-            if not damaged:
-                raise
+        data = files.read(path)
+        found += [] if data is None else notes_at(path, data).values()
     return found
+
+
+def _own_notes(target: Folder) -> list[bytes]:
+    """Those of the copy that is there. A list that cannot be read is not taken for an empty one: what stood in it alone would be lost."""
+    try:
+        return _notes(target, (*COSIGNED_PATHS, CHECKPOINT_PATH))
+    except TamperError as error:
+        raise TamperError(
+            f"{KEPT_PATH} in {target.path} cannot be read. {error}",
+            hint="Keep this copy, and copy into another folder.",
+        ) from error
 
 
 def _put(target: Folder, files: Mapping[str, bytes]) -> None:

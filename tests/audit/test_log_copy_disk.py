@@ -12,14 +12,18 @@ import pytest
 from audit_log import EGRESS_ORIGIN, Link, log_signer, trust, witness_signer
 
 from audit.checkpoint import note_size
+from audit.cosigned_notes import join, notes_at
 from audit.document_leaf import document_path
 from audit.errors import RolledBackError
 from audit.leaf import DOCUMENT_BYTES_MAX, Leaf
 from audit.log_copy_disk import LACKING_PATH, Copied, copy_log
-from audit.note import Note, encode_note, parse_note
+from audit.note import Note, Signature, encode_note, parse_note
 from audit.tile import (
     CHECKPOINT_PATH,
     COSIGNED_PATH,
+    KEPT_MAX,
+    KEPT_PATH,
+    WITNESSED_PATH,
     MemoryFiles,
     bundle_path,
     find_bundle,
@@ -28,6 +32,7 @@ from audit.tile import (
 )
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
+from audit.tree_head import TreeHead
 from audit.verify import verify_log
 from audit.witness import MemoryWitnessStore, Witness
 from audit.witness_policy import WitnessPolicy
@@ -336,3 +341,80 @@ def test_a_copy_keeps_the_line_of_a_witness_of_whom_only_a_policy_knows(log: Log
     with pytest.raises(TamperError, match="does not hold"):
         copy_log(Folder(tmp_path / "forged"), to, trust(), witnesses=policy.witness_keys)
     assert verify_log(to, trust().under(policy)).cosigned_size == size
+
+
+@pytest.mark.parametrize("cosigners", [(), ("eu-west.acme/witness",)])
+def test_a_note_of_another_history_that_the_log_serves_ends_the_copy_whoever_cosigned_it(
+    log: Log, tmp_path: Path, cosigners: tuple[str, ...]
+) -> None:
+    """Also where a note of a larger tree has all of its cosignatures: the copy would be without the proof that the log has two histories."""
+    log.go_on(30)
+    text = TreeHead(EGRESS_ORIGIN, 8, bytes(range(32))).text()
+    lines = [log_signer(EGRESS_ORIGIN).sign(text, 1_800_000_000)]
+    lines += [witness_signer(name).cosign(text, 1_800_000_000) for name in cosigners]
+    Folder(log.path).write(WITNESSED_PATH, encode_note(Note(text, tuple(lines))))
+    assert not verify_log(Folder(log.path), trust()).ok
+    with pytest.raises(RolledBackError, match="its first 8 leaves are not those that were signed before"):
+        copy_log(Folder(log.path), Folder(tmp_path / "copy"), trust())
+    assert Folder(tmp_path / "copy").read(CHECKPOINT_PATH) is None
+
+
+def test_a_note_of_another_history_among_the_copys_own_ends_the_copy(log: Log, tmp_path: Path) -> None:
+    copy = Folder(tmp_path / "copy")
+    copy_log(Folder(log.path), copy, trust())
+    text = TreeHead(EGRESS_ORIGIN, 1, bytes(range(32))).text()
+    copy.write(
+        WITNESSED_PATH, encode_note(Note(text, (log_signer(EGRESS_ORIGIN).sign(text, 1_800_000_000),)))
+    )
+    log.go_on(3)
+    with pytest.raises(RolledBackError, match="its first 1 leaves are not those that were signed before"):
+        copy_log(Folder(log.path), copy, trust())
+
+
+def test_a_copy_of_as_many_notes_as_it_may_keep_goes_on_wherever_it_is_broken_off(
+    log: Log, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each note stands once in the list, which otherwise had one more than whoever reads it takes."""
+    log.go_on(1)
+    source = Folder(log.path)
+    note = parse_note(source.read(CHECKPOINT_PATH) or b"")
+    mine = [line for line in note.signatures if line.name == EGRESS_ORIGIN]
+    notes = [
+        encode_note(Note(note.text, (*mine, Signature(f"stranger-{number}", bytes(4), bytes(64)))))
+        for number in range(KEPT_MAX - 1)
+    ]
+    source.write(KEPT_PATH, join(notes))
+    write = Folder.write
+    broken_off = 0
+    for number in range(4):
+        to, left = Folder(tmp_path / f"copy-{number}"), number
+
+        def breaks_off(folder: Folder, path: str, data: bytes) -> None:
+            nonlocal left
+            left -= path.startswith("checkpoint")
+            if left < 0:
+                raise OSError("no more")
+            write(folder, path, data)
+
+        monkeypatch.setattr(Folder, "write", breaks_off)
+        try:
+            copy_log(source, to, trust())
+        except OSError:
+            broken_off += 1
+        monkeypatch.undo()
+        copied = copy_log(source, to, trust())
+        assert len(copied.unverified) == KEPT_MAX - 1 and not copied.let_go
+        assert len(notes_at(KEPT_PATH, to.read(KEPT_PATH) or b"")) >= KEPT_MAX - 2
+    assert broken_off == 4
+
+
+def test_a_copys_list_of_notes_that_cannot_be_read_is_not_taken_for_an_empty_one(
+    log: Log, tmp_path: Path
+) -> None:
+    copy = Folder(tmp_path / "copy")
+    copy_log(Folder(log.path), copy, trust())
+    copy.write(KEPT_PATH, b"half a note")
+    with pytest.raises(TamperError, match="cannot be read") as refused:
+        copy_log(Folder(log.path), copy, trust())
+    assert "another folder" in (refused.value.hint or "")
+    assert copy.read(KEPT_PATH) == b"half a note"
