@@ -163,7 +163,7 @@ class DriverConnection:
         self._above_high = False
         self._released = False
         self._over = LazyEvent()
-        self._timer = DeadlineTimer(loop, self._timer_fired)
+        self._timer = DeadlineTimer(loop, _clock, self._deadline_reached)
         now = _clock()
         self._heard_at = now
         self._sent_at = now
@@ -307,15 +307,22 @@ class DriverConnection:
         self._release()
 
     def process(self, now: float) -> None:
-        """Deliver events, then transmit."""
+        """Deliver events, then transmit.
+
+        Where the handler was given something and had nothing to say to it at once, what it began (a task that waits, a commit) goes first, and what is
+        left to transmit, an acknowledgement of QUIC's at most, follows it in the same event loop iteration, with what came of it.
+        """
         if self._released:
             return
         self._busy = True
         try:
-            self._deliver()
+            was_given = self._deliver()
         finally:
             self._busy = False
-        self._transmit(now)
+        if was_given and not self._outbox.pending and not self._machine.unsent_bytes():
+            self._schedule_flush()
+        else:
+            self._transmit(now)
 
     def writable(self) -> None:
         self._transmit(_clock())
@@ -342,7 +349,9 @@ class DriverConnection:
 
     # events
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> bool:
+        """Whether the handler was given bytes of a stream."""
+        was_given = False
         machine = self._machine
         types = machine.events
         next_event = machine.next_event
@@ -351,6 +360,7 @@ class DriverConnection:
             kind = type(event)
             if kind is stream_data:
                 if not self.is_closed:
+                    was_given = True
                     self._stream_data(event.stream_id, event.data, event.end_stream)
             elif kind is types.cid_issued:
                 self._owner.cid_issued(self, event.connection_id)
@@ -359,7 +369,7 @@ class DriverConnection:
             elif kind is types.terminated:
                 self._machine_closed(MachineClosed(event.error_code, event.frame_type, event.reason_phrase))
                 self._release()
-                return
+                return False
             elif self.is_closed:
                 continue
             elif kind is types.handshake_completed:
@@ -372,6 +382,7 @@ class DriverConnection:
             closing = machine.closing()
             if closing is not None:
                 self._machine_closed(closing)
+        return was_given and not self.is_closed
 
     def _handshake_completed(self, alpn: str | None) -> None:
         if alpn not in self._protocols:
@@ -455,19 +466,18 @@ class DriverConnection:
                     machine.write(stream_id, pieces[0] if len(pieces) == 1 else b"".join(pieces), end)
             if self._udp.blocked:
                 self._udp.wait_writable(self)
+                deadline = machine.deadline()
             else:
-                out = machine.transmit(now)
+                out, deadline = machine.transmit(now)
                 if out:
                     self._sent_at = now
                     self._timer.spins = 0
                     self.answered = True
                     self._send(out)
-            deadline = machine.deadline()
         except Exception:
             self._engine_failed("while sending")
             return
-        if deadline is not None:
-            self._timer.arm(deadline, now)
+        self._timer.arm(deadline, now, is_pacing=machine.is_pacing)
         if not self.is_closed:
             unsent = self._outbox.held_bytes + machine.unsent_bytes()
             if self._above_high:
@@ -514,17 +524,10 @@ class DriverConnection:
 
     # time
 
-    def _timer_fired(self) -> None:
+    def _deadline_reached(self, now: float) -> None:
         if self._released:
             return
-        now = _clock()
         try:
-            deadline = self._machine.deadline()
-            if deadline is None:
-                return
-            if deadline > now:
-                self._timer.arm(deadline, now)
-                return
             self._machine.handle_deadline(now)
         except Exception:
             self._engine_failed("on its timer")
