@@ -88,6 +88,7 @@ class DriverConnection:
         "_allowed_bytes",
         "_busy",
         "_flush_scheduled",
+        "_flush_waits",
         "_handler",
         "_heard_at",
         "_leaf_sha256",
@@ -159,6 +160,8 @@ class DriverConnection:
         self._streams = StreamTable(limits.streams_max, is_client=self.is_client)
         self._outbox = Outbox()
         self._flush_scheduled = False
+        self._flush_waits: bool | None = False
+        """For what will be sent behind it; None: it has waited, and does so no more."""
         self._busy = False
         self._above_high = False
         self._released = False
@@ -227,6 +230,12 @@ class DriverConnection:
         if not self._flush_scheduled and not self._busy:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
+
+    def will_send(self) -> None:
+        if not self._flush_scheduled:
+            self._schedule_flush()
+        elif self._flush_waits is not None:
+            self._flush_waits = True
 
     def backlog_bytes(self) -> int:
         if self.is_closed:
@@ -309,8 +318,8 @@ class DriverConnection:
     def process(self, now: float) -> None:
         """Deliver events, then transmit.
 
-        Where the handler was given something and had nothing to say to it at once, what it began (a task that waits, a commit) goes first, and what is
-        left to transmit, an acknowledgement of QUIC's at most, follows it in the same event loop iteration, with what came of it.
+        Where a client's handler was given something and had nothing to say to it at once, the task that waited for it goes first, and what is left
+        to transmit, an acknowledgement of QUIC's at most, follows in the same event loop iteration, or with what the task sends.
         """
         if self._released:
             return
@@ -319,7 +328,7 @@ class DriverConnection:
             was_given = self._deliver()
         finally:
             self._busy = False
-        if was_given and not self._outbox.pending and not self._machine.unsent_bytes():
+        if self.is_client and was_given and not self._outbox.pending and not self._machine.unsent_bytes():
             self._schedule_flush()
         else:
             self._transmit(now)
@@ -453,7 +462,13 @@ class DriverConnection:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        if self._flush_waits:
+            # Behind the callback that sends; once, whoever else is about to send by then.
+            self._flush_waits = None
+            self._loop.call_soon(self._flush)
+            return
         self._flush_scheduled = False
+        self._flush_waits = False
         self._transmit(_clock())
 
     def _transmit(self, now: float) -> None:
