@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median, quantiles
@@ -120,6 +120,7 @@ async def subscriber(home: Path, kind: str, engine: str) -> None:
 def work(options: argparse.Namespace) -> None:
     """One process of one tree."""
     publish = partial(publisher, pace_s=options.pace_ms / 1000)
+    roles: dict[str, Callable[[Path, str, str], Coroutine[object, object, None]]]
     roles = {"broker": broker, "publisher": publish, "subscriber": subscriber}
     with _runner(options.loop) as runner:
         runner.run(roles[options.role](options.home, options.kinds, options.engine))
