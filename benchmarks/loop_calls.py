@@ -1,7 +1,7 @@
 """How many calls of Python and of C the event loop makes for a unit of work, broker and client in one process: `python -m benchmarks.loop_calls`.
 
 For comparing two trees on a machine that is busy with other things, where times differ by half from run to run and these counts by one or two
-of a hundred. Run it in the one tree and in the other, in turns. It counts what the loop does, not what threads and the disk take: a change
+of a hundred. Run it in the one tree and in the other, in turns (of another tree: this file by its path, with PYTHONPATH set to that tree). It counts what the loop does, not what threads and the disk take: a change
 that computes the same with slower calls is not seen.
 """
 
@@ -26,20 +26,39 @@ UNITS: Final = 40
 BATCH_RECORDS: Final = 64
 PAYLOAD: Final = b"x" * 256
 
+NAMED: Final = {
+    "_run_once": "iterations",
+    "<method 'recvmsg_into' of '_socket.socket' objects>": "reads of a socket",
+    "_transmit": "transmits",
+    "<method 'sendto' of '_socket.socket' objects>": "sent by the broker",
+    "<method 'send' of '_socket.socket' objects>": "sent by the client",
+    "<method 'get_timer' of 'qh3._hazmat.QuicConnectionCore' objects>": "asked for the timer",
+    "<method 'get_send_buffer_size' of 'qh3._hazmat.QuicConnectionCore' objects>": "for the backlog",
+    "call_at": "timers set",
+}
+"""What is counted by itself, by the name of its function; a wake by a thread is one of what the client sends."""
+
 Work = Callable[[int], Awaitable[None]]
 
 
 async def counted(what: str, work: Work) -> None:
-    """Print the calls for each unit: median, least and most of the rounds."""
+    """Print the calls for each unit: median, least and most of the rounds; and, on average, some of them by themselves."""
     await work(UNITS)
     found = []
+    named = dict.fromkeys(NAMED, 0)
     for _ in range(ROUNDS):
         profile = cProfile.Profile()
         profile.enable()
         await work(UNITS)
         profile.disable()
-        found.append(pstats.Stats(profile).total_calls / UNITS)  # type: ignore[attr-defined]
+        counts = pstats.Stats(profile)
+        found.append(counts.total_calls / UNITS)  # type: ignore[attr-defined]
+        for (_, _, name), (calls, *_) in counts.stats.items():  # type: ignore[attr-defined]
+            if name in named:
+                named[name] += calls
     print(f"{what:45} {median(found):8.0f}  ({min(found):.0f} - {max(found):.0f})")
+    per_unit = (f"{told} {named[name] / ROUNDS / UNITS:.1f}" for name, told in NAMED.items())
+    print(f"    {', '.join(per_unit)}")
 
 
 async def streams(client: felix.RegionClient, kind: str) -> None:

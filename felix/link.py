@@ -487,6 +487,11 @@ class Link:
             and self.connection.backlog_bytes() < self._backlog_high_bytes
         )
 
+    def will_send(self) -> None:
+        """A callback is scheduled that will send (felix.transport.port.Connection.will_send)."""
+        if not self.over.done():
+            self.connection.will_send()
+
     def send_batch(self, stream_id: int, frame: bytes) -> None:
         """Send a BATCH frame; the caller asked `may_send` in the same event loop iteration."""
         self.credit.use(len(frame))

@@ -514,6 +514,8 @@ class Publisher:
         elif not self._iteration_end:
             self._iteration_end = True
             self._loop.call_soon(self._iteration_ended)
+            if self._link is not None:
+                self._link.will_send()
         if added is FULL:
             self._yield_due = True
             self.pump()

@@ -88,6 +88,7 @@ class DriverConnection:
         "_allowed_bytes",
         "_busy",
         "_flush_scheduled",
+        "_flush_waits",
         "_handler",
         "_heard_at",
         "_leaf_sha256",
@@ -159,11 +160,13 @@ class DriverConnection:
         self._streams = StreamTable(limits.streams_max, is_client=self.is_client)
         self._outbox = Outbox()
         self._flush_scheduled = False
+        self._flush_waits: bool | None = False
+        """For what will be sent behind it; None: it has waited, and does so no more."""
         self._busy = False
         self._above_high = False
         self._released = False
         self._over = LazyEvent()
-        self._timer = DeadlineTimer(loop, self._timer_fired)
+        self._timer = DeadlineTimer(loop, _clock, self._deadline_reached)
         now = _clock()
         self._heard_at = now
         self._sent_at = now
@@ -227,6 +230,12 @@ class DriverConnection:
         if not self._flush_scheduled and not self._busy:
             self._flush_scheduled = True
             self._loop.call_soon(self._flush)
+
+    def will_send(self) -> None:
+        if not self._flush_scheduled:
+            self._schedule_flush()
+        elif self._flush_waits is not None:
+            self._flush_waits = True
 
     def backlog_bytes(self) -> int:
         if self.is_closed:
@@ -307,15 +316,22 @@ class DriverConnection:
         self._release()
 
     def process(self, now: float) -> None:
-        """Deliver events, then transmit."""
+        """Deliver events, then transmit.
+
+        Where a client's handler was given something and had nothing to say to it at once, the task that waited for it goes first, and what is left
+        to transmit, an acknowledgement of QUIC's at most, follows in the same event loop iteration, or with what the task sends.
+        """
         if self._released:
             return
         self._busy = True
         try:
-            self._deliver()
+            was_given = self._deliver()
         finally:
             self._busy = False
-        self._transmit(now)
+        if self.is_client and was_given and not self._outbox.pending and not self._machine.unsent_bytes():
+            self._schedule_flush()
+        else:
+            self._transmit(now)
 
     def writable(self) -> None:
         self._transmit(_clock())
@@ -342,7 +358,9 @@ class DriverConnection:
 
     # events
 
-    def _deliver(self) -> None:
+    def _deliver(self) -> bool:
+        """Whether the handler was given bytes of a stream."""
+        was_given = False
         machine = self._machine
         types = machine.events
         next_event = machine.next_event
@@ -351,6 +369,7 @@ class DriverConnection:
             kind = type(event)
             if kind is stream_data:
                 if not self.is_closed:
+                    was_given = True
                     self._stream_data(event.stream_id, event.data, event.end_stream)
             elif kind is types.cid_issued:
                 self._owner.cid_issued(self, event.connection_id)
@@ -359,7 +378,7 @@ class DriverConnection:
             elif kind is types.terminated:
                 self._machine_closed(MachineClosed(event.error_code, event.frame_type, event.reason_phrase))
                 self._release()
-                return
+                return False
             elif self.is_closed:
                 continue
             elif kind is types.handshake_completed:
@@ -372,6 +391,7 @@ class DriverConnection:
             closing = machine.closing()
             if closing is not None:
                 self._machine_closed(closing)
+        return was_given and not self.is_closed
 
     def _handshake_completed(self, alpn: str | None) -> None:
         if alpn not in self._protocols:
@@ -442,7 +462,13 @@ class DriverConnection:
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
+        if self._flush_waits:
+            # Behind the callback that sends; once, whoever else is about to send by then.
+            self._flush_waits = None
+            self._loop.call_soon(self._flush)
+            return
         self._flush_scheduled = False
+        self._flush_waits = False
         self._transmit(_clock())
 
     def _transmit(self, now: float) -> None:
@@ -455,19 +481,18 @@ class DriverConnection:
                     machine.write(stream_id, pieces[0] if len(pieces) == 1 else b"".join(pieces), end)
             if self._udp.blocked:
                 self._udp.wait_writable(self)
+                deadline = machine.deadline()
             else:
-                out = machine.transmit(now)
+                out, deadline = machine.transmit(now)
                 if out:
                     self._sent_at = now
                     self._timer.spins = 0
                     self.answered = True
                     self._send(out)
-            deadline = machine.deadline()
         except Exception:
             self._engine_failed("while sending")
             return
-        if deadline is not None:
-            self._timer.arm(deadline, now)
+        self._timer.arm(deadline, now, is_pacing=machine.is_pacing)
         if not self.is_closed:
             unsent = self._outbox.held_bytes + machine.unsent_bytes()
             if self._above_high:
@@ -514,17 +539,10 @@ class DriverConnection:
 
     # time
 
-    def _timer_fired(self) -> None:
+    def _deadline_reached(self, now: float) -> None:
         if self._released:
             return
-        now = _clock()
         try:
-            deadline = self._machine.deadline()
-            if deadline is None:
-                return
-            if deadline > now:
-                self._timer.arm(deadline, now)
-                return
             self._machine.handle_deadline(now)
         except Exception:
             self._engine_failed("on its timer")

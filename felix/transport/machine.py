@@ -24,19 +24,29 @@ class EventTypes(NamedTuple):
     terminated: type[Any]
 
 
+Transmission = tuple[list[tuple[bytes, Address]], float | None]
+"""Datagrams that leave now, and when the machine is to be called next, where nothing happens before."""
+
+
 class Machine(Protocol):
     """A sans-IO QUIC connection. Times are seconds of one monotonic clock."""
 
     events: EventTypes
 
     @property
+    def is_pacing(self) -> bool:
+        """The deadline that was named last may be that of more datagrams, which would have left but for the pacer."""
+
+    @property
     def first_cid(self) -> bytes:
         """The connection id that the peer uses first."""
 
     def receive(self, data: bytes, segment_bytes: int, address: Address, now: float) -> None: ...
-    def transmit(self, now: float) -> list[tuple[bytes, Address]]: ...
+    def transmit(self, now: float) -> Transmission: ...
     def next_event(self) -> Any: ...
-    def deadline(self) -> float | None: ...
+    def deadline(self) -> float | None:
+        """As the last transmission said, or what it is by what happened since."""
+
     def handle_deadline(self, now: float) -> None: ...
     def next_stream_id(self, bidirectional: bool) -> int:
         """Reserve the next stream id. Raises UnavailableError at the peer's limit."""

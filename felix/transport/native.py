@@ -31,7 +31,7 @@ from felix.errors import Code, UnavailableError
 from felix.runtime.real import REAL
 from felix.transport.driver import DriverEngine
 from felix.transport.ending import MachineClosed
-from felix.transport.machine import EventTypes, ServerIdentity
+from felix.transport.machine import EventTypes, ServerIdentity, Transmission
 from felix.transport.packet import CID_BYTES
 from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
 from felix.transport.udp import Address
@@ -150,9 +150,14 @@ class _Connection(QuicConnection):
         vars(self).clear()
 
     @property
-    def is_started(self) -> bool:
-        """False on a server until its first packet was read."""
-        return self._core is not None
+    def core(self) -> Any:
+        """The packet core; None on a server until its first packet was read."""
+        return self._core
+
+    @property
+    def is_up(self) -> bool:
+        """The handshake is complete: what is written goes to the core at once."""
+        return bool(self._handshake_complete)
 
     def poll(self, now: float, out: list[tuple[bytes, Any]]) -> bool:
         """Append every datagram that may leave at `now`; whether there was one."""
@@ -168,19 +173,6 @@ class _Connection(QuicConnection):
                 raise
             self.waits_for_peer = True
         return len(out) > before
-
-    def held_until(self) -> tuple[float, bool] | None:
-        """When the pacer lets the next datagram leave, or (False) an acknowledgement is due that hides the pacer's
-        timer while stream data waits. None: it is not the pacer that holds."""
-        assert self._core is not None
-        timer = self._core.get_timer()
-        if timer is None:
-            return None
-        if timer[0] == "pacing":
-            return timer[1], True
-        if timer[0] == "ack_application" and self._core.get_send_buffer_size(None):
-            return timer[1], False
-        return None
 
     waits_for_peer = False
 
@@ -203,17 +195,19 @@ class NativeMachine:
     ahead of ours by what was skipped, so that round trips, measured in it, stay true.
     """
 
-    __slots__ = ("_ahead", "_is_paced", "_quic", "events", "next_event", "unsent_bytes", "write")
+    __slots__ = ("_ahead", "_has_unsent", "_is_paced", "_quic", "_send", "events", "is_pacing", "next_event")
 
     def __init__(self, quic: _Connection, *, is_paced: bool) -> None:
         self._quic = quic
         self._is_paced = is_paced
         self._ahead = 0.0
+        self._has_unsent = False
+        """Something was written that was not seen to leave. Asking the core costs more than most transmits, which have nothing to say."""
+        self.is_pacing = False
         self.events = _TYPES
         # Bound once: these run for every transmit.
         self.next_event = quic.next_event
-        self.unsent_bytes = quic.get_send_buffer_size
-        self.write = quic.send_stream_data
+        self._send = quic.send_stream_data
 
     @property
     def first_cid(self) -> bytes:
@@ -225,27 +219,55 @@ class NativeMachine:
         else:
             self._quic.receive_gro_buffer(data, segment_bytes, address, now + self._ahead)
 
-    def transmit(self, now: float) -> list[tuple[bytes, Address]]:
+    def write(self, stream_id: int, data: bytes, end: bool) -> None:
+        self._has_unsent = True
+        self._send(stream_id, data, end)
+
+    def unsent_bytes(self) -> int:
+        return self._quic.get_send_buffer_size() if self._has_unsent else 0
+
+    def transmit(self, now: float) -> Transmission:
         quic = self._quic
+        core = quic.core
         out: list[tuple[bytes, Address]] = []
-        if not quic.is_started:
-            return out
+        if core is None:
+            return out, None
         now += self._ahead
         quic.poll(now, out)
+        if self._has_unsent and quic.is_up:
+            self._has_unsent = quic.get_send_buffer_size() > 0
+        timer = core.get_timer()
         if not self._is_paced:
-            while (held := quic.held_until()) is not None and held[0] - now <= PACED_S_MAX:
-                skipped = max(0.0, held[0] - now) + 1e-6
+            # An acknowledgement that is due hides the pacer's timer while stream data waits.
+            while (
+                timer is not None
+                and (
+                    (is_pacer := timer[0] == "pacing")
+                    or (
+                        timer[0] == "ack_application" and self._has_unsent and core.get_send_buffer_size(None)
+                    )
+                )
+                and timer[1] - now <= PACED_S_MAX
+            ):
+                skipped = max(0.0, timer[1] - now) + 1e-6
                 self._ahead += skipped
                 now += skipped
-                if not quic.poll(now, out) and held[1]:
+                has_sent = quic.poll(now, out)
+                timer = core.get_timer()
+                if is_pacer and not has_sent:
                     break
-        return out
+        return out, self._deadline_of(timer)
 
     def deadline(self) -> float | None:
-        at: float | None = self._quic.get_timer()
-        if at is None:
+        core = self._quic.core
+        return None if core is None else self._deadline_of(core.get_timer())
+
+    def _deadline_of(self, timer: tuple[str, float] | None) -> float | None:
+        """In our clock, of the core's next timer."""
+        if timer is None:
             return None
-        at -= self._ahead
+        self.is_pacing = timer[0] == "pacing"
+        at = timer[1] - self._ahead
         if self._quic.waits_for_peer:
             # Its own timer is for now, again and again; the peer's answer is what it waits for.
             at = max(at, REAL.clock.monotonic() + WAIT_FOR_PEER_S)

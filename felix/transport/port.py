@@ -228,6 +228,10 @@ class Connection(Protocol):
 
         Any contiguous buffer will do; it must not change before the turn ends."""
 
+    def will_send(self) -> None:
+        """Whoever calls this has a callback scheduled (`call_soon`) that will `send`. What is about to leave waits for it, one event loop
+        iteration at most, and leaves with it. Optional: it saves an iteration, and datagrams."""
+
     def backlog_bytes(self) -> int:
         """Bytes given to `send` that were not yet transmitted for the first time."""
 

@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from felix.transport.driver import DriverEngine
 from felix.transport.ending import MachineClosed
-from felix.transport.machine import EventTypes, ServerIdentity
+from felix.transport.machine import EventTypes, ServerIdentity, Transmission
 from felix.transport.packet import CID_BYTES
 from felix.transport.port import DATAGRAM_BYTES_MIN, ClientTls, ServerTls, TransportLimits
 from felix.transport.udp import Address
@@ -173,7 +173,7 @@ def _raised(limit: int, consumed: int, window: int) -> int:
 class PortableMachine:
     """`felix.transport.machine.Machine` over an aioquic connection."""
 
-    __slots__ = ("_limits", "_quic", "_written", "deadline", "events", "handle_deadline", "transmit")
+    __slots__ = ("_limits", "_quic", "_written", "deadline", "events", "handle_deadline")
 
     def __init__(self, quic: _Connection, limits: TransportLimits) -> None:
         self._quic = quic
@@ -183,7 +183,6 @@ class PortableMachine:
         """Streams that may hold bytes not yet transmitted."""
         self.deadline = quic.get_timer
         self.handle_deadline = quic.handle_timer
-        self.transmit = quic.datagrams_to_send
 
     @property
     def first_cid(self) -> bytes:
@@ -196,6 +195,13 @@ class PortableMachine:
             return
         for at in range(0, len(data), segment_bytes):
             receive(data[at : at + segment_bytes], address, now)
+
+    def transmit(self, now: float) -> Transmission:
+        return self._quic.datagrams_to_send(now), self._quic.get_timer()
+
+    @property
+    def is_pacing(self) -> bool:
+        return self._quic._pacing_at is not None
 
     def next_event(self) -> Any:
         event = self._quic.next_event()

@@ -27,6 +27,13 @@ Address = tuple[str, int] | tuple[str, int, int, int]
 RECEIVE_CALLS_MAX: Final = 16
 """Reads per event loop iteration: at most 1 MiB with offload, so that one busy socket does not hold up the others."""
 
+SMALL_BYTES: Final = 16_384
+"""A first read of less may have been all that the socket held; a busy peer's is larger, with offload or on loopback."""
+
+UNPROBED_READS: Final = 7
+"""Small reads after which a socket is not read again at once, where the last such reading found nothing: a call for nothing costs as much as
+one that reads. If there was more after all, the next event loop iteration reads it, and every eighth looks."""
+
 RECEIVE_BYTES: Final = 65_536
 """One read: the largest datagram, and the largest buffer that receive offload makes."""
 
@@ -163,6 +170,7 @@ class UdpSocket:
         "_receiver",
         "_segmentation",
         "_sock",
+        "_unprobed",
         "_view",
         "_waiting",
         "blocked",
@@ -185,6 +193,8 @@ class UdpSocket:
         self._kept: deque[tuple[list[bytes], Address | None]] = deque()
         self._waiting: dict[Writer, None] = {}
         self._closed = False
+        self._unprobed = 0
+        """Small reads that may still pass for all that there is."""
         self.blocked = False
         """The kernel takes nothing now; `wait_writable` instead of `send`."""
         loop.add_reader(sock.fileno(), self._read)
@@ -214,12 +224,14 @@ class UdpSocket:
         view = self._view
         receiver = self._receiver
         refused = False
-        for _ in range(RECEIVE_CALLS_MAX):
+        for at in range(RECEIVE_CALLS_MAX):
             if self._closed:
                 return
             try:
                 size, control, _, address = receive(buffers, _CONTROL_BYTES)
             except (BlockingIOError, InterruptedError):
+                if at == 1:
+                    self._unprobed = UNPROBED_READS
                 break
             except OSError as error:
                 if error.errno in _REFUSED:
@@ -233,6 +245,11 @@ class UdpSocket:
                 if kind == _UDP_GRO and len(value) >= _GRO_SIZE.size:
                     segment = _GRO_SIZE.unpack_from(value)[0] or size
             receiver.datagrams_received(bytes(view[:size]), segment, address)
+            if size >= SMALL_BYTES:
+                self._unprobed = 0
+            elif self._unprobed:
+                self._unprobed -= 1
+                break
         if not self._closed:
             receiver.pass_ended()
         # Last: what arrived before may be the peer's goodbye.

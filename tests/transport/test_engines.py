@@ -232,6 +232,32 @@ async def test_a_lone_send_is_transmitted_in_the_same_turn(pair: Pair) -> None:
         await server.until(lambda s: bytes(s.received.get(stream, b"")) == b"x" * 100)
 
 
+async def test_an_announced_send_leaves_in_the_iteration_in_which_it_is_made(pair: Pair) -> None:
+    async with pair.connected() as (client, server, _):
+        await asyncio.sleep(0.05)
+        stream = client.peer.open_stream(bidirectional=False)
+        asyncio.get_running_loop().call_soon(client.peer.send, stream, b"x" * 100)
+        client.peer.will_send()
+        await asyncio.sleep(0)
+        assert client.peer.backlog_bytes() == 0
+        await server.until(lambda s: bytes(s.received.get(stream, b"")) == b"x" * 100)
+
+
+async def test_what_waits_to_leave_waits_for_an_announced_send_and_for_no_second_one(pair: Pair) -> None:
+    async with pair.connected() as (client, server, _):
+        await asyncio.sleep(0.05)
+        stream = client.peer.open_stream(bidirectional=False)
+        client.peer.send(stream, b"x" * 100)
+        asyncio.get_running_loop().call_soon(client.peer.send, stream, b"y" * 100)
+        client.peer.will_send()
+        await asyncio.sleep(0)
+        assert client.peer.backlog_bytes() == 200
+        client.peer.will_send()
+        await asyncio.sleep(0)
+        assert client.peer.backlog_bytes() == 0
+        await server.until(lambda s: bytes(s.received.get(stream, b"")) == b"x" * 100 + b"y" * 100)
+
+
 async def test_more_streams_than_may_be_open_at_once_one_after_another(pair: Pair) -> None:
     async with pair.connected() as (client, server, _):
         for number in range(300):

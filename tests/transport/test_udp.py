@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import cast
 
 import pytest
 from transport.recorder import eventually
 
-from felix.transport.udp import Address, UdpSocket, open_socket
+from felix.transport.udp import SMALL_BYTES, UNPROBED_READS, Address, UdpSocket, open_socket
 
 BUFFER_BYTES = 1 << 20
 
@@ -117,3 +118,78 @@ async def test_a_connected_socket_is_told_that_nobody_listens() -> None:
     udp.send([b"anybody?"], None)
     await eventually(lambda: reader.refusals > 0)
     udp.close()
+
+
+class Counted:
+    """A socket, and how often it was asked for a datagram."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.reads = 0
+
+    def recvmsg_into(self, buffers: list[bytearray], ancillary: int) -> object:
+        self.reads += 1
+        return self._sock.recvmsg_into(buffers, ancillary)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._sock, name)
+
+
+async def test_a_socket_that_held_one_small_datagram_is_asked_once_for_each_of_the_next_seven() -> None:
+    loop = asyncio.get_running_loop()
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    left.setblocking(False)
+    counted, reader = Counted(left), Reader()
+    udp = UdpSocket(cast("socket.socket", counted), loop, reader)
+    reads = []
+    for number in range(1 + UNPROBED_READS + 1):
+        before = counted.reads
+        right.send(b"%d" % number)
+        await eventually(lambda number=number: len(reader.datagrams) == number + 1)  # type: ignore[misc]
+        reads.append(counted.reads - before)
+    assert reads == [2] + [1] * UNPROBED_READS + [2]
+    udp.close()
+    right.close()
+
+
+async def test_what_else_a_socket_held_is_read_in_the_next_iterations_and_then_as_one_burst() -> None:
+    loop = asyncio.get_running_loop()
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    left.setblocking(False)
+    counted, reader = Counted(left), Reader()
+    udp = UdpSocket(cast("socket.socket", counted), loop, reader)
+    right.send(b"alone")
+    await eventually(lambda: len(reader.datagrams) == 1)
+    passes = reader.passes
+    sent = [b"%d" % number for number in range(UNPROBED_READS)]
+    for datagram in sent:
+        right.send(datagram)
+    await eventually(lambda: len(reader.datagrams) == 1 + len(sent))
+    assert reader.datagrams[1:] == sent
+    assert reader.passes == passes + len(sent)
+    # Nobody has looked since: the next pass does, and so finds a burst, and so does the one after it.
+    for _ in range(2):
+        passes, known = reader.passes, len(reader.datagrams)
+        for datagram in sent:
+            right.send(datagram)
+        await eventually(lambda known=known: len(reader.datagrams) == known + len(sent))  # type: ignore[misc]
+        assert reader.passes == passes + 1
+    udp.close()
+    right.close()
+
+
+async def test_a_large_datagram_is_followed_by_all_that_the_socket_holds() -> None:
+    loop = asyncio.get_running_loop()
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    left.setblocking(False)
+    reader = Reader()
+    udp = UdpSocket(left, loop, reader)
+    right.send(b"alone")
+    await eventually(lambda: len(reader.datagrams) == 1)
+    passes = reader.passes
+    for datagram in (bytes(SMALL_BYTES), b"1", b"2"):
+        right.send(datagram)
+    await eventually(lambda: len(reader.datagrams) == 4)
+    assert reader.passes == passes + 1
+    udp.close()
+    right.close()
