@@ -583,7 +583,8 @@ async def test_clients_share_a_listener_without_hearing_each_other(pair: Pair) -
     async with pair.listening(Echo) as listener:
         clients = [Recorder() for _ in range(12)]
         await asyncio.gather(*(pair.dial(listener, client) for client in clients))
-        assert listener.connection_count == 12
+        # A client is connected before its listener has read so.
+        await eventually(lambda: listener.connection_count == 12)
         streams = []
         for number, client in enumerate(clients):
             stream = client.peer.open_stream(bidirectional=True)
