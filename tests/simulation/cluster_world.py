@@ -1381,7 +1381,7 @@ class ClusterWorld:
                     self.step(machine, shard, YieldAsked("drain"))
             case "late":
                 self._late_ms[fault.where] = fault.number % 700 + 50
-                self.later(lasts, lambda: self._late_ms.pop(fault.where, None))
+                self.later(lasts, lambda: self._late_ms.update({fault.where: 0}))
             case "stop":
                 self._stop_in_order(machine, lasts)
             case "move":
