@@ -140,7 +140,6 @@ class Hosted:
     shard: ShardId
     core: ReplicaCore
     workers: dict[int, LogWorker]
-    answers_early: bool = False
     copier: Copier = field(init=False)
     led: dict[int, HostedCopies] = field(default_factory=dict)
     """per log: whoever leads it here, until it is released"""
@@ -158,6 +157,11 @@ class Hosted:
     """why nothing is done any more: our own mistake"""
     is_yielding: bool = False
     """while the store is told that a broken copy does not lead"""
+
+    @property
+    def answers_early(self) -> bool:
+        """As `Replica.answers_early`."""
+        return self.core.replica.answers_early
 
     @property
     def leads(self) -> bool:
@@ -292,8 +296,9 @@ class ReplicaHost:
         replica = Replica(
             self._broker, self._registration, self._folder, self._registered_at, plan.durability,
             {number: disk.beginning() for number, disk in disks.items()}, lease=self._broker_lease, lost=bool(lost),
+            answers_early=plan.answers_early,
         )  # fmt: skip
-        hosted = Hosted(plan.shard, ReplicaCore(replica), {}, plan.answers_early)
+        hosted = Hosted(plan.shard, ReplicaCore(replica), {})
         for number, disk in disks.items():
             hosted.workers[number] = LogWorker(
                 disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
@@ -714,11 +719,11 @@ class ReplicaHost:
 
     @property
     def yielding(self) -> bool:
-        """Whether a shard has been given up of which the record does not say so yet."""
-        return any(hosted.core.leader.phase is Phase.YIELDED for hosted in self._hosted.values())
+        """Whether a shard is being given up of which the record does not say so yet."""
+        return any(hosted.core.leader.gives_up for hosted in self._hosted.values())
 
     def give_up(self, why: YieldReason) -> None:
-        """Yield what is led here, where somebody else is eligible: a drain, a clock that is off."""
+        """Yield what is led here, where somebody else is eligible: a drain, a clock that is off. What was answered early is committed first."""
         for hosted in self._hosted.values():
             self._step(hosted, YieldAsked(why))
 

@@ -8,6 +8,9 @@
 - SERVING: all that was held at the election is committed (N3). Appends are taken while enough members are in sync (L4).
 - YIELDED: it has stopped for good in this epoch, and writes so until a later record is read.
 
+A leader that answers early (`acks: leader`) and gives up of its own accord hands over in two steps: first it answers nothing more before it is
+committed; it yields once all that it may have answered is committed, so that every member of `isr` has it (`_give_up`).
+
 What is committed (R1): in every record that may stand, every member of `isr` has it durable under the registration recorded there, there are
 at least `min` of them, and `elr` is empty. This needs no lease: a successor is one of these members, and refuses this epoch once it knows of
 its own. It ends DETACHED_MS after the lease (R12).
@@ -103,6 +106,9 @@ a shard that he has to recover from elsewhere."""
 CUT_OFF_MS: Final = 5_000
 """A leader without its lease, which an in-sync copy has not answered for so long, gives up: it can neither commit nor leave that copy out, and whoever
 waits for it may find another leader elsewhere. Longer than a slow copy may take, and than a link takes to come back."""
+HAND_OVER_MS: Final = 1_000
+"""Of what it answered early a leader that gives up waits so long for the slowest copy in sync; then one that has it leads, without those that have
+not. Some syncs and round trips, and less than a stop in order waits in all (region.replicas.GIVE_UP_S)."""
 IN_FLIGHT_GROUPS_MAX: Final = 32
 """Groups of frames sent to a follower and not acknowledged: some syncs' worth. Behind that it reads from the leader's log."""
 IN_FLIGHT_BYTES_MAX: Final = 8 << 20
@@ -154,6 +160,15 @@ class FollowerLog:
     def has_room(self, bytes_max: int = IN_FLIGHT_BYTES_MAX) -> bool:
         """Whether more may be sent, with so many bytes in flight at most."""
         return len(self.flight) < IN_FLIGHT_GROUPS_MAX and self.flight_bytes < bytes_max
+
+
+@dataclass(frozen=True, slots=True)
+class HandingOver:
+    """A leader that answered early is to give up, since `since_ms`. `answered`: per log, the furthest that it may have answered."""
+
+    why: YieldReason
+    since_ms: int
+    answered: dict[int, LogPoint]
 
 
 @dataclass(slots=True)
@@ -212,6 +227,9 @@ class LeaderCore:
         self._elected_ms = -1
         self._unreachable_ms = -UNREACHABLE_PAUSE_MS
         self._yield: YieldReason | None = None
+        self._handing: HandingOver | None = None
+        self._left_behind: dict[str, int] = {}
+        """members, by registration, that leave the sets with the yield: they lack what was answered"""
         self._ticked_ms = -1
         # Values, since an empty set takes 216 bytes in each copy.
         self._unlinked: frozenset[str] = frozenset()
@@ -227,6 +245,11 @@ class LeaderCore:
         return self.phase is not Phase.IDLE
 
     @property
+    def gives_up(self) -> bool:
+        """Whether an epoch is being given up, and the record does not say so yet."""
+        return self.phase is Phase.YIELDED or self._handing is not None
+
+    @property
     def commits(self) -> bool:
         """Whether the commit point may rise."""
         return self.phase is Phase.PREPARING or self.phase is Phase.SERVING
@@ -237,7 +260,11 @@ class LeaderCore:
 
     def may_answer(self, now: int) -> bool:
         """Whether what rests on no commit may be answered (L1)."""
-        return self.phase is Phase.SERVING and now < self.replica.lease.until_ms - LEASE_MARGIN_MS
+        return (
+            self.phase is Phase.SERVING
+            and self._handing is None
+            and now < self.replica.lease.until_ms - LEASE_MARGIN_MS
+        )
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -250,6 +277,8 @@ class LeaderCore:
         handle = self._handlers.get(type(event))
         if handle is not None:
             handle(self, event, now, ready)
+        if self._handing is not None:
+            self._end_hand_over(now, ready)
         return ready
 
     # -- elections -------------------------------------------------------------------------------------
@@ -300,6 +329,7 @@ class LeaderCore:
         self._conflicting = frozenset()
         self._below_since = -1
         self._yield = None
+        self._handing, self._left_behind = None, {}
         self._ticked_ms = self._elected_ms = now
         self.held = {number: log.end for number, log in replica.logs.items()}
         for number, log in replica.logs.items():
@@ -328,7 +358,48 @@ class LeaderCore:
         assert self.standing is not None
         record = self.standing.record
         if is_target_in_sync(record) and record.target[0] != self.replica.broker:
-            self._stop("move", now, ready)
+            self._give_up("move", now, ready)
+
+    def _give_up(self, why: YieldReason, now: int, ready: Ready) -> None:
+        """Let another one lead, of its own accord. What was answered early is first to be on every copy that may lead: in this epoch, and, of a
+        leader before, what was held at the election."""
+        if not self.replica.answers_early:
+            self._stop(why, now, ready)
+        elif self._handing is None:
+            answered = {
+                number: max(log.durable, self.held[number]) for number, log in self.replica.logs.items()
+            }
+            self._handing = HandingOver(why, now, answered)
+
+    def _end_hand_over(self, now: int, ready: Ready) -> None:
+        """Yield once all that was answered is committed; after HAND_OVER_MS once another one has it all, and without those that lack it. Where nobody
+        else could lead any more, stay."""
+        handing, standing = self._handing, self.standing
+        assert handing is not None and standing is not None
+        others = self._others_alive()
+        if not others:
+            self._handing = None
+        elif all(self.replica.logs[number].commit >= end for number, end in handing.answered.items()):
+            self._stop(handing.why, now, ready)
+        elif now - handing.since_ms >= HAND_OVER_MS:
+            able = [member for member, number in others.items() if self._has(member, number, handing)]
+            if able:
+                self._left_behind = without(standing.record.isr, [self.replica.broker, *able])
+                self._stop(handing.why, now, ready)
+
+    def _has(self, member: str, registration: int, handing: HandingOver) -> bool:
+        """Whether a member has all that was answered on its disk."""
+        for number, end in handing.answered.items():
+            held = self._held_by(member, registration, self.replica.logs[number])
+            if held is None or held < end:
+                return False
+        return True
+
+    def _others_alive(self) -> dict[str, int]:
+        """Who else may be elected: members of the sets that are alive under the registration that is recorded."""
+        assert self.standing is not None
+        others = without(self.standing.record.members(), [self.replica.broker])
+        return {member: number for member, number in others.items() if self._living.get(member) == number}
 
     def _depose(self, ready: Ready) -> None:
         """The epoch is lost, or given up and known to be: nothing of it is answered any more."""
@@ -336,6 +407,7 @@ class LeaderCore:
             self._attempts = self.standing.attempts
         self.phase = Phase.IDLE
         self.standing = None
+        self._handing = None
         self.followers = {}
         ready.deposed = True
 
@@ -348,6 +420,7 @@ class LeaderCore:
             return
         self.phase = Phase.YIELDED
         self._yield = why
+        self._handing = None
         self.followers = {}
         ready.deposed = True
         self._change(now, ready)
@@ -721,7 +794,10 @@ class LeaderCore:
         """The record that should stand in place of this one; None where it is well."""
         if self.phase is Phase.YIELDED:
             assert self._yield is not None
-            return with_yield(record, self._yield)
+            behind = [
+                member for member, number in self._left_behind.items() if record.isr.get(member) == number
+            ]
+            return with_yield(with_shrunk(record, behind) if behind else record, self._yield)
         lost = [
             peer for peer, follower in self.followers.items() if follower.lost and peer in record.members()
         ]
@@ -857,6 +933,8 @@ class LeaderCore:
         standing = self.standing
         if self.phase is not Phase.SERVING or standing is None or standing.unsettled or not self._enough():
             return False
+        if self._handing is not None:
+            return False
         record = standing.record
         return (
             all(log.syncing_since < 0 for log in self.replica.logs.values())
@@ -913,10 +991,10 @@ class LeaderCore:
         """With nobody else eligible it stays, unless it cannot serve anyway."""
         if self.standing is None or self.phase is Phase.YIELDED:
             return
-        others = without(self.standing.record.members(), [self.replica.broker])
-        others_live = any(self._living.get(member) == number for member, number in others.items())
-        if others_live or event.why in CANNOT_SERVE:
+        if event.why in CANNOT_SERVE:
             self._stop(event.why, now, ready)
+        elif self._others_alive():
+            self._give_up(event.why, now, ready)
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any, int, Ready], None]]] = {
         RecordRead: _read,

@@ -144,6 +144,8 @@ class Replica:
     lease: BrokerLease = field(default_factory=BrokerLease)
     lost: bool = False
     """what was acknowledged here is gone from this copy: it leads nothing before a leader has let it into the in-sync set again"""
+    answers_early: bool = False
+    """`acks: leader`: an append may be answered once it is durable on the leader, before it is committed"""
 
     def __post_init__(self) -> None:
         newest = max((log.history.last for log in self.logs.values()), default=EpochStart(0, "", BEGINNING))

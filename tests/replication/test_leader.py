@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from replication.shard import Shard, frames, members, record, sent, swaps
 
-from region.cluster.records import Yielded
+from region.cluster.records import Yielded, YieldReason
 from region.log.point import LogPoint
 from region.replication.leader import (
     APPEND_BYTES_MAX,
@@ -14,6 +14,7 @@ from region.replication.leader import (
     COPY_IN_FLIGHT_BYTES_MAX,
     DETACHED_MS,
     EXPAND_BACKOFF_MS,
+    HAND_OVER_MS,
     HUNG_MS,
     IN_FLIGHT_GROUPS_MAX,
     LINK_DOWN_MS,
@@ -544,6 +545,135 @@ def test_nor_does_it_yield_to_members_that_are_not_alive_or_were_started_again()
         assert shard.leader.phase is Phase.SERVING
     shard.tell(Living({"a": 1, "b": 2, "c": 1}))
     assert shard.tell(YieldAsked("drain")).deposed
+
+
+def answering_early(isr: str = "a1 b1 c1", **more: object) -> Shard:
+    """a leads with `acks: leader`, all others live, and b and c are placed, as far as they are in sync; three groups are durable here alone."""
+    shard = Shard("a")
+    shard.replica.answers_early = True
+    shard.tell(Living({"a": 1, "b": 1, "c": 1}))
+    shard.lead(record(isr=isr, minimum=1, **more))
+    for peer in "bc":
+        if f"{peer}1" in isr:
+            shard.place(peer)
+            shard.ack(peer, 0)
+    shard.write(3)
+    shard.sync()
+    assert shard.commit() == (3 if isr == "a1" else 0) and shard.leader.may_answer(shard.now)
+    return shard
+
+
+@pytest.mark.parametrize("why", ["drain", "move", "clock", "stuck"])
+def test_a_leader_that_answered_early_hands_over_once_every_copy_in_sync_has_that(why: YieldReason) -> None:
+    shard = answering_early()
+    assert not shard.tell(YieldAsked(why)).deposed
+    assert not shard.leader.may_answer(shard.now), "what is durable here alone is answered no more"
+    assert shard.leader.may_append() and shard.leader.gives_up
+    shard.write()
+    shard.sync()
+    assert not shard.ack("b", 4).deposed
+    ready = shard.ack("c", 3)
+    assert shard.commit() == 3 and ready.deposed, (
+        "what came afterwards was not answered, and is not waited for"
+    )
+    assert ready.swap is not None and ready.swap.record.yielded == Yielded(1, why)
+    assert ready.swap.record.isr == members("a1 b1 c1")
+
+
+def test_a_move_leads_to_another_leader_once_that_one_has_what_was_answered() -> None:
+    shard = answering_early()
+    assert not shard.read(record(isr="a1 b1 c1", minimum=1, target=("b", "c"))).deposed
+    shard.ack("b", 3)
+    swap = shard.ack("c", 3).swap
+    assert swap is not None and swap.record.yielded == Yielded(1, "move")
+
+
+def test_a_copy_that_does_not_come_holds_no_hand_over_up_and_does_not_lead() -> None:
+    shard = answering_early()
+    shard.tell(YieldAsked("drain"))
+    shard.ack("b", 3)
+    assert not swaps(shard.wait(HAND_OVER_MS - 100))
+    (swap,) = swaps(shard.wait(200))
+    assert swap.record.yielded == Yielded(1, "drain")
+    assert swap.record.members() == members("a1 b1"), "c lacks what was answered"
+
+
+def test_where_nobody_else_has_what_was_answered_a_leader_waits_and_stays_once_all_others_left() -> None:
+    shard = answering_early()
+    shard.tell(YieldAsked("drain"))
+    waited = shard.wait(REPLICA_LAG_MS + 500)
+    assert not any(ready.deposed for ready in waited)
+    (swap, *_) = swaps(waited)
+    assert swap.record.isr == members("a1") and swap.record.yielded is None, "both are late"
+    answer(shard, swap)
+    assert shard.commit() == 3 and shard.leader.phase is Phase.SERVING
+    assert shard.leader.may_answer(shard.now) and not shard.leader.gives_up
+
+
+def test_a_leader_waits_no_more_for_those_that_die_while_it_hands_over() -> None:
+    shard = answering_early()
+    shard.tell(YieldAsked("drain"))
+    shard.tell(Living({"a": 1}))
+    assert shard.leader.may_answer(shard.now) and not shard.leader.gives_up
+
+
+def test_a_new_copy_that_never_asked_is_not_handed_to_where_another_one_has_all() -> None:
+    shard = Shard("a")
+    shard.replica.answers_early = True
+    shard.tell(Living({"a": 1, "b": 1, "c": 1}))
+    shard.lead(record(minimum=1))
+    shard.place("c")
+    shard.ack("c", 0)
+    shard.wait(5_000)
+    assert shard.leader.standing is not None and "b" in shard.leader.standing.record.isr, (
+        "it is about to be opened"
+    )
+    shard.write(3)
+    shard.sync()
+    shard.ack("c", 3)
+    shard.tell(YieldAsked("drain"))
+    (swap,) = swaps(shard.wait(HAND_OVER_MS + 100))
+    assert swap.record.members() == members("a1 c1") and swap.record.yielded == Yielded(1, "drain")
+
+
+def test_what_was_answered_in_an_epoch_before_is_handed_over_too() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    shard.replica.answers_early = True
+    shard.tell(Living({"a": 1, "b": 1, "c": 1}))
+    assert shard.read(record(epoch=2, minimum=1)).begin
+    assert not shard.tell(YieldAsked("drain")).deposed, "its epoch has not begun on the disk"
+    assert not shard.tell(Begun(2)).deposed
+    for peer in "bc":
+        shard.place(peer, 5, epoch=1, starts=((1, 0),))
+    assert not shard.ack("b", 5).deposed
+    assert shard.ack("c", 5).deposed
+
+
+@pytest.mark.parametrize("why", ["failed", "hung", "corrupt"])
+def test_a_leader_that_cannot_serve_waits_for_nothing_that_it_answered(why: YieldReason) -> None:
+    shard = answering_early()
+    shard.tell(YieldAsked("drain"))
+    ready = shard.tell(DiskFailed(0, why))
+    assert ready.deposed and ready.swap is not None and ready.swap.record.yielded == Yielded(1, why)
+    assert answering_early().tell(YieldAsked(why)).deposed
+
+
+def test_a_leader_that_is_handing_over_needs_ticks() -> None:
+    shard = answering_early()
+    shard.ack("b", 3)
+    shard.tell(Linked("c", False))
+    shard.tell(YieldAsked("drain"))
+    shard.tick()
+    assert not shard.core.is_quiescent
+    shard.wait(HAND_OVER_MS)
+    assert shard.leader.phase is Phase.YIELDED
+
+
+def test_an_epoch_that_is_lost_while_it_is_handed_over_is_not_yielded() -> None:
+    shard = answering_early()
+    shard.tell(YieldAsked("drain"))
+    ready = shard.read(record(epoch=2, leader="b", minimum=1))
+    assert ready.deposed and ready.swap is None and not shard.leader.gives_up
 
 
 def test_more_members_for_a_commit_are_asked_for_once_there_are_so_many_copies() -> None:

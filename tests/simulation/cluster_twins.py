@@ -28,7 +28,7 @@ from simulation.switching import missed, patched, switched_off
 from region import reconciliation
 from region.cluster import membership, registration, transactions
 from region.cluster.election import Brokers
-from region.cluster.records import ShardId, ShardRecord
+from region.cluster.records import ShardId, ShardRecord, YieldReason
 from region.cluster.transactions import Transaction
 from region.cluster.view import ClusterView
 from region.log import shared_offload
@@ -272,6 +272,11 @@ def stop_when_asked(self: LeaderCore, event: YieldAsked, now: int, ready: Ready)
         self._stop(event.why, now, ready)
 
 
+def give_up_at_once(self: LeaderCore, why: YieldReason, now: int, ready: Ready) -> None:
+    """Yields whatever was answered early."""
+    self._stop(why, now, ready)
+
+
 def always(*asked: object) -> bool:
     return True
 
@@ -422,7 +427,7 @@ TWINS: Final = (
     ),
     Twin("L2: the leader's own disk counts, too", 1, patched(LeaderCore, "_held_by", held_before_the_sync)),
     Twin("L4: below min nothing is committed", 9, patched(LeaderCore, "_enough", always)),
-    Twin("L6: who joins has what was committed", 7, patched(LeaderCore, "_may_join", join_at_once)),
+    Twin("L6: who joins has what was committed", 0, patched(LeaderCore, "_may_join", join_at_once)),
     Twin(
         "N1: an epoch has begun on the disk before it is led",
         296,
@@ -536,6 +541,17 @@ TWINS: Final = (
         None,
         patched(LeaderCore, "_handlers", LeaderCore._handlers | {YieldAsked: stop_when_asked}),
         test_leader.test_a_leader_with_nobody_else_stays_when_it_is_to_be_drained,
+    ),
+    Twin(
+        "what was answered early is committed before another one leads",
+        615,
+        patched(LeaderCore, "_give_up", give_up_at_once),
+    ),
+    Twin(
+        "a leader that gives up hands over to none that lacks what it answered",
+        None,
+        patched(LeaderCore, "_has", always),
+        test_leader.test_where_nobody_else_has_what_was_answered_a_leader_waits_and_stays_once_all_others_left,
     ),
     Twin(
         "R10: a store that went back freezes the shard",

@@ -42,6 +42,7 @@ from simulation.store_model import (
 from region import reconciliation
 from region.cluster import controller
 from region.cluster.controller import ControllerCore
+from region.cluster.election import has_yielded
 from region.cluster.records import (
     BrokerRecord,
     ClusterKeys,
@@ -65,6 +66,7 @@ from region.cluster.view import ClusterView
 from region.log.point import LogPoint
 from region.metadata.transaction import Change, Put, Snapshot, TransactResult
 from region.reconciliation import FolderReport, LogTold, ShardTold
+from region.replicas import GIVE_UP_S
 from region.replication.core import ReplicaCore
 from region.replication.history import BEGINNING, History
 from region.replication.leader import DETACHED_MS
@@ -75,6 +77,7 @@ from region.replication.ready import (
     CopyFailed,
     DiskFailed,
     FramesRead,
+    Leaving,
     Linked,
     Living,
     MinWanted,
@@ -137,6 +140,8 @@ class Scene:
     """the leader of the first shard coordinates transactions that write into the others"""
     offloaded: bool = False
     """segments of the first shard lie in a store"""
+    answers_early: bool = False
+    """`acks: leader`: records are answered once they are durable on their leader"""
 
 
 FAULTS: Final = {
@@ -159,6 +164,17 @@ TRANSACTED: Final = 0.1
 
 OFFLOADED: Final = 0.15
 """In so many of the rest segments lie in a store: where no copy, and no record, goes back to what it was."""
+
+
+ANSWERED_EARLY: Final = 0.15
+"""In so many of the rest records are answered once they are durable on their leader."""
+EARLY_FAULTS: Final = {"stop": 5, "yield": 5, "move": 2, "slow": 3, "net": 3, "trim": 1, "link": 1, "late": 6}
+"""What may happen then: every leader that goes gives up of its own accord, and copies are slow, or not reached for a while. What ends a leader
+otherwise may lose what the others had not, as `acks: leader` says."""
+GIVE_UP_MS: Final = int(GIVE_UP_S * 1_000)
+GIVE_UP_LOOK_MS: Final = 20
+LEAVE_MS: Final = 100
+"""What a broker that is stopped does once it has said that it leaves: its last messages are on their way."""
 
 
 def draw(seed: int) -> Scene:
@@ -212,10 +228,30 @@ def draw(seed: int) -> Scene:
         and not any(fault.what in {*APART, "recovered", "snapshot"} for fault in faults)
         and Random(f"offloaded {seed}").random() < OFFLOADED
     )
+    answers_early = (
+        not (audited or transacted or offloaded)
+        and not any(fault.what in {*APART, "recovered", "snapshot"} for fault in faults)
+        and Random(f"early {seed}").random() < ANSWERED_EARLY
+    )
+    if answers_early:
+        return draw_early(seed, brokers, shards)
     faults.sort()
     return Scene(
         brokers, shards, minimum, tuple(faults), audited=audited, transacted=transacted, offloaded=offloaded
     )
+
+
+def draw_early(seed: int, brokers: int, shards: int) -> Scene:
+    """A run with `acks: leader`, in which nothing happens that may lose what was answered early."""
+    random = Random(f"early faults {seed}")
+    whats = random.choices(list(EARLY_FAULTS), list(EARLY_FAULTS.values()), k=random.randint(3, 9))
+    faults = []
+    for what in whats:
+        where = random.randrange(brokers)
+        other = (where + random.randrange(1, brokers)) % brokers
+        at, lasts = random.randrange(700, FAULTS_MS), random.randrange(50, random.choice((300, 1_200, 3_000)))
+        faults.append(Fault(at, what, where, other, lasts, random.getrandbits(16)))
+    return Scene(brokers, shards, 1, tuple(sorted(faults)), answers_early=True)
 
 
 @dataclass
@@ -257,6 +293,7 @@ class Machine:
     again: set[tuple[ShardId, int]] = field(default_factory=set)
     controller: ControllerCore | None = None
     replacing: bool = False
+    stopping: bool = False
     copy: DiskModel | None = None
 
     @property
@@ -325,6 +362,10 @@ class ClusterWorld:
         self.offload = Offload(self, self.shards[0]) if self.scene.offloaded else None
         self.operator = self.store.client(OPERATOR)
         self._folders = self.scene.brokers
+        self._late_ms: dict[int, int] = {}
+        """by machine: what it is told arrives so much later"""
+        self._once_answered: list[Fault] = []
+        """what happens to the next leader that answers a record early, at once"""
         elections = Random(f"elections {seed}")
         self._elections = (f"{elections.getrandbits(64):016x}" for _ in repeat(None))
 
@@ -502,6 +543,9 @@ class ClusterWorld:
             if set(record.isr) != set(record.replicas) or record.elr or record.target:
                 return f"not all replicas are in sync: {record}"
             _, core = found
+            # Of what was answered early, no client waits for the commit.
+            if self.scene.answers_early and not all(log.is_committed for log in core.replica.logs.values()):
+                return "not all that the leader has is committed"
             for name in record.replicas:
                 other = self.by_name[name].cores.get(shard)
                 # Not its commit point: where no append follows, a commit that a lossy link swallowed is told with the next one.
@@ -531,6 +575,7 @@ class ClusterWorld:
         machine.syncing, machine.again = set(), set()
         machine.lease = machine.registration = 0
         machine.is_told = True
+        machine.stopping = False
         machine.held = BrokerLease()
         machine.controller = ControllerCore(self.keys, machine.name, LEASE_MS, self._elections)
         self.counts["starts"] += 1
@@ -655,7 +700,8 @@ class ClusterWorld:
             )
         return ReplicaCore(
             Replica(
-                machine.name, machine.registration, machine.disk.file.folder, revision, "fsync", logs, lease=machine.held
+                machine.name, machine.registration, machine.disk.file.folder, revision, "fsync", logs, lease=machine.held,
+                answers_early=self.scene.answers_early,
             )
         )  # fmt: skip
 
@@ -864,7 +910,7 @@ class ClusterWorld:
         random = self.random
         if self.loss and random.random() < self.loss:
             return
-        delay = self.delay_ms
+        delay = self.delay_ms + self._late_ms.get(other.index, 0)
         if self.shuffle and random.random() < self.shuffle:
             delay += random.randint(1, 400)
         life = other.life
@@ -1170,10 +1216,19 @@ class ClusterWorld:
         waiting = machine.appends.get(shard)
         if not waiting or not core.leader.commits:
             return
+        # Journals are never answered early.
+        early = core.replica.answers_early and core.leader.may_answer(self.local(machine))
         left: deque[Append] = deque()
         for append in waiting:
-            if core.replica.logs[append.log].commit >= append.point:
+            log = core.replica.logs[append.log]
+            if log.commit >= append.point:
                 self._acknowledge(append)
+            elif early and append.log == 0 and log.durable >= append.point:
+                self.counts["answered early"] += 1
+                self._acknowledge(append)
+                if self._once_answered:
+                    fault = self._once_answered.pop()._replace(where=machine.index, number=0)
+                    self.on(machine, 1, lambda fault=fault: self.fault(fault))  # type: ignore[misc]
             else:
                 left.append(append)
         machine.appends[shard] = left
@@ -1194,10 +1249,43 @@ class ClusterWorld:
             append.client.asked_ms = -1
         machine.appends[shard] = deque()
 
+    def _stop_in_order(self, machine: Machine, lasts: int) -> None:
+        """As `Replicas.give_up`: hand on what is led, leave what others lead, and end; one broker after the other, as a rolling restart does."""
+        if any(not each.up or each.stopping or not each.lease for each in self.machines):
+            return
+        self.counts["stops"] += 1
+        machine.stopping = True
+        began = self.now
+        for shard in list(machine.cores):
+            self.step(machine, shard, YieldAsked("drain"))
+
+        def look() -> None:
+            gives_up = any(core.leader.gives_up for core in machine.cores.values()) or any(
+                has_yielded(record)
+                for record in machine.view.shards.values()
+                if record.leader == machine.name
+            )
+            if gives_up and self.now - began < GIVE_UP_MS:
+                self.on(machine, GIVE_UP_LOOK_MS, look)
+                return
+            self.counts["stops in time"] += not gives_up
+            for shard in list(machine.cores):
+                self.step(machine, shard, Leaving())
+            self.on(machine, LEAVE_MS, end)
+
+        def end() -> None:
+            self.crash(machine, power=False)
+            self.start_after(machine, lasts)
+
+        self.on(machine, 1, look)
+
     # -- faults ----------------------------------------------------------------------------------------
 
     def fault(self, fault: Fault) -> None:
         if self.calm:
+            return
+        if self.scene.answers_early and fault.what in {"stop", "yield"} and fault.number & 1:
+            self._once_answered.append(fault)
             return
         self.note("fault", fault)
         machine = self.machines[fault.where]
@@ -1291,6 +1379,11 @@ class ClusterWorld:
             case "yield":
                 for shard in list(machine.cores):
                     self.step(machine, shard, YieldAsked("drain"))
+            case "late":
+                self._late_ms[fault.where] = fault.number % 700 + 50
+                self.later(lasts, lambda: self._late_ms.update({fault.where: 0}))
+            case "stop":
+                self._stop_in_order(machine, lasts)
             case "move":
                 self._move(machine, fault)
             case "trim":

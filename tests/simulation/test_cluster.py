@@ -32,6 +32,8 @@ def test_what_is_promised_is_kept_whatever_fails(number: int) -> None:
             "read",
             "told committed",
             "offloaded",
+            "answered early",
+            "stops in time",
         )
     )
 
