@@ -47,6 +47,8 @@ DEADLINE_MS: Final = 600_000
 """A record is tried for so long: what is lost is to be seen, not given up."""
 STEP_TIMEOUT_S: Final = 240.0
 """However slow the machine is: a step that takes longer never ends."""
+GATHERED_MAX: Final = 5
+"""So often it is tried to have one broker lead all."""
 ASK_S: Final = 0.02
 """Between two questions whether a stream is served."""
 
@@ -264,6 +266,20 @@ async def _write_all(writers: Sequence[_Writer]) -> list[int]:
 
 
 async def _gather(
+    shards: int, client: felix.RegionClient, brokers: Brokers, store: _Store, writers: Sequence[_Writer]
+) -> str:
+    """Have one broker lead all. One that loses its lease meanwhile, as on a busy machine, loses what it led: then another one is tried."""
+    for _ in range(GATHERED_MAX):
+        leader = await _gathered(shards, client, brokers, store, writers)
+        if leader in store.view.alive and store.led_by(leader) >= shards:
+            return leader
+    raise UnavailableError(
+        f"No broker led all {shards} shards until the others were back.",
+        hint="Try a longer lease, a quieter machine, or fewer shards.",
+    )
+
+
+async def _gathered(
     shards: int, client: felix.RegionClient, brokers: Brokers, store: _Store, writers: Sequence[_Writer]
 ) -> str:
     """Stop all brokers but the one that leads most, and start them again; that one leads all."""
