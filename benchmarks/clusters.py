@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 import typer
 
 from benchmarks.copies import CopiesPlan, CopiesReport, measure_copies
+from benchmarks.dead_leader import DeadLeaderPlan, DeadLeaderReport, measure_dead_leader
 from benchmarks.failover import FailoverPlan, FailoverReport, measure_failover
 from benchmarks.new_copy import NewCopyPlan, NewCopyReport, measure_new_copy
 from benchmarks.options import FolderOption, JsonOption, QuickOption, measured
@@ -19,6 +21,7 @@ from policy.quantity import Duration, Size
 
 QUICK_COPIES: Final = CopiesPlan(seconds=1.0, records_max=20_000, lone=100, repeats=1)
 QUICK_FAILOVER: Final = FailoverPlan(kills=1, lease_ms=2_000)
+QUICK_DEAD_LEADER: Final = DeadLeaderPlan(kills=1, lease_ms=2_000)
 QUICK_NEW_COPY: Final = NewCopyPlan(gib=0.05, seconds=3.0)
 LOGGED: Final = logging.CRITICAL
 """Clients say that brokers went, as they should; here it is what is asked for."""
@@ -59,18 +62,41 @@ def failover(
             "--lease", help="Of a broker, as in 2s; unless said: as by default, or 2s with --quick."
         ),
     ] = "",
+    shards: Annotated[
+        int,
+        typer.Option(
+            "--shards",
+            help="Measure the death of a broker that leads so many, and not one stream: 3 kills, or 1 with --quick.",
+            min=0,
+            max=5000,
+        ),
+    ] = 0,
     quick: QuickOption = False,
     folder: FolderOption = None,
     json: JsonOption = False,
 ) -> None:
-    """How long writers wait when the leader of their stream is killed, or stopped in order."""
+    """How long writers wait when the leader of their stream is killed, or stopped in order; or one that leads many shards is killed."""
+    lease_ms = int(Duration.parse(lease)) if lease else 0
+    if shards:
+        _dead_leader(shards, kills, lease_ms, quick, folder, json)
+        return
     plan = QUICK_FAILOVER if quick else FailoverPlan()
-    plan = msgspec.structs.replace(
-        plan, kills=kills or plan.kills, lease_ms=int(Duration.parse(lease)) if lease else plan.lease_ms
-    )
+    plan = msgspec.structs.replace(plan, kills=kills or plan.kills, lease_ms=lease_ms or plan.lease_ms)
     report = measured(lambda said: measure_failover(plan, folder, said), LOGGED)
     settle([("the stream with three copies", report.account)])
     print_json(report, kind="Benchmark") if json else print_failover(report)
+
+
+def _dead_leader(
+    shards: int, kills: int, lease_ms: int, quick: bool, folder: Path | None, json: bool
+) -> None:
+    plan = QUICK_DEAD_LEADER if quick else DeadLeaderPlan()
+    plan = msgspec.structs.replace(
+        plan, shards=shards, kills=kills or plan.kills, lease_ms=lease_ms or plan.lease_ms
+    )
+    report = measured(lambda said: measure_dead_leader(plan, folder, said), LOGGED)
+    settle([("streams with three copies", report.account)])
+    print_json(report, kind="Benchmark") if json else print_dead_leader(report)
 
 
 def new_copy(
@@ -148,6 +174,29 @@ def print_failover(report: FailoverReport) -> None:
         out.print(
             f"{each.signal} to the leader, {len(found.values)} times: median {found.median:.2f}, worst {found.high:.2f}, best {found.low:.2f}"
         )
+    out.print(
+        f"{report.account.received:,} acknowledged records, each found once, in order, at its offset; {report.seconds:.0f} s"
+    )
+
+
+def print_dead_leader(report: DeadLeaderReport) -> None:
+    """A table for people."""
+    taken, plan = report.taken, report.plan
+    what = {
+        "elected_first": "first elected",
+        "elected_last": "all elected",
+        "served_last": "all served by their new leaders",
+        "written_first": "first record acknowledged",
+        "written_last": "a record acknowledged in each",
+    }
+    table(
+        f"{plan.shards} shards of a killed broker, lease {Duration(report.lease_ms)}: seconds since the store had its lease no more, median of {plan.kills} (lowest – highest)",
+        ("", "s#"),
+        [(said, spread_of(taken[name])) for name, said in what.items()],
+    )
+    out.print(
+        f"the lease was gone {spread_of(taken['gone'])} s after the kill; processor time of the other two brokers {spread_of(taken['cpu'])} s from the kill on"
+    )
     out.print(
         f"{report.account.received:,} acknowledged records, each found once, in order, at its offset; {report.seconds:.0f} s"
     )
