@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -114,13 +114,20 @@ def restore(
     incarnation: Annotated[
         str, typer.Option(help="Which incarnation, in hex; needed where the store has several.")
     ] = "",
+    unverified: Annotated[
+        bool,
+        typer.Option(
+            "--unverified",
+            help="Also believe manifests without a tag, which versions before wrote: who keeps the store could have changed them.",
+        ),
+    ] = False,
     region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
-    """Rebuild a stream's lost folder from its offloaded segments. The broker must not run.
+    """Rebuild a stream's lost folder from its offloaded segments. The broker must not run; the region's keys are needed.
 
     What was written after the newest offloaded segment is lost, and its offsets will be given to other records: tell the
-    stream's consumers. Shards that have records here are refused, and nothing of them is touched.
+    stream's consumers. Where each shard ends is told: whoever keeps the store can leave the newest segments out, and change none. Shards that have records here are refused, and nothing of them is touched.
     """
     folder, config = folder_of(region)
     streams = folder.root / _data(config) / "streams"
@@ -140,18 +147,38 @@ def restore(
             hint="Name one with --incarnation." if chosen else "",
         )
     rows = []
-    with FileLock(streams):
+    with FileLock(streams), closing(_open_keys(streams, folder, config)) as keyring:
         base = object_url(url, f"{config.region}/{folder_name(name, chosen[0])}")
         for number in sorted(int(each) for each in list_names(base) if each.isdecimal()):
             identity = ShardIdentity(config.region, str(name), chosen[0], number)
             target = shard_folder(streams, name, chosen[0], number)
-            state = restore_shard(offload_base(url, identity), target, identity, DiskFiles())
-            rows.append({"shard": number, "segments": len(state.segments) + 1, "folder": str(target)})
+            tag = KeyringSeal(keyring, name, chosen[0], number).tag
+            restored = restore_shard(
+                offload_base(url, identity), target, identity, DiskFiles(), tag, unverified=unverified
+            )
+            rows.append(
+                {
+                    "shard": number,
+                    "segments": restored.segments,
+                    "first_offset": restored.start,
+                    "next_offset": restored.end,
+                    "last_time": iso(restored.last_time_ms),
+                    "untagged": restored.untagged,
+                    "folder": str(target),
+                }
+            )
     if json:
         print_json({"stream": str(name), "incarnation": chosen[0].hex(), "shards": rows})
     else:
         out.print(f"{name}, incarnation {chosen[0].hex()}: {len(rows)} shards are there again")
-        table("", ["shard#", "segments#", "folder"], [list(row.values()) for row in rows])
+        table(
+            "",
+            ["shard#", "segments#", "first offset#", "next offset#", "last record", "untagged#", "folder"],
+            [list(row.values()) for row in rows],
+        )
+        out.print(
+            "Compare each end with what consumers and bridges had: newer segments that somebody took out of the store cannot be seen here."
+        )
 
 
 def _verify_all(

@@ -626,7 +626,9 @@ class StreamTable:
         )
         if settings.durability.kind != "ephemeral":
             seal = self._make_seal(name, incarnation, number)
-            hooks = replace(hooks, seal=seal.seal, open_batch=seal.open_batch, commitment=seal.commitment)
+            hooks = replace(
+                hooks, seal=seal.seal, open_batch=seal.open_batch, commitment=seal.commitment, tag=seal.tag
+            )
         if self._leading is not None and (copies := self._leading.copies(record, number)) is not None:
             # Its epoch has begun with its election.
             return await self._directory.lead_shard(name, incarnation, number, settings, hooks, copies)

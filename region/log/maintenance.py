@@ -274,6 +274,7 @@ class Maintenance:
                 wanted.local_bytes if wanted else 0,
                 writer=self._writer,
                 pace=Throttle(self._store.rate_bytes, self._ending, self._store.clock),
+                tag=self._hooks.tag,
             )
             below, epochs = shard.high_watermark, shard.epochs.starts
             try:
@@ -336,7 +337,7 @@ class Maintenance:
             segments = waiting(disk, below)[:UPLOADS_PER_LIST]
             epochs = shard.epochs.starts
             entries = await work(
-                lambda: upload_segments(self._files, segments, base, epoch, epochs, throttle)
+                lambda: upload_segments(self._files, segments, base, epoch, epochs, throttle, self._hooks.tag)
             )
         new = less.more(entries)
         if new.segments != listed.segments:  # 3

@@ -15,8 +15,9 @@ Invariants:
 
 from __future__ import annotations
 
+import hmac
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 import msgspec
@@ -26,10 +27,15 @@ from region.log.epochs import EpochStart
 from region.log.point import LogPoint
 from region.log.segment import SEGMENT_SUFFIX, SegmentHeader, decode_segment_header
 
+TagOf = Callable[[str, bytes], bytes]
+"""What only who has the stream's key can say of bytes, for a purpose (region.log.seal.LogSeal.tag); empty of a log that is kept unsealed."""
+
 OFFLOADED_NAME: Final = "offloaded"
 FETCHED_SUFFIX: Final = ".fetched"
 """Of a local copy for reading; it may go at any time."""
 MANIFEST_SUFFIX: Final = ".json"
+MANIFEST_TAG: Final = "offload-manifest"
+"""The purpose of a manifest's tag."""
 LIST_PREFIX: Final = "list-"
 _OBJECT: Final = re.compile(r"[0-9]{20}(?:-[0-9]{10})?\.seg|list-[0-9]{10}-[0-9a-f]{16}\.json")
 _NAME: Final = re.compile(r"[0-9]{20}-([0-9]{10})\.seg(?:\.json)?|list-([0-9]{10})-[0-9a-f]{16}\.json")
@@ -138,11 +144,24 @@ class OffloadList(msgspec.Struct, frozen=True):
 
 
 class Manifest(msgspec.Struct, frozen=True):
-    """What stands beside an object: all that a lost local folder takes to be made anew."""
+    """What stands beside an object: all that a lost local folder takes to be made anew. `tag`, in hex, is made with the stream's key: a manifest
+    is what a broker wrote, whoever may write the store. Those of before have none."""
 
     segment: Offloaded
     epochs: tuple[EpochStart, ...]
     version: int = 1
+    tag: str = ""
+
+    def with_tag(self, tag: TagOf) -> Manifest:
+        """Raises as `tag`."""
+        return msgspec.structs.replace(self, tag=self._tag(tag))
+
+    def has_tag_of(self, tag: TagOf) -> bool:
+        """Whether it carries the tag of who has the stream's key. Raises as `tag`."""
+        return bool(self.tag) and hmac.compare_digest(self.tag.encode(), self._tag(tag).encode())
+
+    def _tag(self, tag: TagOf) -> str:
+        return tag(MANIFEST_TAG, msgspec.json.encode((self.segment, self.epochs, self.version))).hex()
 
 
 def encode_offload(state: OffloadState) -> bytes:

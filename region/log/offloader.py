@@ -41,6 +41,7 @@ from region.log.offload import (
     Manifest,
     Offloaded,
     OffloadState,
+    TagOf,
     decode_manifest,
     encode_manifest,
     encode_offload,
@@ -48,12 +49,14 @@ from region.log.offload import (
     object_url,
 )
 from region.log.recovery import EPOCHS_NAME, encode_epochs
-from region.log.segment import SEGMENT_SUFFIX, EntryDamagedError, ShardIdentity
+from region.log.segment import SEGMENT_SUFFIX, EntryDamagedError, ShardIdentity, decode_segment_header
 from region.log.segment_scan import damaged, scan_file
 from region.log.segment_state import SegmentState
 
 RATE_BYTES: Final = 64 << 20
 """Moved per second unless the region says otherwise: uploads leave the network and the disk to the brokers' clients."""
+HEADER_BYTES_MAX: Final = 64 << 10
+"""Read for a segment's header: its names are shorter by far."""
 FETCHED_BYTES_MAX: Final = 1 << 30
 """Of fetched segments on the local disk, per broker, unless the region says otherwise."""
 
@@ -136,6 +139,7 @@ class Offloader:
         *,
         writer: AbstractContextManager[object],
         pace: store.Pace,
+        tag: TagOf,
     ) -> None:
         self._disk = disk
         self._files = files
@@ -143,6 +147,7 @@ class Offloader:
         self._local_bytes = local_bytes
         self._writer = writer
         self._pace = pace
+        self._tag = tag
 
     def run(self, below: int, epochs: Sequence[EpochStart], *, upload: bool) -> OffloadReport:
         """Delete what is pending deletion; upload what is closed and wholly below `below`, if asked; let local files go.
@@ -169,7 +174,7 @@ class Offloader:
     def _upload(self, segment: SegmentState, epochs: tuple[EpochStart, ...]) -> None:
         url = object_url(self._base, segment.path.name)
         self._save(lambda state: _begin(state, url))  # 1
-        entry = upload(self._files, segment, url, epochs, self._pace)  # 2 to 4
+        entry = upload(self._files, segment, url, epochs, self._pace, self._tag)  # 2 to 4
         with self._writer:  # 5
             self._disk.add_offloaded(segment, entry)
 
@@ -187,11 +192,16 @@ class Offloader:
 
 
 def upload(
-    files: Files, segment: SegmentState, url: str, epochs: tuple[EpochStart, ...], pace: store.Pace
+    files: Files,
+    segment: SegmentState,
+    url: str,
+    epochs: tuple[EpochStart, ...],
+    pace: store.Pace,
+    tag: TagOf,
 ) -> Offloaded:
-    """Copy a closed segment to the object `url`, with its manifest: both are read back and are what was written.
+    """Copy a closed segment to the object `url`, with its manifest: both are read back and are what was written. `tag`: for the manifest.
 
-    Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError.
+    Raises UnavailableError for the store, CorruptionError for a damaged local file, OSError, and as `tag`.
     """
     _verify(files, segment, pace)
     sent = store.put_file(files, segment.path, url, pace)
@@ -203,7 +213,7 @@ def upload(
     entry = Offloaded(
         url, header, segment.next_offset, segment.segment_bytes, segment.last_time_ms, sent.sha256
     )
-    manifest = encode_manifest(Manifest(entry, epochs))
+    manifest = encode_manifest(Manifest(entry, epochs).with_tag(tag))
     store.put_bytes(manifest, entry.manifest_url)
     if store.get_bytes(entry.manifest_url) != manifest:
         raise _differs(entry.manifest_url)
@@ -274,13 +284,29 @@ def check_object(entry: Offloaded) -> None:
     _compare(entry, store.digest_of(entry.url))
 
 
-def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files) -> OffloadState:
+@dataclass(frozen=True, slots=True)
+class RestoredShard:
+    """What a shard has again: its offsets from `start` to before `end`, the last of which was appended at `last_time_ms`. `untagged`: so many of
+    its manifests nobody vouches for."""
+
+    segments: int
+    start: int
+    end: int
+    last_time_ms: int
+    untagged: int
+
+
+def restore_shard(
+    base: str, folder: Path, identity: ShardIdentity, files: Files, tag: TagOf, *, unverified: bool = False
+) -> RestoredShard:
     """Make a lost shard's folder anew from the manifests below `base`, so that the broker can serve it.
 
     The newest offloaded segment is brought back as the one to be written to, the others stay where they are. What was
-    appended after it is gone, and its offsets will be given to other records, under a new leader epoch. Raises
-    RequestError: CONFLICT where the folder has segments, NOT_FOUND where the store has none; CorruptionError,
-    UnavailableError.
+    appended after it is gone, and its offsets will be given to other records, under a new leader epoch.
+
+    A manifest counts where it carries a tag of who has the stream's key (`tag`): whoever keeps the store can leave the newest ones out, and change
+    none. `unverified`: also where it carries no tag at all, as those of before. Raises RequestError: CONFLICT where the folder has segments, NOT_FOUND
+    where the store has none, INVALID where manifests have no tag; CorruptionError, UnavailableError, and as `tag`.
     """
     if files.is_folder(folder) and any(name.endswith(SEGMENT_SUFFIX) for name in files.names(folder)):
         raise RequestError(
@@ -301,9 +327,20 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
                 or one.next_offset <= header.base_offset
             ):
                 raise CorruptionError(f"{url} is about {header.identity} at {one.url[:200]}.")
+            if manifest.tag and not manifest.has_tag_of(tag):
+                raise CorruptionError(
+                    f"The manifest {url} was not written by a broker that has the stream's key.",
+                    hint="Somebody changed the store, or the region's keys are not those that the stream was written with. Nothing was restored.",
+                )
             manifests.append(manifest)
     if not manifests:
         raise RequestError(f"There is no offloaded segment at {base}.", code=Code.NOT_FOUND)
+    if (untagged := sum(not one.tag for one in manifests)) and not unverified:
+        raise RequestError(
+            f"{untagged} of {len(manifests)} manifests at {base} carry no tag: nobody can tell whether the store's administrator changed them.",
+            code=Code.INVALID,
+            hint="Versions before tags wrote such. Restore with --unverified if you trust the store, and compare the end that is told.",
+        )
     manifests = _chain(manifests, base)
     following = manifests[-1].segment.next_offset
     newest = manifests[-1]
@@ -317,6 +354,7 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
     target = folder / f"{newest.segment.base_offset:020d}{SEGMENT_SUFFIX}"
     aside = target.with_name(target.name + TEMPORARY_SUFFIX)
     _compare(newest.segment, store.get_file(files, newest.segment.url, aside))
+    _check_end(files, aside, newest.segment)
     descriptor = files.open(aside, os.O_RDWR)
     try:
         files.sync(descriptor)
@@ -325,7 +363,37 @@ def restore_shard(base: str, folder: Path, identity: ShardIdentity, files: Files
     files.rename(aside, target)
     files.sync_folder(folder)
     files.sync_folder(folder.parent)
-    return state
+    oldest = manifests[0].segment
+    return RestoredShard(
+        len(manifests),
+        oldest.base_offset,
+        following,
+        newest.segment.last_time_ms,
+        sum(not one.tag for one in manifests),
+    )
+
+
+def _check_end(files: Files, path: Path, entry: Offloaded) -> None:
+    """That a segment ends at the offset that its manifest states. Raises CorruptionError."""
+    descriptor = files.open(path, os.O_RDONLY)
+    try:
+        header, start = decode_segment_header(files.pread(descriptor, HEADER_BYTES_MAX, 0))
+        end = header.base_offset
+        for each in scan_file(files, descriptor, header, start, entry.segment_bytes, verify_bodies=True):
+            end = each.next_offset
+    except EntryDamagedError as error:
+        raise CorruptionError(f"{entry.url} is damaged: {error}.") from error
+    finally:
+        files.close(descriptor)
+    if (header.identity, header.base_offset, end) != (
+        entry.segment_header.identity,
+        entry.base_offset,
+        entry.next_offset,
+    ):
+        raise CorruptionError(
+            f"{entry.url} has offsets {header.base_offset} to {end - 1}; its manifest states {entry.base_offset} to {entry.next_offset - 1}.",
+            hint="Somebody changed the store. The shard still counts as lost: restore the objects first.",
+        )
 
 
 def _chain(manifests: Sequence[Manifest], base: str) -> list[Manifest]:

@@ -12,6 +12,7 @@ from felix.errors import FelixError
 from felix.runtime.port import Clock, Runtime
 from felix.runtime.real import REAL
 from felix.settings import FSYNC, Compaction, Deduplication, Durability, Offload, Retention
+from region.log.offload import TagOf
 from region.log.offloader import RATE_BYTES, FetchedCache
 from region.log.open_logs import OpenLogs
 from region.log.ring import RING_BYTES_MAX, RING_ENTRIES_MAX
@@ -30,6 +31,11 @@ def same_batch(batch: Batch) -> Batch:
 
 def no_prefix(header: BatchHeader) -> bytes:
     """Delivery bytes without a frame of the wire around them."""
+    return b""
+
+
+def no_tag(purpose: str, data: bytes) -> bytes:
+    """The tag of a stream that is kept unsealed."""
     return b""
 
 
@@ -69,6 +75,8 @@ class ShardHooks:
     open_batch: Callable[[Batch], Batch] = same_batch
     commitment: Callable[[], bytes] = no_commitment
     frame_prefix: Callable[[BatchHeader], bytes] = no_prefix
+    tag: TagOf = no_tag
+    """Of the manifests of offloaded segments (region.log.seal.LogSeal)."""
     refusal: Callable[[], FelixError | None] = always_allowed
     runtime: Runtime = REAL
     rings: RingPool | None = None

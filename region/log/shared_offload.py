@@ -32,6 +32,7 @@ from region.log.offload import (
     ListPointer,
     Offloaded,
     OffloadList,
+    TagOf,
     decode_list,
     encode_list,
     epoch_of,
@@ -153,10 +154,11 @@ def upload_segments(
     epoch: int,
     epochs: Sequence[EpochStart],
     pace: store.Pace,
+    tag: TagOf,
 ) -> list[Offloaded]:
     """Step 2. Raises as `offloader.upload`."""
     return [
-        upload(files, one, object_url(base, object_name(one.base_offset, epoch)), tuple(epochs), pace)
+        upload(files, one, object_url(base, object_name(one.base_offset, epoch)), tuple(epochs), pace, tag)
         for one in segments
     ]
 

@@ -39,19 +39,36 @@ from felix.settings import Offload, Retention
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
 from felix.storage.small_file import load_checked
+from keys import link
 from region.log import fsspec_store as store
 from region.log.directory import LogDirectory, offload_base
 from region.log.disk import DiskLog
+from region.log.epochs import EpochStart
 from region.log.errors import NotLocalError
 from region.log.frame import Frame
-from region.log.offload import OFFLOADED_NAME, decode_manifest, decode_offload, encode_manifest, object_url
+from region.log.offload import (
+    OFFLOADED_NAME,
+    Manifest,
+    decode_manifest,
+    decode_offload,
+    encode_manifest,
+    object_url,
+)
 from region.log.offloader import FetchedCache, Offloader, Throttle, check_object, fetch, restore_shard
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings, ShardStore, WorkEndedError
 from region.log.verify import verify_shard
 
 SMALL = SegmentLimits(segment_bytes_max=1_000)
-HOOKS = ShardHooks(seal=masked, open_batch=masked)
+SECRET = bytes(range(32))
+
+
+def tag(purpose: str, data: bytes) -> bytes:
+    """As a broker that has the stream's key makes it."""
+    return link.tag(SECRET, purpose, data, *IDENTITY)
+
+
+HOOKS = ShardHooks(seal=masked, open_batch=masked, tag=tag)
 
 
 @pytest.fixture
@@ -74,7 +91,7 @@ def append(log: DiskLog, payload: bytes, time_ms: int = 1_000) -> None:
 
 def offload(log: DiskLog, base: str, local_bytes: int = 0, files: Files | None = None) -> object:
     offloader = Offloader(
-        log, files or DiskFiles(), base, local_bytes, writer=nullcontext(), pace=store.no_pace
+        log, files or DiskFiles(), base, local_bytes, writer=nullcontext(), pace=store.no_pace, tag=tag
     )
     return offloader.run(log.end_offset, (), upload=True)
 
@@ -237,10 +254,10 @@ def test_a_lost_folder_is_made_anew_from_the_store(tmp_path: Path) -> None:
     offload(log, place)
     log.close()
     with pytest.raises(RequestError) as refused:
-        restore_shard(place, folder, IDENTITY, DiskFiles())
+        restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
     assert refused.value.code is Code.CONFLICT
     shutil.rmtree(folder)
-    restore_shard(place, folder, IDENTITY, DiskFiles())
+    restore_shard(place, folder, IDENTITY, DiskFiles(), tag)
     again = open_disk(folder, limits=SMALL)
     assert read_all(again) == [*everything, b"last offloaded" * 20]
     assert again.annotations == {5: b"where a source stands"}
@@ -251,10 +268,10 @@ def test_a_lost_folder_is_made_anew_from_the_store(tmp_path: Path) -> None:
     verdict = verify_shard(folder, IDENTITY, check_object=check_object)
     assert verdict.is_whole and not [one for one in verdict.findings if one.is_damage]
     with pytest.raises(RequestError) as nothing:
-        restore_shard(object_url(place, "elsewhere"), tmp_path / "new", IDENTITY, DiskFiles())
+        restore_shard(object_url(place, "elsewhere"), tmp_path / "new", IDENTITY, DiskFiles(), tag)
     assert nothing.value.code is Code.NOT_FOUND
     with pytest.raises(CorruptionError):
-        restore_shard(place, tmp_path / "other", IDENTITY._replace(shard=4), DiskFiles())
+        restore_shard(place, tmp_path / "other", IDENTITY._replace(shard=4), DiskFiles(), tag)
 
 
 def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None:
@@ -263,7 +280,95 @@ def test_a_hole_in_the_store_is_not_restored(tmp_path: Path, place: str) -> None
     store.delete(log.offload.segments[2].manifest_url)
     log.close()
     with pytest.raises(CorruptionError, match="are missing"):
-        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles())
+        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag)
+
+
+def rewritten(log: DiskLog, at: int, change: Callable[[Manifest], Manifest]) -> None:
+    """The store's administrator has another manifest stand beside an object."""
+    url = log.offload.segments[at].manifest_url
+    store.put_bytes(encode_manifest(change(decode_manifest(store.get_bytes(url), url))), url)
+
+
+def far_end(manifest: Manifest) -> Manifest:
+    """As if the segment held all that follows it, too."""
+    return msgspec.structs.replace(
+        manifest, segment=msgspec.structs.replace(manifest.segment, next_offset=1_000_000)
+    )
+
+
+def without_tag(manifest: Manifest) -> Manifest:
+    return msgspec.structs.replace(manifest, tag="")
+
+
+@pytest.mark.parametrize("at", [0, 2, -1])
+@pytest.mark.parametrize(
+    "change",
+    [
+        far_end,
+        lambda one: msgspec.structs.replace(one, epochs=(EpochStart(7, 0),)),
+        lambda one: msgspec.structs.replace(
+            one, segment=msgspec.structs.replace(one.segment, last_time_ms=one.segment.last_time_ms + 1)
+        ),
+        lambda one: msgspec.structs.replace(one, tag="00" * 32),
+        lambda one: one.with_tag(lambda purpose, data: link.tag(SECRET, purpose, data, "another shard")),
+    ],
+    ids=["end", "epochs", "time", "tag", "tag-of-another-shard"],
+)
+@pytest.mark.parametrize("unverified", [False, True])
+def test_a_manifest_that_the_stores_administrator_rewrote_restores_nothing(
+    tmp_path: Path, place: str, at: int, change: Callable[[Manifest], Manifest], unverified: bool
+) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    rewritten(log, at, change)
+    log.close()
+    with pytest.raises(CorruptionError, match="not written by a broker"):
+        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag, unverified=unverified)
+    assert not (tmp_path / "new").exists()
+
+
+def test_manifests_without_a_tag_need_an_explicit_word_and_are_counted(tmp_path: Path, place: str) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    segments = len(log.offload.segments)
+    rewritten(log, 1, without_tag)
+    log.close()
+    with pytest.raises(RequestError, match=f"1 of {segments} manifests .* no tag") as refused:
+        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag)
+    assert "--unverified" in refused.value.hint and not (tmp_path / "new").exists()
+    restored = restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag, unverified=True)
+    again = open_disk(tmp_path / "new", limits=SMALL)
+    assert (restored.untagged, restored.start, restored.end) == (1, 0, again.end_offset)
+    again.close()
+
+
+@pytest.mark.parametrize("at", [0, 2, -1])
+def test_a_false_far_end_without_a_tag_is_found_at_the_segment_itself(
+    tmp_path: Path, place: str, at: int
+) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    rewritten(log, at, lambda one: far_end(without_tag(one)))
+    log.close()
+    with pytest.raises(CorruptionError, match="its manifest states"):
+        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag, unverified=True)
+    assert not list((tmp_path / "new").glob("*.seg")), "it still counts as lost"
+
+
+def test_the_end_that_is_left_where_the_newest_segments_were_taken_away_is_told(
+    tmp_path: Path, place: str
+) -> None:
+    log = filled(tmp_path / "shard")
+    offload(log, place)
+    left, gone = log.offload.segments[-3], log.offload.segments[-2:]
+    for one in gone:
+        store.delete(one.manifest_url)
+    log.close()
+    restored = restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag)
+    assert (restored.end, restored.last_time_ms) == (left.next_offset, left.last_time_ms)
+    again = open_disk(tmp_path / "new", limits=SMALL)
+    assert again.end_offset == restored.end
+    again.close()
 
 
 @pytest.mark.parametrize(
@@ -281,7 +386,7 @@ def test_a_manifest_speaks_for_the_object_that_it_stands_beside(
     changed = msgspec.structs.replace(manifest, segment=msgspec.structs.replace(one, url=url))
     store.put_bytes(encode_manifest(changed), one.manifest_url)
     with pytest.raises(CorruptionError, match=one.manifest_url):
-        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles())
+        restore_shard(place, tmp_path / "new", IDENTITY, DiskFiles(), tag)
     assert not (tmp_path / "new").exists()
 
 

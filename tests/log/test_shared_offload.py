@@ -197,7 +197,7 @@ async def test_a_copy_knows_its_own_segments_in_the_list_and_reads_them_from_the
     again = open_disk(tmp_path / "b", limits=SMALL)
     assert read_all(again) == everything
     again.close()
-    restore_shard(place, tmp_path / "c", IDENTITY, log._files)
+    restore_shard(place, tmp_path / "c", IDENTITY, log._files, HOOKS.tag)
     restored = open_disk(tmp_path / "c", limits=SMALL)
     assert read_all(restored) == everything[: restored.end_offset]
     restored.close()

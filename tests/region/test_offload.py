@@ -7,6 +7,7 @@ import json
 import shutil
 from pathlib import Path
 
+import msgspec
 import pytest
 from region_home import make_region, running
 from region_peer import client, until
@@ -21,6 +22,7 @@ from region import streams
 from region.config import StorageConfig
 from region.folder import RegionFolder
 from region.log import fsspec_store as store
+from region.log.offload import decode_manifest, encode_manifest
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
 from region.node import Node
@@ -138,7 +140,18 @@ async def test_a_lost_folder_is_restored_with_the_command(
     assert code == 0 and json.loads(said)["items"][0]["objects_compared"] > 2
     assert "is not lost" in run("log", "restore", ROLLS, url)[1]
     shutil.rmtree(next(path for path in lost.iterdir() if path.is_dir()))
-    assert "no offloaded" not in run("log", "restore", ROLLS, url)[1]
+    manifest = max((tmp_path / "store").rglob("*.seg.json"))
+    written = manifest.read_bytes()
+    changed = msgspec.structs.replace(
+        one := decode_manifest(written, ""), segment=msgspec.structs.replace(one.segment, next_offset=10**6)
+    )
+    manifest.write_bytes(encode_manifest(changed))
+    for words in ((), ("--unverified",)):
+        assert "not written by a broker" in run("log", "restore", ROLLS, url, *words)[1]
+    manifest.write_bytes(written)
+    code, said = run("log", "restore", ROLLS, url, "--json")
+    (shard,) = json.loads(said)["shards"]
+    assert code == 0 and (shard["first_offset"], shard["next_offset"], shard["untagged"]) == (0, last, 0)
     assert run("log", "verify", "--open", "--remote")[0] == 0
     async with running(folder, storage=storage) as node, client(folder) as region:
         assert await read_all(region, last) == expected(last)

@@ -26,6 +26,7 @@ from region.log.offload import OffloadList, object_url
 from region.log.offloader import upload
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
+from region.log.shard_settings import no_tag
 from region.replication.disk import (
     COPY_SUFFIX,
     ELECTIONS_NAME,
@@ -486,7 +487,7 @@ def test_a_copy_of_a_compacted_log_begins_with_its_segments_and_goes_on_with_its
 def in_store_alone(log: ReplicaDisk, place: str, count: int) -> OffloadList:
     """Have the oldest segments in a store alone; the list of them."""
     listed = OffloadList(log.log.start_offset).more(
-        upload(log._files, one, object_url(place, one.path.name), log.log.epochs.starts, no_pace)
+        upload(log._files, one, object_url(place, one.path.name), log.log.epochs.starts, no_pace, no_tag)
         for one in log.log.segments[:count]
     )
     log.log.follow_offloaded(listed.segments, log.log.end_offset)
