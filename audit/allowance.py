@@ -24,7 +24,7 @@ RATE_SLACK_MS: Final = 60_000
 """An agent that is started again begins with a second's worth and one batch, and its clock may have been set: of a shorter time nothing is
 concluded."""
 RATE_FACTOR: Final = 2
-"""Told is what crossed faster than this many times the rate."""
+"""Told is what crossed faster than this many times the rate, in whatever stretch of time that was most."""
 
 
 class Allowed(NamedTuple):
@@ -47,22 +47,57 @@ class Faster(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Use:
-    allowed: Allowed
-    side: Side
-    size: int = 0
-    first_ms: int = 0
+class _Pace:
+    """How fast records cross under one grant, by the times of their leaves: a bucket that RATE_FACTOR times the rate drains. So a burst is as
+    clear after a quiet month as in the first minute.
+
+    Invariant: `level` is what crossed since `since_ms`, without what drained since then; both begin anew whenever it is empty.
+    """
+
+    rate: int
     last_ms: int = 0
-    leaf: int = -1
+    since_ms: int = 0
+    size: int = 0
+    largest: int = 0
+    """batch since then: one may be taken at once, however large"""
+    level: int = 0
+    worst: Faster | None = None
+    excess: int = 0
+    ran_back: bool = False
+    """How long something took is not known where the clock was set back between its leaves."""
+
+    def take(self, index: int, header: Header, batch: int) -> None:
+        """The next crossing; `batch`: bytes of its batch so far."""
+        time_ms = header.time_ms
+        self.level -= RATE_FACTOR * self.rate * max(0, time_ms - self.last_ms) // 1000
+        if self.level <= 0:
+            self.level, self.size, self.largest, self.since_ms = 0, 0, 0, time_ms
+            self.ran_back = False
+        elif time_ms < self.last_ms - RATE_SLACK_MS:
+            self.ran_back = True
+        self.last_ms = max(self.last_ms, time_ms)
+        self.level += header.listed_bytes
+        self.size += header.listed_bytes
+        self.largest = max(self.largest, batch)
+        excess = self.level - self.largest - RATE_FACTOR * self.rate * RATE_SLACK_MS // 1000
+        if excess > self.excess and not self.ran_back:
+            self.excess = excess
+            span_ms = self.last_ms - self.since_ms
+            self.worst = Faster(index, header.grant_id, self.size, span_ms, self.rate)
+
+
+@dataclass(slots=True)
+class _Use:
+    size: int = 0
     envelope: bytes = b""
     batch: int = 0
     """bytes of the batch that the newest leaf is of"""
-    largest: int = 0
-    """batch"""
     empty_bytes: int = 0
     """what the envelopes without records count"""
     empty: dict[tuple[LinkShard, bytes], int | None] = field(default_factory=dict)
     """where the newest of these began in each shard and incarnation"""
+    pace: _Pace | None = None
+    """where the grant has a rate, and the log is its bridge's"""
 
     def count_empty(self, header: Header) -> None:
         """Take an envelope that lists no bytes."""
@@ -84,19 +119,22 @@ class Allowances:
         """Take the next crossing, in a leaf of this version, under a grant whose terms allow this. Returns what is wrong with it, or nothing."""
         if not any(allowed):
             return ""
-        use = self._uses.setdefault(header.grant_id, _Use(allowed, header.side))
-        size, time_ms = header.listed_bytes, header.time_ms
+        use = self._uses.get(header.grant_id)
+        if use is None:
+            is_paced = allowed.rate_bytes and header.side is Side.EGRESS
+            use = _Use(pace=_Pace(allowed.rate_bytes) if is_paced else None)
+            self._uses[header.grant_id] = use
+        size = header.listed_bytes
         use.batch = size + (use.batch if use.envelope == header.envelope_sha256 else 0)
-        use.envelope, use.largest = header.envelope_sha256, max(use.largest, use.batch)
+        use.envelope = header.envelope_sha256
         use.size += size
         is_empty = version > 1 and not use.batch and header.part == header.parts - 1
         if is_empty:
             use.count_empty(header)
-        elif size:
-            use.first_ms = time_ms if use.leaf < 0 else min(use.first_ms, time_ms)
-            use.last_ms, use.leaf = max(use.last_ms, time_ms), index
-        else:
+        elif not size:
             return ""
+        elif use.pace is not None:
+            use.pace.take(index, header, use.batch)
         if not allowed.budget_bytes or use.size + use.empty_bytes <= allowed.budget_bytes:
             return ""
         what = f"{header.kind.name} under grant {header.grant_id}"
@@ -109,12 +147,10 @@ class Allowances:
         )
 
     def faster(self) -> Iterator[Faster]:
-        """Where all but the largest batch crossed faster than the rate, by the times of the leaves."""
-        for grant_id, use in self._uses.items():
-            rate, span_ms = use.allowed.rate_bytes, use.last_ms - use.first_ms
-            most = RATE_FACTOR * rate * (span_ms + RATE_SLACK_MS) // 1000
-            if rate and use.side is Side.EGRESS and use.size - use.largest > most:
-                yield Faster(use.leaf, grant_id, use.size, span_ms, rate)
+        """Of each grant where all but the largest batch crossed faster than the rate, by the times of the leaves, the worst stretch."""
+        for use in self._uses.values():
+            if use.pace is not None and use.pace.worst is not None:
+                yield use.pace.worst
 
 
 def crosses(header: Header) -> bool:

@@ -344,8 +344,7 @@ class _Run:
         faster = Largest[Notice](NOTICES_MAX)
         for each in self._allowances.faster():
             faster.add(each.size, _faster(each))
-        # A clock that was set back says nothing of how long it took.
-        times = (self._back, self._late, *(() if self._back.in_order() else (faster,)))
+        times = (self._back, self._late, faster)
         told = (notice for largest in times for notice in largest.in_order())
         report.notices = (*map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)

@@ -20,7 +20,7 @@ from spark.test_two_moments import Live, flat
 
 from audit.leaf import Kind, Leaf, Side
 from audit.spark.report import EXIT_DIFFERENCES, run_report
-from audit.verify import FASTER, OVER_BUDGET, Finding, verify_log
+from audit.verify import FASTER, OVER_BUDGET, TIME_BACK, Finding, verify_log
 from policy import residency
 
 
@@ -138,6 +138,42 @@ def test_what_crossed_faster_than_its_rate_is_told(tally: Tally) -> None:
     assert told(1_000) == []
     assert told(1, INGRESS) == [], "arrivals come in bursts"
     tally("rates that were passed", 1)
+
+
+def paced(rate: int, times: list[tuple[int, int]], other: list[int] | None = None) -> list[str]:
+    """What is told of an egress log under this rate, bytes a second, with a batch of so many records at each time (ms after the start), and under
+    another grant, which has none, one at each of the `other` times."""
+    signed = signed_grant(stream=DEPARTURES, expires=START_MS + 6 * 10**9, rate_bytes=rate)
+    world = Live(signed=signed)
+    world.grant(DEPARTURES, START_MS - 1_000, signed)
+    for at_ms, records in times:
+        world.batch(DEPARTURES, 0, START_MS + at_ms, records, withheld=0.0)
+    if other:
+        world.follow(1, START_MS + other[0])
+        for at_ms in other:
+            world.batch(DEPARTURES, 1, START_MS + at_ms, 1, withheld=0.0)
+    report = verify_log(files_of(EGRESS, flat(world.egress)), trust())
+    assert report.ok
+    return [each.name for each in report.notices]
+
+
+def test_a_burst_is_told_however_quiet_it_was_before_and_after(tally: Tally) -> None:
+    month_ms = 30 * 86_400_000
+    burst = [(month_ms + 100 * number, 20) for number in range(20)]
+    assert paced(20, burst) == [FASTER]
+    assert paced(20, [(0, 1), *burst, (2 * month_ms, 1)]) == [FASTER], "the average is far below the rate"
+    assert paced(1_000_000, [(0, 1), *burst, (2 * month_ms, 1)]) == []
+    # One batch is taken at once, however large.
+    assert paced(1, [(0, 1), (month_ms, 60), (2 * month_ms, 1)]) == []
+    tally("bursts behind quiet times", 4)
+
+
+def test_a_leaf_of_another_grant_that_is_dated_back_hides_no_burst(tally: Tally) -> None:
+    burst = [(1_000_000 + 100 * number, 20) for number in range(20)]
+    assert sorted(paced(20, burst, [1_100_000, 900_000])) == [FASTER, TIME_BACK]
+    # Of the grant's own times, nobody knows how long it took.
+    assert paced(20, [(1_000_000, 1), *((900_000 + 100 * number, 20) for number in range(20))]) == [TIME_BACK]
+    tally("leaves dated back beside a burst", 2)
 
 
 def test_the_report_calls_it_a_breach_in_either_log(spark: Any, tmp_path: Path, tally: Tally) -> None:
