@@ -34,6 +34,7 @@ from felix.visible import visible, visible_json
 
 if TYPE_CHECKING:
     from rich.progress import Progress
+    from rich.table import Table
     from rich.text import Text
 
     from cli.safe_console import SafeConsole
@@ -62,6 +63,12 @@ class Printer:
     def print(self, *objects: Any, **options: Any) -> None:
         """As `SafeConsole.print`."""
         self.console.print(*objects, **options)
+
+    def print_wide(self, made: Table, width: int) -> None:
+        """Print a table of this width, also where the terminal is narrower. rich takes no width above its console's."""
+        from cli.safe_console import SafeConsole
+
+        SafeConsole(stderr=self._stderr, width=max(width, self.console.width)).print(made, crop=False)
 
 
 out = Printer(stderr=False)
@@ -281,14 +288,14 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) 
     with collector_paused():
         from rich.table import Table
 
-        from cli.tables import fitted
+        from cli.tables import EDGE_COLUMNS, fitted
 
     cells = [[cell_text(cell) for cell in row] for row in rows]
     width = None if chosen.form == "wide" else out.console.width
     made = fitted(visible(title), columns, cells, width)
     if width is None and isinstance(made, Table):
-        out.print(
-            made, width=sum(column.width or 0 for column in made.columns) + 3 * len(columns) - 1, crop=False
+        out.print_wide(
+            made, sum(column.width or 0 for column in made.columns) + EDGE_COLUMNS * len(columns) - 1
         )
     else:
         out.print(made)

@@ -11,6 +11,8 @@ from rich.cells import cell_len
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+from cli.form import chosen
+from cli.output import Printer, table
 from cli.tables import fitted
 from cli.top import BudgetStats, CacheStats, ReaderStats, StreamStats, TopStats, picture
 from felix.messages import LinkState
@@ -84,6 +86,18 @@ def test_rows_become_blocks_only_where_they_do_not_fit() -> None:
         fitted("T", ["", ""], [[Text("hash"), Text(IDS[3])], [Text("why"), Text(SENTENCE)]], 40), 40
     )
     assert any(IDS[3] in line for line in narrow), "a long id has its line for itself, and keeps it whole"
+
+
+def test_a_wide_table_is_whole_where_the_terminal_is_narrow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setattr("cli.output.out", Printer(stderr=False))
+    monkeypatch.setattr(chosen, "form", "wide")
+    table("Title", ["grant", "stream", "records#", "reason"], [[IDS[0], IDS[1], FIGURE, SENTENCE]])
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 6, "a title, a header and one row"
+    assert all(each in shown[4] for each in (IDS[0], IDS[1], FIGURE, SENTENCE))
 
 
 @given(
