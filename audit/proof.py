@@ -69,7 +69,7 @@ from audit.tile import (
     read_bundle,
     read_entries,
 )
-from audit.trust import COSIGNATURES_MIN, LogTrust, Trust
+from audit.trust import COSIGNATURES_MIN, WHO_COSIGNED, LogTrust, Trust
 from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
 from felix.provenance import PATH_HEADER, parse_path
@@ -428,7 +428,9 @@ def check_proof(
     signed = log.open(checkpoint)
     missing = log.missing(signed.cosigned, cosignatures_min)
     if missing:
-        raise TamperError(f"The proof's checkpoint is not cosigned as required: {missing}.")
+        raise TamperError(
+            f"The proof's checkpoint is not cosigned as required: {missing}.", hint=WHO_COSIGNED
+        )
     # 3. The INTENT leaf is in the tree, of a log that may say it, and lists the record.
     intent = _included(proof.intent, signed, "The INTENT leaf")
     header = intent.header

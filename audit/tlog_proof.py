@@ -43,7 +43,7 @@ from audit.receipt import (
 )
 from audit.tile import Files, TileHashes, read_entries
 from audit.tree_head import decode_hash, parse_size
-from audit.trust import COSIGNATURES_MIN, Trust
+from audit.trust import COSIGNATURES_MIN, WHO_COSIGNED, Trust
 from felix.errors import TamperError
 
 FIRST_LINE: Final = "c2sp.org/tlog-proof@v1"
@@ -169,7 +169,9 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
     # 3. Enough of those who are trusted have cosigned it.
     missing = log.missing(signed.cosigned, cosignatures_min)
     if missing:
-        raise TamperError(f"The proof's checkpoint is not cosigned as required: {missing}.")
+        raise TamperError(
+            f"The proof's checkpoint is not cosigned as required: {missing}.", hint=WHO_COSIGNED
+        )
     # 4. The leaf is in its tree, and the log's to say.
     checkpoint = signed.checkpoint
     verify_inclusion(

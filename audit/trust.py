@@ -32,6 +32,9 @@ from felix.names import trust_domain
 from felix.peer import TrustAnchor, TrustBundle
 from keys.bundle import RegionBundle
 
+WHO_COSIGNED: Final = (
+    "Trust those who cosigned it: give the bundle of each region with --bundle, or witnesses with --policy."
+)
 COSIGNATURES_MIN: Final = 1
 """Cosigners that verify, check-proof and report ask for unless they are told otherwise: with none, a log's owner can
 write its history anew at any time."""

@@ -359,7 +359,13 @@ def origin_hash(origin: str) -> str:
 
 
 def _read_about(folder: WitnessFolder) -> tuple[str, str]:
-    data = read_file(folder.about, "what a witness is called", private=True)
+    if not folder.about.exists():
+        raise RequestError(
+            f"{folder.root} is not the folder of a witness: it has no {folder.about.name}.",
+            code=Code.NOT_FOUND,
+            hint=f"Name its folder with --dir, or make a witness: felix witness init NAME --dir {folder.root}",
+        )
+    data = read_file(folder.about, "the name and state of a witness", private=True)
     try:
         about = json.loads(data)
         name, state_id = about["name"], about["state"]

@@ -23,7 +23,7 @@ from audit.tlog_proof import SUFFIX, ProvenLeaf, check_leaf, is_tlog_proof, prov
 from audit.trust import COSIGNATURES_MIN, Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
-from audit.witness_policy import WitnessPolicy, format_policy
+from audit.witness_policy import PolicyError, WitnessPolicy, format_policy
 from cli.audit_copies import furthest_copy
 from cli.exits import EXIT_DAMAGED, EXIT_VERSION_1
 from cli.grants import known_bundles, parse_past
@@ -97,7 +97,10 @@ def trusted(bundles: list[Path] | None, policy: Path | None = None) -> Trust:
 
 
 def _policy(file: Path) -> WitnessPolicy:
-    return WitnessPolicy.parse(read_file(file, "The policy"))
+    try:
+        return WitnessPolicy.parse(read_file(file, "The policy"))
+    except PolicyError as error:
+        raise PolicyError(f"{file}: {error.sentence}", hint=error.hint) from error
 
 
 def _trusted(bundles: list[Path] | None) -> Trust:
@@ -606,16 +609,20 @@ def prove_(
     if form == "tlog-proof":
         proofs = prove_leaves(Folder(path), trust, str(name), shard, offset, destination_region=to, leaf=leaf)
         target = output or Path(f"{name.name}-{shard}-{offset}{SUFFIX}")
+        written = []
         for kind, data in zip(("", ".ack"), proofs, strict=False):
-            written = target.with_name(f"{target.name.removesuffix(SUFFIX)}{kind}{SUFFIX}")
-            write_output(written, data)
-            out.print(f"{written}: {'ACK' if kind else 'INTENT'} leaf, {len(data):,} bytes")
+            written.append(target.with_name(f"{target.name.removesuffix(SUFFIX)}{kind}{SUFFIX}"))
+            write_output(written[-1], data)
+            out.print(f"{written[-1]}: {'ACK' if kind else 'INTENT'} leaf, {len(data):,} bytes")
     else:
         data = prove(Folder(path), trust, str(name), shard, offset, destination_region=to, leaf=leaf)
         target = output or Path(f"{name.name}-{shard}-{offset}.proof.json")
         write_output(target, data)
+        written = [target]
         out.print(f"{target}: {stream} shard {shard} offset {offset}, {len(data):,} bytes")
-    out.print(f"Anybody can check it:  felix audit check-proof {target} --bundle BUNDLE")
+    out.print("Anybody who has the bundles of both regions can check it:")
+    for file in written:
+        out.print(f"  felix audit check-proof {file} --bundle BUNDLE --bundle BUNDLE")
 
 
 @app.command("policy")

@@ -68,11 +68,13 @@ def add_log(
         raise RequestError("No log is named.", hint="Give its verifier key, or a file with --from.")
     state = WitnessState.open(folder)
     try:
+        # A log of several keys has a line for itself, not one for each key.
+        is_new: dict[str, bool] = {}
         for key in wanted:
-            added = state.add_log(origin or key.name, key, in_place=in_place)
-            out.print(
-                f"{origin or key.name}: {'cosigned from now on' if added else 'known already'}", markup=False
-            )
+            name = origin or key.name
+            is_new[name] = state.add_log(name, key, in_place=in_place) or is_new.get(name, False)
+        for name, new in is_new.items():
+            out.print(f"{name}: {'cosigned from now on' if new else 'known already'}", markup=False)
     finally:
         state.close()
 

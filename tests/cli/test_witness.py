@@ -88,8 +88,11 @@ def test_a_witness_is_made_told_of_a_log_served_killed_and_served_again(tmp_path
     felix(tmp_path, "witness", "add-log", "nonsense", "--dir", str(folder), code=2)
     felix(tmp_path, "witness", "add-log", str(keys[0]), "--dir", str(folder), code=2)
     logs = tmp_path / "logs"
-    logs.write_text(f"# anybody's\nlog {log.signer.key}\nquorum none\n")
-    felix(tmp_path, "witness", "add-log", "--from", str(logs), "--dir", str(folder))
+    logs.write_text(f"# anybody's\nlog {log.signer.key}\nlog {log.quantum.key}\nquorum none\n")
+    said = felix(tmp_path, "witness", "add-log", "--from", str(logs), "--dir", str(folder)).out
+    assert said == "log.example/1: cosigned from now on\n", "one line for a log, also of several keys"
+    nowhere = felix(tmp_path, "witness", "list", "--dir", str(tmp_path / "nowhere"), code=1).err
+    assert "felix witness init NAME --dir" in nowhere
     served = Served(tmp_path, folder)
     try:
         reply = post(served.port, log.request(0, 5))
@@ -166,6 +169,10 @@ def test_a_policy_is_printed_edited_and_asked_for(evidence: dict[str, Any]) -> N
     proofs = felix(home, "audit", "prove", "--stream", STREAM, "--offset", "0", "--log", "log", "--out", "p.tlog-proof",
                    "--format", "tlog-proof", *bundles)  # fmt: skip
     assert (home / "p.tlog-proof").exists() and (home / "p.ack.tlog-proof").exists(), proofs
+    for name in ("p.tlog-proof", "p.ack.tlog-proof"):
+        assert f"felix audit check-proof {name} --bundle" in proofs.out, (
+            "the command names a file that is there"
+        )
     felix(
         home,
         "audit",
@@ -185,6 +192,10 @@ def test_a_policy_is_printed_edited_and_asked_for(evidence: dict[str, Any]) -> N
     for check in checks:
         for policy, code in (("regions", 0), ("outside", 0), ("stranger", 5), ("broken", 1)):
             felix(home, *check, *bundles, "--policy", f"{policy}.policy", code=code)
+    broken = felix(home, "audit", "verify", "log", *bundles, "--policy", "broken.policy", code=1).err
+    assert "broken.policy: Line 1 of the policy" in broken
+    alone = felix(home, "audit", "check-proof", "p.json", *bundles[:2], code=5).err
+    assert "the bundle of each region with --bundle" in alone, "who has not the cosigner's bundle is told so"
     said = felix(home, "audit", "verify", "log", *bundles, "--policy", "stranger.policy", code=5)
     assert "no quorum" in said.err.replace("\n", " ") or "a quorum" in said.err.replace("\n", " ")
     assert felix(home, "audit", "policy", "--post-quantum", *bundles).out == "quorum none\n", (
