@@ -686,8 +686,8 @@ def plan(
         print_json(plan_rows(found))
         return
     out.print(
-        f"{found.stream} to {found.destination_region}, as {found.destination_stream}: of {len(found.records):,} records "
-        f"{found.count('crosses'):,} would cross, {found.count('withheld'):,} be withheld, {found.count('filtered'):,} be filtered"
+        f"{found.stream} to {found.destination_region}, as {found.destination_stream}: of {len(found.records):,} records, "
+        f"{found.count('crosses'):,} would cross, {found.count('withheld'):,} would be withheld, {found.count('filtered'):,} filtered"
     )
     for absent in found.absent:
         note(str(absent))

@@ -31,7 +31,7 @@ HIDDEN: Final = "_"
 """Commands that begin so are for programs: `--help` does not list them."""
 
 COMMANDS: Final[dict[str, Entry]] = {
-    "region": Entry("cli.region", "app", "Found and run regions."),
+    "region": Entry("cli.region", "app", "Create and run regions."),
     "stream": Entry("cli.stream", "app", "Streams of a region."),
     "queue": Entry("cli.queue", "app", "Queues: jobs for workers, leased, retried and acknowledged."),
     "subscription": Entry("cli.subscription", "app", "Durable subscriptions of a region's streams."),
@@ -66,6 +66,8 @@ ELSEWHERE: Final[dict[str, dict[str, tuple[str, str]]]] = {
 """Commands of a group whose module is imported for them alone: by group and name, the module and the function."""
 
 ALIASES: Final = {"ls": "list", "rm": "delete"}
+GROUP_ALIASES: Final = {("region", "list"): "status", ("region", "ls"): "status"}
+"""Of one group alone: regions are listed with their status."""
 
 
 class Group(PlainValues, TyperGroup):
@@ -73,7 +75,8 @@ class Group(PlainValues, TyperGroup):
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of this name, or of the one that it is short for."""
-        return super().get_command(ctx, cmd_name) or super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
+        meant = GROUP_ALIASES.get((self.name or "", cmd_name)) or ALIASES.get(cmd_name, cmd_name)
+        return super().get_command(ctx, cmd_name) or super().get_command(ctx, meant)
 
 
 def load(name: str) -> Any:

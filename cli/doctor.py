@@ -76,7 +76,7 @@ def doctor(
     region: Annotated[str, typer.Option("--region", "-r", help="Only this region.")] = "",
     json: JsonOption = False,
 ) -> None:
-    """Look at Python, packages, clock, Java, etcd, disk, network buffers and regions; exit code 1 if something needs mending."""
+    """Look at Python, packages, clock, Java, etcd, disk, network buffers and regions; exit code 1 if something needs repair."""
     findings: list[Finding] = []
     for look in (_python, _packages, _clock, _java, _etcd, _disk, _sockets):
         findings += look()

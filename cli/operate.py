@@ -10,7 +10,7 @@ import typer
 
 import felix
 from cli.free_address import free_address
-from cli.output import counted, lines, note, out, print_json, table
+from cli.output import counted, note, out, print_json, table
 from cli.process import read_state
 from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region, connect, folder_of, run
 from felix.errors import Code, RequestError, UnavailableError
@@ -118,7 +118,7 @@ def rebalance(
     table(
         f"{counted(moves.total, 'shard')} would move",
         ["stream", "shard#", "copies now", "then"],
-        [[each.stream, each.shard, lines(each.now), lines(each.then)] for each in moves.moves],
+        [[each.stream, each.shard, ", ".join(each.now), ", ".join(each.then)] for each in moves.moves],
     )
 
 

@@ -21,7 +21,10 @@ def check_ready(pid_file: Path, what: str, *, in_sync: bool = False) -> None:
     say so. Blocks."""
     state = read_state(pid_file)
     if state is None:
-        raise UnavailableError(f"{what} does not run, or does not serve yet.", hint=f"Looked at {pid_file}.")
+        raise UnavailableError(
+            f"{what} does not run, or does not serve yet.",
+            hint=f"Start it. If it was started, its log says why: {pid_file.with_suffix('.log')}",
+        )
     health = str(state.get("health") or "")
     if health:
         _ask(Address.parse(health), what, "/syncz" if in_sync else "/readyz")

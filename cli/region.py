@@ -118,7 +118,7 @@ def init(
         health=health_address,
         now_ms=now_ms(),
     )
-    out.print(styled("Region ", (name, "bold"), f" of mesh {mesh} is founded in {folder.root}"))
+    out.print(styled("Region ", (name, "bold"), f" of mesh {mesh} is created in {folder.root}"))
     out.print(f"  listens at    {address} (UDP), health {health_address or 'none'}")
     out.print(f"  country       {signed.bundle.country}, jurisdiction {signed.bundle.jurisdiction}")
     out.print(f"  entity        {entity or 'not named'}, contact {contact or 'not named'}")
@@ -480,16 +480,17 @@ def status(
     if name and found and found[0]["brokers"]:
         table(
             "Brokers",
-            ["broker", "address", "streams#", "copies#", "part"],
+            ["broker", "address", "process#", "leads#", "copies#", "role"],
             [
                 [
                     each["broker"],
                     each["address"] or "not alive",
+                    _process_here(name, each["broker"]),
                     each["leads"],
                     each["copies"],
-                    lines(
-                        part
-                        for part, has in (
+                    ", ".join(
+                        role
+                        for role, has in (
                             ("controller", each["is_controller"]),
                             ("audit log", each["has_audit_log"]),
                             ("drained", each["is_drained"]),
@@ -503,6 +504,12 @@ def status(
         if moving := found[0]["moving"]:
             out.print(f"{moving:,} shards are moving")
         out.print(f"a new stream has {copies_text(found[0]['replicas'])}, unless it says how many")
+
+
+def _process_here(region: str, broker: str) -> str:
+    """The id of a broker's process on this machine; empty where it runs on another one, or not at all."""
+    state = read_state(RegionFolder.of(region).pid_of(broker))
+    return "" if state is None else str(state["pid"])
 
 
 def _status(region: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def choose_region(given: str = "") -> str:
             source = REGION_VARIABLE if os.environ.get(REGION_VARIABLE) else "`felix use`"
             hint = f"{source} says so. Name another with --region, or set {HOME_VARIABLE}."
         raise RequestError(
-            f"There is no region {chosen!r} in {felix_home()}; there is {', '.join(known) or 'none'}.",
+            f"There is no region {chosen!r} in {felix_home()}, which has {', '.join(known) or 'none'}.",
             code=Code.NOT_FOUND,
             hint=hint,
         )

@@ -121,7 +121,7 @@ def test_a_data_set_that_is_not_flights(place: Place) -> None:
     kept = [car for car in cars if car["Miles_per_Gallon"] is not None]
     strong = [car for car in kept if car["Horsepower"] is not None and car["Horsepower"] > 100]
     unknown = [car for car in kept if car["Horsepower"] is None]
-    counts = f"of {len(kept)} records {len(strong)} would cross, {len(unknown)} be withheld, {len(kept) - len(strong) - len(unknown)} be filtered"
+    counts = f"of {len(kept)} records, {len(strong)} would cross, {len(unknown)} would be withheld, {len(kept) - len(strong) - len(unknown)} filtered"
     assert counts in said and counts in (DOCS / "your-data.md").read_text()
     arrived = [json.loads(line) for line in (place.path / "arrived-cars.jsonl").read_text().splitlines()]
     rest = [{name: car[name] for name in car if name not in ("Name", "Year")} for car in strong]
