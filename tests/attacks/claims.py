@@ -100,9 +100,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     # -- these records crossed
     ("crossed", "agent"): Cell(
         _F,
-        "an INTENT for what it never sent has no receipt; a crossing without its INTENT, or with other bytes than were "
-        "committed to, differs from the ingress log: the reconciliation names each record, also those that a resend passed by as if they had crossed before. "
-        "What another grant announces again counts in whole batches, under grants that both regions signed, and nowhere twice",
+        "an INTENT for what it never sent has no receipt. A crossing without its INTENT, or with other bytes than were committed "
+        "to, differs from the ingress log. The reconciliation names each such record, also those that a resend left out as if "
+        "they had crossed before. What another grant announces again counts in whole batches, under grants that both regions "
+        "signed, and nowhere twice",
         (
             "attacks/test_accounting_worlds.py",
             "attacks/test_one_party_alone.py",
@@ -113,8 +114,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("crossed", "source"): Cell(
         _F,
-        "it can write any egress log, and no ingress leaf nor receipt to go with it; with one log alone the report says so "
-        "and does not end with 0",
+        "it can write any egress log, but no ingress leaf nor receipt to go with it. With one log alone, the report says so and "
+        "does not end with 0",
         (
             "attacks/test_one_party_alone.py",
             "attacks/test_f03_receipts_of_the_source.py",
@@ -124,8 +125,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("crossed", "destination"): Cell(
         _F,
-        "it can write any ingress log, and no egress leaf to go with it; what it writes of the source's into a log of its own proves "
-        "nothing: a leaf counts in the log of whoever it speaks for, and says each thing once",
+        "it can write any ingress log, but no egress leaf to go with it. Leaves of the source that it writes into a log of its "
+        "own prove nothing: a leaf counts only in the log of the region that it speaks for, and says each thing once",
         (
             "attacks/test_one_party_alone.py",
             "attacks/test_log_of_another.py",
@@ -167,7 +168,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("crossed", "both-witnessed"): Cell(
         _Y,
-        "they may agree on a lie when they write it; what the witness has cosigned they cannot exchange for another afterwards",
+        "they may agree on a lie when they write it. Afterwards they cannot exchange what the witness has cosigned for something "
+        "else",
     ),
     # -- these were received
     ("received", "agent"): Cell(
@@ -183,7 +185,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         ("attacks/test_f03_receipts_of_the_source.py", "attacks/test_half_told_evidence.py"),
     ),
     ("received", "destination"): Cell(
-        _Y, "it is its own word: it may sign for what it then throws away. What it signed it cannot deny"
+        _Y,
+        "it is its own word: it may sign for records and then throw them away. It cannot deny what it signed",
     ),
     ("received", "third"): Cell(
         _C, "its receipts verify for crossings into it alone", ("attacks/test_f03_receipts_of_the_source.py",)
@@ -209,10 +212,11 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     # -- under these terms
     ("terms", "agent"): Cell(
         _Y,
-        "what terms say is taken from documents that both regions signed, and all that the destination can see of a record it "
-        "holds to them. What it cannot see it cannot: whether a filter's field, which did not cross, let the record pass, and "
-        "whether a pseudonym was made from the right value. A revocation, pause or deny entry of its own region that it keeps to itself is "
-        "found where the source's own log is given, and told as a notice for as long as it had brought every half between the two regions late. What crosses beyond a budget each log shows",
+        "the terms are taken from documents that both regions signed, and the destination checks against them all that it can see "
+        "of a record. It cannot see whether a filter's field, which did not cross, let the record pass, nor whether a pseudonym "
+        "was made from the right value. The agent may also keep back a revocation, pause or deny entry of its own region. That is "
+        "found where the source's own log is given; it is only a notice as far as the agent had brought *all* halves between the "
+        "two regions as late. What crosses beyond a budget each log shows",
         (
             "attacks/test_rogue_agent.py",
             "attacks/test_f04_register.py",
@@ -223,8 +227,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("terms", "source"): Cell(
         _C,
-        "every leaf names the whole hash of the terms, and the import grant with that hash is signed by the destination; of two terms of one grant id the "
-        "first stand",
+        "every leaf names the whole hash of the terms, and the import grant with that hash is signed by the destination. Where "
+        "one grant id has two terms, the first ones count",
         (
             "attacks/test_two_terms_of_one_id.py",
             "attacks/test_f04_register.py",
@@ -244,7 +248,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("terms", "store"): Cell(
         _C,
-        "nothing is believed because it stands in the store; what was believed once is not dropped because it is gone there",
+        "nothing is believed only because the store says it. And what was believed once is not dropped because the "
+        "store no longer has it",
         ("attacks/test_f13_store_administrator.py", "attacks/test_worlds.py"),
     ),
     ("terms", "backup"): Cell(
@@ -261,15 +266,16 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("terms", "both"): Cell(_Y, "they sign both halves, and may sign them late with an early date"),
     ("terms", "both-witnessed"): Cell(
         _F,
-        "both halves stand in the log before the first record under them, and where they stand is under a cosigned checkpoint; a log in the "
-        "format of version 0.1, for which no halves are needed, does not pass unless its very leaves are accepted",
+        "both halves are in the log before the first record under them, and a cosigned checkpoint fixes their place. A log in the "
+        "format of version 0.1, for which no halves are needed, does not pass unless exactly its leaves are accepted",
         ("audit/test_agreement.py", "attacks/test_logs_of_version_1.py"),
     ),
     # -- approved by these people
     ("approved", "agent"): Cell(
         _C,
-        "it holds no approver's key; and who may approve is said by the policy that the half names, or by the newest later one, as brokers ask the "
-        "one in force: an older one in its log says nothing, and a proof says by which revision its record was allowed",
+        "it holds no approver's key. Who may approve is said by the policy that the half names, or by the newest later one, just "
+        "as brokers ask the one in force. An older policy in its log has no effect, and a proof says by which revision its record "
+        "was allowed",
         (
             "attacks/test_f06_approvals.py",
             "attacks/test_one_party_alone.py",
@@ -316,7 +322,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("order", "destination"): Cell(
         _F,
-        "as the agent, for its ingress log; leaves that nobody had cosigned yet and that are written anew stand elsewhere than the receipts say",
+        "as the agent, for its ingress log. Leaves that nobody had cosigned yet, and that are written anew, are in other places "
+        "than the receipts say",
         ("attacks/test_f05_witnesses_and_names.py", "attacks/test_half_told_evidence.py"),
     ),
     ("order", "third"): Cell(
@@ -324,8 +331,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("order", "store"): Cell(
         _F,
-        "no leaf stands in the store; of several brokers it can have one lead the audit log that never had a copy, whose log begins at 0: no other "
-        "goes along, and who cosigned the log refuses it",
+        "no leaf is in the store. In a region of several brokers it can make a broker that never had a copy lead the audit log, "
+        "whose log then begins at 0. No other broker follows that log, and whoever cosigned the log refuses it",
         (
             "attacks/test_f13_store_administrator.py",
             "cluster/test_audit_log.py",
@@ -353,8 +360,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     # -- these were withheld
     ("withheld", "agent"): Cell(
         _Y,
-        "it may withhold what the terms would let cross, and name another reason; the source can tell, who has stream and link "
-        "secret. That a withheld record crossed after all is found, and that one is in no leaf",
+        "it may withhold what the terms would let cross, and name another reason. The source, which has the stream and the link "
+        "secret, can tell. It is found where a record that was withheld crossed after all, and where a record is in no leaf",
         ("attacks/test_accounting_worlds.py", "attacks/test_one_party_alone.py"),
     ),
     ("withheld", "source"): Cell(
@@ -362,9 +369,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("withheld", "destination"): Cell(
         _F,
-        "it cannot write the egress log, and a withheld record's commitment tells it nothing; where it says that it has what it never "
-        "got, and the agent leaves that out, the egress log says whose word it is, and the report looks for it in the ingress log. What it took "
-        "under one grant and kept silent about, so that the next one withholds it, stays open as announced and not answered",
+        "it cannot write the egress log, and a withheld record's commitment tells it nothing. It may claim to have what it never "
+        "got, and the agent then leaves that out: the egress log says whose claim it is, and the report looks for the records in "
+        "the ingress log. It may take records under one grant and keep silent about it, so that the next grant withholds them: "
+        "they stay open, as announced and not answered",
         (
             "attacks/test_f15_withheld_records.py",
             "attacks/test_one_party_alone.py",
@@ -395,8 +403,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     # -- nothing else went through Felix
     ("else", "agent"): Cell(
         _F,
-        "all that it may ask of the destination leaves a leaf there: records, documents and checkpoints, and what is refused "
-        "leaves hashes, also where the destination's broker dies on the way; what it leaves out of its own log the destination's "
+        "all that it may ask of the destination leaves a leaf there: records, documents and checkpoints. What is refused leaves "
+        "hashes, also where the destination's broker dies on the way. What the agent leaves out of its own log, the destination's "
         "log shows",
         (
             "attacks/test_f07_foreign_bridge.py",
@@ -413,9 +421,9 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("else", "destination"): Cell(
         _F,
-        "it has no door into the source: it gets what the agent sends, whose INTENT was durable before. What it took without an answer before "
-        "another grant began is named with its records and bytes, under the terms that it was announced under. A half, a pause or a deny entry that "
-        "it shows for a moment counts for the agent as in the agent's log",
+        "it cannot reach into the source: it gets what the agent sends, whose INTENT was durable before. What it took without an "
+        "answer before another grant began is named with its records and bytes, under the terms that it was announced under. A "
+        "half, a pause or a deny entry that it shows for a moment counts for the agent as it is in the agent's log",
         (
             "attacks/test_f07_foreign_bridge.py",
             "attacks/test_one_party_alone.py",
@@ -448,7 +456,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("else", "both"): Cell(_Y, "they keep both logs, and may use another way altogether"),
     ("else", "both-witnessed"): Cell(
-        _Y, "a witness sees sizes and roots; what was never written it cannot miss"
+        _Y, "a witness sees sizes and roots; it cannot notice that something was never written"
     ),
 }
 
