@@ -13,17 +13,16 @@ A crossing, an INTENT in an egress log or an ACK in an ingress log, must find *b
 4. no revocation by either of the two regions; no pause and no deny entry that was in the log `STANDING_GRACE_MS` before;
 5. its time inside the grant's window.
 
-What is asked is what brokers and agents ask (`policy.grant.GrantBook`), of the documents that the log had by then. A half that took
-another's place, and asks for more, stops as a pause does: as long after its leaf the one before lets a crossing stand as well.
+These are the checks that brokers and agents make (`policy.grant.GrantBook`), on the documents that the log had by then. A half that
+replaced another one and asks for more stops crossings as a pause does: for `STANDING_GRACE_MS` after its leaf, the one before it still allows them.
 
 For the register: feed every document leaf of a log to `Agreements.take`, in order, and then take every legal field from
 `Agreements.agreement(grant_id)`: the terms as signed, who approved and accepted them, policies, countries. Where it gives
 None, or `complete` is false, no pair of signed documents covers the crossing: `crossed-without-terms`, a breach.
 
-What is held is bounded, what is counted is not. Of a grant's documents those are held that later ones have not replaced: the newest
-halves, APPROVERS_MAX approvals of each region, of pauses and resumptions what `audit.words` holds; that a region revoked, for ever.
-So no number of documents that one region signs makes a log of another wrong. Only grants (GRANTS_MAX) can be too many, each region's by
-themselves.
+Memory is bounded, counts are not. Of a grant's documents, those are held that later ones have not replaced: the newest
+halves, APPROVERS_MAX approvals of each region, and of pauses and resumptions what `audit.words` holds. A revocation is held for ever.
+So one region cannot make another's log wrong by signing many documents. Only grants can be too many (GRANTS_MAX, for each region by itself).
 What the log's own region forbade, and when (`stops`), is held as long as the log is. Callers: audit.verify, audit.proof, audit.spark.
 """
 

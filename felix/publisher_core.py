@@ -1,4 +1,4 @@
-"""What a publisher decides: which batch a record joins, what is sent next, who is told what came of it. Pure: no loop, clock or socket.
+"""What a publisher decides: which batch a record joins, what is sent next, which caller gets which result. Pure: no loop, clock or socket.
 
 The shell (felix.publisher) puts records in with `add`, brings what happened to `step` (acknowledgements to `acknowledged`), which gives a `Ready`, and
 takes batches from `next_batch` for as long as the session has credit. It carries out a `Ready` in the order of its fields, and comes back with `TimeCame` at `wake_at`.
@@ -17,9 +17,9 @@ Invariants (asserted after each step in tests/client/test_publisher_core.py):
 - each batch is dealt with once, delivered or given up, and so each caller is answered once;
 - the oldest batch of a shard that is not dealt with is known: it is the first of `unacknowledged`.
 
-How order survives a refusal: what follows a refused batch is refused too (SEQUENCE_GAP). Behind one that will be sent
-again, it is sent again in order. At the head of its shard, it is certainly not in the log, so the shard takes the next
-producer epoch, numbers what is left from 0 and sends it.
+How order survives a refusal: the broker refuses what follows a refused batch, too (SEQUENCE_GAP). If the refused batch will be sent
+again, what follows it is sent again behind it, in order. A batch that is refused with SEQUENCE_GAP at the head of its shard is certainly not in the log: the
+shard takes the next producer epoch, numbers what is left from 0 and sends it.
 """
 
 from __future__ import annotations

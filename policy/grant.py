@@ -19,10 +19,10 @@ Invariants:
 - a `GrantBook` believes nothing that no trusted key signed: what cannot be verified is kept as a problem to report,
   never as a grant, and a forged revocation revokes nothing;
 - deny wins over allow, revoked wins over everything later;
-- of several standings by one region the one with the highest sequence holds: an old resume cannot be played again
+- of several standings (pause, resume) by one region the one with the highest sequence is in force: an old resume cannot be replayed
   over a newer pause;
-- of several exports, or imports of one region, under one id the one that was signed last holds; but other terms of the same id, which is
-  a part of their hash, count for nothing: the export that was signed first fixes them;
+- of several exports, or imports of one region, under one id the one that was signed last is in force. But the export that was signed
+  first fixes the terms of an id, which is a part of their hash: documents with other terms have no effect;
 - a grant book holds at most DOCUMENTS_MAX documents. If there are more, whole grants are left out, first those that expire
   first, and are refused and reported; deny entries are never left out, so that leaving out allows nothing.
 

@@ -1,12 +1,12 @@
 """The controller of a region: one broker at a time places, elects, moves and removes shards, by transactions on the metadata store.
 
-`ControllerCore` decides; whoever drives it hands in what happened (`step(event, now_ms)`) and does what comes back. Every broker has one:
-it asks for the office where nobody has it, and acts only while the store says that it is in its term, which each of its transactions
-compares. Pure: no clock, no chance (election ids are handed in), no store.
+`ControllerCore` decides; whoever drives it hands in what happened (`step(event, now_ms)`) and does what comes back. Every broker has one.
+It claims the controller's record in the store where no broker has it, and acts only while the store says that its term is the current one: each of
+its transactions compares that. Pure: no clock, no chance (election ids are handed in), no store.
 
 Invariants:
-- of one shard at most one transaction is under way; nothing is decided on a record that may be about to change by our own hand;
-- a leader that is merely absent is replaced only when enough time has passed for a store, or a network, that was away for all (`_holds`);
+- of one shard at most one transaction is under way: nothing is decided on a record that a transaction of ours may be about to change;
+- a leader that is merely absent is replaced only after a delay, because the store or the network may have been away for all brokers (`_holds`);
 - once the store is known to have gone back to an earlier state, nothing is written but the mark that says so.
 """
 

@@ -1,19 +1,19 @@
 """The log of one shard as the broker uses it, on the event loop: append, read, follow the tail.
 
-This is the actor around region.log.core: it brings events to the core and carries out what comes back. Written is in a thread, group by
+This is the actor around region.log.core: it brings events to the core and carries out what comes back. A thread writes, group by
 group (region.log.group_commit); everything else here runs on the loop.
 
-What the core decides is said there. Here:
+The core's docstring says what is decided. Invariants of the actor:
 - an append is answered exactly once: with its offset after the durability that the stream asks for, or with
   an error;
-- effects happen in the order of `Ready`: what may be read can be read before its append is answered, and whoever follows the tail hears
-  of it afterwards;
-- a log that has other copies (region.log.copies) is written here, and answered and read once it is committed: its disk is opened and
-  closed, synced and cut by whoever keeps the copies;
+- effects happen in the order of `Ready`: records can be read before their append is answered, and followers of the tail are told
+  afterwards;
+- a log that has other copies (region.log.copies) is written here, and answered and read once it is committed. Whoever keeps the copies opens
+  and closes, syncs and cuts it on the disk;
 - one writer has the folder at a time; after a failed sync or write the shard is FAILED for good, and no sync is tried again;
-- pending bytes, ring and annotations are bounded; what is beyond is refused with a code.
+- pending bytes, ring and annotations are bounded; more is refused with a code.
 
-States and what moves between them are in region.log.states, reading from disk and store in region.log.disk_reader, other changes of the
+States and their transitions are in region.log.states, reading from disk and store in region.log.disk_reader, other changes of the
 folder in region.log.folder_writer, compaction and offload in region.log.maintenance, followers in region.log.tail.
 """
 

@@ -1,15 +1,14 @@
 """One broker's replicas on real logs, links and metadata: feeds each shard's `ReplicaCore` with what happens, and does what it says.
 
 Disk work goes to the logs' workers (`log_worker`), messages to the links (`links`), changes of records to the metadata store, all in the order
-of `Ready`'s fields where that matters: a log's jobs keep their order, and what rests on the disk is asked for by the core only once the
-worker has told of it.
+of `Ready`'s fields where that matters. A log's jobs keep their order, and the core asks for data on the disk only once the worker has reported it.
 
 Invariants:
 - a core sees one event at a time, on the event loop;
-- from the moment that a leader is deposed until those who led its logs have released them, a shard hears nothing but what they wrote: what
-  is in the file and what the core knows of it are the same before a follower's frames come, and nobody reads what is cut;
-- what a peer says that no replica here could mean is refused before a core sees it;
-- frames of followers that wait for the disk are bounded (FOLLOWER_WAITING_BYTES_MAX); a leader's appends are by who leads (region.log.shard).
+- from the moment that a leader is deposed until those who led its logs have released them, its core gets no events but of what they wrote. So
+  the core and the file agree before the first frames for a follower come, and nobody reads what is cut;
+- a message that no replica here could mean is refused before a core sees it;
+- a follower's frames that wait for the disk are bounded (FOLLOWER_WAITING_BYTES_MAX); region.log.shard bounds a leader's appends.
 
 Order: `open` after the registry's `open`; `add` and `remove` at any time; `start` after its `announce`; `close` before its `close`.
 """
