@@ -51,7 +51,7 @@ grant."""
 MISSING_BUNDLES_MAX: Final = 64
 """Bundles of which neither entries nor tile is there, after which the rest is not gone through. A log states its size itself, and may
 state 2^62 leaves. What seems to be there need not have cost its owner much (links to one file, or a server's one answer): see the threat model."""
-NO_WAL: Final = "there is none (an exported copy has none)"
+NO_WAL: Final = "there is none (a copy of a log has none)"
 WAL_FINDINGS_MAX: Final = 64
 """After which the rest of the write-ahead files is not looked at: damaged ones may be many, and long, and nothing on their owner's disk."""
 PARTIAL_FINDINGS_MAX: Final = 64

@@ -269,7 +269,7 @@ def init(
     if not folder.identity(name).exists():
         identity = issue_identity(folder, config, "bridge", name, now_ms())
         out.print(
-            f"{identity.spiffe_id} holds until {iso(identity.not_after_ms)}, and renews itself while it runs"
+            f"{identity.spiffe_id} is valid until {iso(identity.not_after_ms)}, and renews itself while it runs"
         )
         bundle = decode_bundle(folder.bundle.read_bytes()).bundle
         out.print(

@@ -819,7 +819,7 @@ def status(region: RegionOption = "", json: JsonOption = False) -> None:
     if agents:
         table(
             "Agents on this machine",
-            ["bridge", "state", "leads to", "holds until", "configuration"],
+            ["bridge", "state", "to", "valid until", "configuration"],
             [
                 [
                     each.name,

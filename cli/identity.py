@@ -52,7 +52,7 @@ def issue(
     identity = issue_identity(folder, config, kind, name, issued_ms, lifetime=life, renewable_for=span)
     if rights:
         run(_put_rights(config.region, str(identity.spiffe_id), rights))
-    out.print(styled((str(identity.spiffe_id), "bold"), f" holds until {iso(identity.not_after_ms)}"))
+    out.print(styled((str(identity.spiffe_id), "bold"), f" is valid until {iso(identity.not_after_ms)}"))
     # Certificates count in seconds.
     if life is not None and identity.not_after_ms + 1000 < issued_ms + life / timedelta(milliseconds=1):
         note(
@@ -129,7 +129,7 @@ def list_(region: RegionOption = "", identity: IdentityOption = "", json: JsonOp
         return
     table(
         f"Identities of {config.region}",
-        ["identity", "holds until", "rights"],
+        ["identity", "valid until", "rights"],
         [[r["identity"], r["until"], lines(r["rights"])] for r in rows],  # type: ignore[arg-type]
     )
 
@@ -146,5 +146,5 @@ def renew_issuing(region: RegionOption = "") -> None:
     authority = load_authority(folder.authority, config.region, config.mesh).renew_issuing(now_ms())
     save_issuing(authority, folder.authority)
     _, end_ms = authority.lives()["issuing"]
-    out.print(f"the issuing certificate of {authority.trust_domain} holds until {iso(end_ms)}")
+    out.print(f"the issuing certificate of {authority.trust_domain} is valid until {iso(end_ms)}")
     out.print("  Identities that were issued before stay valid; a broker that runs takes it by itself.")

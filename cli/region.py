@@ -274,6 +274,11 @@ def up(
             f"felix region down {name}",
         )
         out.print(f"{name} serves at {state['address']}, process {state['pid']}, log {folder.broker_log}")
+        if brokers and _has_own_etcd(folder):
+            from cli.several import etcd_warning
+
+            if said := etcd_warning():
+                note(said)
         _tell_of_agents()
         return
     logging.getLogger("felix").setLevel(logging.INFO)

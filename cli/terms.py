@@ -37,7 +37,7 @@ def terms_rows(terms: GrantTerms) -> list[Row]:
         ("exporter, importer", f"{terms.exporter} → {terms.importer}"),
         ("owner", terms.owner),
         ("drawn up by", terms.drawn_up_by),
-        ("holds", f"{iso(terms.not_before)} to {iso(terms.expires)}"),
+        ("valid", f"{iso(terms.not_before)} to {iso(terms.expires)}"),
         *_transform_rows(terms.transform),
         ("rate", f"{Size(terms.rate_bytes)}/s" if terms.rate_bytes else "no limit"),
         ("budget", str(Size(terms.budget_bytes)) if terms.budget_bytes else "no limit"),

@@ -56,7 +56,7 @@ def test_status_and_doctor_say_what_ends_and_what_to_do(folder: RegionFolder) ->
     findings = {each.found: each.state for each in _region("us-east")}
     assert [state for finding, state in findings.items() if "client/orders" in finding] == ["problem"]
     assert [state for finding, state in findings.items() if "approver/dpo" in finding] == ["note"]
-    assert "holds until" in said("identity", "renew-issuing")
+    assert "is valid until" in said("identity", "renew-issuing")
     assert "issuing certificate" not in said("region", "status")
 
 

@@ -115,6 +115,18 @@ class _Restless(_Broker):
         return self.serving
 
 
+@pytest.mark.parametrize(
+    ("on_the_path", "wheel", "warned"),
+    [(None, "3.5.1", True), (None, "3.5.3", False), ("/bin/etcd", "3.5.1", False)],
+)
+def test_who_gets_an_etcd_that_can_lose_consistency_is_told(
+    monkeypatch: pytest.MonkeyPatch, on_the_path: str | None, wheel: str, warned: bool
+) -> None:
+    monkeypatch.setattr(cli_several.shutil, "which", lambda name: on_the_path)
+    monkeypatch.setattr(cli_several, "version", lambda name: wheel)
+    assert ("Upgrade to etcd 3.5.3" in cli_several.etcd_warning()) is warned
+
+
 async def test_a_broker_that_cannot_start_is_tried_more_seldom_and_spoken_of_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
