@@ -3,12 +3,13 @@
 It brings each event to the core that it concerns, in the order in which the two must hear it: the fence first, then the leader, which
 gives up an epoch that is over, then the follower.
 
-A core to which time alone gives nothing to do is *quiescent*, as a quiesced range of CockroachDB is: it needs no ticks until something else
-happens, or the broker is without a lease for DETACHED_MS. Whether a peer is still there is judged by the link to it, once for all shards.
+A core to which time alone gives nothing to do before a certain time *rests* until then: it needs no ticks until something else happens, or the
+broker is without a lease for DETACHED_MS. One that rests for good is *quiescent*, as a quiesced range of CockroachDB is. Whether a peer is still
+there is judged by the link to it, once for all shards.
 
 Invariants:
 - a peer is heard as what the record, as it was read, says that it is, in an epoch that a record or a log of this replica tells of;
-- a tick of a quiescent core asks for nothing before DETACHED_MS after the lease (asserted in the simulator).
+- a tick of a core that rests asks for nothing before DETACHED_MS after the lease (asserted in the simulator).
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from region.replication.ready import (
     DiskFailed,
     FilesSeen,
     Keep,
+    Linked,
+    Living,
     Ready,
     Received,
     RecordRead,
@@ -35,6 +38,8 @@ from region.replication.replica import Replica
 
 KEEP_MS: Final = 1_000
 """The commit point that stands in the folder is at most so old: after a start, F3 goes by it."""
+FOR_GOOD: Final = 1 << 62
+"""Behind every time (ms) that a clock tells: whoever rests until then is woken by an event alone."""
 
 
 class ReplicaCore:
@@ -51,7 +56,13 @@ class ReplicaCore:
         self._kept_ms = 0
         self._alarmed = ""
         self._peers: tuple[str, ...] = ()
-        self.is_quiescent = False
+        self.rests_until_ms = 0
+        """before then time alone gives it nothing to do; 0: each tick may"""
+
+    @property
+    def is_quiescent(self) -> bool:
+        """Whether time alone gives it nothing to do, however much of it passes."""
+        return self.rests_until_ms == FOR_GOOD
 
     def hears(self, peer: str) -> bool:
         """Whether the newest record read gives this broker a part in the shard; nobody else is heard. Nobody is before a record was read (R7)."""
@@ -71,10 +82,12 @@ class ReplicaCore:
         """One event at `now` (ms of a clock that does not go back)."""
         ready = Ready()
         kind = type(event)
-        if self.is_quiescent and kind is not Tick:
-            # As if it had been ticked all the while.
-            self.is_quiescent = False
-            self.leader.step(Tick(), now, ready)
+        if self.rests_until_ms and kind is not Tick:
+            if self._is_slept_through(event):
+                self.leader.step(event, now, ready)
+                return ready
+            self.rests_until_ms = 0
+            self.leader.wake(now, ready)
         if kind is Synced:
             assert isinstance(event, Synced)
             log = self.replica.logs[event.log]
@@ -118,17 +131,24 @@ class ReplicaCore:
             # Who has a log copied leads nothing: an election that was read meanwhile counts now.
             self.leader.step(self._read, now, ready)
         if kind is Tick:
-            self.is_quiescent = self._may_rest(now)
+            self.rests_until_ms = self._next_ms(now)
         return self._done(ready)
 
-    def _may_rest(self, now: int) -> bool:
+    def _is_slept_through(self, event: object) -> bool:
+        """Whether what a core at rest is told gives it nothing to do, now or later: who is alive, and, where it does not lead, whose link is down."""
+        return type(event) is Living or (type(event) is Linked and not event.up and not self.leader.leads)
+
+    def _next_ms(self, now: int) -> int:
+        """Before when time alone gives it nothing to do; 0: it may at each tick."""
         replica = self.replica
-        return (
-            not replica.copying
-            and all(log.kept >= log.commit for log in replica.logs.values())
-            and self.leader.is_quiescent(now)
-            and (self.leader.leads or self.follower.is_quiescent)
-        )
+        if (
+            replica.copying
+            or not self.leader.is_quiescent(now)
+            or not (self.leader.leads or self.follower.is_quiescent)
+        ):
+            return 0
+        is_kept = all(log.kept >= log.commit for log in replica.logs.values())
+        return FOR_GOOD if is_kept else self._kept_ms + KEEP_MS
 
     def _take_record(self, event: RecordRead) -> bool:
         """R7: nothing older than this broker's registration says anything to it. Reads come in the store's order: revisions that fall

@@ -235,6 +235,8 @@ class ReplicaHost:
         self._hosted: dict[ShardId, Hosted] = {}
         self._ticking: dict[ShardId, Hosted] = {}
         """those that are not quiescent"""
+        self._living: dict[str, int] = {}
+        """as all copies were told"""
         self._lease: Lease | None = None
         self._broker_lease = BrokerLease()
         self._registration = 0
@@ -314,7 +316,7 @@ class ReplicaHost:
         )  # fmt: skip
         self._hosted[plan.shard] = hosted
         if self._is_started:
-            self._step(hosted, Living(self._mirror.view.brokers.registrations()))
+            self._step(hosted, Living(self._living))
             self._hear_records([plan.shard])
 
     @staticmethod
@@ -773,10 +775,15 @@ class ReplicaHost:
             hosted.copier.take(peer, message)
         elif self._is_meant(hosted, message):
             if isinstance(message, Follow | Placed):
-                for number, worker in hosted.workers.items():
-                    files = worker.disk
-                    self._step(hosted, FilesSeen(number, files.frames_from, files.log.places.fixed_to))
+                self._look_at_files(hosted)
             self._step(hosted, Received(peer, message))
+
+    def _look_at_files(self, hosted: Hosted) -> None:
+        for number, worker in hosted.workers.items():
+            seen = FilesSeen(number, worker.disk.frames_from, worker.disk.log.places.fixed_to)
+            known = hosted.core.replica.logs[number]
+            if (seen.frames_from, seen.fixed_to) != (known.frames_from, known.fixed_to):
+                self._step(hosted, seen)
 
     def _is_meant(self, hosted: Hosted, message: Message) -> bool:
         """Whether a message speaks of the logs that are here, and is not too much."""
@@ -1127,6 +1134,10 @@ class ReplicaHost:
         view = self._mirror.view
         self._links.know({broker: record.peer_address for broker, record in view.alive.items()})
         living = view.brokers.registrations()
+        if living == self._living:
+            # What a broker says of itself changes its record, too.
+            return
+        self._living = living
         for hosted in self._hosted.values():
             self._step(hosted, Living(living))
 
@@ -1158,8 +1169,10 @@ class ReplicaHost:
             self._read_lease(now)
             for shard in list(self._over):
                 self._look_at_alarm(shard)
-            due = self._hosted if now > self._broker_lease.until_ms + DETACHED_MS else self._ticking
-            for hosted in list(due.values()):
+            is_detached = now > self._broker_lease.until_ms + DETACHED_MS
+            for hosted in list((self._hosted if is_detached else self._ticking).values()):
+                if now < hosted.core.rests_until_ms and not is_detached:
+                    continue
                 hosted.copier.fail_late(now)
                 if not hosted.is_settling:
                     self._step(hosted, Tick())

@@ -21,7 +21,7 @@ follower's frames in flight are within IN_FLIGHT_GROUPS_MAX and IN_FLIGHT_BYTES_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Final
@@ -222,7 +222,7 @@ class LeaderCore:
         self._attempts = 0
         self._swap_after_ms = 0
         self._min_wanted = 0
-        self._living: dict[str, int] = {}
+        self._living: Mapping[str, int] = {}
         self._below_since = -1
         self._elected_ms = -1
         self._unreachable_ms = -UNREACHABLE_PAUSE_MS
@@ -231,6 +231,8 @@ class LeaderCore:
         self._left_behind: dict[str, int] = {}
         """members, by registration, that leave the sets with the yield: they lack what was answered"""
         self._ticked_ms = -1
+        self._early: tuple[Received, ...] = ()
+        """who asked where to go on before the epoch was begun, each one's newest question"""
         # Values, since an empty set takes 216 bytes in each copy.
         self._unlinked: frozenset[str] = frozenset()
         """brokers whose link went down, also while another one led"""
@@ -281,6 +283,11 @@ class LeaderCore:
             self._end_hand_over(now, ready)
         return ready
 
+    def wake(self, now: int, ready: Ready) -> None:
+        """Something happens after a rest: it is told the time first, as if it had been ticked all the while. Not where no tick was left out."""
+        if self.leads and now - self._ticked_ms > TICK_MS:
+            self.step(Tick(), now, ready)
+
     # -- elections -------------------------------------------------------------------------------------
 
     def _read(self, event: RecordRead, now: int, ready: Ready) -> None:
@@ -330,6 +337,7 @@ class LeaderCore:
         self._below_since = -1
         self._yield = None
         self._handing, self._left_behind = None, {}
+        self._early = ()
         self._ticked_ms = self._elected_ms = now
         self.held = {number: log.end for number, log in replica.logs.items()}
         for number, log in replica.logs.items():
@@ -346,9 +354,14 @@ class LeaderCore:
         self.phase = Phase.PREPARING
         for log in self.replica.logs.values():
             log.durable, log.syncing_since = log.end, -1
+        early, self._early = self._early, ()
+        have_asked = {asked.peer for asked in early}
         for peer in self._members():
             self._follower(peer, now)
-            ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+            if peer not in have_asked:
+                ready.send.append(Send(peer, Probe(self.epoch, self.election)))
+        for asked in early:
+            self._received(asked, now, ready)
         self._advance(ready)
         # Who is to lead in its place may have been named before this one began.
         self._hand_over(now, ready)
@@ -627,6 +640,9 @@ class LeaderCore:
     def _received(self, event: Received, now: int, ready: Ready) -> None:
         peer, message = event
         if isinstance(message, Follow):
+            if self.phase is Phase.ELECTED:
+                self._early = (*(each for each in self._early if each.peer != peer), event)
+                return
             self._follow(peer, message, now, ready)
         elif isinstance(message, Durable):
             self._durable(peer, message, now, ready)
@@ -657,7 +673,8 @@ class LeaderCore:
                     # R4, F8: an end that is only told counts for nothing; it is acknowledged once it has been compared.
                     durable=LogPoint(-1),
                     sent=placement.point,
-                    told=LogPoint(-1),
+                    # That nothing is committed needs not be told.
+                    told=BEGINNING,
                 )
                 for placement in placements
             }
@@ -765,6 +782,7 @@ class LeaderCore:
             self._unlinked = all_but(self._unlinked, event.peer)
         else:
             self._unlinked |= {event.peer}
+            self._early = tuple(each for each in self._early if each.peer != event.peer)
         if not self.commits or event.peer not in self._members():
             return
         follower = self._follower(event.peer, now)
@@ -981,7 +999,7 @@ class LeaderCore:
             self._stop("unreachable", now, ready)
 
     def _alive(self, event: Living, now: int, ready: Ready) -> None:
-        self._living = dict(event.brokers)
+        self._living = event.brokers
 
     def _wish(self, event: MinWanted, now: int, ready: Ready) -> None:
         self._min_wanted = event.minimum

@@ -6,6 +6,7 @@ before they are sent on, and sent on before they are synced (L2, D4). What rests
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -245,9 +246,9 @@ class SwapAnswered(NamedTuple):
 
 
 class Living(NamedTuple):
-    """Brokers that are alive in the store, with their registrations."""
+    """Brokers that are alive in the store, with their registrations. All copies of a broker may be told with the same mapping: nobody changes it."""
 
-    brokers: dict[str, int]
+    brokers: Mapping[str, int]
 
 
 class MinWanted(NamedTuple):
@@ -267,7 +268,7 @@ class Leaving(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """Time has passed. Every TICK_MS, or less often where the process could not; none while `ReplicaCore.is_quiescent`."""
+    """Time has passed. Every TICK_MS, or less often where the process could not; none before `ReplicaCore.rests_until_ms`."""
 
 
 Event = (

@@ -7,6 +7,7 @@ from replication.shard import Shard, frames, members, record, sent, swaps
 
 from region.cluster.records import Yielded, YieldReason
 from region.log.point import LogPoint
+from region.replication.core import KEEP_MS
 from region.replication.leader import (
     APPEND_BYTES_MAX,
     BELOW_MIN_MS,
@@ -19,6 +20,7 @@ from region.replication.leader import (
     IN_FLIGHT_GROUPS_MAX,
     LINK_DOWN_MS,
     OPENING_MS,
+    PROBE_MS,
     REPLICA_LAG_MS,
     Phase,
 )  # fmt: skip
@@ -28,6 +30,7 @@ from region.replication.ready import (
     DiskFailed,
     FilesSeen,
     FramesRead,
+    Keep,
     Linked,
     Living,
     MinWanted,
@@ -101,8 +104,10 @@ def test_a_leader_serves_once_all_that_it_held_is_committed() -> None:
     assert not shard.place("b", 5, starts=((1, 0),)).send, (
         "nobody is placed before the epoch has begun on the disk"
     )
-    assert len(sent(shard.tell(Begun(2)), Probe)) == 2
-    shard.place("b", 5, starts=((1, 0),))
+    begun = shard.tell(Begun(2))
+    assert [(each.peer, type(each.message)) for each in begun.send] == [("c", Probe), ("b", Placed)], (
+        "b has asked already"
+    )
     shard.place("c", 3, starts=((1, 0),))
     shard.ack("b", 5)
     shard.ack("c", 3)
@@ -110,6 +115,45 @@ def test_a_leader_serves_once_all_that_it_held_is_committed() -> None:
     assert not shard.leader.may_append()
     shard.ack("c", 5)
     assert shard.leader.phase is Phase.SERVING
+
+
+def test_of_who_asks_before_the_epoch_has_begun_the_newest_question_is_answered() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    shard.read(record(epoch=2))
+    shard.place("b", 5, starts=((1, 0),), ask=1)
+    shard.place("b", 4, starts=((1, 0),), ask=2)
+    (answer,) = sent(shard.tell(Begun(2)), Placed)
+    assert (answer.ask, answer.logs[0].point) == (2, LogPoint(4))
+
+
+def test_who_asked_over_a_link_that_went_down_before_the_epoch_had_begun_is_to_ask_again() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    shard.read(record(epoch=2))
+    shard.place("b", 5, starts=((1, 0),))
+    shard.tell(Linked("b", False))
+    shard.tell(Linked("b", True))
+    begun = shard.tell(Begun(2))
+    assert len(sent(begun, Probe)) == 2 and not sent(begun, Placed)
+
+
+def test_what_was_asked_before_an_epoch_that_was_lost_is_not_answered_in_the_next() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    shard.read(record(epoch=2))
+    shard.place("b", 5, starts=((1, 0),))
+    assert shard.read(record(epoch=3, leader="b")).deposed
+    shard.read(record(epoch=4))
+    begun = shard.tell(Begun(4))
+    assert len(sent(begun, Probe)) == 2 and not sent(begun, Placed)
+
+
+def test_that_nothing_of_a_log_is_committed_is_not_told() -> None:
+    shard = Shard("a", logs=2)
+    shard.lead(record(isr="a1 b1", replicas=("a", "b")))
+    shard.place("b")
+    assert not any(sent(shard.ack("b", 0, log=log), Commit) for log in (0, 1))
+    shard.write(1)
+    shard.sync()
+    assert [told.log for told in sent(shard.ack("b", 1), Commit)] == [0]
 
 
 def test_r1_an_expansion_that_is_not_known_counts_for_all_and_not_for_min() -> None:
@@ -707,6 +751,47 @@ def test_a_shard_that_nothing_happens_to_needs_no_ticks() -> None:
     shard.wait(1_000)
     assert shard.core.is_quiescent
     assert shard.tick(3_600_000) == Ready()
+
+
+def test_a_shard_whose_commit_point_is_to_be_kept_later_needs_no_ticks_before() -> None:
+    shard = at_rest()
+    for end in (1, 2):
+        shard.write()
+        shard.sync()
+        shard.ack("b", end)
+        shard.ack("c", end)
+        shard.tick()
+    assert not shard.core.is_quiescent, "the first was kept, and the second is to be a second later"
+    kept_at = shard.core.rests_until_ms
+    assert shard.now < kept_at <= shard.now + KEEP_MS
+    while shard.now + 100 < kept_at:
+        assert shard.tick() == Ready() and shard.core.rests_until_ms == kept_at
+    shard.now = kept_at - 100
+    assert shard.tick().keep == [Keep(0, LogPoint(2))]
+    assert shard.core.is_quiescent
+
+
+def test_what_happens_while_a_commit_point_waits_to_be_kept_ends_the_rest_and_nobody_is_late() -> None:
+    shard = at_rest()
+    for end in (1, 2):
+        shard.write()
+        shard.sync()
+        shard.ack("b", end)
+        shard.ack("c", end)
+        shard.tick()
+    shard.now += PROBE_MS - 100
+    shard.write()
+    assert not shard.core.rests_until_ms
+    waited = shard.wait(PROBE_MS)
+    assert not any(sent(ready, Probe) for ready in waited), "they have their time"
+
+
+def test_who_is_alive_ends_no_rest() -> None:
+    shard = at_rest()
+    assert shard.tell(Living({"a": 1, "b": 1})) == Ready()
+    assert shard.core.is_quiescent
+    shard.tell(YieldAsked("drain"))
+    assert shard.leader.phase is Phase.YIELDED, "b may lead, as it heard"
 
 
 def test_after_an_hour_without_ticks_nobody_is_late() -> None:

@@ -114,12 +114,12 @@ class Checks:
         return shard in self._unclean and self._newest[number] < self._unclean[shard]
 
     def left_out(self, machine: Machine, core: ReplicaCore) -> None:
-        """A tick that a quiescent core is not given would ask for nothing, and not for what was forgiven because it came late either."""
+        """A tick that a core at rest is not given would ask for nothing, and not for what was forgiven because it came late either."""
         now, twin = self.world.local(machine), deepcopy(core)
         twin.leader._ticked_ms = now
         ready = twin.step(Tick(), now)
-        if ready != Ready() or not twin.is_quiescent:
-            raise BrokenError(f"{machine.name} is quiescent, and has to do: {ready}")
+        if ready != Ready() or twin.rests_until_ms != core.rests_until_ms:
+            raise BrokenError(f"{machine.name} rests until {core.rests_until_ms}, and has to do: {ready}")
 
     def _on_election(self, machine: Machine, shard: ShardId, core: ReplicaCore) -> None:
         key = (shard, core.leader.epoch)

@@ -1141,7 +1141,7 @@ class ClusterWorld:
     def _tick(self, machine: Machine) -> None:
         is_detached = self.local(machine) > machine.held.until_ms + DETACHED_MS
         for shard, core in list(machine.cores.items()):
-            if core.is_quiescent and not is_detached:
+            if self.local(machine) < core.rests_until_ms and not is_detached:
                 self.counts["ticks left out"] += 1
                 if self.counts["ticks left out"] % LEFT_OUT_CHECKED == 0:
                     self.checks.left_out(machine, core)
