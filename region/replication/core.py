@@ -18,7 +18,7 @@ from typing import Final
 
 from region.replication.follower import FollowerCore
 from region.replication.leader import LeaderCore
-from region.replication.messages import FromFollower
+from region.replication.messages import Follow, FromFollower
 from region.replication.ready import (
     Copied,
     CopyFailed,
@@ -56,6 +56,8 @@ class ReplicaCore:
         self._kept_ms = 0
         self._alarmed = ""
         self._peers: tuple[str, ...] = ()
+        self._ahead: tuple[Received, ...] = ()
+        """questions in an epoch that nothing here has told of yet, each peer's newest: they are looked at once a record does"""
         self.rests_until_ms = 0
         """before then time alone gives it nothing to do; 0: each tick may"""
 
@@ -105,7 +107,10 @@ class ReplicaCore:
         elif kind is Received:
             assert isinstance(event, Received)
             message = event.message
-            if not self.hears(event.peer) or not self._is_known(message.epoch, message.election):
+            if not self.hears(event.peer):
+                return ready
+            if not self._is_known(message.epoch, message.election):
+                self._look_at_later(event)
                 return ready
             if isinstance(message, FromFollower):
                 self.leader.step(event, now, ready)
@@ -127,12 +132,28 @@ class ReplicaCore:
                 ready.send.append(Send(event.peer, self.replica.stale_answer()))
         elif self.follower.leader:
             self.follower.leave()
+        if kind is RecordRead and self._ahead:
+            self._look_at_ahead(now, ready)
         if kind in (Copied, CopyFailed) and self._read and not (self.replica.copying or self.leader.leads):
             # Who has a log copied leads nothing: an election that was read meanwhile counts now.
             self.leader.step(self._read, now, ready)
         if kind is Tick:
             self.rests_until_ms = self._next_ms(now)
         return self._done(ready)
+
+    def _look_at_later(self, event: Received) -> None:
+        """Of an election its followers may hear before its leader does. What they ask then is believed no earlier than it is elsewhere."""
+        if type(event.message) is Follow and event.message.epoch > self.replica.fence.epoch:
+            self._ahead = (*(each for each in self._ahead if each.peer != event.peer), event)
+
+    def _look_at_ahead(self, now: int, ready: Ready) -> None:
+        ahead, self._ahead = self._ahead, ()
+        for event in ahead:
+            message = event.message
+            if not self._is_known(message.epoch, message.election):
+                self._look_at_later(event)
+            elif self.hears(event.peer):
+                self.leader.step(event, now, ready)
 
     def _is_slept_through(self, event: object) -> bool:
         """Whether what a core at rest is told gives it nothing to do, now or later: who is alive, and, where it does not lead, whose link is down."""

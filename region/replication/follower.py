@@ -55,6 +55,8 @@ from region.replication.replica import Log, Replica, all_but
 
 ASK_AGAIN_MS: Final = 500
 """A question that has had no answer for so long is asked anew."""
+ON_ITS_WAY_MS: Final = 100
+"""Whoever is asked to ask, and has done so less long ago, does not yet ask again: the two have crossed. Some round trips."""
 COPY_AGAIN_MS_MAX: Final = 30_000
 """A copy that came to nothing is asked for after ASK_AGAIN_MS, then after twice as long each time, up to this: each costs the leader a look at its log."""
 COPIES_BEFORE_ALARM: Final = 3
@@ -79,6 +81,8 @@ class FollowerCore:
         self._told: dict[int, LogPoint] = {}
         """per log, the leader's commit point"""
         self._asked_ms = 0
+        self._again_ms = 0
+        """when the open question is asked anew"""
         self._copies_failed = 0
         """in a row"""
         self._not_before_ms = 0
@@ -122,7 +126,8 @@ class FollowerCore:
     def _ask(self, now: int, ready: Ready) -> None:
         """F8: only when all that it has is on its disk."""
         replica = self.replica
-        self.placed, self._waits, self._asked_ms = False, False, now
+        self.placed, self._waits = False, False
+        self._asked_ms, self._again_ms = now, now + ASK_AGAIN_MS
         self._told.clear()
         self.ask += 1
         if self.replica.copying:
@@ -161,8 +166,17 @@ class FollowerCore:
                 self._hear_commit(self.replica.logs[message.log], message.commit, ready)
         elif isinstance(message, Placed):
             self._take_place(message, now, ready)
+        elif self._is_on_its_way(now):
+            # Where it was lost it is asked anew soon.
+            self._again_ms = self._asked_ms + ON_ITS_WAY_MS
         elif now >= self._not_before_ms:
             self._ask(now, ready)
+
+    def _is_on_its_way(self, now: int) -> bool:
+        """Whether a question was asked so lately that whoever leads may not have it yet."""
+        return (
+            not (self.placed or self._waits or self.replica.copying) and now - self._asked_ms < ON_ITS_WAY_MS
+        )
 
     def _listens_to(self, peer: str, message: FromLeader, now: int, ready: Ready) -> bool:
         """F1. The caller has seen that the epoch is known."""
@@ -392,7 +406,7 @@ class FollowerCore:
         return not self.leader or self.placed or self._waits or self.replica.stopped
 
     def _tick(self, event: Tick, now: int, ready: Ready) -> None:
-        if not self.is_quiescent and now >= max(self._asked_ms + ASK_AGAIN_MS, self._not_before_ms):
+        if not self.is_quiescent and now >= max(self._again_ms, self._not_before_ms):
             self._ask(now, ready)
 
     _handlers: ClassVar[dict[type, Callable[[Any, Any, int, Ready], None]]] = {

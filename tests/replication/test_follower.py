@@ -8,7 +8,7 @@ import pytest
 from replication.shard import Shard, append, commit, election, frames, placed, record, sent
 
 from region.log.point import LogPoint
-from region.replication.follower import ASK_AGAIN_MS
+from region.replication.follower import ASK_AGAIN_MS, ON_ITS_WAY_MS
 from region.replication.history import STARTS_MAX, EpochStart, History
 from region.replication.messages import Action, Durable, Follow, Probe, Status
 from region.replication.ready import (
@@ -319,6 +319,31 @@ def test_an_epoch_that_its_leader_begins_where_it_ends_comes_again_with_the_firs
     shard.hear("a", placed(2, 3, ask=ask))
     assert shard.hear("a", append(2, 3, 1, ask=ask)).write
     assert [start.epoch for start in shard.log.history.starts] == [1, 2]
+
+
+def test_a_question_that_crosses_its_leaders_is_asked_once() -> None:
+    shard = Shard("b")
+    (asked,) = sent(shard.read(record(epoch=2)), Follow)
+    shard.now += ON_ITS_WAY_MS // 2
+    assert not sent(shard.hear("a", Probe(2, election(2))), Follow)
+    assert sent(shard.hear("a", placed(2, 0, ask=asked.ask)), Durable), "what was asked first is answered"
+    assert sent(shard.hear("a", Probe(2, election(2))), Follow), "it has its answer, and is asked to ask anew"
+
+
+def test_a_question_that_seemed_to_cross_its_leaders_and_was_lost_is_asked_anew_soon() -> None:
+    shard = Shard("b")
+    shard.read(record(epoch=2))
+    assert not sent(shard.hear("a", Probe(2, election(2))), Follow)
+    assert sent(shard.tick(ON_ITS_WAY_MS), Follow)
+    assert not sent(shard.tick(ASK_AGAIN_MS - 100), Follow), "and then as late as any"
+    assert sent(shard.tick(), Follow)
+
+
+def test_a_question_that_is_old_when_its_leader_asks_is_asked_anew() -> None:
+    shard = Shard("b")
+    shard.read(record(epoch=2))
+    shard.now += ON_ITS_WAY_MS
+    assert sent(shard.hear("a", Probe(2, election(2))), Follow)
 
 
 def test_a_follower_that_knows_its_place_needs_no_ticks() -> None:

@@ -136,6 +136,28 @@ def test_who_asked_over_a_link_that_went_down_before_the_epoch_had_begun_is_to_a
     assert len(sent(begun, Probe)) == 2 and not sent(begun, Placed)
 
 
+def test_who_hears_of_an_election_before_its_leader_does_is_answered_once_that_leads() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    shard.read(record(epoch=1, leader="b"))
+    assert shard.place("b", 5, starts=((1, 0),), epoch=3) == Ready()
+    assert shard.place("c", 5, starts=((1, 0),), epoch=2, ask=1) == Ready()
+    assert shard.place("c", 4, starts=((1, 0),), epoch=2, ask=2) == Ready()
+    shard.read(record(epoch=2))
+    begun = shard.tell(Begun(2))
+    assert [(each.peer, type(each.message)) for each in begun.send] == [("b", Probe), ("c", Placed)]
+    assert sent(begun, Placed)[0].ask == 2
+    assert shard.read(record(epoch=3, leader="b")).deposed, "what was said in an epoch is no election"
+
+
+def test_a_question_in_an_election_that_never_was_is_answered_in_no_other() -> None:
+    shard = Shard("a", end=5, starts=((1, 0),))
+    shard.read(record(epoch=1, leader="b"))
+    shard.place("c", 5, starts=((1, 0),), epoch=2)
+    shard.read(record(epoch=2, election="f" * 16))
+    begun = shard.tell(Begun(2))
+    assert len(sent(begun, Probe)) == 2 and not sent(begun, Placed)
+
+
 def test_what_was_asked_before_an_epoch_that_was_lost_is_not_answered_in_the_next() -> None:
     shard = Shard("a", end=5, starts=((1, 0),))
     shard.read(record(epoch=2))
