@@ -42,13 +42,18 @@ class Backoff(msgspec.Struct):
     policy: BackoffPolicy
     random: Random
     failures: int = 0
+    epoch: int = 0
+    """the newest that a refusal named"""
 
     def next_ms(self, at_least_ms: int | None = None) -> int:
         """The next wait in ms; never below what the peer asked for, which may be above the ceiling."""
         return self._next_ms(at_least_ms, self.policy.ceiling_ms)
 
     def after_ms(self, error: FelixError | None) -> int:
-        """The next wait in ms after this refusal, as `next_ms`. Where nobody leads it is ELECTION_WAIT_MS_MAX at most, or what the broker asked for."""
+        """The next wait in ms after this refusal, as `next_ms`. Where nobody leads it is ELECTION_WAIT_MS_MAX at most, or what the broker asked for. The first refusal
+        that names a newer epoch begins the series anew: whoever was elected since is about to serve."""
+        if isinstance(error, NotLeaderError) and error.epoch > self.epoch:
+            self.epoch, self.failures = error.epoch, 0
         is_election = isinstance(error, NotLeaderError) and self.failures < ELECTION_WAITS
         return self._next_ms(
             None if error is None else error.retry_after_ms,

@@ -23,6 +23,7 @@ from benchmarks.copies import (
     Round,
     report_of,
 )
+from benchmarks.dead_leader import RECORDS_BEFORE, DeadLeaderReport, Taken
 from benchmarks.failover import FailoverPlan, FailoverReport, Pauses, longest_gap_ns
 from benchmarks.new_copy import PHASES, NewCopyPlan, NewCopyReport
 from benchmarks.new_copy import Round as NewCopyRound
@@ -69,6 +70,21 @@ def test_a_small_run_of_a_failover_finds_every_acknowledged_record(monkeypatch: 
         ("SIGTERM", 1),
     ]
     clusters.print_failover(report)
+
+
+@only_long
+@needs_etcd
+@pytest.mark.etcd
+@pytest.mark.fault
+def test_a_small_run_of_a_dead_leader_finds_every_acknowledged_record() -> None:
+    said = CliRunner().invoke(app, ["failover", "--shards", "12", "--kills", "1", "--json"])
+    assert said.exit_code == 0, said.output
+    report = msgspec.json.decode(said.stdout, type=DeadLeaderReport)
+    assert report.account.is_lossless and report.account.received >= 12 * (RECORDS_BEFORE + 2)
+    assert report.taken.keys() == set(Taken.__struct_fields__)
+    first, last = report.taken["written_first"].values, report.taken["written_last"].values
+    assert len(first) == len(last) == 1 and 0 < first[0] <= last[0]
+    clusters.print_dead_leader(report)
 
 
 @only_long

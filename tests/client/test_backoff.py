@@ -45,6 +45,23 @@ def test_whoever_waits_for_a_leader_asks_again_soon_and_not_for_ever() -> None:
     assert [backoff.after_ms(UnavailableError("No room.")) > 2_500 for _ in range(8)][-1]
 
 
+def test_whoever_waited_for_a_leader_asks_soon_again_once_one_is_elected_and_once_for_each_election() -> None:
+    backoff = Backoff(BackoffPolicy(first_ms=50, ceiling_ms=5_000), Random(1))
+    nobody_leads = NotLeaderError("Nobody leads.", retry_after_ms=25)
+    soon, sooner = (
+        NotLeaderError("It is about to be served.", retry_after_ms=25, epoch=each) for each in (7, 8)
+    )
+    for _ in range(20):
+        backoff.after_ms(nobody_leads)
+    waits = [backoff.after_ms(soon) for _ in range(20)]
+    assert waits[0] <= 50 and all(wait >= ELECTION_WAIT_MS_MAX // 2 for wait in waits[3:])
+    assert backoff.after_ms(sooner) <= 50
+    assert backoff.after_ms(soon) > 50, "one that has not heard of the election yet"
+    backoff.reset()
+    backoff.after_ms(nobody_leads)
+    assert backoff.after_ms(sooner) > 50, "it is no news"
+
+
 def test_a_policy_that_cannot_be_is_refused() -> None:
     for first, ceiling in ((0, 1), (5, 4)):
         with pytest.raises(RequestError):
