@@ -28,7 +28,7 @@ from region.replication.disk import ReplicaDisk
 from region.replication.leader import LINK_DOWN_MS
 from region.replication.log_worker import LogBegun
 from region.replication.messages import Commit, Durable, Follow, LogPlace, Probe
-from region.replication.ready import Begun, Ready
+from region.replication.ready import Begun, Ready, Tick
 from region.replication.wire import Said
 
 
@@ -503,3 +503,36 @@ def test_shards_that_nothing_happens_to_take_no_steps(monkeypatch: pytest.Monkey
         await region.well()
 
     play(scene, 11, shards=3)
+
+
+def test_copies_whose_commit_point_waits_to_be_kept_are_not_ticked_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ticks = list[ReplicaCore]()
+    step = ReplicaCore.step
+
+    def counted(self: ReplicaCore, event: object, now: int) -> Ready:
+        if isinstance(event, Tick):
+            ticks.append(self)
+        return step(self, event, now)
+
+    monkeypatch.setattr(ReplicaCore, "step", counted)
+
+    async def scene(region: SimulatedRegion) -> None:
+        hosts = [broker.host for broker in region.running.values()]
+        await region.until(lambda: not any(host._ticking for host in hosts))
+        (shard,) = region.shards
+        leader = region.leader(shard)
+        assert leader is not None
+        for number in range(2):
+            batch = encode_batch([NewRecord(b"x")], producer_id=1, base_sequence=number)
+            await leader.append(shard, 0, batch)
+            await asyncio.sleep(0.35)
+        assert any(host._ticking for host in hosts), "the second one is kept a second after the first"
+        ticks.clear()
+        await region.until(lambda: not any(host._ticking for host in hosts))
+        assert 1 <= len(ticks) <= len(NAMES), "each copy once, when it is to keep it"
+        kept = [host._hosted[shard].core.replica.logs[0] for host in hosts]
+        assert all(log.kept == log.commit == LogPoint(2) for log in kept)
+
+    play(scene, 3)
