@@ -444,6 +444,9 @@ class ControllerCore:
         self._survey = True
         self._busy.difference_update(flight.shards)
         self._due.update(flight.shards)
+        # Where it failed, no record of theirs need have changed.
+        for incarnation in {shard.incarnation for shard in flight.shards}:
+            self._ask_apart(incarnation)
 
     def _absorb(self, entries: Mapping[str, Entry | None], revision: int, now_ms: int) -> None:
         self.view.absorb(entries, revision)
@@ -676,6 +679,8 @@ class ControllerCore:
         was in sync."""
         parts: list[tuple[ShardId, Transaction]] = []
         for unit in sorted(self._apart):
+            if len(parts) >= room:
+                break
             by_place: dict[frozenset[str], list[ShardId]] = {}
             for wish in self._units.get(unit, ()):
                 for number in range(wish.shards):
@@ -683,15 +688,13 @@ class ControllerCore:
                     if (record := self.view.shards.get(shard)) is not None:
                         by_place.setdefault(frozenset(record.replicas), []).append(shard)
             shards = [shard for found in by_place.values() for shard in found]
-            if len(parts) + len(shards) > max(room, SHARDS_PER_TRANSACTION) or not (
-                self._busy.isdisjoint(shards) and taken.isdisjoint(shards)
-            ):
+            if not (self._busy.isdisjoint(shards) and taken.isdisjoint(shards)):
                 # What is under way says more; its answer brings the next step.
                 continue
+            # What there is no room for follows then, too; whoever was said to lead the others is to lead it.
             self._apart.discard(unit)
-            for found in by_place.values():
-                parts += self._gathered(found)
-        return parts
+            parts += [part for found in by_place.values() for part in self._gathered(found)]
+        return parts[: max(0, room)]
 
     def _gathered(self, shards: list[ShardId]) -> list[tuple[ShardId, Transaction]]:
         """Moves of leaders alone, so that one broker leads all of these; none while that cannot be said: the next change brings the question
@@ -867,11 +870,16 @@ class ControllerCore:
             or any(broker in nodes and nodes[broker].drain for broker in place)
         )
 
+    def _ask_apart(self, incarnation: str) -> None:
+        """A stream's shards may have several leaders."""
+        wish = self._wishes.get(incarnation)
+        if wish is not None and not wish.spread:
+            self._apart.add(_unit(wish))
+
     def _note_place(self, shard: ShardId, record: ShardRecord | None) -> None:
         """A shard may be elsewhere, or gone. A plan that is being carried out is right as long as nobody else moves anything."""
         wish = self._wishes.get(shard.incarnation)
-        if wish is not None:
-            self._apart.add(_unit(wish))
+        self._ask_apart(shard.incarnation)
         for table, holds in (
             (self._under_way, record is not None and record.target != ()),
             (self._leaving, record is not None and self._is_leaving(shard, record)),

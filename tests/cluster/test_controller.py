@@ -708,3 +708,18 @@ def test_a_leader_that_goes_while_leaders_are_brought_together_is_given_up() -> 
         arrive(region)
     assert len({*region.leaders()}) == 1 and wanted not in region.leaders()
     assert not any(record.target for record in region.view().shards.values())
+
+
+@pytest.mark.parametrize("shards", [2, 50, 256])
+def test_a_stream_of_any_size_is_brought_together(shards: int) -> None:
+    """More shards than are decided on in one step, too."""
+    region = Region("abcd", controllers="d")
+    for number in range(shards):
+        first = "abc"[number % 3]
+        region.place("abc", number=number, leader=first)
+    region.wants(dataclasses.replace(WISH, shards=shards, spread=False))
+    for _ in range(60):
+        region.pass_ms(50)
+        arrive(region)
+    assert len({*region.leaders()}) == 1
+    assert not any(record.target for record in region.view().shards.values())
