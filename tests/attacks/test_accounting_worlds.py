@@ -1,7 +1,7 @@
 """Random shards against an oracle that counts offset by offset: the verifier finds something in exactly those that are not lawful, and the
 report reconciles exactly those that are (accounting_worlds.py).
 
-`FELIX_ATTACK_SCALE` multiplies both. All shards of a report are shards of one stream in one log, so that a report costs one job.
+`FELIX_ATTACK_SCALE` multiplies both, `FELIX_ATTACK_SEED` draws others. All shards of a report are shards of one stream in one log, so that a report costs one job.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections import Counter
 from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 from attacks.accounting_worlds import INVENTED, SETTLED, SIGNED, UNLAWFUL, Said, draw, is_lawful, judged
+from attacks.chance import Chance
 from attacks.conftest import Tally
 from audit_log import BRIDGE
 from crossing_logs import (
@@ -82,8 +82,10 @@ def found(leaves: list[Said]) -> list[str]:
     return sentences
 
 
-def test_the_verifier_finds_exactly_the_shards_that_are_not_lawful(attack_scale: int, tally: Tally) -> None:
-    random, lawful = Random(75), 0
+def test_the_verifier_finds_exactly_the_shards_that_are_not_lawful(
+    chance: Chance, attack_scale: int, tally: Tally
+) -> None:
+    random, lawful = chance(75), 0
     for number in range(SHARDS * attack_scale):
         leaves = draw(random, str(number))
         wanted, sentences = is_lawful(leaves), found(leaves)
@@ -150,9 +152,9 @@ def _listed(leaf: Leaf) -> dict[str, Any]:
 
 @pytest.mark.spark
 def test_the_report_reconciles_exactly_the_shards_that_are_lawful(
-    spark: Any, tmp_path: Path, attack_scale: int, tally: Tally
+    spark: Any, tmp_path: Path, chance: Chance, attack_scale: int, tally: Tally
 ) -> None:
-    random, wanted, world = Random(76), dict[int, list[Said]](), Logs()
+    random, wanted, world = chance(76), dict[int, list[Said]](), Logs()
     for signed in PAPERS.values():
         world.grant(DEPARTURES, START_MS - 1_000, signed)
     for shard in range(REPORTED_SHARDS * min(attack_scale, 40)):

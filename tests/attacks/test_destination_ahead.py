@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from attacks.chance import Chance
 from attacks.conftest import Tally
 from audit_log import INCARNATION, Link
 from bridge_mesh import Mesh, flight, two_regions, until
@@ -91,9 +91,11 @@ class Log:
         return intents
 
 
-def test_wherever_a_destination_says_that_it_is_another_grant_cuts_nothing_in_two(tally: Tally) -> None:
+def test_wherever_a_destination_says_that_it_is_another_grant_cuts_nothing_in_two(
+    chance: Chance, tally: Tally
+) -> None:
     """Gaps and batches, some of them answered, and then another grant that goes on anywhere behind the last answer, also inside a gap."""
-    random, again = Random(14), 0
+    random, again = chance(14), 0
     for _ in range(200):
         log, answered_to = Log(), 0
         link = log.link

@@ -7,11 +7,11 @@ The bounds are lowered here; what decides is asked of the same documents with bo
 from __future__ import annotations
 
 import asyncio
-from random import Random
 from typing import Any
 
 import msgspec
 import pytest
+from attacks.chance import Chance
 from attacks.conftest import Tally
 from audit_log import BRIDGE, EGRESS_ORIGIN, INGRESS_ORIGIN, STREAM, TIME_MS, Link, trust
 from egress_documents import egress_documents
@@ -107,11 +107,11 @@ def test_a_pause_that_is_written_down_again_and_again_counts_from_its_first_leaf
 
 @pytest.mark.parametrize("bound", [2, 3, 1_000])
 def test_of_words_without_end_the_one_that_holds_is_the_one_that_holds(
-    bound: int, monkeypatch: pytest.MonkeyPatch, tally: Tally
+    bound: int, monkeypatch: pytest.MonkeyPatch, chance: Chance, tally: Tally
 ) -> None:
     """Against all that was said. Where the bound is reached, nothing is stopped that was not, and the newest word counts."""
     monkeypatch.setattr(words_module, "STOPS_MAX", bound)
-    random = Random(7 * bound)
+    random = chance(7 * bound)
     for _ in range(400):
         words, said = Words[int](), list[tuple[Rank, int, bool, int]]()
         for number in range(random.randrange(1, 12)):
@@ -131,11 +131,13 @@ def test_of_words_without_end_the_one_that_holds_is_the_one_that_holds(
     tally("words that were said", 400)
 
 
-def test_approvers_without_end_change_nothing(monkeypatch: pytest.MonkeyPatch, tally: Tally) -> None:
+def test_approvers_without_end_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, chance: Chance, tally: Tally
+) -> None:
     """Any number of people of the other region, in any order: who decides is the same as where all of them are held."""
     assert APPROVERS_MAX >= APPROVALS_MAX + 2, "those who drew up and accepted a grant may not count"
     names = ["bob", "alice", *(f"x{number}" for number in range(12))]
-    random, tried = Random(11), 0
+    random, tried = chance(11), 0
     for needed, separate in ((1, False), (2, True), (4, True)):
         signed = signed_grant(needed, separate)
         own = [each for each in signed.approvals if each.region == "us-east"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from random import Random
 
 import pytest
 from approvers import approvals, roots
+from attacks.chance import Chance
 from bridge_mesh import STREAM, Mesh
 from departures import DAY, terms
 
@@ -69,14 +69,16 @@ def revocation(name: str, region: str, at: int) -> Document:
     return sign_standing(said, US if region == "us-east" else EU)
 
 
-def test_of_many_revocations_the_first_holds_and_the_rest_change_nothing(tally: Tally) -> None:
+def test_of_many_revocations_the_first_holds_and_the_rest_change_nothing(
+    chance: Chance, tally: Tally
+) -> None:
     name, documents = grant("R-1")
     many = [
         revocation(name, region, DAY + number) for region in ("us-east", "eu-west") for number in range(300)
     ]
     books = []
     for seed in range(3):
-        Random(seed).shuffle(many)
+        chance(seed).shuffle(many)
         book = GrantBook([*documents, *many], TRUSTED, roots())
         found = book.check(ATTEMPT, POLICY_US, NOW)
         assert not isinstance(found, Allowed) and found.kind is RefusalKind.REVOKED
@@ -87,7 +89,9 @@ def test_of_many_revocations_the_first_holds_and_the_rest_change_nothing(tally: 
     tally("revocations of one grant", len(many))
 
 
-def test_what_is_too_much_is_left_out_oldest_ended_first_and_allows_nothing(tally: Tally) -> None:
+def test_what_is_too_much_is_left_out_oldest_ended_first_and_allows_nothing(
+    chance: Chance, tally: Tally
+) -> None:
     old, old_documents = grant("R-old", 20 * DAY)
     new, new_documents = grant("R-new", 80 * DAY)
     documents = [*old_documents, *new_documents]
@@ -123,7 +127,7 @@ def test_what_is_too_much_is_left_out_oldest_ended_first_and_allows_nothing(tall
         for room in range(len(whole) + 1):
             for seed in range(3):
                 shuffled = whole[:]
-                Random(seed).shuffle(shuffled)
+                chance(seed).shuffle(shuffled)
                 held = GrantBook(shuffled, TRUSTED, roots(), documents_max=room)
                 for name in (old, new):
                     allowed = isinstance(held.check(ATTEMPT, POLICY_US, NOW, grant=name), Allowed)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from attacks.chance import Chance
 from bridge_mesh import POLICIES, STREAM, Mesh, two_regions, until
 
 from audit.leaf import Kind
@@ -192,11 +192,11 @@ async def test_only_a_newer_word_of_the_same_region_lifts(mesh: Mesh) -> None:
 
 
 async def test_no_state_of_the_store_allows_what_is_forbidden(
-    mesh: Mesh, tally: Tally, attack_scale: int
+    mesh: Mesh, tally: Tally, chance: Chance, attack_scale: int
 ) -> None:
     """Words of both regions in any order; between them any earlier state of the store, whole or in parts, comes back."""
     grant, administrator = await granted(mesh), Administrator(mesh)
-    drawn = random.Random(13)
+    drawn = chance(13)
     states = [await administrator.snapshot()]
     standing = {("stand", "us-east"): False, ("stand", "eu-west"): False, ("deny", "us-east"): False}
     tried, refused = 0, 0

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from random import Random
 
 import msgspec
 import pytest
+from attacks.chance import Chance
 from attacks.terms_oracle import OracleTerms, Sent, draw_terms, lets_cross, mutate, sound_record
 from bridge_mesh import Mesh, mesh_terms, two_regions
 from rogue_agent import Wild, granted, rogue_agent
@@ -63,9 +63,9 @@ def encoded(sent: Sent) -> bytes:
 
 
 def test_the_inspection_and_the_oracle_decide_alike(
-    grant_terms: GrantTerms, attack_scale: int, tally: Tally
+    grant_terms: GrantTerms, chance: Chance, attack_scale: int, tally: Tally
 ) -> None:
-    random, decided = Random(20260105), Counter[bool]()
+    random, decided = chance(20260105), Counter[bool]()
     envelopes = min(100_000, PURE * attack_scale)
     for number in range(envelopes):
         if number % 20 == 0:
@@ -99,9 +99,9 @@ def grant_terms(tmp_path: Path) -> GrantTerms:
 
 
 async def test_the_destination_and_the_oracle_decide_alike_over_the_wire(
-    mesh: Mesh, attack_scale: int, tally: Tally
+    mesh: Mesh, chance: Chance, attack_scale: int, tally: Tally
 ) -> None:
-    random, decided = Random(7), Counter[bool]()
+    random, decided = chance(7), Counter[bool]()
     envelopes = min(6_000, WIRE * attack_scale)
     taken: list[Wild] = []
     grants = max(3, envelopes // 60)

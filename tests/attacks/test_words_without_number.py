@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attacks.chance import properties
 from attacks.conftest import Tally
 from audit_log import REGION_ORIGIN
 from hypothesis import given
@@ -49,6 +50,7 @@ _PART = st.sampled_from(["a", "ab", "abc", "b"])
 _PATTERN = st.tuples(*[st.one_of(_PART, st.just("*"), _PART.map(lambda part: f"{part}*"))] * 3).map("/".join)
 
 
+@properties
 @given(
     st.lists(st.tuples(_PATTERN, st.sampled_from(["", "eu-west", "ap-south"]))),
     st.tuples(_PART, _PART, _PART),

@@ -11,7 +11,7 @@ leaf but documents that do not hold (world_reports.py). What a log does not show
 
 `FELIX_ATTACK_SCALE=500 python -m pytest --log-cli-level=INFO tests/attacks/test_worlds.py` tries 100,000 worlds of both kinds, and says
 how far it is. Logs are drawn in slices of 2,000 worlds, each from a seed of its own: `FELIX_WORLDS_FROM=20` begins with slice 20, to go
-on where a run was ended, or to see a disagreement again that its message names with its slice.
+on where a run was ended, or to see a disagreement again that its message names with its slice. `FELIX_ATTACK_SEED` draws other worlds.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import pytest
 from attacks import world_logs, world_reports, worlds
 from attacks import world_oracle as oracle
+from attacks.chance import Chance
 from attacks.worlds import (
     BRIDGES,
     DESTINATION,
@@ -77,8 +78,8 @@ KNOWN = {stream: StreamState(stream, b"i" * 16, 1, Durability(), Retention(), 0,
 
 
 @lru_cache(maxsize=1)
-def pools(attack_scale: int) -> Pools:
-    return Pools(Random(SEED), min(60, 10 + attack_scale))
+def pools(chance: Chance, attack_scale: int) -> Pools:
+    return Pools(chance(SEED), min(60, 10 + attack_scale))
 
 
 def broker(region: str, world: World, rendered: Rendered) -> Governance:
@@ -180,10 +181,12 @@ def compare(world: World, rendered: Rendered, counts: Counter[str]) -> list[str]
 
 
 @pytest.mark.timeout(3_600)
-def test_brokers_agent_and_explain_decide_as_the_oracle_does(attack_scale: int, tally: Tally) -> None:
-    random, counts = Random(SEED + 1), Counter[str]()
+def test_brokers_agent_and_explain_decide_as_the_oracle_does(
+    chance: Chance, attack_scale: int, tally: Tally
+) -> None:
+    random, counts = chance(SEED + 1), Counter[str]()
     tried = min(WORLDS_MAX, WORLDS * attack_scale)
-    drawn = pools(attack_scale)
+    drawn = pools(chance, attack_scale)
     for number in range(tried):
         world = draw(random, drawn)
         rendered = render(world, random)
@@ -338,9 +341,11 @@ def reported(spark: Any, logs: world_reports.Logs, due: dict[str, Due], counts: 
             )
 
 
-def ask_slice(spark: Any, number: int, worlds: int, drawn: Pools, counts: Counter[str]) -> None:
+def ask_slice(
+    spark: Any, number: int, worlds: int, chance: Chance, drawn: Pools, counts: Counter[str]
+) -> None:
     """Draw this slice of worlds, and compare what verifier, register and report say of their logs with the oracle."""
-    random, logs, due = Random(f"{SEED} {number}"), world_reports.Logs(), dict[str, Due]()
+    random, logs, due = chance(f"{SEED} {number}"), world_reports.Logs(), dict[str, Due]()
     for world_number in range(worlds):
         world = draw(random, drawn)
         for side in Side:
@@ -362,12 +367,12 @@ def ask_slice(spark: Any, number: int, worlds: int, drawn: Pools, counts: Counte
 @pytest.mark.timeout(3 * 3_600)
 @pytest.mark.usefixtures("read_once")
 def test_verifier_register_and_report_find_what_may_not_stand_in_a_log(
-    attack_scale: int, tally: Tally, spark: Any
+    chance: Chance, attack_scale: int, tally: Tally, spark: Any
 ) -> None:
     counts, tried = Counter[str](), min(WORLDS_MAX, LOG_WORLDS * attack_scale)
-    first, drawn = int(os.environ.get(FIRST_SLICE, "0")), pools(attack_scale)
+    first, drawn = int(os.environ.get(FIRST_SLICE, "0")), pools(chance, attack_scale)
     for number, done in enumerate(range(0, tried, WORLDS_OF_A_SLICE), first):
-        ask_slice(spark, number, min(WORLDS_OF_A_SLICE, tried - done), drawn, counts)
+        ask_slice(spark, number, min(WORLDS_OF_A_SLICE, tried - done), chance, drawn, counts)
         log_.info("slices %d to %d: no disagreement, %s", first, number, dict(counts))
     seen = {name.strip("()"): count for name, count in counts.items() if name.startswith("(")}
     for kind in (
