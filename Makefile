@@ -14,8 +14,8 @@ BROKERS ?= 1
 KILLS   ?= 100
 # How many faults `make faults` plays, and how many times it kills the leader, stops it for longer than its lease, and kills all brokers.
 ROUNDS  ?= 10
-# How many times the quick number of random cases `make attack` tries.
-SCALE   ?= 20
+# How long `make attack` repeats what draws random cases; it plays everything once before, however long that takes.
+MINUTES ?= 20
 # How many random sequences of operations `make ordinary` plays, and from which seed on.
 SEQUENCES ?= 500
 SEED      ?= 1
@@ -79,8 +79,8 @@ wheels: $(STAMP) ## the packages felix-sdk and felix-mesh of this version, into 
 	@cd sdk && ../$(BIN)/hatchling build --target wheel --directory ../dist
 	@FELIX_RELEASE=1 $(BIN)/hatchling build --target wheel --directory dist
 
-attack: $(STAMP) ## every attack on the evidence that is known, with SCALE times the quick number of cases (minutes)
-	@FELIX_ATTACK_SCALE=$(SCALE) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 tests/attacks
+attack: $(STAMP) ## every attack on the evidence that is known, then for the rest of MINUTES those that draw random cases, with new seeds (from FELIX_ATTACK_SEED on, if set); and the table of docs/claims.md
+	@PYTHONPATH=.:tests $(BIN)/python -m attacks.run --minutes $(MINUTES) --workers $(WORKERS)
 
 ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED on: every log verifies, every report reconciles (an hour)
 	@FELIX_ORDINARY_SEQUENCES=$(SEQUENCES) FELIX_ORDINARY_SEED=$(SEED) $(BIN)/python -m pytest -s --timeout 86400 tests/ordinary

@@ -5,7 +5,7 @@ stream and both bridges; where one of the four decides otherwise than the oracle
 
 Verifier, transfer register and report are asked about logs (world_logs.py): the world's documents as leaves, in an egress log and
 in the destination's own, with crossings between and behind them. The verifier must find a crossing exactly where the oracle
-says that it may not stand, given what is in the log by then; the register must name terms exactly where they are signed,
+says that it may not stand, given what is in the log by then, and where by it more crossed than the grant's budget; the register must name terms exactly where they are signed,
 accepted and approved; the report must list the same crossings as breaches, under the names of docs/reports.md, and no other
 leaf but documents that do not hold (world_reports.py). What a log does not show by design is listed in world_logs.py.
 
@@ -46,10 +46,12 @@ from attacks.worlds import (
 
 from audit import agreement
 from audit.agreement import Agreements
+from audit.allowance import Allowances
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import Origin
 from audit.spark.agreements import _NAMES, LogDocuments, rows_of
 from audit.tile import MemoryFiles
+from audit.verify import OVER_BUDGET
 from bridge.plan import Verdict, plan_links
 from felix.errors import FelixError
 from felix.messages import StreamState
@@ -223,13 +225,16 @@ def read_once() -> Iterator[None]:
         yield
 
 
-def crossing_header(world: World, side: Side, crossing: dict[str, Any], now: int) -> Header:
+def crossing_header(world: World, side: Side, crossing: dict[str, Any], now: int, number: int) -> Header:
+    """The leaf of the log's crossing of this number."""
     terms_hash = hash_of(world["grants"][crossing["grant"]]["terms"])
     return Header(
         kind=Kind.INTENT if side is Side.EGRESS else Kind.ACK, side=side, time_ms=now, source_region=SOURCE,
         destination_region=DESTINATION, bridge=crossing["bridge"], stream=crossing["stream"],
         destination_stream=crossing["destination_stream"], grant_id=grants_of(world)[crossing["grant"]],
         terms_hash=bytes(32) if crossing["other_hash"] else terms_hash,
+        shard=crossing["shard"], first_offset=crossing["first_offset"], last_offset=crossing["first_offset"] + 2,
+        records=1 if crossing["bytes"] else 0, record_bytes=crossing["bytes"], envelope_sha256=number.to_bytes(32),
     )  # fmt: skip
 
 
@@ -239,6 +244,7 @@ class Verified(NamedTuple):
 
     leaves: list[Leaf]
     story: list[tuple[int, str]]
+    over_budget: list[tuple[int, str]]
     breaches: dict[int, set[str]]
     has_terms: list[bool]
     """of each grant"""
@@ -253,25 +259,37 @@ def verified(world: World, log: dict[str, Any], random: Random, counts: Counter[
     documents = world_logs.leaves_of(world, log)
     agreements = Agreements(world_logs.trust(), Origin.parse(world_logs.ORIGINS[side]))
     has_terms = [world_logs.has_terms(world, log, number) for number in range(len(world["grants"]))]
-    told = Verified([], [], {}, has_terms, set(), [])
+    told = Verified([], [], [], {}, has_terms, set(), [])
+    allowances, crossed = Allowances(), list[tuple[int, dict[str, Any]]]()
     crossings = world_logs.draw_crossings(random, world, log, STREAMS, CROSSINGS)
     for at in range(len(entries) + 1):
         while crossings and crossings[0][0] == at:
             _, now, crossing = crossings.pop(0)
             index = len(told.leaves)
             wanted = world_logs.may_stand(world, log, at, now, crossing)
-            header = crossing_header(world, side, crossing, now)
+            crossed.append((at, crossing))
+            is_over = world_logs.is_over_budget(world, log, crossed)
+            header = crossing_header(world, side, crossing, now, len(crossed))
             found = agreements.judge(header)
             told.leaves.append(Leaf(header))
             told.story.extend((index, sentence) for sentence in found)
+            allowed = agreements.allowed(header)
+            beyond = (
+                "" if allowed is None else allowances.take(index, header, allowed, told.leaves[index].version)
+            )
+            told.over_budget.extend([(index, beyond)] if beyond else [])
             told.breaches[index] = world_reports.wanted(
                 world, log, at, now, crossing, wanted == "allowed", has_terms
-            )
+            ) | ({OVER_BUDGET} if is_over else set())
             counts["crossings judged by the verifier"] += 1
             counts[f"({wanted})"] += 1
             if (found == []) != (wanted == "allowed"):
                 told.wrong.append(
                     f"{side} leaf {at} at {now}: {crossing}: the verifier says {found}, the oracle {wanted}"
+                )
+            if bool(beyond) != is_over:
+                told.wrong.append(
+                    f"{side} leaf {at}: {crossed}: the verifier says {beyond or 'nothing'}, the oracle {'over' if is_over else 'within'} budget"
                 )
         if at == len(entries):
             break
@@ -357,7 +375,7 @@ def ask_slice(
             wrong = told.wrong + registered(log["world"], log, told, documents, counts)
             assert not wrong, "\n".join([f"slice {number}, world {world_number}", *wrong, told_of(log)])
             name = f"{number}-{world_number}-{side}"
-            logs.add(name, told.leaves, documents, told.story)
+            logs.add(name, told.leaves, documents, told.story, told.over_budget)
             due[name] = Due(log, told)
     counts["logs of worlds"] += 2 * worlds
     reported(spark, logs, due, counts)
@@ -382,6 +400,7 @@ def test_verifier_register_and_report_find_what_may_not_stand_in_a_log(
         assert seen.get(kind, 0) >= tried // 50, (kind, seen)
     for breach in (
         "crossed-without-terms", "crossed-after-expiry", "crossed-before-start", "crossed-after-revocation", "rule-broken",
+        OVER_BUDGET,
     ):  # fmt: skip
         assert counts[f"{breach} in the report"] >= tried // 50, (breach, counts)
     for what, count in sorted(counts.items()):

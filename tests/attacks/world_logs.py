@@ -11,7 +11,8 @@ What a log cannot show, and the oracle therefore does not ask of it (docs/audit.
   the crossing, or of a moment before it;
 - a pause or a deny entry whose leaf is not older than 10 s, and a half or policy that took another's place then: what was on its way
   is written down still;
-- what came later than the crossing.
+- what came later than the crossing;
+- the budget of terms that do not stand before it, or that it does not name: it is found for that, and counts for no budget.
 """
 
 from __future__ import annotations
@@ -56,6 +57,10 @@ SIDES: Final = {Side.EGRESS: SOURCE, Side.INGRESS: DESTINATION}
 ORIGINS: Final = {Side.EGRESS: "us-east.acme/bridge/one", Side.INGRESS: "eu-west.acme/audit"}
 ACTOR: Final = "spiffe://us-east.acme/operator/ann"
 FAR: Final = 1 << 50
+SIZES: Final = (0, 0, 100, 156, 256, 300, 700)
+"""Bytes of the records of an envelope."""
+EMPTY_ENVELOPE_BYTES: Final = 256
+"""What an envelope without records counts towards a budget (docs/bridges.md)."""
 
 
 @cache
@@ -300,6 +305,31 @@ def is_revoked(world: World, log: dict[str, Any], upto: int, number: int) -> boo
     )
 
 
+def is_over_budget(world: World, log: dict[str, Any], crossed: list[tuple[int, dict[str, Any]]]) -> bool:
+    """Whether by the last of these crossings more had crossed under its grant than its terms allow altogether (docs/audit.md, step 7). Each comes with
+    how many leaves of documents stand before it."""
+
+    def counts(upto: int, crossing: dict[str, Any]) -> bool:
+        exports = view(world, log, upto, FAR, grace=False)["grants"][crossing["grant"]]["exports"]
+        return not crossing["other_hash"] and bool(oracle.believed(exports))
+
+    *_, (upto, last) = crossed
+    budget = world["grants"][last["grant"]]["terms"]["budget_bytes"]
+    if not budget or not counts(upto, last):
+        return False
+    size, began = 0, dict[tuple[Any, ...], int]()
+    for at, crossing in crossed:
+        if crossing["grant"] != last["grant"] or not counts(at, crossing):
+            continue
+        size += crossing["bytes"]
+        if not crossing["bytes"]:
+            # One that begins where the one before it of its shard did counts once (decision 0138).
+            shard = tuple(crossing[name] for name in ("bridge", "stream", "destination_stream", "shard"))
+            size += EMPTY_ENVELOPE_BYTES if began.get(shard) != crossing["first_offset"] else 0
+            began[shard] = crossing["first_offset"]
+    return size > budget
+
+
 def has_terms(world: World, log: dict[str, Any], number: int) -> bool:
     """Whether the register may name the terms of a grant: both halves, their approvals at some time in its window, and the
     own region's policy stand in the log, up to some leaf: a half that is signed again later undoes nothing."""
@@ -350,4 +380,7 @@ def draw_crossing(random: Random, world: World, streams: tuple[str, ...]) -> dic
         "bridge": terms["bridge"] if random.random() < 0.97 else random.choice(BRIDGES),
         "destination_stream": arriving if random.random() < 0.97 else random.choice(streams),
         "other_hash": random.random() < 0.02,
+        "bytes": random.choice(SIZES),
+        "shard": random.randrange(2),
+        "first_offset": random.randrange(3),
     }

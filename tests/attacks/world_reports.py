@@ -16,6 +16,7 @@ from audit.leaf import LEAF_COLUMNS, Leaf, Side, leaf_row
 from audit.spark import exceptions, register
 from audit.spark.agreements import _NAMES, LogDocuments, signed_frames
 from audit.spark.begun_again import BEGUN_AGAIN
+from audit.verify import OVER_BUDGET
 
 _ASKED: Final = frozenset(
     [
@@ -67,9 +68,14 @@ class Logs:
         self.count = 0
 
     def add(
-        self, name: str, leaves: Sequence[Leaf], documents: LogDocuments, story: Iterable[tuple[int, str]]
+        self,
+        name: str,
+        leaves: Sequence[Leaf],
+        documents: LogDocuments,
+        story: Iterable[tuple[int, str]],
+        over_budget: Iterable[tuple[int, str]],
     ) -> None:
-        """One log. `documents`: what its documents say; `story`: what the verifier found, by leaf."""
+        """One log. `documents`: what its documents say; `story`: what the verifier found, by leaf; `over_budget`: what it found about budgets."""
 
         def scoped(row: dict[str, Any]) -> dict[str, Any]:
             return row | {key: f"{name} {row[key]}" for key in _SCOPED if row[key]} | {"log": name}
@@ -82,6 +88,7 @@ class Logs:
         ]
         self._revocations += [(name, f"{name} {grant}", index) for _, grant, index in documents.revocations]
         self._story += [(name, index, sentence, exceptions.RULE_BROKEN) for index, sentence in story]
+        self._story += [(name, index, sentence, OVER_BUDGET) for index, sentence in over_budget]
         self.count += 1
 
     def breaches(self, spark: Any) -> Breaches:

@@ -45,6 +45,9 @@ KEYS: Final = {
 MALLORY: Final = Ed25519PrivateKey.from_private_bytes(b"m" * 32)
 TRUSTED: Final = {region: (raw_public_key(key),) for region, key in KEYS.items()}
 
+BUDGETS: Final = (0, 0, 0, 255, 256, 512, 1_000, 1_256, 2_000)
+"""What terms allow altogether; 0 is no limit. A log has twelve crossings (world_logs.SIZES), under one grant or two."""
+
 World = dict[str, Any]
 
 
@@ -147,6 +150,8 @@ class Pools:
             for region in (SOURCE, DESTINATION)
             for revision in (1, 2, 3)
         }
+        for terms in self.terms:
+            terms["budget_bytes"] = random.choice(BUDGETS)
 
 
 def draw(random: Random, pools: Pools) -> World:
