@@ -821,13 +821,17 @@ class Agreements:
         """What lets a crossing stand, each alone: the policy that a region's half was made under, and of the later ones of that region the
         newest in the log, as its broker asks the one in force; with those whose place was taken by a leaf that is younger than this (ms).
         An older one says nothing of the half, nor does another text of the same revision: it may be laxer and name other countries, and
-        whoever writes the log would choose it."""
+        whoever writes the log would choose it. One that came behind a newer one never had its place."""
         known = self._policies.get(region, {})
         named = known.get(bytes.fromhex(half.policy_hash))
         later = (held for held in known.values() if held.policy.revision > half.policy_revision)
         counting = [] if named is None else [named]
+        behind: int | None = None
         for held in sorted(later, key=lambda held: held.policy.revision, reverse=True):
+            if behind is not None and held.leaf > behind:
+                continue
             counting.append(held)
+            behind = held.leaf
             if held.time_ms <= until_ms:
                 break
         return tuple(counting)

@@ -118,6 +118,19 @@ def test_the_policy_that_the_half_names_or_a_later_one_says_who_approves_and_whe
         assert "IE" in row and "RU" not in row
 
 
+def test_a_later_policy_that_stands_behind_a_newer_one_never_counted(tally: Tally) -> None:
+    """The third revision lets the source's dpo approve, the fourth does not. What was on its way under the third is written down behind the
+    fourth, but only if the third stood there before it."""
+    lax, strict = policy(3, "IE"), policy(4, "IE", "ciso")
+    signed = grant_approved_by("dpo")
+    in_order = leaves_with(signed, NAMED, lax, strict)
+    assert verify_log(files_of(EGRESS, in_order), trust()).ok
+    out_of_order = leaves_with(signed, NAMED, strict, lax)
+    (first, *_) = verify_log(files_of(EGRESS, out_of_order), trust()).findings
+    assert first.step == 7 and "dpo does not count" in first.sentence
+    tally("policies behind the one that had replaced them", 1)
+
+
 def test_brokers_take_no_own_half_before_its_policy_and_let_nothing_cross_under_it() -> None:
     signed = grant_approved_by("ciso")
     trusted = trust("us-east", "eu-west")
