@@ -127,9 +127,10 @@ def summary(rounds: Sequence[Round], took_s: float) -> list[Line]:
     tests = [test for each in rounds for test in each.tests]
     seeds = [str(each.seed) for each in rounds if each.seed is not None]
     drawn = f", and {len(seeds)} of what draws (seeds {seeds[0]} to {seeds[-1]})" if seeds else ""
+    first = "one round of everything" if rounds else "no round was played to its end"
     lines = [
         _title("what the attacks tried"),
-        Line(f"one round of everything{drawn}: {int(took_s) // 60} min {int(took_s) % 60} s"),
+        Line(f"{first}{drawn}: {int(took_s) // 60} min {int(took_s) % 60} s"),
         *counts(tests),
         _title("what the evidence states, and against whom (docs/claims.md)"),
         *claims(tests),
