@@ -35,6 +35,8 @@ FIRST_ROUND_MAX_S = 3_600
 """The first round takes some minutes on two cores. What takes an hour hangs."""
 GRACE_S = 60
 """after the end of the time, for a test that takes longer than ever, and for what tests leave to be stopped"""
+START_S = 10
+"""for pytest to start its processes, and to end them"""
 STOP_S = 20
 """for pytest to end its processes once it is told to"""
 ASK_S = 0.2
@@ -180,7 +182,7 @@ def attack(
         )
         while rounds_max is None or len(rounds) <= rounds_max:
             seconds = left_for(rounds)
-            chosen = fitting(seconds, end - time.time())
+            chosen = fitting(seconds, end - time.time() - START_S)
             seed = (first_seed + len(rounds) - 1) % SEEDS_MAX
             if not chosen or rounds[-1].problem:
                 break
