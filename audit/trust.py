@@ -6,7 +6,9 @@ alone:
 
 - a log verifies under the region that its origin names (`Trust.log`), and its leaves speak for that region;
 - a receipt verifies under the keys of its destination, and names that region's own log (`Trust.open_receipt`);
-- a cosignature counts for whoever gave it, once, however many keys it has; the log's own region never counts;
+- a cosignature counts for whoever gave it, once, however many keys it has; the log's own region never counts, by none of its keys;
+- no two parties have one witness's key: a cosignature does not cover its signer's name, so anybody could say that it is the other one's;
+- cosignatures are counted on one checkpoint (`LogTrust.covered`): who cosigned another one has not seen what is behind it;
 - signed documents verify under the policy keys of the region that they name (`Trust.policy_keys`).
 
 Callers: cli (from bundles), audit.verify, audit.proof, audit.agreement, audit.spark, bridge and region for their
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -73,6 +75,14 @@ class RegionTrust:
     def __reduce__(self) -> tuple[type[RegionTrust], tuple[RegionBundle]]:
         """To another process go the bundle's bytes: certificates that are read already cannot be sent."""
         return RegionTrust, (self.bundle,)
+
+    @property
+    def public_keys(self) -> frozenset[bytes]:
+        """Every key of the bundle that could cosign, whatever it is for. (Those of its certificates are on another curve.)"""
+        bundle = self.bundle
+        return frozenset(
+            (*bundle.policy_keys, *bundle.receipt_keys, *(key.public for key in bundle.audit_keys))
+        )
 
     @property
     def region(self) -> str:
@@ -132,12 +142,46 @@ def _keys(bundle: RegionBundle, role: str, ed25519: Algorithm) -> tuple[Verifier
     return tuple(sorted(found, key=lambda key: key.algorithm.is_post_quantum))
 
 
+def check_cosigner_keys(regions: Iterable[RegionTrust], outside: Iterable[VerifierKey] = ()) -> None:
+    """That no two parties have one key to cosign with. Raises RequestError with both."""
+    named = [(key.public, f"the region {each.region}") for each in regions for key in each.witnesses]
+    named += [(key.public, f"the outside witness {key.name}") for key in outside]
+    parties: dict[bytes, str] = {}
+    for public, party in named:
+        other = parties.setdefault(public, party)
+        if other != party:
+            raise RequestError(
+                f"The same key cosigns for {other} and for {party}: whose a cosignature is, nobody could tell.",
+                code=Code.CONFLICT,
+                hint="Ask both whose key it is, and do not trust the other one.",
+            )
+
+
+def witnesses_of(bundles: Iterable[RegionBundle], region: str) -> tuple[VerifierKey, ...]:
+    """Those whose cosignatures a log of this region keeps: the other regions' witnesses, and none of its own keys. Nothing is counted by
+    it, so two bundles that name one key, which no `Trust` takes, stop no log."""
+    regions = tuple(map(RegionTrust, bundles))
+    own = frozenset[bytes]().union(*(each.public_keys for each in regions if each.region == region))
+    return tuple(
+        key for each in regions if each.region != region for key in each.witnesses if key.public not in own
+    )
+
+
+class Covered(NamedTuple):
+    """How far a log is cosigned as it is asked for."""
+
+    size: int
+    """leaves of the largest checkpoint that is; 0 where none is"""
+    missing: str
+    """why none is, as a sentence for a person; empty where one is, or nobody's cosignature is asked for"""
+
+
 @dataclass(frozen=True, slots=True)
 class LogTrust:
     """What one log verifies under: its own keys, and the witnesses that count for it.
 
     - the keys are of the region that the origin names;
-    - no witness is of that region, nor has one of that region's keys under another name.
+    - no witness is of that region, nor has any of that region's keys under another name.
     """
 
     origin: Origin
@@ -183,6 +227,24 @@ class LogTrust:
             "required"
         )
 
+    def covered(self, checkpoints: Iterable[SignedCheckpoint], cosignatures_min: int) -> Covered:
+        """How far these checkpoints of the log are cosigned as required, each judged by itself. Where no cosignature is required, how far
+        anybody cosigned."""
+        size, closest, most = -1, "", -1
+        for signed in checkpoints:
+            missing, number = (
+                self.missing(signed.cosigned, max(1, cosignatures_min)),
+                len(self.cosigners(signed.cosigned)),
+            )
+            if not missing:
+                size = max(size, signed.checkpoint.size)
+            elif number > most:
+                closest, most = missing, number
+        if size >= 0 or (self.policy is None and cosignatures_min < 1):
+            return Covered(max(size, 0), "")
+        wanted = "is cosigned as required" if self.policy is None else "has a quorum"
+        return Covered(0, f"No checkpoint of {self.name} {wanted}: {closest}.")
+
 
 class Trust:
     """The regions, and outside witnesses, that somebody trusts. An empty one trusts nobody."""
@@ -197,8 +259,8 @@ class Trust:
     ) -> None:
         """`outside`: keys of witnesses that belong to no region. `policy`: a tlog-policy; its witnesses count and no
         others, its quorum is asked for, and the logs that it lists, if it lists any, are the only ones. Raises
-        RequestError where two bundles of one region differ, or an outside witness is called like something of a trusted
-        region."""
+        RequestError where two bundles of one region differ, an outside witness is called like something of a trusted
+        region, or two parties have the key of one witness."""
         self._policy = policy
         self._regions: dict[str, RegionTrust] = {}
         for region in regions:
@@ -217,6 +279,7 @@ class Trust:
                     f"The outside witness {key.name} is called like one of a trusted region.",
                     hint="A region's witness key comes in its bundle.",
                 )
+        check_cosigner_keys(self._regions.values(), self._outside)
 
     @classmethod
     def of(cls, bundles: Iterable[RegionBundle], outside: Iterable[VerifierKey] = ()) -> Trust:
@@ -282,22 +345,27 @@ class Trust:
     def witnesses_for(self, region: str) -> dict[VerifierKey, str]:
         """The witnesses that count for this region's logs, and who stands behind each."""
         own = self._regions.get(region)
-        held = set() if own is None else {key.public for key in own.bundle.audit_keys}
+        held = frozenset[bytes]() if own is None else own.public_keys
         found = {
             key: other.region
             for other in self._regions.values()
             if other.region != region
             for key in other.witnesses
         }
-        found |= {key: key.name for key in self._outside}
+        found |= {key: self._party(key) for key in self._outside}
         if self._policy is not None:
             domain = "" if own is None else f"{trust_domain(own.region, own.mesh)}/"
             found = {
-                key: found.get(key, key.name)
+                key: found.get(key) or self._party(key)
                 for key in self._policy.witness_keys
                 if own is None or not key.name.startswith(domain)
             }
         return {key: party for key, party in found.items() if key.public not in held}
+
+    def _party(self, key: VerifierKey) -> str:
+        """Who stands behind a key that no region calls its witness's: a region where it is that one's for something else."""
+        of = (name for name in self.regions if key.public in self._regions[name].public_keys)
+        return next(of, key.name)
 
     def open_receipt(self, data: bytes) -> Receipt:
         """Verify a receipt under the keys of the region that it says it is from. Raises TamperError."""

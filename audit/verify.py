@@ -91,6 +91,7 @@ SKIPPED: Final = "skipped"
 TIME_BACK: Final = "time-back"
 TAKEN_LATE: Final = "taken-after-revocation"
 FASTER: Final = "faster-than-rate"
+UNCOSIGNED: Final = "not-cosigned"
 """Kinds of notices."""
 OVER_BUDGET: Final = "crossed-over-budget"
 """A kind of findings that has a name."""
@@ -158,9 +159,9 @@ class Report:
     cosigned_by: tuple[str, ...] = ()
     """regions and outside witnesses whose cosignatures stand on the checkpoint itself; the log's own region never does"""
     cosigned_size: int = 0
-    """leaves covered by a cosigned checkpoint"""
+    """leaves of the largest checkpoint that was cosigned as required (or by anybody, where nothing is)"""
     cosigners: dict[str, int] = field(default_factory=dict)
-    """regions and outside witnesses that cosigned, and how many leaves at most"""
+    """regions and outside witnesses that cosigned, and how many leaves at most; not all of them one checkpoint"""
     steps: list[Step] = field(default_factory=lambda: [Step(n + 1, title) for n, title in enumerate(TITLES)])
     findings: list[Finding] = field(default_factory=list)
     left_off: int = 0
@@ -242,7 +243,7 @@ def verify_log(
 
     `trust`: the bundles of the log's region, of the region that its receipts are from, and of its witnesses. `origin`:
     which log it must be; without it, the one that its checkpoint names. `cosignatures_min` regions or outside witnesses
-    other than the log's own region must have cosigned the checkpoint or the newest cosigned one. `remembered`:
+    other than the log's own region must have cosigned one and the same checkpoint; what is behind it is a notice. `remembered`:
     checkpoint notes that cosigners kept of this log. `accept_version_1`: root hashes of leaves of version 1 that are taken for what
     they are (`Version1`). `progress(leaves done, leaves)` is called per bundle. `notes`: the log's checkpoint and those that were
     cosigned, by path, where they were read before; a log may go on meanwhile, and is verified as of its checkpoint.
@@ -271,6 +272,9 @@ class _Run:
         self._back = Largest[Notice](NOTICES_MAX)
         self._late = Largest[Notice](NOTICES_MAX)
         self._allowances = Allowances()
+        self._uncosigned_from: int | None = None
+        """the first leaf behind what is cosigned as required; None: nothing is, or nothing has to be"""
+        self._uncosigned_crossings = self._uncosigned_records = 0
         self._partial_findings = self._partials_unread = 0
         self._log: LogTrust
         self._report = Report(origin)
@@ -346,7 +350,7 @@ class _Run:
             faster.add(each.size, _faster(each))
         times = (self._back, self._late, faster)
         told = (notice for largest in times for notice in largest.in_order())
-        report.notices = (*map(_skipped, accounts.skips.in_order()), *told)
+        report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
         report.announced_again, report.followed = tuple(accounts.announced_again), tuple(accounts.followed)
         report.miscounted, report.uncounted_from = tuple(continuity.miscounted), continuity.uncounted_from
@@ -396,9 +400,7 @@ class _Run:
     ) -> None:
         report = self._report
         self._count(signed)
-        missing, quorum_size = self._log.missing(signed.cosigned, cosignatures_min), 0
-        if not missing:
-            quorum_size = signed.checkpoint.size
+        counted = [signed]
         notes = [(data, f"remembered checkpoint {at + 1}") for at, data in enumerate(remembered)]
         notes += [(held, path) for path, held in self._held]
         for data, path in notes:
@@ -420,20 +422,14 @@ class _Run:
                 )
                 continue
             self._count(before)
-            if not self._log.missing(before.cosigned, cosignatures_min):
-                quorum_size = max(quorum_size, before.checkpoint.size)
+            counted.append(before)
             self._roots_due.append((before.checkpoint, path))
-        if self._log.policy is not None:
-            report.cosigned_size = quorum_size
-            if not quorum_size and missing:
-                report.find(1, f"No checkpoint of the log has a quorum: {missing}.", path=CHECKPOINT_PATH)
-        elif len(report.cosigners) < cosignatures_min:
-            report.find(
-                1,
-                f"{len(report.cosigners)} trusted regions or witnesses other than {self._log.region} cosigned, {cosignatures_min} are "
-                "required.",
-                path=CHECKPOINT_PATH,
-            )
+        covered = self._log.covered(counted, cosignatures_min)
+        report.cosigned_size = covered.size
+        if covered.missing:
+            report.find(1, covered.missing, path=CHECKPOINT_PATH)
+        elif cosignatures_min or self._log.policy is not None:
+            self._uncosigned_from = covered.size
         if not notes:
             report.steps[1].note = "no cosigned checkpoint is known"
         self._roots_due.sort(key=lambda due: due[0].size)
@@ -444,7 +440,22 @@ class _Run:
         report, size = self._report, signed.checkpoint.size
         for party in self._log.cosigners(signed.cosigned):
             report.cosigners[party] = max(report.cosigners.get(party, 0), size)
-            report.cosigned_size = max(report.cosigned_size, size)
+
+    def _uncosigned(self) -> Iterable[Notice]:
+        """What no checkpoint covers that is cosigned as required."""
+        start, size = self._uncosigned_from, self._report.size
+        if start is None or start >= size:
+            return ()
+        crossings, records = self._uncosigned_crossings, self._uncosigned_records
+        return (
+            Notice(
+                start,
+                UNCOSIGNED,
+                f"The last {size - start:,} of {size:,} leaves are in no checkpoint that is cosigned as required; by {crossings:,} of them {records:,} "
+                "records crossed. A holder of the log's key may still write them anew.",
+                records,
+            ),
+        )
 
     def _check_roots(self) -> None:
         """At every size that somebody remembers, the tree must have had that root."""
@@ -531,6 +542,9 @@ class _Run:
             return
         header = leaf.header
         is_receipt = header.kind is Kind.ACK and header.side is Side.EGRESS
+        if self._uncosigned_from is not None and index >= self._uncosigned_from and crosses(header):
+            self._uncosigned_crossings += 1
+            self._uncosigned_records += header.records
         self._report.steps[9].checked += header.kind in DOCUMENT_KINDS and leaf.version > 1
         # A receipt is about records that their INTENT counts already.
         self._report.steps[6].checked += 0 if is_receipt else header.records

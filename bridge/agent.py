@@ -25,7 +25,8 @@ from audit.origin import egress_origin
 from audit.quorum import Quorum
 from audit.submission import Submissions, SubmissionStatus
 from audit.trail import Trail, TrailStatus
-from audit.trust import RegionTrust, Trust
+from audit.trust import RegionTrust, witnesses_of
+from audit.witness_policy import WitnessPolicy
 from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.document_feed import DocumentFeed
 from bridge.document_sync import KINDS, Documents, DocumentSync
@@ -140,20 +141,26 @@ def load_files(config: BridgeConfig, paths: BridgePaths) -> AgentFiles:
     )
 
 
-def load_quorum(config: BridgeConfig, base: Path) -> Quorum:
-    """The quorum that nothing crosses without. Blocks. Raises RequestError."""
+def load_quorum(config: BridgeConfig, base: Path, own: RegionBundle) -> Quorum:
+    """The quorum that nothing crosses without. `own`: of the region whose log it is. Blocks. Raises RequestError."""
     wanted = config.require_quorum
     assert wanted is not None
     policy = wanted.load(base)
-    own = f"{trust_domain(config.source, config.mesh)}/"
+    _check_quorum(policy, own)
+    return Quorum(policy, wanted.max_lag)
+
+
+def _check_quorum(policy: WitnessPolicy, own: RegionBundle) -> None:
+    """That no witness of the policy is the own region's, by its name or by any key of the region. Raises RequestError."""
+    domain, held = f"{trust_domain(own.region, own.mesh)}/", RegionTrust(own).public_keys
     for key in policy.witness_keys:
-        if key.name.startswith(own):
+        if key.name.startswith(domain) or key.public in held:
+            told = "a witness" if key.name.startswith(domain) else "whose key is one"
             raise RequestError(
-                f"{wanted.policy} names {key.name}, a witness of the region whose log it is.",
+                f"The policy of require_quorum names {key.name}, {told} of the region whose log it is.",
                 code=Code.CONFIG_INVALID,
                 hint="A region does not vouch for itself; name other regions' witnesses, or outside ones.",
             )
-    return Quorum(policy, wanted.max_lag)
 
 
 def _load_bundle(path: Path, region: str, mesh: str) -> RegionBundle:
@@ -286,7 +293,7 @@ class Agent:
         files = await asyncio.to_thread(load_files, config, paths_of(config, base))
         quorum = None
         if config.require_quorum is not None:
-            quorum = await asyncio.to_thread(load_quorum, config, base)
+            quorum = await asyncio.to_thread(load_quorum, config, base, files.bundles[config.source])
         agent = cls(config, base, files, quorum, engine=engine, runtime=runtime, storage=storage)
         try:
             agent._begin()
@@ -412,7 +419,7 @@ class Agent:
         also = [NoteSigner.from_ml_dsa(origin, ml_dsa)] if ml_dsa is not None else []
         outside = [each.target(self.base) for each in config.witnesses]
         witnesses = [
-            *Trust.of(files.bundles.values()).witnesses_for(config.source),
+            *witnesses_of(files.bundles.values(), config.source),
             *(key for target in outside for key in target.keys),
             *(self._quorum.policy.witness_keys if self._quorum is not None else ()),
         ]
@@ -833,6 +840,8 @@ class Agent:
         await self._renew_identity()
         try:
             files = await asyncio.to_thread(load_files, self.config, self.paths)
+            if self._quorum is not None:
+                _check_quorum(self._quorum.policy, files.bundles[self.config.source])
         except FelixError as error:
             self._say("renewal", error)
             return
@@ -846,7 +855,7 @@ class Agent:
         self.context.identity = files.identity
         if self.context.trail is not None:
             self.context.trail.checkpoints.trust_witnesses(
-                Trust.of(files.bundles.values()).witnesses_for(self.config.source)
+                witnesses_of(files.bundles.values(), self.config.source)
             )
 
 

@@ -290,7 +290,7 @@ def _awaits_cosignatures(path: Path, report: Report, trust: Trust, cosignatures_
 
 def cosignature_hint(report: Report, trust: Trust, cosignatures_min: int) -> str:
     """The hint for a log that only lacks cosignatures; empty if it lacks something else."""
-    lacks = report.root and len(report.cosigners) < cosignatures_min
+    lacks = report.root and cosignatures_min and not report.cosigned_size
     if not lacks or any(step.findings for step in report.steps[1:]):
         return ""
     without = "--cosignatures 0 verifies on the word of the log's own region alone."
@@ -427,7 +427,7 @@ def _print_report(path: Path, report: Report) -> None:
         out.print("  nothing in it could be checked: see step 1")
     elif report.cosigners:
         by = ", ".join(f"{party} up to {size:,}" for party, size in sorted(report.cosigners.items()))
-        rest = report.size - report.cosigned_size
+        rest = report.size - max(report.cosigners.values())
         out.print(
             f"  cosigned by {by} leaves"
             + (f"; the last {rest:,} have the log's own signature alone" if rest else "")

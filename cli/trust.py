@@ -90,6 +90,8 @@ def trust(
     bridges needs no comparing; whatever else changes does. An offer says besides where the region is reached and which
     entity runs it: bridges and grants take that from it.
     """
+    from audit.trust import RegionTrust, check_cosigner_keys
+    from cli.grants import known_bundles
     from region.bootstrap import trust_region
 
     folder, config = folder_of(region)
@@ -98,6 +100,8 @@ def trust(
     if other.region == config.region:
         raise RequestError(f"{file} is of {config.region} itself.", hint="Give the other region's.")
     _same_mesh(config, other)
+    others = (held for held in known_bundles(folder).values() if held.region != other.region)
+    check_cosigner_keys(map(RegionTrust, (*others, other)))
     table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
     _not_older(folder, received)
     asked = _compare(folder, received.bundle, fingerprint)

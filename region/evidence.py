@@ -9,7 +9,7 @@ from audit.note import Algorithm
 from audit.origin import region_origin, witness_name
 from audit.signer_disk import load_signers
 from audit.trail import Trail, TrailSettings
-from audit.trust import RegionTrust, Trust
+from audit.trust import RegionTrust, witnesses_of
 from audit.witness import Witness
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
@@ -57,7 +57,7 @@ def open_evidence(
         also=signers[1:],
         earlier=RegionTrust(own).earlier_keys(signers[0].key.name, (each.key for each in signers)),
         witnesses=[
-            *Trust.of((*known, own)).witnesses_for(region),
+            *witnesses_of((*known, own), region),
             *(key for each in config.audit.witnesses for key in each.target(folder.root).keys),
         ],
         settings=TrailSettings(checkpoint_interval_ms=config.audit.checkpoint_every),

@@ -19,6 +19,7 @@ from audit.spark.reconciliation import PASSED_BY
 from audit.spark.shard_key import ENVELOPE, ENVELOPE_KEY, same
 from audit.spark.table import COUNT_MAX, Column, Type, one_row_each
 from audit.spark.verification import RULE_BROKEN
+from audit.verify import UNCOSIGNED
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
@@ -208,7 +209,8 @@ def _rules_broken() -> str:
 
 def _noticed() -> str:
     """SQL: what the verification saw that breaks no rule, of leaves of the window, and of those among them or behind them that are dated before
-    its end: a leaf whose time ran back out of the window is in no other place of its report."""
+    its end: a leaf whose time ran back out of the window is in no other place of its report. What nobody cosigned goes on from its leaf to the
+    log's end, so it is told also where it begins before the window."""
     seen = _event(
         NOTICE, "notices.notice", "true", "notices.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="notices.records"
     )  # fmt: skip
@@ -217,7 +219,7 @@ def _noticed() -> str:
         SELECT {_LEAVES_PLACE}, {one_row_each([seen])}
         FROM {{notices}} AS notices JOIN {{all_leaves}} AS leaves ON notices.log = leaves.log AND notices.leaf_index = leaves.leaf_index
         JOIN (SELECT log, min(leaf_index) AS first, max(time_ms) AS latest_ms FROM {{leaves}} GROUP BY log) AS seen
-            ON leaves.log = seen.log AND leaves.leaf_index >= seen.first AND leaves.time_ms <= seen.latest_ms
+            ON leaves.log = seen.log AND (leaves.leaf_index >= seen.first OR notices.notice = '{UNCOSIGNED}') AND leaves.time_ms <= seen.latest_ms
         """  # noqa: S608  # constants of this module
 
 

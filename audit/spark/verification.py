@@ -78,6 +78,7 @@ class OpenedLog:
     key: VerifierKey
     checkpoint: Checkpoint
     cosigners: tuple[Cosigner, ...]
+    """each with the newest checkpoint that it cosigned; these are not all of one size"""
     bundles: BundleRoots
     """what each entry bundle hashes to, held to the checkpoint's root"""
     notes: Mapping[str, bytes]
@@ -115,15 +116,8 @@ def open_log(
     cosigned = [note for path, found in held.items() for note in notes_at(path, found).values()]
     before = [*map(log.open, cosigned), *kept]
     cosigners = _cosigners(files, signed, before, log)
-    if log.policy is not None:
-        missing = [log.missing(note.cosigned, cosignatures_min) for note in (*before, signed)]
-        if all(missing):
-            raise TamperError(f"No checkpoint of {origin} has a quorum: {missing[-1]}.")
-    elif len(cosigners) < cosignatures_min:
-        raise TamperError(
-            f"{len(cosigners)} trusted regions or witnesses other than {log.region} cosigned {origin}, "
-            f"{cosignatures_min} are required."
-        )
+    if missing := log.covered((*before, signed), cosignatures_min).missing:
+        raise TamperError(missing)
     for note in kept:
         _check_prefix(files, checkpoint, note.checkpoint)
     return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held})

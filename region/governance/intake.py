@@ -263,6 +263,7 @@ class DocumentIntake:
             return f"{bundle.region} is trusted already."
         if held is not None and not await asyncio.to_thread(self._regions.is_pinned, bundle):
             check_update(held, signed)
+        self._regions.check_new(bundle)
         revision = self._mirror.trusted_revision(bundle.region)
         await self._catalog.put_trusted(bundle.region, body, revision=revision)
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."

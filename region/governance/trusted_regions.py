@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from audit.note import VerifierKey
-from audit.trust import RegionTrust, Trust
+from audit.trust import RegionTrust, check_cosigner_keys, witnesses_of
 from felix.errors import Code, FelixError, RequestError
 from felix.peer import TrustBundle
 from keys.bundle import RegionBundle, check_update, decode_bundle
@@ -48,7 +48,7 @@ class TrustedRegions:
 
     def witnesses(self) -> Iterable[VerifierKey]:
         """Those that cosign this region's log."""
-        return Trust.of(self.bundles.values()).witnesses_for(self.own.region)
+        return witnesses_of(self.bundles.values(), self.own.region)
 
     def _read_bundles(self) -> dict[str, RegionBundle]:
         """Bundles of the regions that the store trusts; what was believed before gives way only to its own successor."""
@@ -72,6 +72,11 @@ class TrustedRegions:
             if held is not None:
                 bundles[region] = held
         return bundles
+
+    def check_new(self, bundle: RegionBundle) -> None:
+        """That no other region that is trusted here has a witness's key of this bundle. Raises RequestError."""
+        others = (held for region, held in self.bundles.items() if region != bundle.region)
+        check_cosigner_keys(map(RegionTrust, (*others, bundle)))
 
     def is_pinned(self, bundle: RegionBundle) -> bool:
         """True where an operator put this very bundle into the region's folder, whatever was trusted before."""
