@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -90,8 +91,6 @@ def trust(
     bridges needs no comparing; whatever else changes does. An offer says besides where the region is reached and which
     entity runs it: bridges and grants take that from it.
     """
-    from audit.trust import RegionTrust, check_cosigner_keys
-    from cli.grants import known_bundles
     from region.bootstrap import trust_region
 
     folder, config = folder_of(region)
@@ -100,8 +99,7 @@ def trust(
     if other.region == config.region:
         raise RequestError(f"{file} is of {config.region} itself.", hint="Give the other region's.")
     _same_mesh(config, other)
-    others = (held for held in known_bundles(folder).values() if held.region != other.region)
-    check_cosigner_keys(map(RegionTrust, (*others, other)))
+    _has_own_witness(folder, other)
     table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
     _not_older(folder, received)
     asked = _compare(folder, received.bundle, fingerprint)
@@ -163,6 +161,20 @@ def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
             hint="Agree on one name. It is part of every identity and does not change: the region with the least to lose moves its "
             f"folder away and is created again, as in felix region init {config.region} --mesh {other.mesh}.",
         )
+
+
+def _has_own_witness(folder: RegionFolder, other: RegionBundle) -> None:
+    """Raises RequestError(CONFLICT) where this region, or another one that it trusts, has the key of one of its witnesses."""
+    from audit.trust import RegionTrust, check_cosigner_keys
+
+    regions = [RegionTrust(other)]
+    for path in (folder.bundle, *sorted(folder.trusted.glob("*.json"))):
+        # A file that does not hold is told by whoever needs that region.
+        with suppress(FelixError, OSError):
+            held = decode_bundle(path.read_bytes()).bundle
+            if held.region != other.region:
+                regions.append(RegionTrust(held))
+    check_cosigner_keys(regions)
 
 
 def _not_older(folder: RegionFolder, received: Received) -> None:

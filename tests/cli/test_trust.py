@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from region_home import make_region
 from typer.testing import CliRunner, Result
@@ -15,7 +16,8 @@ from cli.region import app as region_app
 from felix.address import Address
 from felix.errors import Code, FelixError
 from felix.runtime.real import now_ms
-from keys.bundle import decode_bundle
+from keys.bundle import AuditKey, decode_bundle, sign_bundle
+from keys.key_file import load_signing_key
 from keys.offer import decode_offer
 from region.bootstrap import issue_identity, write_profile
 from region.config import RegionConfig
@@ -122,6 +124,32 @@ def test_a_region_of_another_mesh_is_refused_before_it_is_trusted(sides: Sides) 
     assert error.code is Code.WRONG_REGION
     assert "Agree on one name" in error.hint
     assert not (sides.us.trusted / "ap-south.json").exists()
+
+
+def test_a_region_with_the_witness_key_of_another_is_refused_before_it_is_trusted(sides: Sides) -> None:
+    """A third region calls eu-west's witness key, or this region's, its own: eu-west's cosignatures would count twice."""
+    fingerprint = sides.offer("theirs")
+    assert region("trust", "theirs", "--fingerprint", fingerprint).exit_code == 0
+    # What cannot be read of yet another region keeps nobody from being trusted, or refused.
+    (sides.us.trusted / "no-bundle.json").write_text("{")
+    other = make_region(sides.path / "c", "ap-south")
+    honest = decode_bundle(other.bundle.read_bytes()).bundle
+    policy_key = load_signing_key(other.policy_key)
+    for owner in (sides.us, sides.eu):
+        of = decode_bundle(owner.bundle.read_bytes()).bundle
+        (public,) = (
+            each.public for each in of.audit_keys if (each.role, each.algorithm) == ("cosigner", "ed25519")
+        )
+        stolen = msgspec.structs.replace(
+            honest, audit_keys=(AuditKey("ap-south.acme/witness", "cosigner", public),)
+        )
+        (sides.path / "third").write_bytes(sign_bundle(stolen, policy_key).encode())
+        error = refused(region("trust", "third", "--fingerprint", stolen.fingerprint()))
+        assert error.code is Code.CONFLICT
+        assert "the region ap-south" in error.sentence and f"the region {of.region}" in error.sentence
+        assert not (sides.us.trusted / "ap-south.json").exists()
+    (sides.path / "third").write_bytes(other.bundle.read_bytes())
+    assert region("trust", "third", "--fingerprint", honest.fingerprint()).exit_code == 0
 
 
 def test_a_bridge_is_made_of_what_the_offer_says(sides: Sides) -> None:
