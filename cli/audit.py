@@ -62,7 +62,7 @@ Cosignatures = Annotated[
     int,
     typer.Option(
         min=0,
-        help="How many regions or outside witnesses must have cosigned; the log's own region never counts.",
+        help="How many regions or outside witnesses must have cosigned one checkpoint; the log's own region never counts.",
     ),
 ]
 PolicyFile = Annotated[
