@@ -274,6 +274,35 @@ def test_a_window_limits_what_counts_and_not_what_reconciles(five: Made, spark: 
     assert rows[DEPARTURES]["purpose"] == "delay analytics"
 
 
+def test_what_nobody_cosigned_is_told_in_every_window_that_reaches_it(spark: Any, tmp_path: Path) -> None:
+    """The egress log's checkpoint was cosigned after two days; a report of the fourth begins behind the first leaf that is not."""
+    world = World()
+    world.grant(DEPARTURES, START_MS - 1_000)
+    for day in range(4):
+        if day == 2:
+            cosigned = len(world.egress)
+        world.batch(DEPARTURES, 0, START_MS + day * DAY_MS, withheld=0.0)
+    logs = write_world(tmp_path, World(egress=world.egress[:cosigned], ingress=world.ingress))
+    write_log(logs[0], EGRESS_ORIGIN, world.egress[cosigned:])
+    first = sum(map(len, world.egress[:cosigned]))
+
+    def told(name: str, **window: int) -> list[tuple[str, int, int]]:
+        result = run_report(logs, tmp_path / name, trust=trust(), session=spark, **window)
+        assert result.exit_code == EXIT_ONE_SIDE, (
+            "what breaks no rule changes nothing; us-east's own log was not given"
+        )
+        return [
+            (row["log"], row["first_leaf"], row["records"])
+            for row in result.report.exceptions.records()
+            if (row["severity"], row["exception"]) == ("notice", "not-cosigned")
+        ]
+
+    assert told("last", since=START_MS + 3 * DAY_MS, until=START_MS + 4 * DAY_MS) == [
+        (EGRESS_ORIGIN, first, 80)
+    ]
+    assert told("before", since=START_MS, until=START_MS + 2 * DAY_MS) == []
+
+
 # Logs that do not verify
 
 
