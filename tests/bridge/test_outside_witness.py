@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from audit_log import key, witness_signer
 from bridge_mesh import POLICIES, Mesh, flight, two_regions, until
 from witness_logs import serving
 
@@ -17,6 +18,8 @@ from audit.witness_policy import WitnessPolicy
 from bridge.agent import Agent
 from felix.errors import RequestError
 from felix.messages import DescribeRegion
+from keys.bundle import sign_bundle
+from keys.key_file import load_signing_key
 from policy.quantity import Duration
 from policy.residency import parse_policy, sign_policy
 from region.config import AuditConfig, load_config
@@ -151,9 +154,33 @@ async def test_a_quorum_of_the_own_region_is_refused(tmp_path: Path) -> None:
     async with two_regions(tmp_path) as mesh:
         own = mesh.trust.region("us-east").witnesses[0]
         path = mesh.us.root / "own.policy"
-        path.write_text(f"witness w {own}\nquorum w\n")
         config = msgspec.structs.replace(
             mesh.bridge_config(), require_quorum=QuorumConfig(policy=path.name, max_lag=Duration(4_000))
         )
-        with pytest.raises(RequestError, match="does not vouch for itself"):
-            await Agent.start(config, mesh.us.root)
+        # By its name, and by its key under a name that nobody knows.
+        for name in (own.name, "witness.example/w1"):
+            path.write_text(f"witness w {VerifierKey(name, own.algorithm, own.public)}\nquorum w\n")
+            with pytest.raises(RequestError, match="does not vouch for itself"):
+                await Agent.start(config, mesh.us.root)
+
+
+async def test_a_renewed_bundle_with_the_key_of_the_quorum_is_not_taken(tmp_path: Path) -> None:
+    """While the agent runs, its own region's bundle calls the outside witness's key one of its receipts' keys."""
+    outside = witness_signer("witness.example/w1", seed=77).key
+    async with two_regions(tmp_path) as mesh:
+        path = mesh.us.root / "outside.policy"
+        path.write_text(f"witness w {outside}\nquorum w\n")
+        config = msgspec.structs.replace(
+            mesh.bridge_config(), require_quorum=QuorumConfig(policy=path.name, max_lag=Duration(4_000))
+        )
+        agent = await Agent.start(config, mesh.us.root)
+        try:
+            held, policy_key = mesh.bundle("us-east"), load_signing_key(mesh.us.policy_key)
+            for public in (outside.public, key(78).verify_key.public):
+                changed = msgspec.structs.replace(held, receipt_keys=(*held.receipt_keys, public))
+                mesh.us.bundle.write_bytes(sign_bundle(changed, policy_key).encode())
+                await agent._renew()
+                is_taken = agent._files.bundles["us-east"] == changed
+                assert is_taken == (public != outside.public)
+        finally:
+            await agent.stop()
