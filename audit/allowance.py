@@ -3,9 +3,10 @@
 Summed are the bytes of the records that INTENT (egress) and ACK leaves (ingress) list, in all link shards of the log, and EMPTY_RANGE_BYTES for each
 envelope without any: what the agent asks for before it announces an envelope, and the destination before it takes one. What both charge to a
 grant is leaf by leaf (`Header.charged_bytes`), and never less: so whoever held itself to the budget is below it here too, however its
-ranges were cut into leaves, and also where a batch was announced again under another grant. A resend of an envelope has no leaf. An
-envelope without records that begins where the one before it of its shard did counts once with it: a gap had grown before its first one was
-answered, which agents of before did not ask for again. Of version 1 the bytes are those of the payloads, and no envelope without any counts.
+ranges were cut into leaves, and also where a batch was announced again under another grant. A resend of an envelope has no leaf. Where an
+envelope without records begins where the one before it of its shard did and ends later, the two count once: a gap had grown before its first one
+was answered, which agents of before did not ask for again. Every further one that begins there counts, whoever wrote it. Of version 1 the bytes
+are those of the payloads, and no envelope without any counts.
 
 A budget that was passed is a mistake of the crossing that passes it. A rate is compared with the times of INTENT leaves, which are their
 writer's word, so it is told and breaks no rule; arrivals come in bursts. Callers: audit.verify.
@@ -86,27 +87,65 @@ class _Pace:
             self.worst = Faster(index, header.grant_id, self.size, span_ms, self.rate)
 
 
+class _Part(NamedTuple):
+    """Which leaf of which envelope, where that has several."""
+
+    shard: LinkShard
+    envelope: bytes
+    number: int
+
+
+class _Empty(NamedTuple):
+    """Offsets of an envelope without records, and whether it counted once with the one before it."""
+
+    first: int | None
+    last: int | None
+    has_grown: bool
+
+
 @dataclass(slots=True)
 class _Use:
     size: int = 0
-    envelope: bytes = b""
+    part: _Part | None = None
     batch: int = 0
     """bytes of the batch that the newest leaf is of"""
     empty_bytes: int = 0
     """what the envelopes without records count"""
-    empty: dict[tuple[LinkShard, bytes], int | None] = field(default_factory=dict)
-    """where the newest of these began in each shard and incarnation"""
+    empty: dict[tuple[LinkShard, bytes], _Empty] = field(default_factory=dict)
+    """the newest of these in each shard and incarnation"""
     pace: _Pace | None = None
     """where the grant has a rate, and the log is its bridge's"""
+
+    def count(self, header: Header) -> None:
+        """Take the bytes that a leaf lists. An envelope's leaves stand one behind the other; what only has the name of the envelope before it
+        is one of its own."""
+        part = (
+            None
+            if header.parts == 1
+            else _Part(LinkShard.of(header), header.envelope_sha256, header.part)
+        )
+        goes_on = part is not None and self.part == part._replace(number=header.part - 1)
+        self.batch = header.listed_bytes + (self.batch if goes_on else 0)
+        self.part = part
+        self.size += header.listed_bytes
 
     def count_empty(self, header: Header) -> None:
         """Take an envelope that lists no bytes."""
         shard = LinkShard.of(header), header.incarnation
-        if header.first_offset is not None and self.empty.get(shard) == header.first_offset:
-            return
-        if shard in self.empty or len(self.empty) < LINK_SHARDS_MAX:
-            self.empty[shard] = header.first_offset
-        self.empty_bytes += EMPTY_RANGE_BYTES
+        first, last, before = header.first_offset, header.last_offset, self.empty.get(shard)
+        has_grown = (
+            first is not None
+            and last is not None
+            and before is not None
+            and before.last is not None
+            and before.first == first
+            and before.last < last
+            and not before.has_grown
+        )
+        if before is not None or len(self.empty) < LINK_SHARDS_MAX:
+            self.empty[shard] = _Empty(first, last, has_grown)
+        if not has_grown:
+            self.empty_bytes += EMPTY_RANGE_BYTES
 
 
 class Allowances:
@@ -125,9 +164,7 @@ class Allowances:
             use = _Use(pace=_Pace(allowed.rate_bytes) if is_paced else None)
             self._uses[header.grant_id] = use
         size = header.listed_bytes
-        use.batch = size + (use.batch if use.envelope == header.envelope_sha256 else 0)
-        use.envelope = header.envelope_sha256
-        use.size += size
+        use.count(header)
         is_empty = version > 1 and not use.batch and header.part == header.parts - 1
         if is_empty:
             use.count_empty(header)

@@ -183,7 +183,7 @@ class SharedDestruction:
 
     def holding(self, held: Held) -> tuple[str, ...]:
         """As `Destruction`."""
-        return self._rotation.holding(held.created)
+        return self._rotation.holding(held.created, held.record.key)
 
     def is_foreign(self, held: Held) -> bool:
         """As `Destruction`."""
@@ -267,6 +267,12 @@ class Erasure:
             else f"{len(roots)} retired root keys are"
         )
         said = await self._settled([root.hex() for root in roots])
+        if holding := self._holding([root.hex() for root in roots]):
+            return (
+                f"{what} to be destroyed, and not gone yet at {', '.join(holding)}: a broker that is down does it at its next start, and one that is up says in "
+                "its log what keeps it from it. Until then copies of key files and backups from before the rotation can be opened with what is there. The "
+                "leaf in the audit log follows then; felix keys list says destroyed once it stands."
+            )
         return f"{what} destroyed{said} Copies of key files and backups from before the rotation open nothing any more."
 
     async def stream_deleted(self, mark: DeletedStream) -> str:
@@ -317,13 +323,18 @@ class Erasure:
                 await self._news.until(lambda: len(leaves()) == len(keys))
         if len(found := leaves()) == len(keys):
             return f", and leaf {', '.join(map(str, found[:3]))} of the audit log says so."
-        left = (held for held in map(ledger.find, keys) if held is not None and held.record.leaf is None)
-        if holding := sorted({name for held in left for name in self._destruction.holding(held)}):
+        if holding := self._holding(keys):
             return (
                 f", but at {', '.join(holding)}, which may have it until it has started and reached the metadata store. The leaf in the audit log follows "
                 "then; felix keys list says destroyed once it stands."
             )
         return " or about to be: felix keys list says destroyed once its leaf in the audit log stands."
+
+    def _holding(self, keys: list[str]) -> list[str]:
+        """The brokers that may have one of these still."""
+        found = map(self._destruction.ledger.find, keys)
+        left = [held for held in found if held is not None and held.record.leaf is None]
+        return sorted({name for held in left for name in self._destruction.holding(held)})
 
     async def _run(self) -> None:
         while True:

@@ -11,8 +11,8 @@ The root key, each step by compare-and-swap, and resumed by the next call after 
 5. each broker says under which roots its copies are. The old root's file may go once all say: under the new one alone.
 
 Destroying keys: a stream's goes in the transaction that deletes the stream, which leaves a record in `keys/destroyed`; retired roots go in the transaction
-that takes them out of `keys/roots`. Each broker destroys what it has of them, and says up to which of these records it has, also after it was down. Whoever
-has the audit log then writes the leaf (region.erasure).
+that takes them out of `keys/roots`. Each broker destroys what it has of them, and says up to which of these records it has, also after it was down, and
+which roots among them it keeps because they are in use: such a record holds up no other. Whoever has the audit log then writes the leaf (region.erasure).
 
 No plain key, and no root, ever goes through the store. One event loop.
 """
@@ -38,7 +38,7 @@ from keys.key_id import KeyKind, kind_of
 from keys.keyring import RootRotation
 from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_stream_key, prove_root
 from region.cluster.stream_keys import RETRY, SWAPS_MAX, StreamKeys
-from region.metadata.destroyed_keys import DestroyedKeys, Held
+from region.metadata.destroyed_keys import DestroyedKeys, Held, remove_made_up
 from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import DeletedStream, DestroyedKey, Keys, decode, encode
 from region.metadata.transaction import OPERATIONS_MAX, Absent, Compare, Entry, Event, ModRevision, Put
@@ -72,12 +72,13 @@ class Rotated(msgspec.Struct, frozen=True):
 class Followed(msgspec.Struct, frozen=True):
     """How far a broker follows: the last rotation of data keys, the roots that it holds, and those under which its copies of stream keys are
     (None: it did not say), as hex ids. `destroyed`: it has nothing any more of the keys whose records in `keys/destroyed` were first written at this
-    revision or before."""
+    revision or before, but for `kept`: roots that are in use there."""
 
     rotated: _Id
     roots: tuple[str, ...]
     under: tuple[str, ...] | None = None
     destroyed: int = 0
+    kept: tuple[str, ...] = ()
 
 
 class KeyRotation:
@@ -100,6 +101,7 @@ class KeyRotation:
         self.on_news: list[Callable[[], None]] = []
         """called when a key is destroyed, or a broker says how far it follows"""
         self._destroyed = 0
+        self._kept: tuple[str, ...] = ()
         self._broker = broker
         self._brokers = brokers
         self._runtime = runtime
@@ -177,13 +179,13 @@ class KeyRotation:
                 await self._drop_root(root, by)
             return [root.key_id for root in retired]
 
-    def holding(self, created: int) -> tuple[str, ...]:
-        """The brokers of the region that may have something of a destroyed key whose record was first written at this revision."""
+    def holding(self, created: int, key: str = "") -> tuple[str, ...]:
+        """The brokers of the region that may have something of a destroyed key, by its id in hex, whose record was first written at this revision."""
         return tuple(
             sorted(
                 name
                 for name in self._brokers()
-                if (said := self._followed.get(name)) is None or said.destroyed < created
+                if (said := self._followed.get(name)) is None or said.destroyed < created or key in said.kept
             )
         )
 
@@ -202,7 +204,7 @@ class KeyRotation:
         if record.level == "root":
             return self._shared.roots.find(record.key) is not None
         # A broker that has yet to carry out the deletion knows the key still.
-        return self._broker not in self.holding(held.created) and self.is_known(record)
+        return self._broker not in self.holding(held.created, record.key) and self.is_known(record)
 
     async def is_marked(self, record: DestroyedKey) -> bool:
         """Whether a stream was deleted with this key, as the record says it: they are written in one transaction. A root has no such mark, and
@@ -311,10 +313,11 @@ class KeyRotation:
             if roots.find(root.key) is None:
                 return
             left = Roots(tuple(each for each in roots.roots if each.key != root.key))
+            is_named = ModRevision(key, self._shared.roots_revision)
             with suppress(OutcomeUnknownError):
+                await remove_made_up(self._store, gone, is_named)
                 await self._store.transact(
-                    [ModRevision(key, self._shared.roots_revision)],
-                    [Put(key, left.encode()), Put(gone, encode(record))],
+                    [is_named, Absent(gone)], [Put(key, left.encode()), Put(gone, encode(record))]
                 )
         raise UnavailableError(f"{key} was changed by others {SWAPS_MAX} times meanwhile.")
 
@@ -479,7 +482,11 @@ class KeyRotation:
         roots = self._shared.roots
         held = await asyncio.to_thread(roots.held, self._keyring.region, self._keyring.provider)
         said = Followed(
-            "" if self._seen is None else self._seen.id, held, self._keyring.roots_in_use(), self._destroyed
+            "" if self._seen is None else self._seen.id,
+            held,
+            self._keyring.roots_in_use(),
+            self._destroyed,
+            self._kept,
         )
         if said != self._said or self._followed.get(self._broker) != said:
             await self._store.transact(
@@ -490,28 +497,43 @@ class KeyRotation:
         return owes or not pending <= set(held)
 
     async def _follow_destroyed(self) -> bool:
-        """Destroy what this broker has of the keys that the region destroyed. False where something of that is left to do; nothing else waits for it."""
+        """Destroy what this broker has of the keys that the region destroyed. False where something of that is to be tried again; nothing else waits for
+        it. A root that is in use is kept, whatever its record says, and looked at again with every change of keys and roots."""
         newest = self.ledger.newest
-        if newest == self._destroyed:
+        if newest == self._destroyed and not self._kept:
             return True
         try:
             if not await self._shared.settle(newest):
                 return False
-            for held in self.ledger.all():
-                if held.record.level != "root" or _is_misnamed(held.record):
-                    continue
-                if self._needs_root(held.record.key):
-                    log.error(
-                        "Root key %s is in use here, and the metadata store says that it is to be destroyed: it stays.",
-                        held.record.key,
-                    )
-                    return False
-                await asyncio.to_thread(self._keyring.destroy_root, bytes.fromhex(held.record.key))
         except FelixError as error:
             log.warning("destroyed keys cannot be let go of: %s", error)
             return False
-        self._destroyed = newest
-        return True
+        kept, is_done = [], True
+        for held in self.ledger.all():
+            key = held.record.key
+            if held.record.level != "root" or _is_misnamed(held.record):
+                continue
+            if newest == self._destroyed and key not in self._kept:
+                continue
+            if self._needs_root(key):
+                kept.append(key)
+                if key not in self._kept:
+                    log.error(
+                        "Root key %s is in use here, and the metadata store says that it is to be destroyed: it stays.",
+                        key,
+                    )
+                continue
+            try:
+                await asyncio.to_thread(self._keyring.destroy_root, bytes.fromhex(key))
+            except FelixError as error:
+                log.warning("a root key that the region destroyed is here still: %s", error)
+                is_done = False
+                if key in self._kept:
+                    kept.append(key)
+        self._kept = tuple(sorted(kept))
+        if is_done:
+            self._destroyed = newest
+        return is_done
 
     def _needs_root(self, root: str) -> bool:
         """Whether the region names it, or a key that this broker has is wrapped under it: whoever wrote that it is destroyed is no broker."""

@@ -23,6 +23,7 @@ from felix.errors import Code, CorruptionError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
 from felix.settings import NamespaceSettings
+from region.metadata.destroyed_keys import remove_made_up
 from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import (
     INCARNATION_BYTES,
@@ -192,7 +193,7 @@ class Catalog:
             if sealed_by is not None:
                 writes.append(Delete(sealed_by.key))
             if mark.key:
-                await self._remove_made_up(mark.key, compares[-1])
+                await remove_made_up(self.store, self.keys.destroyed_key(mark.key), compares[-1])
                 compares.append(Absent(self.keys.destroyed_key(mark.key)))
                 destroyed = DestroyedKey(
                     key=mark.key,
@@ -212,19 +213,6 @@ class Catalog:
             if result.succeeded:
                 return mark
         raise _contended(key)
-
-    async def _remove_made_up(self, number: str, is_held: Compare) -> None:
-        """A record that a key was destroyed which a stream has still is no broker's: the brokers would go by its age and its leaf."""
-        key = self.keys.destroyed_key(number)
-        entry = await self.store.get(key)
-        if entry is None:
-            return
-        result = await self.store.transact([ModRevision(key, entry.mod_revision), is_held], [Delete(key)])
-        if result.succeeded:
-            log.error(
-                "%s stood for a key that is in use; it was written by something other than Felix, and is removed.",
-                key,
-            )
 
     async def deleted_streams(self) -> list[DeletedStream]:
         """Marks of explicitly deleted streams."""

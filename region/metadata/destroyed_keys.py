@@ -13,7 +13,7 @@ from typing import NamedTuple
 from felix.errors import CorruptionError, RequestError
 from region.metadata.port import MetadataStore, OutcomeUnknownError
 from region.metadata.records import DestroyedKey, Keys, check_destroyed_key, decode, encode
-from region.metadata.transaction import Absent, Entry, Event, ModRevision, Put
+from region.metadata.transaction import Absent, Compare, Delete, Entry, Event, ModRevision, Put
 
 log = logging.getLogger("felix.region.erasure")
 
@@ -24,6 +24,20 @@ class Held(NamedTuple):
     record: DestroyedKey
     created: int
     modified: int
+
+
+async def remove_made_up(store: MetadataStore, key: str, is_held: Compare) -> None:
+    """Remove the record at `key`, where there is one and `is_held` says that its key is in use still: no broker wrote it, and the brokers would go by
+    its age and its leaf once that key is to be destroyed. Raises UnavailableError."""
+    entry = await store.get(key)
+    if entry is None:
+        return
+    result = await store.transact([ModRevision(key, entry.mod_revision), is_held], [Delete(key)])
+    if result.succeeded:
+        log.error(
+            "%s stood for a key that is in use; it was written by something other than Felix, and is removed.",
+            key,
+        )
 
 
 class DestroyedKeys:

@@ -110,6 +110,50 @@ def test_a_gap_that_grew_before_its_envelope_was_answered_counts_once() -> None:
     assert answer[0].header.kind is Kind.ACK and findings(world, EGRESS) == []
 
 
+def test_envelopes_without_records_that_begin_at_one_offset_count_but_for_one(tally: Tally) -> None:
+    """An agent that writes ever longer ones, or ever the same, as if its gap had grown before it was answered."""
+
+    def found(budget: int, lasts: list[int]) -> int:
+        world = gaps(budget, 1)
+        world.egress.pop()
+        gap, first = (leaf.header for leaf in world.egress[-1])
+        gap = msgspec.structs.replace(gap, first_offset=5, last_offset=max(lasts))
+        again = [
+            Leaf(msgspec.structs.replace(first, last_offset=last, envelope_sha256=bytes([number]) * 32))
+            for number, last in enumerate(lasts)
+        ]
+        world.egress.append([Leaf(gap), *again] if max(lasts) > 4 else again)
+        over = [each for each in findings(world, EGRESS) if each.name == OVER_BUDGET]
+        return len(over)
+
+    longer = [7 + number for number in range(12)]
+    assert found(12 * 256, longer) == 0
+    assert found(256, longer) == 11
+    assert found(256, [4, 4, 4]) == 3, "the same once more is none that grew"
+    tally("envelopes without records at one offset", 14)
+
+
+def test_an_envelope_without_records_that_has_the_name_of_the_one_before_it_counts(tally: Tally) -> None:
+    def found(budget: int, *, part: int = 0, parts: int = 1, shard: int = 1) -> list[str]:
+        world, _ = link(budget)
+        before = next(
+            block for block in world.egress if any(leaf.header.kind is Kind.INTENT for leaf in block)
+        )
+        (last,) = [leaf.header for leaf in before if leaf.header.kind is Kind.INTENT][-1:]
+        empty = msgspec.structs.replace(
+            last, shard=shard, records=0, record_bytes=0, part=part, parts=parts, path=()
+        )
+        before.append(Leaf(empty))
+        return [each.name for each in findings(world, EGRESS) if each.name == OVER_BUDGET]
+
+    (*_, (_, most)) = crossed(*link(), EGRESS)
+    assert found(most + 256) == []
+    assert OVER_BUDGET in found(most)
+    assert OVER_BUDGET in found(most, shard=0)
+    assert OVER_BUDGET in found(most, shard=0, part=1, parts=2), "a second part, and there was no first"
+    tally("envelopes without records under another one's name", 3)
+
+
 @pytest.mark.parametrize("side", [Side.EGRESS, Side.INGRESS])
 def test_the_budget_that_leaves_of_version_1_state_is_asked_too(side: Side) -> None:
     def found(budget: int) -> list[str]:
