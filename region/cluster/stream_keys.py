@@ -8,6 +8,7 @@ Invariants:
 - a key is synced in this broker's copy before it is used here;
 - a record is used only after it was unwrapped; one that fails, or is another key than the one known, changes nothing and is in `faults`;
 - a deleted stream's key stays destroyed: a record that stands beside the mark of a deletion is not used, and is removed from the store;
+- a mark that stands beside the record of its stream is no deletion's, which takes that record away with the same transaction: no key goes for it;
 - no plain key leaves the process; cryptography and the disk are threads' work.
 
 Order: `open`, once the broker is registered; then `ensure` before a stream's logs are opened; `close`. One event loop.
@@ -42,7 +43,7 @@ from keys.stream_key import (
 )
 from region.cluster.stored_keys import StoredKeys
 from region.metadata.port import CompactedError, MetadataStore, OutcomeUnknownError
-from region.metadata.records import Keys
+from region.metadata.records import Keys, decode_stream
 from region.metadata.transaction import Absent, Delete, Entry, Event, ModRevision, Put
 
 log = logging.getLogger("felix.region.stream_keys")
@@ -258,7 +259,7 @@ class StreamKeys:
         """The keys that this broker made for itself, before keys were shared, become the keys of their streams."""
         own, keyring = self._keyring.own, self._keyring
         for former in await self._former_streams():
-            if await self._is_deleted(former.incarnation.hex()):
+            if await self._is_deleted(former.incarnation.hex(), former.stream):
                 await self._destroy_own(former.incarnation)
         if own is None:
             return
@@ -282,7 +283,8 @@ class StreamKeys:
             number = held.incarnation.hex()
             entry = await self._put_first(number, again)
             if entry is None:
-                await self._destroy_own(held.incarnation)
+                if await self._is_deleted(number, held.stream):
+                    await self._destroy_own(held.incarnation)
                 continue
             self._note(number, _Seen(entry.mod_revision, entry.value))
             moved += 1
@@ -505,7 +507,7 @@ class StreamKeys:
         for number in changed.keys() - found.keys():
             self.faults.pop(number, None)
         under = self._keyring.roots_in_use()
-        marks = await self._read_marks(changed)
+        marks = await self._without_living(await self._read_marks(changed), found)
         # What a store shows again after its deletion was carried out here is deleted, also where the mark is gone.
         deleted = marks.keys() | {number for number in changed if self._deleted.look(number) is not None}
         good, older = await asyncio.to_thread(
@@ -555,8 +557,10 @@ class StreamKeys:
             good[number] = record
         return good, older
 
-    async def _is_deleted(self, number: str) -> bool:
-        return await self._store.get(self._keys.deleted(number)) is not None
+    async def _is_deleted(self, number: str, name: str) -> bool:
+        if await self._store.get(self._keys.deleted(number)) is None:
+            return False
+        return number not in await self._living({number: name})
 
     async def _read_marks(self, numbers: Collection[str]) -> dict[str, Entry]:
         """The marks of those of these whose streams were deleted."""
@@ -568,6 +572,52 @@ class StreamKeys:
             }
         found = {number: await self._store.get(self._keys.deleted(number)) for number in numbers}
         return {number: entry for number, entry in found.items() if entry is not None}
+
+    async def _without_living(self, marks: dict[str, Entry], found: dict[str, bytes]) -> dict[str, Entry]:
+        """Those of these marks that a deletion can have left. `found`: the keys that the store shows now."""
+        names = {
+            number: name
+            for number in marks
+            # What was carried out here is not asked again.
+            if self._deleted.look(number) is None and (name := self._name_of(number, found.get(number)))
+        }
+        living = await self._living(names)
+        return {number: mark for number, mark in marks.items() if number not in living}
+
+    def _name_of(self, number: str, value: bytes | None) -> str:
+        """Whose key it is, as it is known here, or else as the store shows it; empty where neither says it."""
+        known = self._keyring.find(bytes.fromhex(number))
+        if known is not None or value is None:
+            return "" if known is None else known.stream
+        try:
+            return decode_stream_key(value, self._keyring.region, self._keys.stream_key(number), number).stream
+        except FelixError:
+            return ""
+
+    async def _living(self, names: dict[str, str]) -> set[str]:
+        """The incarnations, of these with the names of their streams, whose streams the store has."""
+        start = f"{self._keys.prefix}streams/"
+        if len(names) > MARKS_ASKED_MAX:
+            entries = (await self._store.load(start)).entries
+        else:
+            asked = [await self._store.get(start + name) for name in {*names.values()}]
+            entries = tuple(entry for entry in asked if entry is not None)
+        living = set()
+        for entry in entries:
+            try:
+                stream = decode_stream(entry.value, entry.key, entry.mod_revision)
+            except FelixError:
+                # Another's work to tell; a mark decides then.
+                continue
+            if names.get(stream.incarnation) == stream.name:
+                living.add(stream.incarnation)
+                log.error(
+                    "%s in the metadata store says that %s was deleted, which is there: it was written by something other than Felix, and the stream's key is kept. "
+                    "Remove it.",
+                    self._keys.deleted(stream.incarnation),
+                    stream.name,
+                )
+        return living
 
     async def _remove_again(self, number: str, shown: _Seen, mark: Entry) -> None:
         """The store shows the key of a stream that was deleted; or showed it before it heard of the deletion, and then this changes nothing."""
