@@ -119,11 +119,7 @@ class _Use:
     def count(self, header: Header) -> None:
         """Take the bytes that a leaf lists. An envelope's leaves stand one behind the other; what only has the name of the envelope before it
         is one of its own."""
-        part = (
-            None
-            if header.parts == 1
-            else _Part(LinkShard.of(header), header.envelope_sha256, header.part)
-        )
+        part = None if header.parts == 1 else _Part(LinkShard.of(header), header.envelope_sha256, header.part)
         goes_on = part is not None and self.part == part._replace(number=header.part - 1)
         self.batch = header.listed_bytes + (self.batch if goes_on else 0)
         self.part = part

@@ -266,14 +266,17 @@ class Erasure:
             if len(roots) == 1
             else f"{len(roots)} retired root keys are"
         )
-        said = await self._settled([root.hex() for root in roots])
-        if holding := self._holding([root.hex() for root in roots]):
+        keys = [root.hex() for root in roots]
+        said = await self._settled(keys)
+        copies = "copies of key files and backups from before the rotation open nothing any more."
+        if holding := self._holding(keys):
             return (
-                f"{what} to be destroyed, and not gone yet at {', '.join(holding)}: a broker that is down does it at its next start, and one that is up says in "
-                "its log what keeps it from it. Until then copies of key files and backups from before the rotation can be opened with what is there. The "
-                "leaf in the audit log follows then; felix keys list says destroyed once it stands."
+                f"{what} to be destroyed, and not gone yet at {', '.join(holding)}: a broker that is down does it at its next start, and one that runs says in "
+                f"its log what keeps it from it. felix keys list says destroyed once the leaf in the audit log stands: then {copies}"
             )
-        return f"{what} destroyed{said} Copies of key files and backups from before the rotation open nothing any more."
+        if len(self._leaves(keys)) < len(keys):
+            return f"{what} destroyed{said} Then {copies}"
+        return f"{what} destroyed{said} C{copies[1:]}"
 
     async def stream_deleted(self, mark: DeletedStream) -> str:
         """What became of the key of a stream that was deleted, as a sentence for a person; empty where it had none."""
@@ -309,19 +312,11 @@ class Erasure:
 
     async def _settled(self, keys: list[str]) -> str:
         """How far the leaves of these are, after WAIT_S at most; the end of a sentence."""
-        ledger = self._destruction.ledger
-
-        def leaves() -> list[int]:
-            found = (ledger.find(key) for key in keys)
-            return sorted(
-                held.record.leaf for held in found if held is not None and held.record.leaf is not None
-            )
-
         self._wake.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
-                await self._news.until(lambda: len(leaves()) == len(keys))
-        if len(found := leaves()) == len(keys):
+                await self._news.until(lambda: len(self._leaves(keys)) == len(keys))
+        if len(found := self._leaves(keys)) == len(keys):
             return f", and leaf {', '.join(map(str, found[:3]))} of the audit log says so."
         if holding := self._holding(keys):
             return (
@@ -329,6 +324,11 @@ class Erasure:
                 "then; felix keys list says destroyed once it stands."
             )
         return " or about to be: felix keys list says destroyed once its leaf in the audit log stands."
+
+    def _leaves(self, keys: list[str]) -> list[int]:
+        """The leaves of these that stand, ascending."""
+        found = map(self._destruction.ledger.find, keys)
+        return sorted(held.record.leaf for held in found if held is not None and held.record.leaf is not None)
 
     def _holding(self, keys: list[str]) -> list[str]:
         """The brokers that may have one of these still."""

@@ -319,7 +319,7 @@ class KeyRotation:
                 await self._store.transact(
                     [is_named, Absent(gone)], [Put(key, left.encode()), Put(gone, encode(record))]
                 )
-        raise UnavailableError(f"{key} was changed by others {SWAPS_MAX} times meanwhile.")
+        raise UnavailableError(f"{key} or {gone} was changed by others {SWAPS_MAX} times meanwhile.")
 
     async def _change_roots(self, change: Callable[[Roots], Roots]) -> Roots:
         key = self._keys.key_roots()
@@ -358,17 +358,25 @@ class KeyRotation:
             for _ in range(SWAPS_MAX):
                 entry = await self._store.get(one.key)
                 again = [] if entry is None else await asyncio.to_thread(self._wrap_anew, (entry,), root)
-                if not again or await self._store.get(self._mark(one)) is not None:
+                mark = await self._store.get(self._mark(one))
+                if not again or (mark is not None and await self._is_deleted(one)):
                     break
-                if await self._swap(again):
+                if await self._swap(again, mark):
                     done += 1
                     break
         return done
 
-    async def _swap(self, wrapped: list[Entry]) -> bool:
+    async def _is_deleted(self, wrapped: Entry) -> bool:
+        number = wrapped.key.removeprefix(self._keys.stream_key(""))
+        record = decode_stream_key(wrapped.value, self._keyring.region, wrapped.key, number)
+        return await self._shared.is_deleted(number, record.stream)
+
+    async def _swap(self, wrapped: list[Entry], mark: Entry | None = None) -> bool:
+        """`mark`: the one of all of these that is no deletion's."""
+        revision = 0 if mark is None else mark.mod_revision
         with suppress(OutcomeUnknownError):
             compares: list[Compare] = [ModRevision(entry.key, entry.mod_revision) for entry in wrapped]
-            compares += [Absent(self._mark(entry)) for entry in wrapped]
+            compares += [ModRevision(self._mark(entry), revision) for entry in wrapped]
             result = await self._store.transact(compares, [Put(entry.key, entry.value) for entry in wrapped])
             return result.succeeded
         return False

@@ -175,6 +175,12 @@ class StreamKeys:
             await self._drain()
         return self._settled >= revision
 
+    async def is_deleted(self, number: str, name: str) -> bool:
+        """Whether the stream of this name and incarnation (hex) was deleted: it has a mark, and no record any more. Raises UnavailableError."""
+        if await self._store.get(self._keys.deleted(number)) is None:
+            return False
+        return number not in await self._living({number: name})
+
     async def close(self) -> None:
         """Follow no more, and forget every secret."""
         await end_tasks(*self._tasks)
@@ -259,7 +265,7 @@ class StreamKeys:
         """The keys that this broker made for itself, before keys were shared, become the keys of their streams."""
         own, keyring = self._keyring.own, self._keyring
         for former in await self._former_streams():
-            if await self._is_deleted(former.incarnation.hex(), former.stream):
+            if await self.is_deleted(former.incarnation.hex(), former.stream):
                 await self._destroy_own(former.incarnation)
         if own is None:
             return
@@ -283,7 +289,7 @@ class StreamKeys:
             number = held.incarnation.hex()
             entry = await self._put_first(number, again)
             if entry is None:
-                if await self._is_deleted(number, held.stream):
+                if await self.is_deleted(number, held.stream):
                     await self._destroy_own(held.incarnation)
                 continue
             self._note(number, _Seen(entry.mod_revision, entry.value))
@@ -507,7 +513,8 @@ class StreamKeys:
         for number in changed.keys() - found.keys():
             self.faults.pop(number, None)
         under = self._keyring.roots_in_use()
-        marks = await self._without_living(await self._read_marks(changed), found)
+        shown = await self._read_marks(changed)
+        marks = await self._without_living(shown, found)
         # What a store shows again after its deletion was carried out here is deleted, also where the mark is gone.
         deleted = marks.keys() | {number for number in changed if self._deleted.look(number) is not None}
         good, older = await asyncio.to_thread(
@@ -529,7 +536,7 @@ class StreamKeys:
                 await self._remove_again(number, changed[number], mark)
         for number in gone:
             if number not in deleted:
-                await self._put_back(number)
+                await self._put_back(number, shown.get(number))
         for number in older:
             await self._put_newer(number, changed[number])
         if self._keyring.roots_in_use() != under:
@@ -556,11 +563,6 @@ class StreamKeys:
                 continue
             good[number] = record
         return good, older
-
-    async def _is_deleted(self, number: str, name: str) -> bool:
-        if await self._store.get(self._keys.deleted(number)) is None:
-            return False
-        return number not in await self._living({number: name})
 
     async def _read_marks(self, numbers: Collection[str]) -> dict[str, Entry]:
         """The marks of those of these whose streams were deleted."""
@@ -590,7 +592,9 @@ class StreamKeys:
         if known is not None or value is None:
             return "" if known is None else known.stream
         try:
-            return decode_stream_key(value, self._keyring.region, self._keys.stream_key(number), number).stream
+            return decode_stream_key(
+                value, self._keyring.region, self._keys.stream_key(number), number
+            ).stream
         except FelixError:
             return ""
 
@@ -632,15 +636,16 @@ class StreamKeys:
                     key,
                 )
 
-    async def _put_back(self, number: str) -> None:
-        """The store lost a key that no deletion explains."""
+    async def _put_back(self, number: str, mark: Entry | None) -> None:
+        """The store lost a key that no deletion explains; `mark` is none's."""
         value = self._copied.get(number)
         if value is None:
             return
         key = self._keys.stream_key(number)
         log.error("%s is gone from the metadata store, and no stream was deleted: it is put back.", key)
+        no_deletion = ModRevision(self._keys.deleted(number), 0 if mark is None else mark.mod_revision)
         try:
-            await self._store.transact([Absent(key), Absent(self._keys.deleted(number))], [Put(key, value)])
+            await self._store.transact([Absent(key), no_deletion], [Put(key, value)])
         except OutcomeUnknownError:
             self._note(number, _Seen(self._revision, None))
 

@@ -29,7 +29,7 @@ from keys.key_id import RANDOM_BYTES, KeyKind, kind_of, new_key_id
 from keys.keyring import ROOTS, create_keyring, open_keyring
 from keys.shared import SharedKeyring, find_first_root, open_copies
 from keys.store import KEY_FILE
-from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_roots
+from keys.stream_key import ROOTS_MAX, Root, Roots, StreamKey, decode_roots, decode_stream_key
 from region.cluster import key_rotation, stream_keys
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.stream_keys import StreamKeys
@@ -294,6 +294,47 @@ async def test_a_deleted_streams_key_that_is_put_back_is_not_used_and_is_removed
     with pytest.raises(RequestError, match="was deleted"):
         await brokers.running["a"].ensure(ORDERS, LIFE)
     assert not brokers.knows("a") and mark.key.encode() not in brokers.copies("a")
+
+
+@pytest.mark.parametrize("asked_max", [0, 16])
+async def test_a_mark_of_a_stream_that_is_there_takes_no_key(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, asked_max: int
+) -> None:
+    monkeypatch.setattr(stream_keys, "MARKS_ASKED_MAX", asked_max)
+    await brokers.start("a", "b")
+    await brokers.create(ORDERS, LIFE)
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+    kept, mark = await brokers.record(), brokers.catalog.keys.deleted(LIFE.hex())
+    assert kept is not None
+    forged = DeletedStream(name=str(ORDERS), incarnation=LIFE.hex(), deleted_ms=1)
+    for value in (b"?", encode(forged)):
+        await brokers.put(mark, value)
+        await brokers.put(brokers.key(), kept)
+        entry = await brokers.store.get(brokers.key())
+        assert entry is not None
+        await until(
+            lambda revision=entry.mod_revision: min(k._settled for k in brokers.running.values()) >= revision
+        )  # type: ignore[misc]
+        assert brokers.knows("a") and brokers.knows("b") and await brokers.record() == kept
+    assert "says that acme/payments/orders was deleted, which is there" in caplog.text
+    await brokers.stop("b")
+    await brokers.start("b")
+    assert brokers.knows("b")
+    # Nor does it keep what the store lost from being put back, or a retired root from being destroyed.
+    await brokers.store.transact([], [Delete(brokers.key())])
+    async with asyncio.timeout(30):
+        while await brokers.record() != kept:  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.001)
+    await brokers.stop("b")
+    brokers.registered.remove("b")
+    old = brokers.running["a"].roots.active.key
+    await brokers.rotations["a"].rotate_root()
+    assert [root.hex() for root in await brokers.rotations["a"].destroy_retired_roots("")] == [old]
+    # The deletion itself is one all the same.
+    await brokers.catalog.delete_stream(ORDERS, deleted_ms=2)
+    await until(lambda: not brokers.knows("a"))
+    assert await brokers.record() is None
 
 
 async def test_marks_of_deletions_are_loaded_at_once_where_many_keys_are_new(
@@ -1113,6 +1154,90 @@ async def test_retired_roots_are_destroyed_at_every_broker_once_no_copy_needs_th
     await brokers.stop()
     keys = await brokers.start("a")
     assert seal_of(keys).open_batch(before) == batch(b"old")
+
+
+async def test_a_made_up_record_of_the_root_in_use_keeps_no_other_key_from_its_destruction(
+    brokers: Brokers, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Brokers of one machine.
+    for name in "ab":
+        (brokers.home / name).mkdir()
+        (brokers.home / name / "region").symlink_to(brokers.home / "first")
+    await brokers.start("a", "b")
+    await brokers.create(ORDERS, LIFE)
+    await brokers.create(CARDS, OTHER_LIFE)
+    for keys in brokers.running.values():
+        await keys.ensure(ORDERS, LIFE)
+        await keys.ensure(CARDS, OTHER_LIFE)
+    sealed, kept = seal_of(keys, name=CARDS, life=OTHER_LIFE).seal(batch(b"x")), await brokers.record()
+    assert kept is not None
+    rotation, provider = brokers.rotations["a"], keys.keyring.provider
+    record = decode_stream_key(kept, brokers.region, "The administrator's copy")
+    assert record.secret(brokers.region, provider)
+    old = keys.roots.active.key
+    await rotation.rotate_root()
+    # The metadata store's administrator names the root that is in use now, with a leaf that nobody wrote.
+    active = rotation._shared.roots.active.key
+    by = "spiffe://eu.acme/operator/x"
+    await rotation.ledger.add(DestroyedKey(key=active, level="root", by=by, at_ms=1, leaf=3))
+    deleted = await brokers.catalog.delete_stream(ORDERS, deleted_ms=2, by=by)
+    assert [root.hex() for root in await rotation.destroy_retired_roots(by)] == [old]
+    file = brokers.home / "first" / ROOTS / f"{old}.key"
+    for key in (deleted.key, old):
+        await until(lambda key=key: rotation.ledger.find(key) is not None)  # type: ignore[misc]
+        held = rotation.ledger.find(key)
+        assert held is not None
+        await until(lambda held=held: rotation.holding(held.created, held.record.key) == ())  # type: ignore[misc]
+    assert not file.exists() and file.with_name(f"{active}.key").exists()
+    with pytest.raises(FelixError):
+        record.secret(brokers.region, FileKeyProvider(file.parent, brokers.region))
+    assert await owed(brokers, "a") == {deleted.key, old}
+    assert f"Root key {active} is in use here" in caplog.text
+    forged = rotation.ledger.find(active)
+    assert forged is not None and rotation.holding(forged.created, active) == ("a", "b")
+    # Once that root is retired itself, its record is a new one, which every broker has to have carried out.
+    await rotation.rotate_root()
+    assert [root.hex() for root in await rotation.destroy_retired_roots(by)] == [active]
+    await until(lambda: (held := rotation.ledger.find(active)) is not None and held.created > forged.created)
+    made = rotation.ledger.find(active)
+    assert made is not None and made.record.leaf is None
+    await until(lambda: rotation.holding(made.created, active) == ())
+    assert not file.with_name(f"{active}.key").exists()
+    assert await owed(brokers, "a") == {deleted.key, old, active}
+    await brokers.stop()
+    await brokers.start("a")
+    assert seal_of(brokers.running["a"], name=CARDS, life=OTHER_LIFE).open_batch(sealed) == batch(b"x")
+
+
+async def test_a_root_that_cannot_be_destroyed_keeps_no_other_and_is_not_said_to_be(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(key_rotation, "LOOK_S", 0.01)
+    monkeypatch.setattr("region.erasure.WAIT_S", 0.2)
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+    rotation = brokers.rotations["a"]
+    olds = []
+    for _ in range(2):
+        olds.append(keys.roots.active.key)
+        await rotation.rotate_root()
+    destroy = keys.keyring.destroy_root
+
+    def failing(key_id: bytes) -> None:
+        if key_id.hex() == olds[0]:
+            raise KeyProviderError("The disk can only be read.")
+        destroy(key_id)
+
+    keys.keyring.destroy_root = failing  # type: ignore[method-assign]
+    erasure = Erasure(SharedDestruction(rotation), cast("Any", None), brokers.region, REAL.clock.now_ms)
+    said = await erasure.destroy_retired_roots("")
+    assert said.startswith("2 retired root keys are to be destroyed, and not gone yet at a: ")
+    folder = brokers.root_folder("a") / ROOTS
+    await until(lambda: not (folder / f"{olds[1]}.key").exists())
+    assert (folder / f"{olds[0]}.key").exists() and await owed(brokers, "a") == set()
+    keys.keyring.destroy_root = destroy  # type: ignore[method-assign]
+    await until(lambda: not rotation.holding(rotation.ledger.newest))
+    assert not (folder / f"{olds[0]}.key").exists() and await owed(brokers, "a") == {*olds}
 
 
 async def test_a_broker_that_may_need_a_retired_root_keeps_it_from_being_destroyed(
