@@ -199,7 +199,7 @@ class WitnessMemory:
         ahead = _compare(origin, here, entry.value)
         if ahead > 0:
             log.warning(
-                "the metadata store remembers %d leaves less of %s than this broker: the store was put back to an earlier state",
+                "the metadata store remembers %d leaves less of %s than this broker: the store was put back to an earlier state, or did not take the last one",
                 ahead, origin,
             )  # fmt: skip
         elif ahead < 0 and self._known(origin) is not None:
