@@ -282,7 +282,11 @@ class Leading:
         last = {
             origin: _Checkpoint(note, True, witnessed=True) for origin, note in copied.items()
         } | self._last
-        await self._write(CHECKPOINTS, [msgspec.msgpack.encode(each) for each in last.values()])
+        try:
+            await self._write(CHECKPOINTS, [msgspec.msgpack.encode(each) for each in last.values()])
+        except UnavailableError:
+            # Too few copies are in sync. Nothing goes before it stands behind.
+            return
         await checkpoints.trim(end)
         # Whatever could not go, as it is being read: it is not written again and again.
         self._trim_beyond = CHECKPOINTS_BYTES + checkpoints.disk_bytes
@@ -508,7 +512,7 @@ class AuditLog:
                 if self._trail.status().checkpoint > signed:
                     # What fails for want of room fails with a checkpoint.
                     self._failing_since = None
-                await leading.trim()
+                await self._while_served(leading.trim())
                 await self._pause(RETRY_S)
         finally:
             self.is_home = False
