@@ -47,6 +47,10 @@ class WitnessStore(Protocol):
         with nothing changed, and UnavailableError where the store does not answer, perhaps with the note in it."""
         ...
 
+    def confirm(self, origin: str, note: bytes) -> None:
+        """`note`, which `last` gave, is about to be signed again: as durable on return as after `swap`. Raises as that does."""
+        ...
+
 
 def superseded(origin: str) -> UnavailableError:
     """What a swap is refused with whose note is no longer the last one."""
@@ -72,6 +76,9 @@ class MemoryWitnessStore:
             raise superseded(origin)
         self._notes[origin] = note
 
+    def confirm(self, origin: str, note: bytes) -> None:
+        pass
+
 
 class DiskWitnessStore:
     """One file per origin, named by the SHA-256 of the origin, replaced atomically. One process has the folder."""
@@ -86,6 +93,10 @@ class DiskWitnessStore:
         if self.last(origin) != before:
             raise superseded(origin)
         self._folder.write(_name(origin), note)
+        self._folder.flush()
+
+    def confirm(self, origin: str, note: bytes) -> None:
+        # Where flushing failed the file is there already, and may be lost in a crash.
         self._folder.flush()
 
     def notes(self) -> Iterator[bytes]:
@@ -201,6 +212,8 @@ class Witness:
         bare = offered.known_note()
         if last is None or last.checkpoint != offered.checkpoint:
             self._store.swap(origin, held, encode_note(bare))
+        elif held is not None:
+            self._store.confirm(origin, held)
         now_s = self._now_s()
         return encode_note(bare.with_signatures(signer.cosign(bare.text, now_s) for signer in self._signers))
 

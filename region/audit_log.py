@@ -9,6 +9,8 @@ Invariants:
 - a checkpoint is signed by the home alone, over committed leaves, and is committed itself before anybody is shown it; who is home next has taken
   it, compared its root, and signed all that is committed, before it answers for the log: so no size is below, and no root other than, one
   that was shown;
+- what this region is to cosign of other logs (region.witness_memory) is committed among the checkpoints before it is signed, and who is home has
+  taken all of it; what is let go of there was written again before;
 - a document is committed before its leaf is appended, and a leaf before the checkpoint that covers it;
 - on a broker that is not home the files end at a checkpoint of the home's;
 - of a log that one broker's disk had before (decision 0132), that broker alone is home until all of it is in the shard.
@@ -37,6 +39,7 @@ from audit.note import encode_note
 from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trail import APPEND_LEAVES_MAX, Trail
+from audit.witness import superseded
 from felix.batch import Batch, NewRecord, decode_payloads, encode_batch
 from felix.errors import Code, CorruptionError, FelixError, TamperError, UnavailableError
 from felix.names import StreamName
@@ -87,12 +90,16 @@ PARTS_MAX: Final = 64
 _OVER: Final = frozenset((Code.NOT_LEADER, Code.SHARD_STOPPED, Code.SHUTTING_DOWN))
 """Nothing more is taken by this broker."""
 CHECKPOINTS_BYTES: Final = 64 << 20
-"""Checkpoints are let go of beyond this: the newest alone is needed."""
+"""Checkpoints are let go of beyond this: of each log the newest alone is needed."""
 
 
 class _Checkpoint(msgspec.Struct, frozen=True, array_like=True):
+    """`cosigned`: by others. `witnessed`: of another log, as this region cosigns it; then `cosigned` is set, too, for a release that does not know
+    of it refuses such a one by its origin, and goes on."""
+
     note: bytes
     cosigned: bool
+    witnessed: bool = False
 
 
 class _Part(msgspec.Struct, frozen=True, array_like=True):
@@ -146,6 +153,16 @@ class Directory(Protocol):
     async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None: ...
 
 
+class Witnessed(Protocol):
+    """What is asked of `region.witness_memory.WitnessMemory`, in threads."""
+
+    def take(self, note: bytes) -> None: ...
+
+    def copied(self) -> dict[str, bytes]: ...
+
+    def uncopied(self) -> list[bytes]: ...
+
+
 class _Append(NamedTuple):
     first: int
     leaves: Sequence[bytes]
@@ -158,12 +175,16 @@ class _Append(NamedTuple):
 class Leading:
     """`audit.trail.Copies`: what the home commits."""
 
-    def __init__(self, logs: dict[int, ShardLog], runtime: Runtime) -> None:
+    def __init__(self, logs: dict[int, ShardLog], runtime: Runtime, memory: Witnessed) -> None:
         self._logs = logs
+        self._memory = memory
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
         self._queue: deque[_Append] = deque()
         self._long: asyncio.Task[None] | None = None
+        self._last: dict[str, _Checkpoint] = {}
+        """what was given to be committed last: by origin, and the log's own and a cosigned one under no log's name"""
+        self._trim_beyond = CHECKPOINTS_BYTES
 
     def append(self, first: int, leaves: Sequence[bytes], done: Callable[[FelixError | None], None]) -> None:
         """As `audit.trail.Copies`."""
@@ -209,17 +230,41 @@ class Leading:
             await end_tasks(self._long)
 
     def keep_note(self, note: bytes) -> None:
-        self._keep(CHECKPOINTS, [msgspec.msgpack.encode(_Checkpoint(note, False))])
+        self._keep_checkpoint("", _Checkpoint(note, False))
 
     def keep_cosigned(self, note: bytes) -> None:
-        self._keep(CHECKPOINTS, [msgspec.msgpack.encode(_Checkpoint(note, True))])
+        self._keep_checkpoint(" cosigned", _Checkpoint(note, True))
+
+    def given(self, origin: str) -> bytes | None:
+        """What of another log was given to be committed last, whether it is or not."""
+        checkpoint = self._last.get(origin)
+        return None if checkpoint is None else checkpoint.note
+
+    def keep_witnessed(self, origin: str, before: bytes | None, note: bytes) -> None:
+        """As `region.witness_memory.WitnessCopies.copy`."""
+        self._ask(self.write_witnessed(origin, before, note))
+
+    async def write_witnessed(self, origin: str, before: bytes | None, note: bytes) -> None:
+        """The same, on the event loop."""
+        if (self.given(origin) or self._memory.copied().get(origin)) != before:
+            raise superseded(origin)
+        self._last[origin] = checkpoint = _Checkpoint(note, True, witnessed=True)
+        await self._write(CHECKPOINTS, [msgspec.msgpack.encode(checkpoint)])
+
+    def _keep_checkpoint(self, name: str, checkpoint: _Checkpoint) -> None:
+        # Before it is written: `trim` then knows it wherever it stands.
+        self._last[name] = checkpoint
+        self._keep(CHECKPOINTS, [msgspec.msgpack.encode(checkpoint)])
 
     def keep_document(self, document: bytes) -> None:
         self._keep(DOCUMENTS, _parts(document, -1))
 
     def _keep(self, kind: int, payloads: Sequence[bytes]) -> None:
+        self._ask(self._write(kind, payloads))
+
+    def _ask(self, work: Coroutine[None, None, None]) -> None:
         try:
-            self._runtime.ask(self._write(kind, payloads), self._loop, COMMIT_S)
+            self._runtime.ask(work, self._loop, COMMIT_S)
         except TimeoutError as error:
             raise UnavailableError(f"It was not committed on the copies within {COMMIT_S:.0f} s.") from error
 
@@ -230,8 +275,25 @@ class Leading:
     async def trim(self) -> None:
         """Let go of checkpoints that nobody needs any more."""
         checkpoints = self._logs[CHECKPOINTS]
-        if checkpoints.disk_bytes > CHECKPOINTS_BYTES:
-            await checkpoints.trim(max(0, checkpoints.high_watermark - 1))
+        if checkpoints.disk_bytes <= self._trim_beyond or "" not in self._last:
+            return
+        end = checkpoints.high_watermark
+        copied = self._memory.copied()
+        last = {
+            origin: _Checkpoint(note, True, witnessed=True) for origin, note in copied.items()
+        } | self._last
+        try:
+            await self._write(CHECKPOINTS, [msgspec.msgpack.encode(each) for each in last.values()])
+        except UnavailableError:
+            # Too few copies are in sync. Nothing goes before it stands behind.
+            return
+        await checkpoints.trim(end)
+        # Whatever could not go, as it is being read: it is not written again and again.
+        self._trim_beyond = CHECKPOINTS_BYTES + checkpoints.disk_bytes
+
+
+def _origin(note: bytes) -> str:
+    return note.partition(b"\n")[0].decode()
 
 
 def _batches(leaves: Sequence[bytes]) -> list[Batch]:
@@ -302,12 +364,13 @@ class AuditLog:
         has_key: Callable[[], Awaitable[None]],
         taken: Callable[[], Awaitable[None]],
         became_home: Callable[[], None],
+        witnessed: Witnessed,
         before: Before | None = None,
         runtime: Runtime,
     ) -> None:
         """`copies`: what one of the logs is led by, by its kind. `make_seal` and `hooks`: of one of the logs, by its number. `has_key`: awaited before
         anything is opened: the stream's key is there. `taken`: awaited where the files have more of other brokers' leaves, before this
-        one is home. `became_home`: called once it is. `before`: where the log was before it was copied; None where it began so."""
+        one is home. `became_home`: called once it is. `witnessed`: what this region has cosigned of other logs. `before`: where the log was before it was copied; None where it began so."""
         self.is_home = False
         """whether this broker answers for the log"""
         self.trouble = ""
@@ -325,6 +388,9 @@ class AuditLog:
         self._is_keyed = False
         self._taken = taken
         self._became_home = became_home
+        self._memory = witnessed
+        self._leading: Leading | None = None
+        """what is committed with while this broker is home"""
         self._before = before
         self._is_before_checked = before is None
         self._runtime = runtime
@@ -335,6 +401,8 @@ class AuditLog:
         self._newest: bytes | None = None
         """the newest checkpoint that was read and not shown here"""
         self._cosigned: bytes | None = None
+        self._witnessed: dict[str, bytes] = {}
+        """by origin, what was read of other logs and the memory has not got yet"""
         self._failing_since: float | None = None
         self._parted: FelixError | None = None
         """why what is committed is another history than that of the files here"""
@@ -357,6 +425,20 @@ class AuditLog:
         if self.is_home:
             with suppress(FelixError):
                 await asyncio.to_thread(self._trail.publish, CLOSE_S)
+
+    def given(self, origin: str) -> bytes | None:
+        """As `region.witness_memory.WitnessCopies`."""
+        leading = self._leading
+        return None if leading is None else leading.given(origin)
+
+    def copy(self, origin: str, before: bytes | None, note: bytes) -> None:
+        """As `region.witness_memory.WitnessCopies`; refused on a broker that is not home."""
+        leading = self._leading
+        if leading is None:
+            raise UnavailableError(
+                "Another broker goes on with the audit log, and cosigns.", retry_after_ms=500
+            )
+        leading.keep_witnessed(origin, before, note)
 
     async def _run(self) -> None:
         now = asyncio.get_running_loop().time
@@ -402,7 +484,7 @@ class AuditLog:
     async def _lead(self) -> None:
         """Be home until another broker is elected."""
         logs: dict[int, ShardLog] = {}
-        leading = Leading(logs, self._runtime)
+        leading = Leading(logs, self._runtime, self._memory)
         try:
             for kind in LOGS:
                 # All of a log is committed before it is led.
@@ -416,6 +498,7 @@ class AuditLog:
                 )
             await self._while_served(self._take_over(leading, logs))
             self._trail.admit()
+            self._leading = leading
             self.is_home = True
             self.trouble = ""
             log.info("this broker goes on with the audit log, from leaf %d", self._trail.status().durable)
@@ -429,10 +512,11 @@ class AuditLog:
                 if self._trail.status().checkpoint > signed:
                     # What fails for want of room fails with a checkpoint.
                     self._failing_since = None
-                await leading.trim()
+                await self._while_served(leading.trim())
                 await self._pause(RETRY_S)
         finally:
             self.is_home = False
+            self._leading = None
             self._trail.follow()
             await asyncio.shield(asyncio.ensure_future(self._close(leading, logs)))
 
@@ -443,6 +527,10 @@ class AuditLog:
         self._trail.lead(leading)
         await asyncio.to_thread(self._trail.publish)
         await self._check_before()
+        for note in await asyncio.to_thread(self._memory.uncopied):
+            origin = _origin(note)
+            await leading.write_witnessed(origin, self._memory.copied().get(origin), note)
+            await asyncio.to_thread(self._memory.take, note)
         await self._taken()
 
     async def _bring_in(self, before: Before, logs: Mapping[int, ShardLog]) -> None:
@@ -615,12 +703,18 @@ class AuditLog:
         shown, older = note_size(self._trail.checkpoint()), None
         async for payload in self._payloads(CHECKPOINTS):
             found = _checkpoint.decode(payload)
-            if found.cosigned:
+            if found.witnessed:
+                self._witnessed[_origin(found.note)] = found.note
+            elif found.cosigned:
                 self._cosigned = found.note
             elif note_size(found.note) > note_size(self._newest or self._trail.checkpoint()):
                 self._newest = found.note
             elif note_size(found.note) <= shown:
                 older = found.note
+        while self._witnessed:
+            origin = next(iter(self._witnessed))
+            await asyncio.to_thread(self._memory.take, self._witnessed[origin])
+            del self._witnessed[origin]
         if older is not None:
             try:
                 await asyncio.to_thread(self._trail.check_continues, older)

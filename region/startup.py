@@ -481,8 +481,11 @@ async def open_broker(
                 shared,
                 clustered.member,
                 open_logs,
+                cosigned,
                 runtime,
             )
+            # Nothing is signed before this broker is home.
+            cosigned.copies = clustered.audit
             clustered.audit.start()
             stack.push_async_callback(clustered.audit.close)
     await streams.remove_marked(mirror.deleted_streams)
@@ -628,6 +631,7 @@ def _copy_audit_log(
     shared: StreamKeys,
     member: ClusterMember,
     open_logs: OpenLogs,
+    cosigned: WitnessMemory,
     runtime: Runtime,
 ) -> AuditLog:
     """The part that this broker has in the audit log that several brokers copy."""
@@ -657,6 +661,7 @@ def _copy_audit_log(
         taken=taken,
         # What the store has without a leaf gets it now.
         became_home=governance.decide_again,
+        witnessed=cosigned,
         before=before,
         runtime=runtime,
     )

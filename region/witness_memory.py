@@ -1,11 +1,18 @@
-"""The checkpoints of other logs that this region has cosigned: in the metadata store, and in files of the broker's folder.
+"""The checkpoints of other logs that this region has cosigned: in the metadata store, in files of the broker's folder, and of several brokers in
+the stream of the audit log.
 
 The store alone has room for one memory of a region, whichever broker cosigns: a note takes the place of the one that was read, or not at
-all. The files are for the day on which the store is put back to an earlier state. Each of the two is held to the other, and the one that knows
-more counts, so an older copy of either does not let a witness sign a history a second time.
+all. The others are for the day on which the store is put back to an earlier state. Each is held to the other, and the one that knows
+more counts, so an older copy of one does not let a witness sign a history a second time.
 
-Called in threads, never on the event loop: each call waits for the store. A swap whose outcome is unknown is an error: nothing is signed, and
-the next call reads again.
+Invariants, where brokers copy the audit log (region.audit_log, decision 0155):
+- a note is committed in that stream before anything is signed by it: durable on every copy in sync;
+- a broker takes every note that is committed there into its file, and is home only after that. So whoever may cosign has all that was;
+- each note of a log in the stream continues the one before, also one of which it was not known whether it was committed;
+- once the stream has a note of a log, the metadata store decides nothing: neither less nor more that stands there counts.
+
+Called in threads, never on the event loop: each call waits for the store, and for the copies. What became of a write that was not answered is not
+known, and it is an error: nothing is signed, and the next call reads again.
 """
 
 from __future__ import annotations
@@ -14,7 +21,8 @@ import asyncio
 import logging
 from collections.abc import Coroutine
 from hashlib import sha256
-from typing import Any, Final, TypeVar
+from threading import Lock
+from typing import Any, Final, Protocol, TypeVar
 
 from audit.checkpoint import Checkpoint
 from audit.note import parse_note
@@ -34,17 +42,38 @@ ANSWER_S: Final = 30.0
 _T = TypeVar("_T")
 
 
+class WitnessCopies(Protocol):
+    """What is asked of `region.audit_log.AuditLog`, in threads."""
+
+    def given(self, origin: str) -> bytes | None:
+        """What was given last to be committed since this broker is home, whether it is or not."""
+        ...
+
+    def copy(self, origin: str, before: bytes | None, note: bytes) -> None:
+        """Commit a note in the stream; `before`: what was given, or is known to be committed there. Blocks. Raises UnavailableError where it is not committed,
+        or not known to be, and with CONFLICT where that is no longer the last one."""
+        ...
+
+
 class WitnessMemory:
     """A `WitnessStore` (audit.witness). Made on the event loop that the metadata store belongs to."""
 
     def __init__(
         self, store: MetadataStore, region: str, files: DiskWitnessStore, runtime: Runtime = REAL
     ) -> None:
+        self.copies: WitnessCopies | None = None
+        """None where brokers do not copy the audit log. Set before anything is cosigned"""
         self._store = store
         self._keys = Keys(region)
         self._files = files
         self._runtime = runtime
         self._loop = asyncio.get_running_loop()
+        self._lock = Lock()
+        """held while a file, or what follows here, is changed"""
+        self._copied: dict[str, bytes] = {}
+        """by origin, the note that is known to be committed in the stream"""
+        self._parted: dict[str, ForkError] = {}
+        """logs of which two roots for one size were cosigned, or were to be"""
 
     def move_in(self) -> None:
         """Bring what the files know, and the store does not, into the store: what Felix 0.1 remembered, or what a store that was put back lost.
@@ -67,16 +96,78 @@ class WitnessMemory:
         try:
             _, note = self._newest(origin)
         except UnavailableError:
-            return self._files.last(origin)
+            return self._here(origin)
         return note
 
     def swap(self, origin: str, before: bytes | None, note: bytes) -> None:
-        """Replace `before`; on the disk of the store and of the broker on return. Raises UnavailableError."""
+        """Replace `before`; on return committed in the stream, and on the disk of the store and of this broker. Raises UnavailableError."""
+        known = self._known(origin)
         entry, held = self._newest(origin)
         if held != before:
             raise superseded(origin)
-        self._put(origin, entry, note)
-        self._files.swap(origin, self._files.last(origin), note)
+        if self.copies is not None and (known != note or self._copied.get(origin) != note):
+            # First: a broker that is home no more can commit nothing, and whoever is has taken what was committed.
+            self.copies.copy(origin, known, note)
+            self.take(note)
+        if entry is None or entry.value != note:
+            self._put(origin, entry, note)
+        with self._lock:
+            self._file(origin, note)
+
+    def confirm(self, origin: str, note: bytes) -> None:
+        """Bring a note that only some of them have to all of them: after a crash between two of them, or where one was put back."""
+        self.swap(origin, note, note)
+
+    # -- in the stream ---------------------------------------------------------------------------------
+
+    def take(self, note: bytes) -> None:
+        """Take what is committed in the stream into the file, if it says more. Raises OSError."""
+        checkpoint = _head(note)
+        with self._lock:
+            known = self._copied.get(checkpoint.origin)
+            if known is None or _head(known).size <= checkpoint.size:
+                self._copied[checkpoint.origin] = note
+            try:
+                self._file(checkpoint.origin, note)
+            except (TamperError, ForkError) as error:
+                # It stops the cosigning of this log, and not the audit log.
+                log.error("what was cosigned last of a log is not known: %s", error)
+
+    def copied(self) -> dict[str, bytes]:
+        """By origin, what is known to be committed in the stream. Also called on the event loop."""
+        return self._copied.copy()
+
+    def uncopied(self) -> list[bytes]:
+        """What the files know, and the stream, as far as it was taken, does not: from before brokers copied notes."""
+        found = []
+        for note in self._files.notes():
+            try:
+                checkpoint = _head(note)
+            except TamperError as error:
+                log.error("what was cosigned last of a log is not known: %s", error)
+                continue
+            known = self.copied().get(checkpoint.origin)
+            if known is None or _head(known).size < checkpoint.size:
+                found.append(note)
+        return found
+
+    def _file(self, origin: str, note: bytes) -> None:
+        """Have the file say no less than `note`. Raises TamperError and ForkError."""
+        held = self._files.last(origin)
+        if held == note:
+            self._files.confirm(origin, note)
+            return
+        if held is not None:
+            try:
+                ahead = _compare(origin, held, note)
+            except ForkError as error:
+                self._parted[origin] = error
+                raise
+            if ahead > 0:
+                return
+        self._files.swap(origin, held, note)
+
+    # -- in the store ----------------------------------------------------------------------------------
 
     def _put(self, origin: str, entry: Entry | None, note: bytes | None) -> None:
         assert note is not None
@@ -85,27 +176,40 @@ class WitnessMemory:
         if not self._await(self._store.transact([compare], [Put(key, note)])).succeeded:
             raise superseded(origin)
 
+    def _known(self, origin: str) -> bytes | None:
+        """What the stream has last, or may have."""
+        given = None if self.copies is None else self.copies.given(origin)
+        return given or self._copied.get(origin)
+
+    def _here(self, origin: str) -> bytes | None:
+        """What the stream and the file know. A file knows more after a stream was cut short, with a loss that a person accepted."""
+        if (parted := self._parted.get(origin)) is not None:
+            raise parted
+        known, filed = self._known(origin), self._files.last(origin)
+        if known is None or filed is None or known == filed:
+            return known or filed
+        return filed if _compare(origin, filed, known) > 0 else known
+
     def _newest(self, origin: str) -> tuple[Entry | None, bytes | None]:
-        """The store's entry, and the note that knows most of the store's and the file's."""
-        entry, filed = self._await(self._store.get(self._key(origin))), self._files.last(origin)
-        if entry is None or filed is None or entry.value == filed:
-            return entry, entry.value if entry else filed
-        stored, local = _head(entry.value), _head(filed)
-        if stored.size == local.size and stored.root != local.root:
-            raise ForkError(
-                f"The log {origin} has two roots for {local.size} leaves, and both were cosigned here.",
-                entry.value,
-                filed,
-            )
-        if local.size > stored.size:
+        """The store's entry, and the note that counts."""
+        # The store first: what it has from another broker may be in the stream by then, and not the other way round.
+        entry, here = self._await(self._store.get(self._key(origin))), self._here(origin)
+        if entry is None or here is None or entry.value == here:
+            return entry, here or (entry.value if entry else None)
+        ahead = _compare(origin, here, entry.value)
+        if ahead > 0:
             log.warning(
-                "the metadata store remembers %d leaves of %s, this broker %d: the store was put back to an earlier state",
-                stored.size,
-                origin,
-                local.size,
-            )
-            return entry, filed
-        return entry, entry.value
+                "the metadata store remembers %d leaves less of %s than this broker: the store was put back to an earlier state, or did not take the last one",
+                ahead, origin,
+            )  # fmt: skip
+        elif ahead < 0 and self._known(origin) is not None:
+            log.warning(
+                "the metadata store says %d leaves more of %s than were cosigned: somebody else wrote that",
+                -ahead, origin,
+            )  # fmt: skip
+        elif ahead < 0:
+            return entry, entry.value
+        return entry, here
 
     def _key(self, origin: str) -> str:
         return self._keys.witness(sha256(origin.encode()).hexdigest())
@@ -120,3 +224,15 @@ class WitnessMemory:
 
 def _head(note: bytes) -> Checkpoint:
     return Checkpoint.parse(parse_note(note).text)
+
+
+def _compare(origin: str, one: bytes, other: bytes) -> int:
+    """How many leaves more `one` has. Raises ForkError, and TamperError where one of them is no checkpoint."""
+    first, second = _head(one), _head(other)
+    if first.size == second.size and first.root != second.root:
+        raise ForkError(
+            f"The log {origin} has two roots for {first.size} leaves, and both were cosigned here.",
+            other,
+            one,
+        )
+    return first.size - second.size

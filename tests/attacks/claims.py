@@ -332,8 +332,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("order", "store"): Cell(
         _F,
         "no leaf is in the store. In a region of several brokers it can make a broker that never had a copy lead the audit log, "
-        "whose log then begins at 0. No other broker follows that log, and whoever cosigned the log refuses it",
+        "whose log then begins at 0. No other broker follows that log, and whoever cosigned the log refuses it. Where brokers copy the audit log, "
+        "the store's record of what the region cosigned decides nothing",
         (
+            "cluster/test_witness_memory.py",
             "attacks/test_f13_store_administrator.py",
             "cluster/test_audit_log.py",
             "attacks/test_f05_witnesses_and_names.py",
@@ -349,7 +351,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("order", "two"): Cell(
         _Y,
-        "a region and a witness that counts: a third region that cosigns for it, unless the verifier's policy asks for another witness",
+        "a region and a witness that counts: a third region that cosigns for it, unless the verifier's policy asks for another witness. "
+        "Also the log's operator and the other region's store administrator, who makes a broker without the copies lead there, or, with one broker on etcd, puts a later note of another history there",
     ),
     ("order", "both"): Cell(_Y, "each cosigns what the other likes"),
     ("order", "both-witnessed"): Cell(

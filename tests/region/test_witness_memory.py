@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from audit.witness import DiskWitnessStore, ForkError, Witness
 from felix.errors import Code, FelixError, TamperError, UnavailableError
 from region.metadata.memory import MemoryStore
 from region.metadata.port import OutcomeUnknownError
-from region.metadata.transaction import TransactResult
+from region.metadata.records import Keys
+from region.metadata.transaction import Delete, Put, TransactResult
 from region.witness_memory import WitnessMemory
 
 NOW_S = 1_760_000_000
@@ -38,6 +40,48 @@ class Broker:
     async def size(self) -> int:
         last = await asyncio.to_thread(self.witness.last, self.origin)
         return last.size if last else 0
+
+
+class Stream:
+    """The stream of the audit log, which brokers lead in turn."""
+
+    def __init__(self) -> None:
+        self.notes: list[bytes] = []
+        self.answers = True
+        self.commits = True
+
+    def lead(self, broker: Broker) -> None:
+        for note in self.notes:
+            broker.memory.take(note)
+        broker.memory.copies = Led(self, broker.memory)
+
+
+class Led:
+    """The stream as its home writes it."""
+
+    def __init__(self, stream: Stream, memory: WitnessMemory) -> None:
+        self.stream, self.memory = stream, memory
+        self.notes: dict[str, bytes] = {}
+
+    def given(self, origin: str) -> bytes | None:
+        return self.notes.get(origin)
+
+    def copy(self, origin: str, before: bytes | None, note: bytes) -> None:
+        assert before == (self.notes.get(origin) or self.memory.copied().get(origin))
+        self.notes[origin] = note
+        if self.stream.commits:
+            self.stream.notes.append(note)
+        if not self.stream.answers:
+            raise UnavailableError("The answer was lost.")
+
+
+def parting(at: int) -> tuple[Log, Log]:
+    """A log, and another history of it behind so many leaves."""
+    log, fork = Log(), Log()
+    log.head(at)
+    fork.head(at)
+    fork.word = b"fork"
+    return log, fork
 
 
 def file_of(folder: Path) -> Path:
@@ -177,3 +221,96 @@ async def test_a_region_of_version_0_1_takes_its_memory_into_the_store(
         assert node.services.governance.witnessing.witness.origins == []
         known = node.services.governance.witnessing.witness.last_note
         assert await asyncio.to_thread(known, origin) == note
+
+
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["an-earlier-note", "deleted"])
+@pytest.mark.parametrize("who", ["the-same", "another"])
+async def test_no_home_signs_a_second_history_when_the_stores_record_is_put_back(
+    tmp_path: Path, is_deleted: bool, who: str
+) -> None:
+    store, stream = MemoryStore(), Stream()
+    log, fork = parting(3)
+    first, second = Broker(store, tmp_path / "a", log), Broker(store, tmp_path / "b", log)
+    stream.lead(first)
+    await first.cosign(log, 3)
+    key = Keys("eu-west").witness(sha256(log.origin.encode()).hexdigest())
+    early = await store.get(key)
+    assert early is not None
+    await first.cosign(log, 6, 3)
+    await store.transact([], [Delete(key) if is_deleted else Put(key, early.value)])
+    home = first
+    if who == "another":
+        home = second
+        stream.lead(second)
+    for old in (0, 3):
+        with pytest.raises(ForkError):
+            await home.cosign(fork, 6, old)
+    assert (
+        await home.size() == 6
+        and b"\n6\n" in file_of(tmp_path / "b" if home is second else tmp_path / "a").read_bytes()
+    )
+    await home.cosign(log, 6)
+    again = await store.get(key)
+    assert again is not None and b"\n6\n" in again.value, "the store knows it again"
+
+
+async def test_a_note_of_another_history_that_is_put_into_the_store_does_not_count(tmp_path: Path) -> None:
+    store, stream = MemoryStore(), Stream()
+    log, fork = parting(3)
+    home = Broker(store, tmp_path, log)
+    stream.lead(home)
+    await home.cosign(log, 6)
+    key = Keys("eu-west").witness(sha256(log.origin.encode()).hexdigest())
+    await store.transact([], [Put(key, fork.note(8))])
+    assert await home.size() == 6
+    with pytest.raises(ForkError):
+        await home.cosign(fork, 9, 8)
+    await home.cosign(log, 7, 6)
+
+
+@pytest.mark.parametrize("commits", [True, False])
+async def test_nothing_is_signed_or_replaced_that_the_copies_may_or_may_not_have(
+    tmp_path: Path, commits: bool
+) -> None:
+    store, stream = MemoryStore(), Stream()
+    log, fork = parting(3)
+    home, later = Broker(store, tmp_path / "a", log), Broker(store, tmp_path / "b", log)
+    stream.lead(home)
+    await home.cosign(log, 3)
+    stream.answers, stream.commits = False, commits
+    with pytest.raises(UnavailableError):
+        await home.cosign(log, 6, 3)
+    stream.answers = stream.commits = True
+    with pytest.raises(ForkError):
+        # A shorter one: if both were in the stream, nobody could tell which of them was signed.
+        await home.cosign(fork, 5, 3)
+    stream.lead(later)
+    assert await later.size() == (6 if commits else 3)
+    await home.cosign(log, 6)
+    assert stream.notes[-1] == log.note(6)
+
+
+async def test_what_a_folder_alone_remembers_is_to_be_brought_into_the_stream(tmp_path: Path) -> None:
+    log, stream = Log(), Stream()
+    await Broker(MemoryStore(), tmp_path, log).cosign(log, 10)
+    home = Broker(MemoryStore(), tmp_path, log)
+    stream.lead(home)
+    assert home.memory.uncopied() == [log.note(10)]
+    await home.cosign(log, 10)
+    assert stream.notes == [log.note(10)], "and is, at the latest before it is signed again"
+    assert home.memory.uncopied() == []
+
+
+async def test_a_file_and_a_stream_that_contradict_each_other_stop_the_cosigning_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    log, fork = parting(3)
+    await Broker(MemoryStore(), tmp_path, log).cosign(log, 6)
+    store, stream = MemoryStore(), Stream()
+    stream.notes = [fork.note(6)]
+    home = Broker(store, tmp_path, log)
+    stream.lead(home)
+    for each in (log, fork):
+        with pytest.raises(ForkError, match="two roots for 6 leaves") as refused:
+            await home.cosign(each, 7, 6)
+        assert {refused.value.cosigned, refused.value.offered} == {log.note(6), fork.note(6)}
