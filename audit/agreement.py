@@ -76,6 +76,7 @@ from policy.grant import (
     StandingAction,
     agree,
     approves,
+    check_path,
     deny_rank,
     fit_of,
     half_rank,
@@ -621,6 +622,16 @@ class Agreements:
             # It was on its way when a half was signed again, or may not stand under the one before either.
             problem = self._refusal(held, older, attempt, header)
         return [f"{what}: {problem}"] if problem else []
+
+    def strayed(self, header: Header) -> list[str]:
+        """Why the records of this egress ACK of version 2 may not have been where it says, and its receipt: a sentence, or nothing. An INTENT may
+        have said nothing of it. Whether its grant stands is asked of INTENTs alone (`judge`)."""
+        held = self._grants.get(header.grant_id)
+        for export in () if held is None else held.exports:
+            if bytes.fromhex(export.terms_hash) == header.terms_hash:
+                refusal = check_path(header.grant_id, export.terms, header.path)
+                return [f"ACK under grant {header.grant_id}: {refusal.sentence}"] if refusal else []
+        return []
 
     def allowed(self, header: Header) -> Allowed | None:
         """What the terms under which this crossing of version 2 stands allow altogether; None where no export of these terms stands before it."""

@@ -51,6 +51,7 @@ import msgspec
 from audit.unjudged import Unjudged
 from felix.batch import OFFSET_MAX, Columns, Parts, encode_headers
 from felix.errors import CorruptionError, RequestError
+from felix.names import parse_region
 
 LEAF_BYTES_MAX: Final = 65_535
 """C2SP tlog-tiles: an entry bundle prefixes each entry with a 16-bit length."""
@@ -248,7 +249,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     attempt: Small = 0
     """ACK: which send was answered, from 1"""
     path: Texts = ()
-    """the regions the records have been in, in order (provenance)"""
+    """the regions the records have been in, in order (provenance): names of regions, that of the source last"""
     receipt: Annotated[bytes, msgspec.Meta(max_length=4_096)] = b""
     """egress ACK: the destination's signed receipt (audit.receipt)"""
     actor: Text = ""
@@ -406,6 +407,8 @@ def _header_mistake(header: Header, version: int) -> str:
         return "an ACK has destination offsets if and only if it has records"
     if not header.part < header.parts:
         return f"part {header.part} of {header.parts}"
+    if header.path and (mistake := _path_mistake(header)):
+        return mistake
     if version == 1:
         return "version 1 has no record_bytes" if header.record_bytes else ""
     if header.payload_bytes:
@@ -415,6 +418,16 @@ def _header_mistake(header: Header, version: int) -> str:
     if header.document and sha256(header.document).digest() != header.document_sha256:
         return "its document is not the one that document_sha256 names"
     return ""
+
+
+def _path_mistake(header: Header) -> str:
+    """A text that is no region's name could stand for several: a receipt commits to the names joined by commas."""
+    try:
+        for region in header.path:
+            parse_region(region)
+    except RequestError:
+        return "its path has what is no region's name"
+    return "" if header.path[-1] == header.source_region else "its path does not end in the source region"
 
 
 def _entries_mistake(leaf: Leaf) -> str:

@@ -73,6 +73,7 @@ from audit.trust import COSIGNATURES_MIN, WHO_COSIGNED, LogTrust, Trust
 from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
 from felix.provenance import PATH_HEADER, parse_path
+from policy.grant import check_path
 from policy.terms import GrantTerms
 
 FORMAT: Final = "felix/proof/2"
@@ -452,6 +453,10 @@ def check_proof(
         )
     # 5. The ACK leaf is in the tree, after the INTENT, and answers it.
     ack = None if proof.ack is None else _ack(proof.ack, signed, proof.intent.index, header)
+    if ack is not None and approved is not None:
+        strayed = check_path(ack.grant_id, approved.terms, ack.path)
+        if strayed is not None:
+            raise TamperError(f"The proof's ACK does not hold under its grant: {strayed.sentence}")
     # 6. The receipt in it is signed by the destination, and says the same.
     receipt: Receipt | None = None
     if ack is not None:

@@ -628,6 +628,8 @@ class _Run:
         kind, side = leaf.header.kind, leaf.header.side
         if kind in (Kind.WITHHELD, Kind.GAP) and leaf.version > 1:
             return self._agreements.named(leaf.header)
+        if (kind, side) == (Kind.ACK, Side.EGRESS) and leaf.version > 1:
+            return self._agreements.strayed(leaf.header)
         if (kind, side) not in ((Kind.INTENT, Side.EGRESS), (Kind.ACK, Side.INGRESS)):
             return []
         if leaf.version == 1:

@@ -67,12 +67,16 @@ TRANSFORM_FAILED: Final = "transform-failed"
 FILTERED: Final = "filtered"
 LOOP: Final = "loop"
 ONWARD: Final = "onward"
-REASONS: Final = (TRANSFORM_FAILED, FILTERED, LOOP, ONWARD, CROSSED_BEFORE)
+PATH_UNKNOWN: Final = "path-unknown"
+"""It has a path, and no bridge brought it: a producer's word, from which neither region's log may be written."""
+NO_BRIDGE: Final = "It names regions that it came through, and no bridge brought it here."
+REASONS: Final = (TRANSFORM_FAILED, FILTERED, LOOP, ONWARD, PATH_UNKNOWN, CROSSED_BEFORE)
 """Why records stay, in the order in which their leaves stand."""
 _CODES: Final = {
     TRANSFORM_FAILED: Code.TRANSFORM_FAILED,
     LOOP: Code.LOOP_REFUSED,
     ONWARD: Code.RESIDENCY_DENIED,
+    PATH_UNKNOWN: Code.LOOP_REFUSED,
 }
 _TOO_LARGE: Final = (Code.BATCH_TOO_LARGE, Code.ENVELOPE_INVALID)
 SENTENCE_CHARS_MAX: Final = 500
@@ -243,7 +247,7 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             continue
         path = own_path
         if record.headers and PATH_HEADER in record.headers:
-            found = _extend_path(record, route)
+            found = _extend_path(record, route) if header.is_bridged else (PATH_UNKNOWN, NO_BRIDGE)
             if isinstance(found, tuple):
                 stay(*found, record)
                 continue

@@ -9,14 +9,14 @@ that is not in force yet, and its pseudonyms are made with a key that is thrown 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from bridge.agent import load_files, region_profile
 from bridge.config import BridgeConfig, paths_of
-from bridge.crossing import LOOP, ONWARD, compile_terms, open_sealed
+from bridge.crossing import LOOP, NO_BRIDGE, ONWARD, PATH_UNKNOWN, compile_terms, open_sealed
 from bridge.wire import SealedBatch, SealedFeed
 from felix.batch import Record, decode_header
 from felix.client import RegionClient
@@ -107,13 +107,19 @@ class Sample(NamedTuple):
 
 
 def judge(
-    shard: int, records: Iterable[Record], grant_id: str, terms: GrantTerms, transform: Transform
+    shard: int,
+    records: Iterable[Record],
+    grant_id: str,
+    terms: GrantTerms,
+    transform: Transform,
+    bridged: Container[int] | None = None,
 ) -> list[SampledRecord]:
-    """What would become of each record."""
+    """What would become of each record. `bridged`: offsets of those that a bridge brought; None: whoever reads cannot know, and takes each
+    record's path as a bridge's."""
     found = []
     for record in records:
         key = None if record.key is None else bytes(record.key)
-        strayed = _strayed(record, grant_id, terms)
+        strayed = _strayed(record, grant_id, terms, bridged is None or record.offset in bridged)
         if strayed is not None:
             found.append(
                 SampledRecord(shard, record.offset, "withheld", ": ".join(strayed), (), key, None, {})
@@ -128,10 +134,12 @@ def judge(
     return found
 
 
-def _strayed(record: Record, grant_id: str, terms: GrantTerms) -> tuple[str, str] | None:
+def _strayed(record: Record, grant_id: str, terms: GrantTerms, is_bridged: bool) -> tuple[str, str] | None:
     value = record.headers.get(PATH_HEADER)
     if value is None:
         return None
+    if not is_bridged:
+        return PATH_UNKNOWN, NO_BRIDGE
     try:
         refusal = check_path(grant_id, terms, parse_path(value))
     except RequestError as error:
@@ -212,8 +220,11 @@ async def sample_as_bridge(
         found: list[SampledRecord] = []
         payloads: list[bytes] = []
         for shard, first, left in shares_of(state.state, count):
-            records = await _read_shard(connection, name, grant_id, state, shard, first, left, data_key)
-            found += judge(shard, records, grant_id, terms, transform)
+            bridged: set[int] = set()
+            records = await _read_shard(
+                connection, name, grant_id, state, shard, first, left, data_key, bridged
+            )
+            found += judge(shard, records, grant_id, terms, transform, bridged)
             payloads += [bytes(record.payload) for record in records]
         return _sample(grant_id, name, terms, found, payloads, True)
     finally:
@@ -229,7 +240,9 @@ async def _read_shard(
     first: int,
     count: int,
     data_key: DataKeyOf,
+    bridged: set[int],
 ) -> list[Record]:
+    """`bridged` gets the offsets of the batches that a bridge brought."""
     link = connection.link
     if link is None:
         raise ProtocolError("The session with the source was lost.", code=Code.DISCONNECTED)
@@ -257,6 +270,8 @@ async def _read_shard(
                     opened = open_sealed(item.body, await data_key(decode_header(item.body).key_id))
                     feed.consumed(item.frame_bytes)
                     records: Sequence[Record] = opened.records or ()
+                    if opened.header.is_bridged:
+                        bridged.update(record.offset for record in records)
                     found += [record for record in records if first <= record.offset < last]
                     if opened.header.next_offset >= last:
                         break

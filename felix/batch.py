@@ -59,6 +59,8 @@ MESSAGE_ID_HEADER: Final = "felix.message-id"
 """The record header that a stream with deduplication knows a repeated record by."""
 PRODUCER_ID_MAX: Final = (1 << 63) - 1
 """Of a client's producer. Higher ids are reserved for the broker, so that no client's batch is mistaken for a dead letter."""
+BRIDGED_EPOCH: Final = (1 << 32) - 1
+"""The producer epoch, under no producer id, of a batch that a bridge brought: the destination's broker writes it, and takes it from no client."""
 MESSAGE_ID_BYTES_MAX: Final = 64
 """A UUID as text has 36, a SHA-256 in hex 64."""
 
@@ -104,6 +106,11 @@ class BatchHeader(NamedTuple):
     key_id: bytes
     body_length: int
     body_checksum: int
+
+    @property
+    def is_bridged(self) -> bool:
+        """Whether the region's broker appended it for a bridge. In a batch of a client's it may not be."""
+        return self.producer_epoch == BRIDGED_EPOCH and not self.producer_id
 
     @property
     def next_offset(self) -> int:

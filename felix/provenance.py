@@ -1,12 +1,14 @@
 """Provenance: the regions a record has been in, carried in a record header from region to region. Pure.
 
 The header's value is the regions in order, oldest first, joined by commas: `us-east,eu-west`. A bridge adds its
-source region; a destination refuses a record that names it, so nothing goes in circles. What the records of one batch
+source region; a destination refuses a record that names it, so nothing goes in circles. It says something in a batch that a
+bridge brought alone (`felix.batch.BatchHeader.is_bridged`): in any other the record's producer may have written it. What the records of one batch
 have been in altogether (`PathUnion`) both ends of a bridge write into their audit logs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from hashlib import sha256
 from typing import Final
 
@@ -19,6 +21,15 @@ HOPS_MAX: Final = 16
 UNION_REGIONS_MAX: Final = 64
 """Regions that the records of one batch have been in, all together: what a leaf lists of names (audit.leaf). Of more the agent makes two
 batches; one record names HOPS_MAX at most."""
+
+
+def check_own(headers: Container[str]) -> None:
+    """The headers that a producer gives a record. Raises RequestError(INVALID) where they name regions, which bridges alone do."""
+    if PATH_HEADER in headers:
+        raise RequestError(
+            f"The header {PATH_HEADER} is written by bridges; a producer does not set it.",
+            hint="Leave it out where you publish what you read with its headers.",
+        )
 
 
 def parse_path(value: bytes) -> tuple[str, ...]:

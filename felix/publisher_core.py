@@ -52,6 +52,7 @@ from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameType, encode_con
 from felix.messages import Throttled
 from felix.names import StreamName, shard_for_key
 from felix.payload import RECORD_OVERHEAD_BYTES, Payload, check_key, message_id_of, payload_bytes
+from felix.provenance import check_own
 from felix.runtime.port import Random
 
 IN_FLIGHT_MAX: Final = 127
@@ -481,6 +482,7 @@ class PublisherCore:
         if shard is not None:
             accumulator, unkeyed = self.accumulators[self._checked_shard(shard)], False
         if headers:
+            check_own(headers)
             size += len(encode_headers(headers))
         if size > self.record_bytes_max:
             raise RequestError(
@@ -527,10 +529,13 @@ class PublisherCore:
     ) -> None:
         """Put these records in as one batch of one shard; only once it is open. Take it with `next_batch`.
 
-        Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch.
+        Raises RequestError(BATCH_TOO_LARGE, INVALID) where they do not make one batch, or name a reserved header.
         """
         if expected_offset is not None and not 0 <= expected_offset < 1 << 63:
             raise RequestError(f"There is no offset {expected_offset}; offsets begin at 0.")
+        for record in records:
+            if record.headers:
+                check_own(record.headers)
         accumulator = self.accumulators[self._shard_of(records, shard)]
         self._close(accumulator)
         condition = b"" if expected_offset is None else encode_condition(expected_offset)

@@ -43,6 +43,7 @@ from felix.exchange import Exchange
 from felix.messages import OpenTransactions
 from felix.names import StreamName, shard_for_key
 from felix.payload import RECORD_OVERHEAD_BYTES, MessageId, Payload, payload_bytes, with_message_id
+from felix.provenance import check_own
 from felix.queue import Job
 from felix.queue_messages import RUNS_MAX, Held
 from felix.ranges import RangeSet
@@ -241,6 +242,8 @@ class Transaction:
             headers = with_message_id(headers, message_id)
         if key and (type(key) is not bytes or len(key) > KEY_BYTES_MAX):
             raise RequestError(f"A key is bytes, at most {KEY_BYTES_MAX} of them.")
+        if headers:
+            check_own(headers)
         record = NewRecord(payload_bytes(payload), key, headers)
         size = len(record.payload) + len(key or b"") + RECORD_OVERHEAD_BYTES
         size += len(encode_headers(headers)) if headers else 0

@@ -54,7 +54,7 @@ from audit.leaf import (
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
 from audit.stream_statement import StreamStatement, open_statement
-from felix.batch import Batch, decode_batch
+from felix.batch import BRIDGED_EPOCH, Batch, decode_batch
 from felix.errors import (
     Code,
     CorruptionError,
@@ -198,8 +198,11 @@ def _link_shard(scope: TransferScope) -> LinkShard:
     )
 
 
-def _without_producer(batch: Batch) -> Batch:
-    return batch.with_header(batch.header._replace(producer_id=0, producer_epoch=0, base_sequence=0))
+def _bridged(batch: Batch) -> Batch:
+    """The batch under no producer's number, and marked as one whose records' paths were inspected here (`BatchHeader.is_bridged`)."""
+    return batch.with_header(
+        batch.header._replace(producer_id=0, producer_epoch=BRIDGED_EPOCH, base_sequence=0)
+    )
 
 
 class IngestStream:
@@ -555,7 +558,7 @@ class IngestStream:
         leaf = msgspec.structs.replace(leaf, time_ms=decided_ms, path=found.path)
         leaves = [encode_part(leaf, part, landed.first_offset) for part in found.parts]
         # Producers are numbered by the region that they publish in: an agent must not fence one here.
-        batch = None if found.batch is None else _without_producer(found.batch)
+        batch = None if found.batch is None else _bridged(found.batch)
         way = _Way(
             header,
             envelope.hash,

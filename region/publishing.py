@@ -158,6 +158,11 @@ class PublishStream:
                 raise RequestError(
                     "A producer id of more than 63 bits is the broker's own.", code=Code.BATCH_MALFORMED
                 )
+            if batch.header.is_bridged:
+                raise RequestError(
+                    "A producer's batch says that a bridge brought it; the broker says that.",
+                    code=Code.BATCH_MALFORMED,
+                )
             log = self._stream.shard(batch.header.shard)
             if self._stream.incarnation != self._incarnation:
                 raise _elected_anew(self.name)

@@ -156,7 +156,8 @@ class Home:
 
     def stage(
         self, transaction: bytes, index: int, name: str, *payloads: bytes, shard: int = 0, owner: SpiffeId = OWNER,
-        headers: dict[str, bytes] | None = None,
+        headers: dict[str, bytes] | None = None, epoch: int = 0,
     ) -> None:  # fmt: skip
-        batch = encode_batch([NewRecord(each, None, headers) for each in payloads], shard=shard)
+        records = [NewRecord(each, None, headers) for each in payloads]
+        batch = encode_batch(records, shard=shard, producer_epoch=epoch)
         self.coordinator.open.stage(owner, transaction, index, name, b"", batch.encode())

@@ -408,7 +408,7 @@ class QueueWorker:
             [NewRecord(job.payload, job.key, job.headers or None) for job in call.records],
             shard=number,
             producer_id=call.producer,
-            producer_epoch=call.epoch,
+            producer_epoch=call.epoch if call.producer else 0,
             base_sequence=call.sequence,
         )
 

@@ -152,9 +152,9 @@ class OpenTransactions:
         hosted = self._publishable(owner, name, incarnation)
         batch = decode_batch(data)
         header = batch.header
-        if header.flags & FLAG_SEALED or header.producer_id:
+        if header.flags & FLAG_SEALED or header.producer_id or header.is_bridged:
             raise RequestError(
-                "A staged batch is neither sealed nor numbered; the transaction is.",
+                "A staged batch is neither sealed nor numbered nor brought by a bridge.",
                 code=Code.BATCH_MALFORMED,
             )
         if header.total_length > min(STAGED_BYTES_MAX, BATCH_BYTES_MAX - SEAL_BYTES):

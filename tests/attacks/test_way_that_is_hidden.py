@@ -1,17 +1,21 @@
 """A bridge's agent hides that a batch came by a third region: in the INTENT, in the ACK, or by leaving both out. The destination saw each
-record's path, and its receipt and its own leaf say so. What reports say of it: tests/spark/test_report.py, attacks/test_half_told_evidence.py."""
+record's path, and its receipt and its own leaf say so. Or it names regions so that they are read as another way. What reports say of it: tests/spark/test_report.py, attacks/test_half_told_evidence.py."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
+from attacks import test_one_party_alone
 from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
-from audit_log import Link, receipt_for, trust
+from audit_log import STREAM, Link, receipt_for, trust
 from signed_grants import signed_grant
 
-from audit.leaf import Leaf, Side
+from audit import leaf as leaf_module
+from audit.leaf import Leaf, Side, decode_leaf, encode_leaf
+from audit.proof import check_proof, prove
 from audit.receipt import WITHOUT_PATH_UNSUPPORTED
 from audit.verify import Report, verify_log
+from felix.errors import CorruptionError, RequestError, TamperError
 
 OVER: tuple[str, ...] = ("ap-south", "us-east")
 
@@ -64,6 +68,58 @@ def test_logs_of_before_verify_and_say_what_they_do_not_show() -> None:
     arrived = [with_path(leaf, ()) for leaf in link.delivery([intent])]
     there = verified(link.agreement(Side.INGRESS), *arrived, log=INGRESS)
     assert there.ok and there.unsupported == WITHOUT_PATH_UNSUPPORTED
+
+
+NO_WAYS = {
+    "two regions as one name": ("ap-south,us-east",),
+    "an empty name": ("", "us-east"),
+    "markup": ("<script>", "us-east"),
+    "a line": ("ap-south\n", "us-east"),
+    "another spelling": ("AP-South", "us-east"),
+    "the source left out": ("ap-south",),
+    "the source first": ("us-east", "ap-south"),
+}
+
+
+@pytest.mark.parametrize("way", NO_WAYS.values(), ids=NO_WAYS)
+def test_a_way_that_is_none_of_regions_with_the_source_last_is_no_leaf_and_stands_out(
+    way: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first has the hash that the destination signed for the true way."""
+    papers, intent, ack, _ = logs()
+    intent, ack = with_path(intent, way), with_path(ack, way)
+    for leaf in (intent, ack):
+        with pytest.raises(RequestError, match="cannot be written: it could not be read again"):
+            encode_leaf(leaf)
+        with pytest.raises(CorruptionError, match="its path"):
+            decode_leaf(leaf_module._encode(leaf))
+    monkeypatch.setattr(test_one_party_alone, "encoded", leaf_module._encode)
+    report = verified(papers, intent, ack)
+    assert [(found.step, found.leaf) for found in report.findings if "its path" in found.sentence] == [
+        (6, len(papers)),
+        (6, len(papers) + 1),
+    ]
+
+
+def test_a_way_that_comes_through_the_source_twice_is_one() -> None:
+    papers, intent, _, link = logs()
+    intent = with_path(intent, ("us-east", "ap-south", "us-east"))
+    assert verified(papers, intent, link.ack([intent])).ok
+
+
+@pytest.mark.parametrize("said", [(), ("us-east",)], ids=["nothing", "the source alone"])
+def test_an_ack_that_names_a_region_which_the_terms_exclude_is_found_whatever_its_intent_says(
+    said: tuple[str, ...],
+) -> None:
+    papers, intent, ack, _ = logs(onward=False)
+    intent = with_path(intent, said)
+    assert "ACK under grant" in sentences(verified(papers, intent, ack))
+    assert "came from ap-south, and the grant" in sentences(verified(papers, intent, ack))
+    files = files_of(EGRESS, [*papers, intent, ack])
+    with pytest.raises(
+        TamperError, match=r"in other regions than its ACK|ACK does not hold.*came from ap-south"
+    ):
+        check_proof(prove(files, trust(), STREAM, 0, 1), trust())
 
 
 @pytest.mark.parametrize("log", [EGRESS, INGRESS])

@@ -20,7 +20,9 @@ from runtimes import with_wall
 from audit.leaf import GapKind, Kind
 from bridge import agent as agent_module
 from bridge.agent import Agent
+from bridge.crossing import PATH_UNKNOWN
 from bridge.sample import sample_as_bridge, sample_as_reader
+from felix import publisher_core
 from felix.address import Address
 from felix.errors import Code
 from felix.messages import LinkState
@@ -96,6 +98,28 @@ async def test_granted_records_cross_transformed_and_both_logs_agree(mesh: Mesh)
     check_logs(mesh, 300)
     assert mesh.verify_egress(cosignatures_min=1).ok
     assert mesh.verify_ingress().cosigned_size > 0
+
+
+@pytest.mark.parametrize("path", [b"cn-north,ap-south", b"eu-west", b"never-was"])
+async def test_regions_that_a_client_of_the_source_names_stand_in_neither_log(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, path: bytes
+) -> None:
+    monkeypatch.setattr(publisher_core, "check_own", lambda headers: None)
+    await mesh.create()
+    await mesh.grant(onward=True)
+    async with mesh.operator("us-east") as client:
+        await client.stream(STREAM).publish(flight(0))
+        await client.stream(STREAM).publish(flight(1), headers={PATH_HEADER: path})
+    async with mesh.agent() as agent:
+        await mesh.crossed(1)
+        await position(agent, 2)
+    await settle(mesh)
+    check_logs(mesh, 1)
+    (held,) = mesh.headers(mesh.egress_folder, Kind.WITHHELD)
+    assert (held.first_offset, held.records, held.reason) == (1, 1, PATH_UNKNOWN)
+    for folder in (mesh.egress_folder, mesh.ingress_folder):
+        named = {leaf.path for leaf in mesh.headers(folder, Kind.INTENT, Kind.ACK) if leaf.records}
+        assert named == {("us-east",)}
 
 
 @pytest.mark.parametrize("entries_sha256", [b"", b"o" * 32], ids=["of-before", "other-records"])

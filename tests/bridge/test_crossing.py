@@ -18,6 +18,7 @@ from bridge.crossing import (
     FILTERED,
     LOOP,
     ONWARD,
+    PATH_UNKNOWN,
     TRANSFORM_FAILED,
     OpenedBatch,
     Route,
@@ -34,8 +35,16 @@ from bridge.link import SendWindow
 from bridge.link_session import LinkSession
 from bridge.plan import Verdict
 from bridge.wire import SealedBatch
-from felix.batch import Batch, NewRecord, body_checksum, decode_batch, decode_records, encode_batch
-from felix.errors import TamperError
+from felix.batch import (
+    BRIDGED_EPOCH,
+    Batch,
+    NewRecord,
+    body_checksum,
+    decode_batch,
+    decode_records,
+    encode_batch,
+)
+from felix.errors import Code, TamperError
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.provenance import PATH_HEADER, UNION_REGIONS_MAX
@@ -105,12 +114,18 @@ def departure(number: int, **more: object) -> bytes:
     return json.dumps({"flight": number, "tailnum": f"N{number}", "hour": 5, "minute": 7, **more}).encode()
 
 
-def opened(records: list[NewRecord]) -> OpenedBatch:
-    return open_sealed(batch_of(records), data_key())
+def opened(records: list[NewRecord], *, bridged: bool = False) -> OpenedBatch:
+    """`bridged`: a bridge brought them to the source."""
+    batch = encode_batch(records)
+    if bridged:
+        batch = batch.with_header(batch.header._replace(producer_epoch=BRIDGED_EPOCH))
+    return open_sealed(sealed(batch), data_key())
 
 
-def cross(way: Route, records: list[NewRecord], first_offset: int = 0) -> list[SealedRange]:
-    return seal_ranges(sort_records(opened(records), way), way, first_offset)
+def cross(
+    way: Route, records: list[NewRecord], first_offset: int = 0, *, bridged: bool = False
+) -> list[SealedRange]:
+    return seal_ranges(sort_records(opened(records, bridged=bridged), way), way, first_offset)
 
 
 def arrived(way: Route, ranges: list[SealedRange]) -> list[tuple[int, Any]]:
@@ -174,7 +189,7 @@ def test_what_stays_is_withheld_with_its_reason_and_the_rest_crosses() -> None:
         NewRecord(departure(4), headers={PATH_HEADER: b"\xff"}),
         NewRecord(departure(5)),
     ]
-    (only,) = cross(way, records)
+    (only,) = cross(way, records, bridged=True)
     leaves = leaves_of(only, way)
     assert withheld_for(leaves) == {
         TRANSFORM_FAILED: [102],
@@ -189,12 +204,32 @@ def test_what_stays_is_withheld_with_its_reason_and_the_rest_crosses() -> None:
 
 def test_onward_transfer_crosses_where_the_grant_says_so_and_the_path_grows() -> None:
     way = route(onward=True)
-    (only,) = cross(way, [NewRecord(departure(1), headers={PATH_HEADER: b"ap-south"})])
+    (only,) = cross(way, [NewRecord(departure(1), headers={PATH_HEADER: b"ap-south"})], bridged=True)
     crossing = open_envelope(way.key, decode_envelope(only.envelope), PEER)
     assert crossing.batch is not None
     (record,) = decode_records(crossing.batch)
     assert record.headers[PATH_HEADER] == b"ap-south,us-east"
     assert leaves_of(only, way)[0].header.path == ("ap-south", "us-east")
+
+
+@pytest.mark.parametrize(
+    "path", [b"cn-north,ap-south", b"eu-west", b"us-east", b"never-was", b"", b"\xff", b"a,b"]
+)
+@pytest.mark.parametrize(
+    "numbered", [{}, {"producer_id": 7, "producer_epoch": BRIDGED_EPOCH}], ids=["plain", "numbered"]
+)
+def test_regions_that_a_producer_names_itself_are_told_to_nobody_and_its_record_stays(
+    path: bytes, numbered: dict[str, int]
+) -> None:
+    way = route(onward=True)
+    records = [NewRecord(departure(1)), NewRecord(departure(2), headers={PATH_HEADER: path})]
+    batch = open_sealed(sealed(encode_batch(records, **numbered)), data_key())
+    (only,) = seal_ranges(sort_records(batch, way), way)
+    leaves = leaves_of(only, way)
+    assert withheld_for(leaves) == {PATH_UNKNOWN: [101]}
+    assert leaves[0].header.code == Code.LOOP_REFUSED and "no bridge brought it" in leaves[0].header.sentence
+    assert leaves[-1].header.path == ("us-east",) and entries_of(leaves, Kind.INTENT) == [100]
+    assert [offset for offset, _ in arrived(way, [only])] == [100]
 
 
 def test_an_intent_names_all_regions_that_its_records_had_been_in() -> None:
@@ -204,7 +239,7 @@ def test_an_intent_names_all_regions_that_its_records_had_been_in() -> None:
         NewRecord(departure(number), headers={} if path is None else {PATH_HEADER: path})
         for number, path in enumerate(paths)
     ]
-    (only,) = cross(way, records)
+    (only,) = cross(way, records, bridged=True)
     assert leaves_of(only, way)[-1].header.path == ("ap-south", "sa-east", "us-east")
     (own,) = cross(way, records[2:])
     assert leaves_of(own, way)[-1].header.path == ("us-east",)
@@ -218,14 +253,14 @@ def test_a_batch_whose_records_had_been_in_more_regions_than_a_leaf_names_is_hal
         NewRecord(departure(number), headers={PATH_HEADER: b"r-%d" % number})
         for number in range(UNION_REGIONS_MAX)
     ]
-    ranges = cross(way, records)
+    ranges = cross(way, records, bridged=True)
     assert len(ranges) == 2 and sum(each.records for each in ranges) == UNION_REGIONS_MAX
     named = [leaves_of(each, way)[-1].header.path for each in ranges]
     assert {region for path in named for region in path} == {
         "us-east",
         *(f"r-{n}" for n in range(UNION_REGIONS_MAX)),
     }
-    (whole,) = cross(way, records[1:])
+    (whole,) = cross(way, records[1:], bridged=True)
     assert len(whole.path) == UNION_REGIONS_MAX
 
 
@@ -307,13 +342,13 @@ batches = st.lists(
 
 
 @settings(max_examples=100, deadline=None)
-@given(records=batches, onward=st.booleans(), cut=st.integers(0, 30))
+@given(records=batches, onward=st.booleans(), bridged=st.booleans(), cut=st.integers(0, 30))
 def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
-    records: list[NewRecord], onward: bool, cut: int
+    records: list[NewRecord], onward: bool, bridged: bool, cut: int
 ) -> None:
     way = route(onward=onward, transform=build_spec(pseudonymize=["tailnum"], filter_="flight < 50"))
     first = 100 + min(cut, len(records) - 1)
-    ranges = cross(way, records, first_offset=first)
+    ranges = cross(way, records, first_offset=first, bridged=bridged)
     leaves = [leaf for each in ranges for leaf in leaves_of(each, way)]
     for leaf in leaves:
         encode_leaf(leaf)
@@ -322,7 +357,8 @@ def test_every_record_is_in_one_leaf_and_the_same_batch_gives_the_same_bytes(
     assert sorted(crossing + staying) == list(range(first, 100 + len(records)))
     assert [offset for offset, _ in arrived(way, ranges)] == crossing
     # Another seal of the same batch, as after a restart, with another counter and time.
-    again = cross(route(onward=onward, transform=way.terms.transform), records, first_offset=first)
+    twin = route(onward=onward, transform=way.terms.transform)
+    again = cross(twin, records, first_offset=first, bridged=bridged)
     assert [each.envelope for each in again] == [each.envelope for each in ranges]
 
 

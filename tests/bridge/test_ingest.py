@@ -14,9 +14,9 @@ from region_peer import RawPeer, encode_request, raw_peer
 
 from audit.leaf import Kind
 from audit.receipt import Receipt
-from felix.batch import NewRecord, encode_batch
+from felix.batch import NewRecord, decode_header, encode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
-from felix.frames import FrameType, encode_frame
+from felix.frames import FRAME_HEADER_BYTES, FrameType, encode_frame
 from felix.identity_file import load_identity
 from felix.messages import IngestOpened, OpenIngest, decode_answer, decode_error
 from felix.names import StreamName
@@ -271,6 +271,19 @@ async def test_an_agent_cannot_fence_a_producer_of_the_destination(mesh: Mesh) -
         agent.send(stream, 1, [b"1"], producer=77)
         await agent.receipt(stream, 2)
         assert destination(mesh).producers_snapshot() == ProducerTable().encode(2)
+
+
+async def test_what_a_bridge_brought_is_told_from_what_a_producer_publishes_there(mesh: Mesh) -> None:
+    """So that the next bridge knows whose word a record's path is."""
+    grant = await granted(mesh)
+    async with rogue(mesh, *grant) as agent:
+        stream = await agent.open()
+        agent.send(stream, 0, [b"0"], producer=77)
+        await agent.receipt(stream)
+    async with mesh.operator("eu-west") as client:
+        await client.stream(STREAM).publish(b"1")
+    entries = await destination(mesh).read(0, 1 << 20)
+    assert [decode_header(each.data, FRAME_HEADER_BYTES).is_bridged for each in entries] == [True, False]
 
 
 @pytest.mark.parametrize("path", [b"us-east,ap-south", b"eu-west,us-east", b"eu-west", b"", b"US"])

@@ -5,6 +5,7 @@ from typing import cast
 
 from departures import terms
 
+from bridge.crossing import PATH_UNKNOWN
 from bridge.sample import Sample, SampledRecord, judge, shares_of
 from felix.batch import Record
 from felix.messages import ShardState
@@ -53,3 +54,10 @@ def test_records_of_a_third_region_stay_and_terms_without_a_grant_are_not_named_
     (found,) = judge(0, [cast(Record, onward)], "", terms(), cast(Transform, None))
     assert found.outcome == "withheld"
     assert found.reason.endswith("came from ap-south, and this grant does not allow onward transfer.")
+
+
+def test_a_record_whose_producer_names_regions_is_shown_as_withheld_for_that() -> None:
+    onward = SimpleNamespace(offset=7, key=None, headers={PATH_HEADER: b"ap-south"})
+    allowed = terms(onward=True)
+    (found,) = judge(0, [cast(Record, onward)], "", allowed, cast(Transform, None), bridged={6, 8})
+    assert (found.outcome, found.reason.partition(":")[0]) == ("withheld", PATH_UNKNOWN)

@@ -20,6 +20,7 @@ from felix.errors import NotLeaderError
 from felix.frames import FRAME_HEADER_BYTES, AppendedBody, FrameDecoder, FrameType
 from felix.messages import Throttled
 from felix.names import StreamName
+from felix.provenance import PATH_HEADER
 from felix.publisher_core import (
     FLUSHED,
     FLYING_BATCHES_FILL,
@@ -102,6 +103,16 @@ def test_the_frame_is_what_a_broker_reads() -> None:
     assert len(batch.frame(5)) == batch.frame_bytes
     read = decode_batch(bytes(frame.body)[8:])
     assert [bytes(record.payload) for record in decode_records(read)] == [b"a", b"b"]
+
+
+def test_a_producer_names_no_regions_in_a_records_headers() -> None:
+    core = core_of()
+    own = {"note": b"mine", PATH_HEADER: b"ap-south"}
+    with pytest.raises(RequestError, match="written by bridges; a producer does not set it"):
+        core.add(b"a", None, own)
+    with pytest.raises(RequestError, match="written by bridges"):
+        core.add_batch([NewRecord(b"a"), NewRecord(b"b", None, own)], None, "caller", 0.0)
+    assert core.given == 0 and core.add(b"a", None, {"note": b"mine"}) is OPENED
 
 
 def test_the_linger_begins_with_the_first_record_and_wakes_once_for_the_oldest() -> None:

@@ -12,8 +12,9 @@ import pytest
 from region_peer import RawPeer, client, encode_request, raw_peer, until
 
 import felix
+from felix.batch import BRIDGED_EPOCH, decode_header
 from felix.errors import Code, FelixError
-from felix.frames import FrameType, encode_frame
+from felix.frames import FRAME_HEADER_BYTES, FrameType, encode_frame
 from felix.messages import OpenQueue, decode_answer, encode_message
 from felix.names import StreamName
 from felix.queue_messages import (
@@ -150,6 +151,19 @@ async def test_a_put_is_once_however_often_it_is_said(node: Node, jobs: felix.Qu
         stored = [replies(peer, stream, number)[0] for number in (2, 3, 4)]
         assert all(each == stored[0] and isinstance(each, Stored) for each in stored)
     assert sorted(job.payload for job in await jobs.lease(10, wait=5)) == [b"x", b"y"]
+
+
+async def test_no_job_is_put_as_if_a_bridge_had_brought_it(node: Node, jobs: felix.Queue) -> None:
+    async with raw_peer(node.folder, node.address) as peer:
+        stream = await opened(peer)
+        peer.send(call(Put([NewJob(b"x")], epoch=BRIDGED_EPOCH), 2), stream)
+        await until(lambda: replies(peer, stream, 2))
+        (stored,) = replies(peer, stream, 2)
+    assert isinstance(stored, Stored)
+    held = node.broker.streams.get(StreamName.parse(JOBS))
+    assert held is not None
+    (entry,) = await held.shard(stored.shard).read(0, 1)
+    assert not decode_header(entry.data, FRAME_HEADER_BYTES).is_bridged
 
 
 async def test_nothing_goes_beyond_the_grant(node: Node, jobs: felix.Queue) -> None:

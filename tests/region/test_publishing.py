@@ -11,10 +11,12 @@ from region_peer import batch_frame, client, raw_peer, take, until
 
 import felix
 import felix.sync
+from felix.batch import BRIDGED_EPOCH, NewRecord, encode_batch
 from felix.errors import Code, NotLeaderError, OffsetMismatchError, RequestError, UnavailableError
 from felix.frames import FrameType, encode_frame
-from felix.messages import OpenPublisher
+from felix.messages import OpenPublisher, encode_request
 from felix.names import StreamName
+from felix.provenance import PATH_HEADER
 from region.cluster.records import ShardId
 from region.folder import RegionFolder
 from region.node import Node
@@ -55,6 +57,21 @@ async def test_what_follows_a_refused_condition_goes_on_in_order(operator: felix
         assert await asyncio.gather(*sent) == list(range(6))
     found = await take(operator.stream(ORDERS).subscribe("earliest"), 6)
     assert [bytes(record.payload) for record in found] == [b"%d" % n for n in range(6)]
+
+
+async def test_no_producer_says_that_a_bridge_brought_its_batch(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    await operator.create_stream(ORDERS)
+    claimed = encode_batch([NewRecord(b"x", None, {PATH_HEADER: b"ap-south"})], producer_epoch=BRIDGED_EPOCH)
+    async with raw_peer(node.folder, node.address) as peer:
+        stream = peer.open_stream()
+        peer.send(encode_request(OpenPublisher(ORDERS), 1), stream)
+        await until(lambda: peer.answers(1))
+        peer.send(encode_frame(FrameType.BATCH, claimed.encode(), 2), stream)
+        await until(lambda: peer.errors(2) or peer.of(FrameType.APPENDED))
+        assert [error.code for error in peer.errors(2)] == [Code.BATCH_MALFORMED]
+    assert await operator.stream(ORDERS).publish(b"first") == 0
 
 
 async def test_writers_that_race_lose_no_update(node: Node, operator: felix.RegionClient) -> None:

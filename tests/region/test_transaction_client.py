@@ -20,6 +20,7 @@ import felix
 import felix.sync
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
+from felix.provenance import PATH_HEADER
 from felix.quota import QuotaLimits
 from region.folder import RegionFolder
 from region.node import Node
@@ -58,6 +59,15 @@ async def test_a_block_commits_or_aborts(operator: felix.RegionClient) -> None:
     assert await payloads(operator, B) == [b"last"]
     with pytest.raises(RequestError, match="not open"):
         await transaction.publish(B, b"late")
+
+
+async def test_a_record_of_a_transaction_names_no_regions(operator: felix.RegionClient) -> None:
+    await operator.create_stream(B)
+    async with operator.transaction() as transaction:
+        with pytest.raises(RequestError, match="written by bridges"):
+            await transaction.publish(B, b"no", headers={PATH_HEADER: b"ap-south"})
+        await transaction.publish(B, b"yes")
+    assert await payloads(operator, B) == [b"yes"]
 
 
 async def test_more_than_a_batch_of_each_shard(operator: felix.RegionClient) -> None:

@@ -19,6 +19,7 @@ from long_runs import count
 from region_peer import until
 from transaction_home import OTHER, OWNER, Home, payloads_of
 
+from felix.batch import BRIDGED_EPOCH
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.settings import Deduplication, Views
@@ -174,6 +175,8 @@ async def test_limits_are_answers(home: Home) -> None:
     with pytest.raises(UnavailableError, match="are open"):
         for _ in range(OPEN_PER_IDENTITY_MAX + 1):
             home.begin(timeout_ms=1_000)
+    with pytest.raises(RequestError, match="nor brought by a bridge"):
+        home.stage(transaction, 32, A, b"x", epoch=BRIDGED_EPOCH)
     with pytest.raises(RequestError, match="no shard 7"):
         home.stage(transaction, 32, A, b"x", shard=7)
     with pytest.raises(RequestError, match="16 bytes"):
