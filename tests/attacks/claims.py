@@ -216,8 +216,11 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         "of a record. It cannot see whether a filter's field, which did not cross, let the record pass, nor whether a pseudonym "
         "was made from the right value. The agent may also keep back a revocation, pause or deny entry of its own region. That is "
         "found where the source's own log is given; it is only a notice as far as the agent had brought *all* halves between the "
-        "two regions as late. What crosses beyond a budget each log shows",
+        "two regions as late. What crosses beyond a budget each log shows. "
+        "Which regions a record was in before the source is the word of the source's agent and brokers; both logs repeat what the "
+        "destination was told, and nobody can read another way from them",
         (
+            "attacks/test_way_that_is_hidden.py",
             "attacks/test_rogue_agent.py",
             "attacks/test_f04_register.py",
             "attacks/test_over_budget.py",
@@ -243,7 +246,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("terms", "third"): Cell(
         _C,
-        "a document verifies under the policy keys of the region that it names, and an import that does not fit its export is refused",
+        "a document verifies under the policy keys of the region that it names, and an import that does not fit its export is refused. Where records that came from it "
+        "had been before is its own word: it can name regions before itself in a path, and none behind",
         ("attacks/test_hostile_leaves.py", "attacks/test_f12_other_halves.py", "attacks/test_worlds.py"),
     ),
     ("terms", "store"): Cell(
