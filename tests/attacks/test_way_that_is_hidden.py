@@ -3,17 +3,23 @@ record's path, and its receipt and its own leaf say so. Or it names regions so t
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import msgspec
 import pytest
 from attacks import test_one_party_alone
 from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
 from audit_log import STREAM, Link, receipt_for, trust
+from crossing_logs import DEPARTURES, EGRESS_ORIGIN, START_MS, write_log
 from signed_grants import signed_grant
+from spark.test_two_moments import Live
 
 from audit import leaf as leaf_module
-from audit.leaf import Leaf, Side, decode_leaf, encode_leaf
+from audit.leaf import EncodedLeaf, Kind, Leaf, Side, decode_leaf, encode_leaf
 from audit.proof import check_proof, prove
 from audit.receipt import WITHOUT_PATH_UNSUPPORTED
+from audit.spark.report import EXIT_ONE_SIDE, ReportRefusedError, run_report
 from audit.verify import Report, verify_log
 from felix.errors import CorruptionError, RequestError, TamperError
 
@@ -130,3 +136,29 @@ def test_terms_that_let_no_third_region_through_are_asked_on_both_sides(log: str
     else:
         report = verified(papers, intent)
     assert "came from ap-south, and the grant" in sentences(report)
+
+
+@pytest.mark.spark
+def test_a_report_on_the_egress_log_alone_is_not_silent_about_regions_that_are_named_as_one(
+    spark: Any, tmp_path: Path
+) -> None:
+    signed = signed_grant(stream=DEPARTURES, expires=START_MS + 10**9, onward=True)
+    world = Live(signed=signed)
+    world.grant(DEPARTURES, START_MS - 1_000, signed)
+    world.batch(DEPARTURES, 0, START_MS, 5, withheld=0.0, path=OVER)
+
+    def one_name(leaf: Leaf) -> Leaf | EncodedLeaf:
+        if leaf.header.kind not in (Kind.INTENT, Kind.ACK):
+            return leaf
+        lie = with_path(leaf, (",".join(OVER),))
+        return EncodedLeaf(lie.header, leaf_module._encode(lie))
+
+    def told(name: str, appends: list[Any]) -> Any:
+        write_log(tmp_path / name, EGRESS_ORIGIN, appends, cosign=True)
+        return run_report([tmp_path / name], tmp_path / f"{name}-out", trust=trust(), session=spark)
+
+    honest = told("honest", world.egress)
+    assert honest.exit_code == EXIT_ONE_SIDE
+    assert "onward-transfer" in {row["exception"] for row in honest.report.exceptions.records()}
+    with pytest.raises(ReportRefusedError, match="its path has what is no region's name"):
+        told("lied", [[one_name(leaf) for leaf in leaves] for leaves in world.egress])
