@@ -52,7 +52,7 @@ class _Pace:
     """How fast records cross under one grant, by the times of their leaves: a bucket that RATE_FACTOR times the rate drains. So a burst is as
     clear after a quiet month as in the first minute.
 
-    Invariant: `level` is what crossed since `since_ms`, without what drained since then; both begin anew whenever it is empty.
+    Invariant: `level` is what crossed since `since_ms`, without what drained since then; both begin anew whenever it is empty, and where times run back.
     """
 
     rate: int
@@ -64,24 +64,21 @@ class _Pace:
     level: int = 0
     worst: Faster | None = None
     excess: int = 0
-    ran_back: bool = False
-    """How long something took is not known where the clock was set back between its leaves."""
 
     def take(self, index: int, header: Header, batch: int) -> None:
         """The next crossing; `batch`: bytes of its batch so far."""
         time_ms = header.time_ms
         self.level -= RATE_FACTOR * self.rate * max(0, time_ms - self.last_ms) // 1000
-        if self.level <= 0:
+        # How long something took is not known where the clock was set back between its leaves: what follows is counted by itself.
+        ran_back = time_ms < self.last_ms - RATE_SLACK_MS
+        if self.level <= 0 or ran_back:
             self.level, self.size, self.largest, self.since_ms = 0, 0, 0, time_ms
-            self.ran_back = False
-        elif time_ms < self.last_ms - RATE_SLACK_MS:
-            self.ran_back = True
-        self.last_ms = max(self.last_ms, time_ms)
+        self.last_ms = time_ms if ran_back else max(self.last_ms, time_ms)
         self.level += header.listed_bytes
         self.size += header.listed_bytes
         self.largest = max(self.largest, batch)
         excess = self.level - self.largest - RATE_FACTOR * self.rate * RATE_SLACK_MS // 1000
-        if excess > self.excess and not self.ran_back:
+        if excess > self.excess:
             self.excess = excess
             span_ms = self.last_ms - self.since_ms
             self.worst = Faster(index, header.grant_id, self.size, span_ms, self.rate)
@@ -139,7 +136,9 @@ class _Use:
             and not before.has_grown
         )
         if before is not None or len(self.empty) < LINK_SHARDS_MAX:
-            self.empty[shard] = _Empty(first, last, has_grown)
+            # Of a run at one offset one is free, wherever in it.
+            was_free = before is not None and before.first == first and before.has_grown
+            self.empty[shard] = _Empty(first, last, has_grown or was_free)
         if not has_grown:
             self.empty_bytes += EMPTY_RANGE_BYTES
 

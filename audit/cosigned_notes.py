@@ -108,8 +108,17 @@ def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chos
 
 def stated(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> frozenset[Checkpoint]:
     """What a copy's own notes and those that the log serves say of its tree, whoever cosigned them: each as `choose` takes it, and it raises as that does.
-    A log of one history has all of them as its beginnings."""
-    found = [weighed.note for note in own if (weighed := _weigh_own(log, note)) is not None]
+    A log of one history has all of them as its beginnings. Raises TamperError, too, for an own note of this log that does not hold under the keys
+    that are trusted now: left out, it would be lost."""
+    found = []
+    for note in own:
+        if (weighed := _weigh_own(log, note)) is not None:
+            found.append(weighed.note)
+        elif note.startswith(log.name.encode() + b"\n"):
+            raise TamperError(
+                "A note of the copy is not signed by any key that the bundle names for its log now, and was when it was copied.",
+                hint="Keep this copy with the bundle of then, and copy into another folder.",
+            )
     return frozenset(log.open(note).checkpoint for note in (*found, *served))
 
 

@@ -85,6 +85,12 @@ class RegionTrust:
         )
 
     @property
+    def lasting_keys(self) -> frozenset[bytes]:
+        """Those that change by a compared fingerprint alone: without the logs of its bridges, which the region adds by itself."""
+        bundle, logs = self.bundle, {key.public for key in self.bundle.bridge_logs()}
+        return self.public_keys - logs | {*bundle.policy_keys, *bundle.receipt_keys}
+
+    @property
     def region(self) -> str:
         return self.bundle.region
 
@@ -363,8 +369,8 @@ class Trust:
         return {key: party for key, party in found.items() if key.public not in held}
 
     def _party(self, key: VerifierKey) -> str:
-        """Who stands behind a key that no region calls its witness's: a region where it is that one's for something else."""
-        of = (name for name in self.regions if key.public in self._regions[name].public_keys)
+        """Who stands behind a key that no region calls its witness's: a region where it is that one's for something else that people compared."""
+        of = (name for name in self.regions if key.public in self._regions[name].lasting_keys)
         return next(of, key.name)
 
     def open_receipt(self, data: bytes) -> Receipt:

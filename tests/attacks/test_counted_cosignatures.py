@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from attacks.conftest import Tally
 from attacks.test_f05_witnesses_and_names import AP, OUTSIDE
 from audit_log import (
     EGRESS_ORIGIN,
@@ -274,3 +275,25 @@ def test_an_agent_asks_for_no_quorum_by_its_own_regions_keys(role: str) -> None:
         with pytest.raises(RequestError, match="of the region whose log it is") as caught:
             load(EU.key, as_outside(name, OWN_KEYS[role]))
         assert caught.value.code is Code.CONFIG_INVALID
+
+
+def test_a_region_that_names_an_outside_witnesss_key_as_its_bridges_log_stops_no_verification(
+    tmp_path: Path, tally: Tally
+) -> None:
+    """Such a key comes with a bundle that nobody compared. The witness stays who it is, and the region has cosigned nothing."""
+    named = AuditKey("ap-south.acme/bridge/x/egress", "log", OUTSIDE.key.public)
+    both = AuditKey(AP.key.name, "cosigner", AP.key.public)
+    regions = [region_bundle("us-east"), region_bundle("eu-west")]
+    before, after = (region_bundle("ap-south", audit_keys=keys) for keys in ((both,), (both, named)))
+    assert before.fingerprint() == after.fingerprint()
+    for number, (by, parties) in enumerate(
+        (
+            ((AP, OUTSIDE), {"ap-south", OUTSIDE.key.name}),
+            ((EU, OUTSIDE), {"eu-west", OUTSIDE.key.name}),
+        )
+    ):
+        log = write(tmp_path / str(number), {each: [ALL] for each in by})
+        for bundle in (before, after):
+            report = verify_log(log, Trust.of([*regions, bundle], [OUTSIDE.key]), cosignatures_min=2)
+            assert report.ok and set(report.cosigners) == parties
+    tally("outside witnesses whose key a region names as a bridge's log", 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +26,8 @@ def test_not_drawn(tally):
     tally("others", 1)
 """
 OPTIONS = ("-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function")
+
+ROOT = Path(__file__).parents[2]
 
 
 class Folder:
@@ -73,6 +76,8 @@ def is_alive(process: Path) -> bool:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Folder]:
     monkeypatch.chdir(tmp_path)
+    # As `make attack` has it: what is started imports what this process does.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / part) for part in (".", "tests")))
     yield Folder(tmp_path)
 
 

@@ -317,16 +317,12 @@ def is_over_budget(world: World, log: dict[str, Any], crossed: list[tuple[int, d
     budget = world["grants"][last["grant"]]["terms"]["budget_bytes"]
     if not budget or not counts(upto, last):
         return False
-    size, began = 0, dict[tuple[Any, ...], int]()
+    size = 0
     for at, crossing in crossed:
         if crossing["grant"] != last["grant"] or not counts(at, crossing):
             continue
-        size += crossing["bytes"]
-        if not crossing["bytes"]:
-            # One that begins where the one before it of its shard did counts once (decision 0138).
-            shard = tuple(crossing[name] for name in ("bridge", "stream", "destination_stream", "shard"))
-            size += EMPTY_ENVELOPE_BYTES if began.get(shard) != crossing["first_offset"] else 0
-            began[shard] = crossing["first_offset"]
+        # All envelopes here are as long: none is a gap that grew before its first one was answered, of which one more counts nothing (decision 0138).
+        size += crossing["bytes"] or EMPTY_ENVELOPE_BYTES
     return size > budget
 
 

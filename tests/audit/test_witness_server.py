@@ -400,7 +400,7 @@ def test_a_witness_is_made_once(tmp_path: Path) -> None:
         init_witness(tmp_path / "w", NAME)
     init_witness(tmp_path / "w #1?mode=ro", NAME)
     WitnessState.open(tmp_path / "w #1?mode=ro", serve=True).close()
-    with pytest.raises(RequestError, match="does not exist"):
+    with pytest.raises(RequestError, match="is not the folder of a witness"):
         WitnessState.open(tmp_path / "nowhere")
     assert not (tmp_path / "nowhere").exists()
 

@@ -31,7 +31,7 @@ from felix.errors import CorruptionError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
 from keys.signing import SigningKey
-from region import audit_log, reconciliation
+from region import audit_log, evidence, reconciliation
 from region.cluster.audit_home import AuditHome, Before
 from region.cluster.mirror import ClusterMirror
 from region.cluster.node_file import NodeFile
@@ -130,6 +130,7 @@ async def test_a_log_on_one_disk_goes_on_as_copies_wherever_that_was_cut_off(
     monkeypatch.setattr(audit_log, "BATCH_BYTES", 20_000)
     witness = NoteSigner.from_key("witness.example/w", SigningKey.generate(), Algorithm.COSIGNATURE)
     monkeypatch.setattr(Trust, "witnesses_for", lambda trust, name: {witness.key: "w"})
+    monkeypatch.setattr(evidence, "witnesses_of", lambda bundles, name: (witness.key,))
     async with one_disk(tmp_path, etcd) as region:
         before = verified(region, "b1")
         assert await copied(region, etcd, dry_run=True) == Plan("b1", LEAVES, 2)
