@@ -403,7 +403,7 @@ TWINS: Final = (
     ),
     Twin(
         "F7: only the answer to the last question counts",
-        1,
+        13,
         all_of(
             patched(FollowerCore, "_is_answer", any_answer),
             patched(FollowerCore, "_is_for_this_place", any_place),
@@ -426,7 +426,7 @@ TWINS: Final = (
         patched(ClusterWorld, "_is_shown", always),
     ),
     Twin("L2: the leader's own disk counts, too", 1, patched(LeaderCore, "_held_by", held_before_the_sync)),
-    Twin("L4: below min nothing is committed", 9, patched(LeaderCore, "_enough", always)),
+    Twin("L4: below min nothing is committed", 10, patched(LeaderCore, "_enough", always)),
     Twin("L6: who joins has what was committed", 0, patched(LeaderCore, "_may_join", join_at_once)),
     Twin(
         "N1: an epoch has begun on the disk before it is led",
@@ -441,7 +441,7 @@ TWINS: Final = (
     ),
     Twin(
         "R1: an expansion counts for min once it is known",
-        39,
+        77,
         patched(LeaderCore, "_enough", enough_by_the_newest),
     ),
     Twin(
@@ -450,7 +450,7 @@ TWINS: Final = (
         patched(Standing, "all", property(only_read)),
         test_leader.test_r2_reading_the_same_revision_settles_no_swap,
     ),
-    Twin("a shrink counts once it is known", 12, patched(Standing, "all", property(only_sent))),
+    Twin("a shrink counts once it is known", 77, patched(Standing, "all", property(only_sent))),
     Twin(
         "R2: a swap without an answer may happen yet",
         None,
@@ -587,7 +587,7 @@ TWINS: Final = (
         power_goes_everywhere,
     ),
     Twin(
-        "19: only what is committed is signed", 91, patched(cluster_audit, "signed_up_to", all_that_is_held)
+        "19: only what is committed is signed", 49, patched(cluster_audit, "signed_up_to", all_that_is_held)
     ),
     Twin(
         "R17: a holder of a lease tells where a log ends",
