@@ -173,6 +173,10 @@ class Witness:
         """The logs that are cosigned here, sorted."""
         return sorted(self._logs)
 
+    def keys_of(self, origin: str) -> tuple[VerifierKey, ...]:
+        """The keys of a log as they are known now; none of an unknown one."""
+        return self._logs.get(origin, ())
+
     def last(self, origin: str) -> Checkpoint | None:
         """The last checkpoint cosigned for this log: the one that the next proof has to start from."""
         note = self._last_note(origin)

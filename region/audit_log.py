@@ -87,6 +87,9 @@ PART_BYTES: Final = 512 << 10
 """Of a document, in one record: a batch has 1 MiB at most (felix.batch.BATCH_BYTES_MAX)."""
 PARTS_MAX: Final = 64
 """More than the longest append has (audit.trail.COPIED_APPEND_BYTES_MAX), and a document."""
+WITNESSED_MAX: Final = 1024
+"""Notes of other logs that are held while they are read, each below 128 KiB and most of some hundred bytes: of those of one log the largest is
+written into a file, and no other."""
 _OVER: Final = frozenset((Code.NOT_LEADER, Code.SHARD_STOPPED, Code.SHUTTING_DOWN))
 """Nothing more is taken by this broker."""
 CHECKPOINTS_BYTES: Final = 64 << 20
@@ -157,6 +160,8 @@ class Witnessed(Protocol):
     """What is asked of `region.witness_memory.WitnessMemory`, in threads."""
 
     def take(self, note: bytes) -> None: ...
+
+    def take_all(self, notes: Sequence[bytes]) -> None: ...
 
     def copied(self) -> dict[str, bytes]: ...
 
@@ -278,18 +283,22 @@ class Leading:
         if checkpoints.disk_bytes <= self._trim_beyond or "" not in self._last:
             return
         end = checkpoints.high_watermark
-        copied = self._memory.copied()
-        last = {
-            origin: _Checkpoint(note, True, witnessed=True) for origin, note in copied.items()
-        } | self._last
         try:
-            await self._write(CHECKPOINTS, [msgspec.msgpack.encode(each) for each in last.values()])
+            for name in self._memory.copied() | self._last:
+                # Read when it is its turn, with nothing awaited before it is given to the log: one that was given meanwhile must not have an
+                # older one behind it.
+                await self._write(CHECKPOINTS, [msgspec.msgpack.encode(self._newest(name))])
         except UnavailableError:
             # Too few copies are in sync. Nothing goes before it stands behind.
             return
         await checkpoints.trim(end)
         # Whatever could not go, as it is being read: it is not written again and again.
         self._trim_beyond = CHECKPOINTS_BYTES + checkpoints.disk_bytes
+
+    def _newest(self, name: str) -> _Checkpoint:
+        """What was given last under this name, or is known to be committed of the log of this name."""
+        given = self._last.get(name)
+        return given or _Checkpoint(self._memory.copied()[name], True, witnessed=True)
 
 
 def _origin(note: bytes) -> str:
@@ -401,8 +410,8 @@ class AuditLog:
         self._newest: bytes | None = None
         """the newest checkpoint that was read and not shown here"""
         self._cosigned: bytes | None = None
-        self._witnessed: dict[str, bytes] = {}
-        """by origin, what was read of other logs and the memory has not got yet"""
+        self._witnessed: list[bytes] = []
+        """what was read of other logs and the memory has not got yet"""
         self._failing_since: float | None = None
         self._parted: FelixError | None = None
         """why what is committed is another history than that of the files here"""
@@ -704,17 +713,17 @@ class AuditLog:
         async for payload in self._payloads(CHECKPOINTS):
             found = _checkpoint.decode(payload)
             if found.witnessed:
-                self._witnessed[_origin(found.note)] = found.note
+                # Which of them counts, and whether it is a note at all, the memory says: the last one need not be the largest.
+                self._witnessed.append(found.note)
+                if len(self._witnessed) >= WITNESSED_MAX:
+                    await self._take_witnessed()
             elif found.cosigned:
                 self._cosigned = found.note
             elif note_size(found.note) > note_size(self._newest or self._trail.checkpoint()):
                 self._newest = found.note
             elif note_size(found.note) <= shown:
                 older = found.note
-        while self._witnessed:
-            origin = next(iter(self._witnessed))
-            await asyncio.to_thread(self._memory.take, self._witnessed[origin])
-            del self._witnessed[origin]
+        await self._take_witnessed()
         if older is not None:
             try:
                 await asyncio.to_thread(self._trail.check_continues, older)
@@ -724,6 +733,11 @@ class AuditLog:
         if self._newest is not None and note_size(self._newest) < self._trail.status().durable:
             # Signed here, of leaves that stand here; whether it was committed was not known then.
             self._newest = None
+
+    async def _take_witnessed(self) -> None:
+        if self._witnessed:
+            await asyncio.to_thread(self._memory.take_all, tuple(self._witnessed))
+            self._witnessed.clear()
 
     async def _read_documents(self) -> None:
         files = self._trail.files

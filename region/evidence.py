@@ -50,6 +50,7 @@ def open_evidence(
         lambda: runtime.clock.now_ms() // 1000,
         also=also,
     )
+    cosigned.keys_of = witness.keys_of
     signers = load_signers(region_origin(region, mesh), folder.audit_key, folder.audit_ml_dsa_key)
     trail = Trail.open(
         folder.root / config.data / name,

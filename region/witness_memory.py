@@ -9,7 +9,8 @@ Invariants, where brokers copy the audit log (region.audit_log, decision 0155):
 - a note is committed in that stream before anything is signed by it: durable on every copy in sync;
 - a broker takes every note that is committed there into its file, and is home only after that. So whoever may cosign has all that was;
 - each note of a log in the stream continues the one before, also one of which it was not known whether it was committed;
-- once the stream has a note of a log, the metadata store decides nothing: neither less nor more that stands there counts.
+- once the stream has a note of a log, the metadata store decides nothing: whatever stands there is not even read, and is written over;
+- nothing is called a fork that a key at hand does not confirm for both notes; a note of the stream that such a key refutes is skipped.
 
 Called in threads, never on the event loop: each call waits for the store, and for the copies. What became of a write that was not answered is not
 known, and it is an error: nothing is signed, and the next call reads again.
@@ -19,13 +20,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from hashlib import sha256
 from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
 
-from audit.checkpoint import Checkpoint
-from audit.note import parse_note
+from audit.checkpoint import Checkpoint, open_checkpoint
+from audit.note import VerifierKey, parse_note
 from audit.witness import DiskWitnessStore, ForkError, superseded
 from felix.errors import TamperError, UnavailableError
 from felix.runtime.port import Runtime
@@ -63,6 +64,8 @@ class WitnessMemory:
     ) -> None:
         self.copies: WitnessCopies | None = None
         """None where brokers do not copy the audit log. Set before anything is cosigned"""
+        self.keys_of: Callable[[str], tuple[VerifierKey, ...]] = lambda origin: ()
+        """a log's keys, as far as they are known here: `audit.witness.Witness.keys_of`. Set once the witness is made"""
         self._store = store
         self._keys = Keys(region)
         self._files = files
@@ -122,7 +125,42 @@ class WitnessMemory:
 
     def take(self, note: bytes) -> None:
         """Take what is committed in the stream into the file, if it says more. Raises OSError."""
-        checkpoint = _head(note)
+        self.take_all((note,))
+
+    def take_all(self, notes: Iterable[bytes]) -> None:
+        """`take` each of them: in any order, and of each log the largest alone is written. Raises OSError.
+
+        One that cannot be read, or that a key of its log refutes, is skipped. One that no known key signed is taken: the keys that are known
+        here may be those of before, and what was cosigned must not be forgotten."""
+        found: dict[str, list[tuple[Checkpoint, bytes]]] = {}
+        for note in dict.fromkeys(notes):
+            try:
+                checkpoint = _head(note)
+            except TamperError as error:
+                log.error(
+                    "a note in the stream of the audit log, of what was cosigned, is skipped: %s", error
+                )
+                continue
+            found.setdefault(checkpoint.origin, []).append((checkpoint, note))
+        for each in found.values():
+            each.sort(key=lambda pair: pair[0].size, reverse=True)
+            size = -1
+            for checkpoint, note in each:
+                if checkpoint.size < size:
+                    break
+                try:
+                    self._check_not_refuted(checkpoint.origin, note)
+                except TamperError as error:
+                    log.error(
+                        "a note in the stream of the audit log, of what was cosigned of %s, is skipped: %s",
+                        checkpoint.origin, error,
+                    )  # fmt: skip
+                    continue
+                # Others of this size, too: two roots for one size are not to be overlooked.
+                size = checkpoint.size
+                self._take(checkpoint, note)
+
+    def _take(self, checkpoint: Checkpoint, note: bytes) -> None:
         with self._lock:
             known = self._copied.get(checkpoint.origin)
             if known is None or _head(known).size <= checkpoint.size:
@@ -143,6 +181,7 @@ class WitnessMemory:
         for note in self._files.notes():
             try:
                 checkpoint = _head(note)
+                self._check_not_refuted(checkpoint.origin, note)
             except TamperError as error:
                 log.error("what was cosigned last of a log is not known: %s", error)
                 continue
@@ -159,7 +198,7 @@ class WitnessMemory:
             return
         if held is not None:
             try:
-                ahead = _compare(origin, held, note)
+                ahead = self._compare(origin, held, note)
             except ForkError as error:
                 self._parted[origin] = error
                 raise
@@ -188,7 +227,7 @@ class WitnessMemory:
         known, filed = self._known(origin), self._files.last(origin)
         if known is None or filed is None or known == filed:
             return known or filed
-        return filed if _compare(origin, filed, known) > 0 else known
+        return filed if self._compare(origin, filed, known) > 0 else known
 
     def _newest(self, origin: str) -> tuple[Entry | None, bytes | None]:
         """The store's entry, and the note that counts."""
@@ -196,20 +235,62 @@ class WitnessMemory:
         entry, here = self._await(self._store.get(self._key(origin))), self._here(origin)
         if entry is None or here is None or entry.value == here:
             return entry, here or (entry.value if entry else None)
-        ahead = _compare(origin, here, entry.value)
+        if self._known(origin) is not None:
+            log.warning(
+                "the metadata store says something else of what was cosigned of %s than the stream of the audit log, which counts: the store was put back, "
+                "did not take the last one, or somebody else wrote there; it is written over with the next checkpoint",
+                origin,
+            )  # fmt: skip
+            return entry, here
+        self._check_believable(origin, here, entry.value)
+        ahead = self._compare(origin, here, entry.value)
         if ahead > 0:
             log.warning(
                 "the metadata store remembers %d leaves less of %s than this broker: the store was put back to an earlier state, or did not take the last one",
                 ahead, origin,
             )  # fmt: skip
-        elif ahead < 0 and self._known(origin) is not None:
-            log.warning(
-                "the metadata store says %d leaves more of %s than were cosigned: somebody else wrote that",
-                -ahead, origin,
-            )  # fmt: skip
-        elif ahead < 0:
-            return entry, entry.value
-        return entry, here
+        return entry, entry.value if ahead < 0 else here
+
+    def _check_believable(self, origin: str, here: bytes, stored: bytes) -> None:
+        """What the store says does not count for more than what stands here, nor for a fork, unless the log signed it. Raises TamperError."""
+        try:
+            ours, theirs = _head(here), _head(stored)
+            if self.keys_of(origin):
+                self._check_not_refuted(origin, stored)
+                if theirs.origin != origin:
+                    raise TamperError(f"It is of the log {theirs.origin[:200]!r}.")
+            elif ours.size == theirs.size and ours.root != theirs.root:
+                raise TamperError("It has another root than this broker's, and no key of the log is known.")
+        except TamperError as error:
+            raise TamperError(
+                f"What the metadata store says was cosigned of {origin} cannot be believed: {error}",
+                hint="Somebody else wrote there. Keep the record, and delete it: this broker's own memory is written there again.",
+            ) from error
+
+    # -- keys ------------------------------------------------------------------------------------------
+
+    def _check_not_refuted(self, origin: str, note: bytes) -> None:
+        """Raises TamperError where the signature of a known key of the log does not hold, or where it is no note."""
+        parsed = parse_note(note)
+        known = {(key.name, key.key_id): key for key in self.keys_of(origin)}
+        for signature in parsed.signatures:
+            if (key := known.get((signature.name, signature.key_id))) is not None:
+                key.verify(parsed.text, signature.data)
+
+    def _compare(self, origin: str, one: bytes, other: bytes) -> int:
+        """How many leaves more `one` has. Raises ForkError, and TamperError where one of them is no checkpoint, or not the log's by the keys
+        that are known."""
+        first, second = _head(one), _head(other)
+        if first.size == second.size and first.root != second.root:
+            if keys := self.keys_of(origin):
+                for note in (one, other):
+                    open_checkpoint(note, keys)
+            raise ForkError(
+                f"The log {origin} has two roots for {first.size} leaves, and both were cosigned here.",
+                other,
+                one,
+            )
+        return first.size - second.size
 
     def _key(self, origin: str) -> str:
         return self._keys.witness(sha256(origin.encode()).hexdigest())
@@ -224,15 +305,3 @@ class WitnessMemory:
 
 def _head(note: bytes) -> Checkpoint:
     return Checkpoint.parse(parse_note(note).text)
-
-
-def _compare(origin: str, one: bytes, other: bytes) -> int:
-    """How many leaves more `one` has. Raises ForkError, and TamperError where one of them is no checkpoint."""
-    first, second = _head(one), _head(other)
-    if first.size == second.size and first.root != second.root:
-        raise ForkError(
-            f"The log {origin} has two roots for {first.size} leaves, and both were cosigned here.",
-            other,
-            one,
-        )
-    return first.size - second.size

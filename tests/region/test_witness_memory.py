@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from base64 import b64encode
+from collections.abc import AsyncIterator
 from hashlib import sha256
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 from audit_log import witness_signer
 from region_home import make_region, running
@@ -14,7 +19,10 @@ from version_0_1 import lay_out
 from witness_logs import Log
 
 from audit.witness import DiskWitnessStore, ForkError, Witness
+from felix.batch import Batch, decode_payloads
 from felix.errors import Code, FelixError, TamperError, UnavailableError
+from felix.runtime.real import REAL
+from region.audit_log import CHECKPOINTS, CHECKPOINTS_BYTES, AuditLog, Leading, _Checkpoint
 from region.metadata.memory import MemoryStore
 from region.metadata.port import OutcomeUnknownError
 from region.metadata.records import Keys
@@ -27,9 +35,11 @@ NOW_S = 1_760_000_000
 class Broker:
     """What cosigns in one broker's process."""
 
-    def __init__(self, store: MemoryStore, folder: Path, log: Log) -> None:
+    def __init__(self, store: MemoryStore, folder: Path, log: Log, *others: Log) -> None:
         self.memory = WitnessMemory(store, "eu-west", DiskWitnessStore(folder))
-        self.witness = Witness(witness_signer(), [log.signer.key], self.memory, lambda: NOW_S)
+        known = [each.signer.key for each in (log, *others)]
+        self.witness = Witness(witness_signer(), known, self.memory, lambda: NOW_S)
+        self.memory.keys_of = self.witness.keys_of
         self.origin = log.origin
 
     async def cosign(self, log: Log, size: int, old: int = 0) -> bytes:
@@ -314,3 +324,238 @@ async def test_a_file_and_a_stream_that_contradict_each_other_stop_the_cosigning
         with pytest.raises(ForkError, match="two roots for 6 leaves") as refused:
             await home.cosign(each, 7, 6)
         assert {refused.value.cosigned, refused.value.offered} == {log.note(6), fork.note(6)}
+
+
+# -- while the stream lets go of checkpoints -----------------------------------------------------------
+
+OWN = b"own.example/log\n9\nx\n"
+
+
+class Checkpoints:
+    """The log of checkpoints, as a broker that is home writes it."""
+
+    def __init__(self) -> None:
+        self.payloads: list[bytes] = []
+        self.disk_bytes = 0
+        self.begin = 0
+        self.commits = asyncio.Event()
+        """until it is set nothing is committed; the order is that of the calls"""
+        self.commits.set()
+
+    @property
+    def high_watermark(self) -> int:
+        return len(self.payloads)
+
+    async def append(self, batch: Batch) -> None:
+        self.payloads += map(bytes, decode_payloads(batch))
+        await self.commits.wait()
+
+    async def trim(self, end: int) -> None:
+        self.begin, self.disk_bytes = end, 0
+
+    def put(self, note: bytes) -> None:
+        self.payloads.append(msgspec.msgpack.encode(_Checkpoint(note, True, witnessed=True)))
+
+    def lead(self, broker: Broker) -> Leading:
+        leading = Leading(cast(Any, {CHECKPOINTS: self}), REAL, broker.memory)
+        broker.memory.copies = cast(Any, SimpleNamespace(given=leading.given, copy=leading.keep_witnessed))
+        return leading
+
+
+class Reading(AuditLog):
+    """A broker's reading of that log, from one place on."""
+
+    def __init__(self, checkpoints: Checkpoints, broker: Broker) -> None:
+        trail = SimpleNamespace(
+            checkpoint=lambda: OWN,
+            status=lambda: SimpleNamespace(durable=0),
+            check_continues=lambda note: None,
+        )
+        nothing = cast(Any, lambda *given: None)
+        super().__init__(
+            cast(Any, SimpleNamespace(incarnation="00" * 16, config=SimpleNamespace(min_in_sync=1))),
+            cast(Any, SimpleNamespace(on_change=nothing)),
+            nothing, cast(Any, trail), nothing, nothing, nothing,
+            has_key=nothing, taken=nothing, became_home=nothing, witnessed=broker.memory, runtime=REAL,
+        )  # fmt: skip
+        self.checkpoints, self.at = checkpoints, 0
+
+    async def _payloads(self, kind: int) -> AsyncIterator[bytes]:
+        end = len(self.checkpoints.payloads)
+        for payload in self.checkpoints.payloads[self.at : end]:
+            yield payload
+        self.at = end
+
+
+async def test_a_checkpoint_that_is_cosigned_while_others_are_let_go_of_is_the_last_one_of_its_log(
+    tmp_path: Path,
+) -> None:
+    store, checkpoints = MemoryStore(), Checkpoints()
+    log, fork = parting(10)
+    other = Log("log.example/0", seed=2)
+    home, follower = (Broker(store, tmp_path / name, other, log) for name in "ab")
+    leading = checkpoints.lead(home)
+    await asyncio.to_thread(leading.keep_note, OWN)
+    await home.cosign(other, 5)
+    await home.cosign(log, 10)
+    await asyncio.to_thread(leading.keep_cosigned, OWN + b"1")
+    before = len(checkpoints.payloads)
+    checkpoints.disk_bytes = CHECKPOINTS_BYTES + 1
+    checkpoints.commits.clear()
+    letting_go = asyncio.create_task(leading.trim())
+    while len(checkpoints.payloads) == before:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    cosigning = asyncio.create_task(home.cosign(log, 20, 10))
+    cosigned = asyncio.create_task(asyncio.to_thread(leading.keep_cosigned, OWN + b"2"))
+    async with asyncio.timeout(30):
+        while len(checkpoints.payloads) < before + 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert not cosigning.done(), "it is given to the stream, and not committed"
+    checkpoints.commits.set()
+    await asyncio.gather(letting_go, cosigning, cosigned)
+    assert checkpoints.begin == before, "all before is let go of"
+    left = [msgspec.msgpack.decode(each, type=_Checkpoint) for each in checkpoints.payloads[before:]]
+    assert [each.note for each in left if each.witnessed and each.note.startswith(log.origin.encode())] == [
+        log.note(20), log.note(20),
+    ]  # fmt: skip
+    assert [each.note for each in left if each.cosigned and not each.witnessed] == [OWN + b"2", OWN + b"2"]
+    reading = Reading(checkpoints, follower)
+    reading.at = before
+    await reading._read_checkpoints()
+    checkpoints.lead(follower)
+    assert await follower.size() == 5 and follower.memory.copied()[log.origin] == log.note(20)
+    with pytest.raises(ForkError):
+        await follower.cosign(fork, 20, 10)
+
+
+async def test_of_two_notes_of_one_log_the_larger_counts_wherever_it_stands(tmp_path: Path) -> None:
+    store, checkpoints = MemoryStore(), Checkpoints()
+    log, fork = parting(10)
+    broker = Broker(store, tmp_path, log)
+    for size in (10, 20, 10):
+        checkpoints.put(log.note(size))
+    await Reading(checkpoints, broker)._read_checkpoints()
+    broker.memory.take(log.note(10))
+    assert broker.memory.copied() == {log.origin: log.note(20)}
+    assert file_of(tmp_path).read_bytes() == log.note(20)
+    checkpoints.lead(broker)
+    with pytest.raises(ForkError):
+        await broker.cosign(fork, 20, 10)
+    await broker.cosign(log, 21, 20)
+
+
+async def test_two_roots_for_one_size_in_the_stream_are_found_in_one_reading(tmp_path: Path) -> None:
+    log, fork = parting(10)
+    checkpoints, broker = Checkpoints(), Broker(MemoryStore(), tmp_path, log)
+    for each in (log, fork):
+        checkpoints.put(each.note(20))
+    await Reading(checkpoints, broker)._read_checkpoints()
+    checkpoints.lead(broker)
+    with pytest.raises(ForkError, match="two roots for 20 leaves") as refused:
+        await broker.cosign(log, 21, 20)
+    assert {refused.value.cosigned, refused.value.offered} == {log.note(20), fork.note(20)}
+
+
+def changed(log: Log, line: int, text: bytes) -> bytes:
+    """A note of 10 leaves with another line, under the log's signature of the true one."""
+    lines = log.note(10).split(b"\n")
+    lines[line] = text
+    return b"\n".join(lines)
+
+
+FORGED = {
+    "garbage": lambda log: b"garbage",
+    "empty": lambda log: b"",
+    "not-utf-8": lambda log: b"\xff\xfe\n1\nx\n\n",
+    "another-root": lambda log: changed(log, 2, b64encode(bytes(32))),
+    "a-larger-size": lambda log: changed(log, 1, b"1099511627776"),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("is_apart", [False, True], ids=["in-one-reading", "in-the-next-one"])
+async def test_a_record_of_the_stream_that_is_no_note_of_its_log_is_skipped(
+    tmp_path: Path, what: str, is_apart: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = Checkpoints()
+    log, fork = parting(10)
+    broker = Broker(MemoryStore(), tmp_path, log)
+    reading = Reading(checkpoints, broker)
+    checkpoints.put(log.note(10))
+    if is_apart:
+        await reading._read_checkpoints()
+    checkpoints.put(FORGED[what](log))
+    await reading._read_checkpoints()
+    assert "is skipped" in caplog.text
+    checkpoints.put(log.note(11))
+    await reading._read_checkpoints()
+    assert broker.memory.copied() == {log.origin: log.note(11)}, "what follows it is taken"
+    checkpoints.lead(broker)
+    with pytest.raises(ForkError):
+        await broker.cosign(fork, 12, 10)
+    await broker.cosign(log, 20, 11)
+
+
+async def test_a_note_in_the_stream_by_a_key_that_is_not_known_here_yet_is_not_forgotten(
+    tmp_path: Path,
+) -> None:
+    log, later = Log(), Log(seed=3)
+    broker = Broker(MemoryStore(), tmp_path, log)
+    broker.memory.take(log.note(10))
+    broker.memory.take(later.note(20))
+    assert broker.memory.copied() == {log.origin: later.note(20)}
+    stream = Stream()
+    broker.memory.copies = Led(stream, broker.memory)
+    with pytest.raises(TamperError):
+        await broker.cosign(log, 11, 10)
+    broker.witness.follow([later.signer.key])
+    await broker.cosign(later, 21, 20)
+
+
+# -- what stands in the store -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_whatever_stands_in_the_store_decides_nothing_and_is_written_over_once_the_stream_has_a_note(
+    tmp_path: Path, what: str, is_restarted: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, stream, log = MemoryStore(), Stream(), Log()
+    home = Broker(store, tmp_path, log)
+    stream.lead(home)
+    await home.cosign(log, 10)
+    key = Keys("eu-west").witness(sha256(log.origin.encode()).hexdigest())
+    await store.transact([], [Put(key, FORGED[what](log))])
+    if is_restarted:
+        home = Broker(store, tmp_path, log)
+        await asyncio.to_thread(home.memory.move_in)
+        stream.lead(home)
+    assert await home.size() == 10
+    assert "which counts" in caplog.text
+    await home.cosign(log, 20, 10)
+    entry = await store.get(key)
+    assert entry is not None and entry.value == log.note(20)
+
+
+@pytest.mark.parametrize("what", FORGED)
+async def test_of_one_broker_a_record_that_its_log_did_not_sign_is_no_fork_and_cannot_be_believed(
+    tmp_path: Path, what: str
+) -> None:
+    store, log = MemoryStore(), Log()
+    broker = Broker(store, tmp_path, log)
+    await broker.cosign(log, 10)
+    key = Keys("eu-west").witness(sha256(log.origin.encode()).hexdigest())
+    await store.transact([], [Put(key, FORGED[what](log))])
+    with pytest.raises(TamperError, match=r"metadata store .* cannot be believed"):
+        await broker.cosign(log, 20, 10)
+    await store.transact([], [Delete(key)])
+    await broker.cosign(log, 20, 10)
+
+
+async def test_two_roots_of_a_log_whose_key_is_not_known_are_not_called_a_fork(tmp_path: Path) -> None:
+    store, log, fork = MemoryStore(), Log(), Log(word=b"fork")
+    await Broker(store, tmp_path / "a", log).cosign(log, 10)
+    await Broker(MemoryStore(), tmp_path / "b", log).cosign(fork, 10)
+    broker = Broker(store, tmp_path / "b", Log("log.example/0", seed=2))
+    with pytest.raises(TamperError, match="no key of the log is known"):
+        await asyncio.to_thread(broker.memory.last, log.origin)
