@@ -253,19 +253,33 @@ class WitnessMemory:
 
     def _check_believable(self, origin: str, here: bytes, stored: bytes) -> None:
         """What the store says does not count for more than what stands here, nor for a fork, unless the log signed it. Raises TamperError."""
+        ours, keys = _head(here), self.keys_of(origin)
         try:
-            ours, theirs = _head(here), _head(stored)
-            if self.keys_of(origin):
-                self._check_not_refuted(origin, stored)
-                if theirs.origin != origin:
-                    raise TamperError(f"It is of the log {theirs.origin[:200]!r}.")
-            elif ours.size == theirs.size and ours.root != theirs.root:
-                raise TamperError("It has another root than this broker's, and no key of the log is known.")
+            theirs = _head(stored)
+            self._check_not_refuted(origin, stored)
+            if theirs.origin != origin:
+                raise TamperError(f"It is of the log {theirs.origin[:200]!r}.")
+            if ours.size == theirs.size and ours.root != theirs.root:
+                if not keys:
+                    raise TamperError(
+                        "It has another root than this broker's, and no key of the log is known."
+                    )
+                open_checkpoint(stored, keys)
         except TamperError as error:
             raise TamperError(
                 f"What the metadata store says was cosigned of {origin} cannot be believed: {error}",
-                hint="Somebody else wrote there. Keep the record, and delete it: this broker's own memory is written there again.",
+                hint="Somebody else wrote there. Keep a copy of the record, and delete it: this broker's own memory is written there again.",
             ) from error
+
+    def _key(self, origin: str) -> str:
+        return self._keys.witness(sha256(origin.encode()).hexdigest())
+
+    def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            answer: _T = self._runtime.ask(work, self._loop, ANSWER_S)
+            return answer
+        except TimeoutError as error:
+            raise UnavailableError("The metadata store does not answer.") from error
 
     # -- keys ------------------------------------------------------------------------------------------
 
@@ -291,16 +305,6 @@ class WitnessMemory:
                 one,
             )
         return first.size - second.size
-
-    def _key(self, origin: str) -> str:
-        return self._keys.witness(sha256(origin.encode()).hexdigest())
-
-    def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
-        try:
-            answer: _T = self._runtime.ask(work, self._loop, ANSWER_S)
-            return answer
-        except TimeoutError as error:
-            raise UnavailableError("The metadata store does not answer.") from error
 
 
 def _head(note: bytes) -> Checkpoint:

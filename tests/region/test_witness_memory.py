@@ -467,12 +467,15 @@ FORGED = {
     "garbage": lambda log: b"garbage",
     "empty": lambda log: b"",
     "not-utf-8": lambda log: b"\xff\xfe\n1\nx\n\n",
+    "of-another-log": lambda log: changed(log, 0, b"log.example/9"),
     "another-root": lambda log: changed(log, 2, b64encode(bytes(32))),
     "a-larger-size": lambda log: changed(log, 1, b"1099511627776"),
 }
+UNKNOWN = {"by-another-key": lambda log: Log(word=b"fork", seed=9).note(10)}
+"""Whose signature cannot be refuted here."""
 
 
-@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("what", sorted(FORGED.keys() - {"of-another-log"}))
 @pytest.mark.parametrize("is_apart", [False, True], ids=["in-one-reading", "in-the-next-one"])
 async def test_a_record_of_the_stream_that_is_no_note_of_its_log_is_skipped(
     tmp_path: Path, what: str, is_apart: bool, caplog: pytest.LogCaptureFixture
@@ -515,7 +518,7 @@ async def test_a_note_in_the_stream_by_a_key_that_is_not_known_here_yet_is_not_f
 # -- what stands in the store -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("what", [*FORGED, *UNKNOWN])
 @pytest.mark.parametrize("is_restarted", [False, True])
 async def test_whatever_stands_in_the_store_decides_nothing_and_is_written_over_once_the_stream_has_a_note(
     tmp_path: Path, what: str, is_restarted: bool, caplog: pytest.LogCaptureFixture
@@ -525,7 +528,7 @@ async def test_whatever_stands_in_the_store_decides_nothing_and_is_written_over_
     stream.lead(home)
     await home.cosign(log, 10)
     key = Keys("eu-west").witness(sha256(log.origin.encode()).hexdigest())
-    await store.transact([], [Put(key, FORGED[what](log))])
+    await store.transact([], [Put(key, (FORGED | UNKNOWN)[what](log))])
     if is_restarted:
         home = Broker(store, tmp_path, log)
         await asyncio.to_thread(home.memory.move_in)
@@ -537,7 +540,7 @@ async def test_whatever_stands_in_the_store_decides_nothing_and_is_written_over_
     assert entry is not None and entry.value == log.note(20)
 
 
-@pytest.mark.parametrize("what", FORGED)
+@pytest.mark.parametrize("what", [*FORGED, *UNKNOWN])
 async def test_of_one_broker_a_record_that_its_log_did_not_sign_is_no_fork_and_cannot_be_believed(
     tmp_path: Path, what: str
 ) -> None:
@@ -545,7 +548,7 @@ async def test_of_one_broker_a_record_that_its_log_did_not_sign_is_no_fork_and_c
     broker = Broker(store, tmp_path, log)
     await broker.cosign(log, 10)
     key = Keys("eu-west").witness(sha256(log.origin.encode()).hexdigest())
-    await store.transact([], [Put(key, FORGED[what](log))])
+    await store.transact([], [Put(key, (FORGED | UNKNOWN)[what](log))])
     with pytest.raises(TamperError, match=r"metadata store .* cannot be believed"):
         await broker.cosign(log, 20, 10)
     await store.transact([], [Delete(key)])
