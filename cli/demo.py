@@ -24,7 +24,7 @@ from rich.progress import Progress, TaskID
 
 from audit.leaf import Kind, decode_leaf
 from audit.note import parse_note
-from audit.tile import CHECKPOINT_PATH, read_entries
+from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.verify import Report as Verification
 from cli import bridge as bridge_command
@@ -69,6 +69,9 @@ BROKERS_MAX: Final = 9
 """Of each region: all of them are processes of this machine."""
 CATCH_UP_IDLE_S: Final = 120.0
 """The demo gives up once nothing has crossed for so long."""
+COSIGNED_S: Final = 60.0
+"""Each region cosigns the other's logs every few seconds; where another broker has just gone on with a log, somewhat later. Behind this the
+demo verifies what there is."""
 
 
 @dataclass(slots=True)
@@ -131,6 +134,7 @@ def demo(
         with progress() as bar:
             run(_move(bar, figures, limit, brokers > 1))
         _attempt_refused(figures)
+        _await_cosignatures(home)
     finally:
         _stop_all(home)
     verifications = _verify(home, figures)
@@ -432,6 +436,15 @@ def _attempt_refused(figures: Figures) -> None:
         note(f"refused, as it must be: {error.sentence}")
         return
     raise RequestError(f"{UNGRANTED} was handed to the bridge, and no grant allows it.")
+
+
+def _await_cosignatures(home: Path) -> None:
+    """Wait until every log has been cosigned once."""
+    until = time.monotonic() + COSIGNED_S
+    while time.monotonic() < until:
+        if all(Folder(path).read(COSIGNED_PATH) is not None for path in _logs(home).values()):
+            return
+        time.sleep(0.2)
 
 
 # -- verify, report, reconcile -------------------------------------------------------------------------
