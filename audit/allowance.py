@@ -93,11 +93,11 @@ class _Part(NamedTuple):
 
 
 class _Empty(NamedTuple):
-    """Offsets of an envelope without records, and whether it counted once with the one before it."""
+    """Offsets of an envelope without records. `one_was_free`: of the run of them that begin at this offset, one has counted nothing."""
 
     first: int | None
     last: int | None
-    has_grown: bool
+    one_was_free: bool
 
 
 @dataclass(slots=True)
@@ -126,20 +126,19 @@ class _Use:
         """Take an envelope that lists no bytes."""
         shard = LinkShard.of(header), header.incarnation
         first, last, before = header.first_offset, header.last_offset, self.empty.get(shard)
-        has_grown = (
+        one_was_free = before is not None and before.first == first and before.one_was_free
+        is_free = (
             first is not None
             and last is not None
             and before is not None
             and before.last is not None
             and before.first == first
             and before.last < last
-            and not before.has_grown
+            and not one_was_free
         )
         if before is not None or len(self.empty) < LINK_SHARDS_MAX:
-            # Of a run at one offset one is free, wherever in it.
-            was_free = before is not None and before.first == first and before.has_grown
-            self.empty[shard] = _Empty(first, last, has_grown or was_free)
-        if not has_grown:
+            self.empty[shard] = _Empty(first, last, is_free or one_was_free)
+        if not is_free:
             self.empty_bytes += EMPTY_RANGE_BYTES
 
 
