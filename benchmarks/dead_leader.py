@@ -114,14 +114,8 @@ class _Store:
 
     async def until(self, what: str, holds: Callable[[], bool]) -> None:
         """Raises UnavailableError where it does not come to hold."""
-        try:
-            async with asyncio.timeout(STEP_TIMEOUT_S):
-                await self._mirror.until(holds)
-        except TimeoutError:
-            raise UnavailableError(
-                f"{what}: that was not so within {STEP_TIMEOUT_S:.0f} s.",
-                hint="Try a quieter machine, or fewer shards.",
-            ) from None
+        async with _in_time(what):
+            await self._mirror.until(holds)
 
     def led_by(self, broker: str) -> int:
         return sum(record.leader == broker and not record.yielded for record in self.view.shards.values())
@@ -134,6 +128,19 @@ class _Store:
             for record in shards
             if len(record.replicas) == BROKERS
         )
+
+
+@asynccontextmanager
+async def _in_time(what: str) -> AsyncIterator[None]:
+    """Raises UnavailableError where a step, at whose end `what` is so, takes longer than any should."""
+    try:
+        async with asyncio.timeout(STEP_TIMEOUT_S):
+            yield
+    except TimeoutError:
+        raise UnavailableError(
+            f"{what}: that was not so within {STEP_TIMEOUT_S:.0f} s.",
+            hint="Try a quieter machine, or fewer shards.",
+        ) from None
 
 
 @asynccontextmanager
@@ -260,7 +267,7 @@ async def _measure(
 
 
 async def _write_all(writers: Sequence[_Writer]) -> list[int]:
-    async with asyncio.timeout(STEP_TIMEOUT_S):
+    async with _in_time("A record in each shard is acknowledged"):
         found = await asyncio.gather(*(writer.write() for writer in writers))
     return [at for each in found for at in each]
 
@@ -354,5 +361,5 @@ async def _served(client: felix.RegionClient, writers: Sequence[_Writer], dead: 
                     return time.monotonic_ns()
             await asyncio.sleep(ASK_S)
 
-    async with asyncio.timeout(STEP_TIMEOUT_S):
+    async with _in_time("Each stream is served"):
         return max(await asyncio.gather(*map(served, writers)))

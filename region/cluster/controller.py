@@ -906,15 +906,18 @@ class ControllerCore:
         common = transactions.in_office(self.view, self._term)
         lonely = [(shard, part) for shard, part in parts if shard in self._alone]
         rest = [(shard, part) for shard, part in parts if shard not in self._alone]
-        at = 0
+        ready, at = [], 0
         for count, made in transactions.batches([part for _, part in rest], common):
-            shards = tuple(shard for shard, _ in rest[at : at + count])
+            ready.append((made, tuple(shard for shard, _ in rest[at : at + count])))
             at += count
+        ready += [(transactions.join([common, part]), (shard,)) for shard, part in lonely]
+        for made, shards in ready:
             if len(self._flights) < TRANSACTIONS_MAX:
                 self._send(made, shards)
-        for shard, part in lonely:
-            if len(self._flights) < TRANSACTIONS_MAX:
-                self._send(transactions.join([common, part]), (shard,))
+                continue
+            # Decided again once an answer made room.
+            for incarnation in {shard.incarnation for shard in shards}:
+                self._ask_apart(incarnation)
 
     def _watch_progress(self, now_ms: int) -> None:
         """A controller that gets nothing done for a lease makes room for another."""

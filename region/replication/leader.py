@@ -90,14 +90,14 @@ SWAP_RETRY_MS: Final = 500
 """Between two tries of a swap: the store answers within milliseconds, or is away."""
 OPENING_MS: Final = 30_000
 """A copy of a new shard may take so long to be opened before it leaves: while nothing was written, it holds no commit up, and whoever makes many
-shards has many copies opened."""
+shards has many copies opened. Whoever is linked and says nothing of a shard for so long is not reached."""
 EXPAND_BACKOFF_MS: Final = 5_000
 """A member that left is let in again after this, times how often it left; a link that flaps would change the record each second."""
 EXPAND_BACKOFF_MS_MAX: Final = 60_000
 HUNG_MS: Final = 10_000
 """A sync that has not returned for so long never will."""
 BELOW_MIN_MS: Final = 5_000
-"""A leader below `min` for so long, while missing members are alive, gives somebody else the chance."""
+"""A leader below `min`, which has not reached a missing member for so long since that is alive, gives somebody else the chance."""
 UNREACHABLE_PAUSE_MS: Final = 60_000
 """Between two yields for that reason: where nobody reaches anybody, shards would go in circles."""
 DETACHED_MS: Final = 900_000
@@ -788,6 +788,7 @@ class LeaderCore:
         follower = self._follower(event.peer, now)
         if event.up:
             follower.down_since = -1
+            follower.heard_ms = now
             self._forget(event.peer, follower, now, ready)
         elif follower.down_since < 0:
             follower.down_since = now
@@ -846,7 +847,7 @@ class LeaderCore:
             not follower.logs
             or record.isr.get(peer) == follower.registration
             or follower.lost
-            or now < follower.back_after_ms
+            or (now < follower.back_after_ms and self._enough())
             or follower.down_since >= 0
             or peer not in (*record.replicas, *record.target)
         ):
@@ -981,22 +982,25 @@ class LeaderCore:
         )
 
     def _look_for_others(self, now: int, ready: Ready) -> None:
-        """R21: below `min` while missing members live: they may reach each other, where this one reaches none of them."""
+        """R21: below `min` while missing members live that this one does not reach: they may reach each other. Whoever is reached is waited for: its
+        copy is being opened, or catches up, and no other leader would have it sooner."""
         assert self.standing is not None
         record = self.standing.record
-        if len(record.isr) >= record.min:
+        missing = (
+            [] if len(record.isr) >= record.min else [each for each in record.elr if each in self._living]
+        )
+        if all(self._reaches(member, now) for member in missing):
             self._below_since = -1
             return
         if self._below_since < 0:
             self._below_since = now
-        missing = [member for member in record.elr if member in self._living]
-        if (
-            missing
-            and now - self._below_since >= BELOW_MIN_MS
-            and now - self._unreachable_ms >= UNREACHABLE_PAUSE_MS
-        ):
+        if now - self._below_since >= BELOW_MIN_MS and now - self._unreachable_ms >= UNREACHABLE_PAUSE_MS:
             self._unreachable_ms = now
             self._stop("unreachable", now, ready)
+
+    def _reaches(self, member: str, now: int) -> bool:
+        follower = self._follower(member, now)
+        return follower.down_since < 0 and now - follower.heard_ms < OPENING_MS
 
     def _alive(self, event: Living, now: int, ready: Ready) -> None:
         self._living = event.brokers

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from cluster.samples import DELETED, KEYS, SHARD, STREAM, changed
+from cluster.samples import DELETED, KEYS, SHARD, STREAM, changed, shard_record
 from cluster.stage import LEASE_MS, Stage
 from simulation.controller_host import ControllerHost
 
@@ -722,4 +722,42 @@ def test_a_stream_of_any_size_is_brought_together(shards: int) -> None:
         region.pass_ms(50)
         arrive(region)
     assert len({*region.leaders()}) == 1
+    assert not any(record.target for record in region.view().shards.values())
+
+
+def test_streams_whose_shards_all_changed_meanwhile_are_brought_together_too() -> None:
+    """Each shard goes alone then, which is more transactions than are sent at once; what was not sent is decided again."""
+    region = Region("abcd", controllers="d")
+    streams = [f"{number:032x}" for number in range(1, 5)]
+    shards = [ShardId(incarnation, number) for incarnation in streams for number in range(10)]
+    records = {}
+    for shard in shards:
+        first = "abc"[shard.number % 3]
+        records[shard] = shard_record(region._members("abc"), {}, leader=first)
+
+    def touch() -> None:
+        region.store.transact(
+            [], [Put(KEYS.shard(shard), encode(records[shard], "of the test")) for shard in shards]
+        )
+
+    touch()
+    region.pass_ms(100)
+    region.hosts["d"].client.cut_in = True  # What it knows is old by the time that it decides.
+    touch()
+    region.wants(*(dataclasses.replace(WISH, incarnation=each, shards=10, spread=False) for each in streams))
+    region.pass_ms(100)
+    region.hosts["d"].client.heal()
+    for _ in range(100):
+        region.pass_ms(50)
+        arrive(region)
+    assert {
+        incarnation: len(
+            {
+                record.leader
+                for shard, record in region.view().shards.items()
+                if shard.incarnation == incarnation
+            }
+        )
+        for incarnation in streams
+    } == dict.fromkeys(streams, 1)
     assert not any(record.target for record in region.view().shards.values())

@@ -56,6 +56,15 @@ def serving(**more: object) -> Shard:
     return shard
 
 
+def alone() -> Shard:
+    """a leads without the others, whose links are down; both have all that is committed."""
+    shard = Shard("a")
+    for peer in "bc":
+        shard.tell(Linked(peer, False))
+    shard.lead(record(isr="a1", elr="b1 c1"))
+    return shard
+
+
 def answer(shard: Shard, swap: Swap | None, outcome: Outcome = Outcome.APPLIED) -> object:
     assert swap is not None
     shard.revision += 1
@@ -380,22 +389,54 @@ def test_r20_a_sync_that_never_returns_ends_the_epoch() -> None:
     assert [swap.record.yielded for swap in stopped] == [Yielded(1, "hung")]
 
 
-def test_r21_a_leader_that_nobody_follows_gives_others_the_chance_if_they_live() -> None:
-    shard = Shard("a")
-    shard.lead(record(isr="a1", elr="b1 c1"))
-    assert not swaps(shard.wait(BELOW_MIN_MS + 1_000))
+def test_r21_a_leader_that_reaches_nobody_gives_others_the_chance_once_they_live() -> None:
+    shard = alone()
+    assert not swaps(shard.wait(60_000)), "nobody lives who could lead in its place"
     shard.tell(Living({"b": 1}))
-    yielded = swaps(shard.wait(1_000))
+    assert not swaps(shard.wait(BELOW_MIN_MS - 500)), "it may still be about to be reached"
+    assert swaps(shard.wait(1_000))[0].record.yielded == Yielded(1, "unreachable")
+
+
+def test_r21_a_leader_that_was_alone_waits_for_the_copies_of_whoever_comes_back() -> None:
+    shard = alone()
+    shard.wait(60_000)
+    shard.tell(Living({"b": 2, "c": 2}))
+    shard.wait(BELOW_MIN_MS - 1_000)
+    for peer in "bc":
+        shard.tell(Linked(peer, True))
+    assert not swaps(shard.wait(OPENING_MS - 1_000)), "their copies are being opened"
+    shard.place("b", registration=2)
+    joined = swaps([shard.ack("b", 0, registration=2), *shard.wait(200)])
+    assert [swap.record.isr for swap in joined] == [members("a1 b2")]
+
+
+def test_r21_a_member_that_is_linked_and_says_nothing_of_the_shard_is_not_waited_for_for_ever() -> None:
+    shard = alone()
+    shard.tell(Living({"b": 1}))
+    shard.tell(Linked("b", True))
+    assert not swaps(shard.wait(OPENING_MS - 200))
+    yielded = swaps(shard.wait(BELOW_MIN_MS + 500))
     assert yielded[0].record.yielded == Yielded(1, "unreachable")
 
 
 def test_r21_at_most_once_a_minute() -> None:
-    shard = Shard("a")
+    shard = alone()
     shard.tell(Living({"b": 1}))
-    shard.lead(record(isr="a1", elr="b1 c1"))
     answer(shard, swaps(shard.wait(BELOW_MIN_MS + 1_000))[0])
     shard.lead(record(epoch=2, isr="a1", elr="b1 c1"))
     assert not swaps(shard.wait(BELOW_MIN_MS + 1_000))
+
+
+def test_r23_whoever_is_needed_for_a_commit_joins_at_once_also_where_it_has_just_left() -> None:
+    shard = serving()
+    for peer in "bc":
+        shard.tell(Linked(peer, False))
+    answer(shard, swaps(shard.wait(1_500))[0])
+    assert not shard.leader.may_append()
+    shard.tell(Linked("b", True))
+    shard.place("b", 0, ask=2)
+    joined = swaps([shard.ack("b", 0, ask=2), *shard.wait(600)])
+    assert joined[0].record.isr == members("a1 b1")
 
 
 def test_r23_a_pause_of_the_leader_is_nobody_elses_lag() -> None:

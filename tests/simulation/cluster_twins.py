@@ -604,7 +604,13 @@ TWINS: Final = (
         "R21: who reaches nobody gives way",
         None,
         patched(LeaderCore, "_look_for_others", lambda *_: None),
-        test_leader.test_r21_a_leader_that_nobody_follows_gives_others_the_chance_if_they_live,
+        test_leader.test_r21_a_leader_that_reaches_nobody_gives_others_the_chance_once_they_live,
+    ),
+    Twin(
+        "R21: whoever is reached is waited for",
+        None,
+        patched(LeaderCore, "_reaches", never),
+        test_leader.test_r21_a_leader_that_was_alone_waits_for_the_copies_of_whoever_comes_back,
     ),
     Twin(
         "N6: a leader does for transactions what their coordinator asks, in its epoch",
