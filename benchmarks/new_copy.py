@@ -29,6 +29,7 @@ from cli.benchmark.figures import Latency, LatencySpread, Spread
 from cli.benchmark.measurement import Machine, machine
 from cli.benchmark.roles import STILL_S, bench_client
 from felix.batch import NewRecord
+from felix.collector import keep_what_is_there
 from felix.errors import FelixError, UnavailableError
 from felix.publisher import Publisher
 from policy.quantity import Size
@@ -223,6 +224,8 @@ async def _round(
         filled, misplaced = await _fill(publisher, max(1, int(plan.gib * (1 << 30)) // BATCH_BYTES))
         base_offset = len(filled) * FILL_RECORDS
         load = _Load(publisher, plan, base_offset)
+        # This process keeps books of all that; a walk over them in a phase would be in its latencies.
+        keep_what_is_there()
         async with load.going_on():
             said("before")
             await _look(client, stream, SETTLE_S)

@@ -35,6 +35,7 @@ from cli.setting import (
 from cli.to_cluster import to_cluster
 from cli.trust import offer, trust
 from felix.address import Address
+from felix.collector import keep_what_is_there
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.files import write_output
@@ -326,6 +327,7 @@ async def _serve(
     async with Notifier.from_environment() as notifier:
         node = await Node.start(folder, config, replace_folder=replace_folder)
         try:
+            keep_what_is_there()
             address = node.address
             # What region.yaml says of several brokers is where clients reach each.
             several = (

@@ -21,6 +21,7 @@ from cli.notify import Notifier
 from cli.output import note, out, print_json, table
 from cli.setting import JsonOption, read_file, run, stop_signals
 from felix.address import Address
+from felix.collector import keep_what_is_there
 from felix.errors import AddressInUseError, Code, RequestError
 
 app = typer.Typer(no_args_is_help=True)
@@ -158,6 +159,7 @@ async def _serve(state: WitnessState, address: Address, prefix: str, tls: ssl.SS
         scheme = "http" if tls is None else "https"
         place = f"{state.name} serves at {scheme}://{address.host}:{server.port}{prefix}"
         async with Notifier.from_environment() as notifier:
+            keep_what_is_there()
             notifier.serving(lambda: place)
             note(f"{place}; end it with Ctrl-C")
             await ended.wait()
