@@ -448,9 +448,7 @@ class Clustered:
             address = member.assignments.address(member.controller) if member.controller else ""
             raise NotLeaderError(
                 f"Broker {member.controller or 'none'} is the region's controller, which moves copies.",
-                hint="Ask there; the SDK does."
-                if address
-                else "Try again: one takes the office within a lease.",
+                hint="Ask there; the SDK does." if address else "Try again: there is one within a lease.",
                 retry_after_ms=RETRY_MS,
                 leader=member.controller,
                 address=address,

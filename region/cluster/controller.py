@@ -181,7 +181,7 @@ Action = Transact | Find | AskEnds | Alarm
 
 @dataclass(slots=True)
 class _Flight:
-    """A transaction under way, then the reading of what it compared. Without shards: the office, or the mark of a store that went back."""
+    """A transaction under way, then the reading of what it compared. Without shards: the beginning of a term, or the mark of a store that went back."""
 
     transaction: Transaction
     shards: tuple[ShardId, ...]
@@ -491,7 +491,7 @@ class ControllerCore:
     def _bid(self, now_ms: int) -> None:
         is_free = not self.view.revision_of(self.view.keys.controller)
         if is_free and now_ms >= self._bid_ms and not self._flights:
-            made = transactions.take_office(self.view, self._broker, self._lease)
+            made = transactions.begin_term(self.view, self._broker, self._lease)
             if isinstance(made, Transaction):
                 self._send(made)
 
@@ -903,7 +903,7 @@ class ControllerCore:
                 self._drop_plan()
 
     def _dispatch(self, parts: list[tuple[ShardId, Transaction]]) -> None:
-        common = transactions.in_office(self.view, self._term)
+        common = transactions.in_term(self.view, self._term)
         lonely = [(shard, part) for shard, part in parts if shard in self._alone]
         rest = [(shard, part) for shard, part in parts if shard not in self._alone]
         ready, at = [], 0

@@ -1,6 +1,6 @@
 """A broker's part in being the controller, on a real store: feeds a `ControllerCore` with what happens, and does what it says.
 
-Every broker has one. Which of them has the office is decided in the store, by a key under the broker's lease that only one can make, and
+Every broker has one. Which of them is the controller is decided in the store, by a key under the broker's lease that only one can make, and
 each transaction of the core compares it; so two that both believe to have it do no harm, and none is missed for longer than a lease.
 """
 

@@ -90,7 +90,7 @@ def intend(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool
         writes.append(Delete(keys.broker(name)))
         compares.append(unchanged(view, keys.broker(name)))
         if view.controller is not None and view.controller.broker == name:
-            # The office goes with the same lease, and would be empty-handed until that ends.
+            # The controller's record goes with the same lease: nobody else would be the controller until that ends.
             writes.append(Delete(keys.controller))
             compares.append(unchanged(view, keys.controller))
     number = next_number(file, node)

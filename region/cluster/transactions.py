@@ -96,7 +96,7 @@ def batches(parts: Iterable[Transaction], common: Transaction) -> list[tuple[int
 # The controller
 
 
-def take_office(view: ClusterView, broker: str, lease: int) -> Transaction | Refusal:
+def begin_term(view: ClusterView, broker: str, lease: int) -> Transaction | Refusal:
     """Become the controller under the broker's own lease. The create revision of the key is the term."""
     registration = view.brokers.registration(broker)
     if not registration:
@@ -113,7 +113,7 @@ def resign(view: ClusterView, term: int) -> Transaction:
     return Transaction((ModRevision(view.keys.controller, term),), (Delete(view.keys.controller),))
 
 
-def in_office(view: ClusterView, term: int) -> Transaction:
+def in_term(view: ClusterView, term: int) -> Transaction:
     """What every transaction of a controller compares: that it is in its term, and that the store did not go back."""
     return Transaction((ModRevision(view.keys.controller, term), Absent(view.keys.frozen)), ())
 

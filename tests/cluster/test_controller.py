@@ -254,10 +254,10 @@ def test_what_was_sent_and_not_answered_happens_once_however_late() -> None:
 def test_only_one_of_several_is_the_controller_and_another_follows_when_it_dies() -> None:
     region = Region(controllers="abc")
     region.pass_ms(100)
-    in_office = [name for name, host in region.hosts.items() if host.core.term]
-    assert len(in_office) == 1
+    controllers = [name for name, host in region.hosts.items() if host.core.term]
+    assert len(controllers) == 1
     region.place("abc")
-    (first,) = in_office
+    (first,) = controllers
     region.hosts.pop(first).die()
     region.die(first)
     region.until(lambda: any(host.core.term for host in region.hosts.values()))

@@ -40,7 +40,7 @@ def shards(broker: Broker) -> list[ShardRecord]:
     return [record for _, record in sorted(broker.mirror.view.shards.items())]
 
 
-def in_office(region: Region) -> list[Broker]:
+def controllers(region: Region) -> list[Broker]:
     return [broker for broker in region.brokers if broker.controller.term]
 
 
@@ -56,7 +56,7 @@ async def governed(region: Region, names: str = "abc") -> None:
 def test_one_broker_is_the_controller_and_places_every_shard_once() -> None:
     async def scene(region: Region) -> None:
         await governed(region)
-        assert len(in_office(region)) == 1
+        assert len(controllers(region)) == 1
         records = shards(region.brokers[0])
         assert {record.epoch for record in records} == {1} and len(
             {record.election for record in records}
@@ -71,14 +71,14 @@ def test_one_broker_is_the_controller_and_places_every_shard_once() -> None:
 def test_whoever_is_the_controller_may_die_and_what_it_led_is_led_again_once() -> None:
     async def scene(region: Region) -> None:
         await governed(region, "abcd")
-        (controller,) = in_office(region)
+        (controller,) = controllers(region)
         name, term = controller.registry.broker, controller.controller.term
         led = [record for record in shards(controller) if record.leader == name]
         await controller.die()
         region.brokers.remove(controller)
         witness = region.brokers[0]
         await region.until(lambda: all(record.leader != name for record in shards(witness)))
-        (successor,) = in_office(region)
+        (successor,) = controllers(region)
         assert successor.controller.term > term
         epochs = [record.epoch for record in shards(witness)]
         assert sum(epoch > 1 for epoch in epochs) == len(led) and epochs.count(1) == SHARDS - len(led)
@@ -96,7 +96,7 @@ def test_a_store_that_is_away_and_comes_back_has_nobody_replaced() -> None:
         region.store.is_away = False
         await region.until(lambda: all(broker.registry.may_answer() for broker in region.brokers))
         await asyncio.sleep(3 * LEASE_MS / 1_000)
-        assert {record.epoch for record in shards(region.brokers[0])} == {1} and len(in_office(region)) == 1
+        assert {record.epoch for record in shards(region.brokers[0])} == {1} and len(controllers(region)) == 1
 
     play(scene)
 
@@ -105,7 +105,7 @@ def test_a_store_that_is_away_and_comes_back_has_nobody_replaced() -> None:
 def test_a_lost_answer_is_followed_by_reading_and_never_by_a_second_election(happened: bool) -> None:
     async def scene(region: Region) -> None:
         await governed(region, "abcd")
-        (controller,) = in_office(region)
+        (controller,) = controllers(region)
         victim = next(broker for broker in region.brokers if broker is not controller)
         name = victim.registry.broker
         await victim.die()
@@ -124,10 +124,10 @@ def test_a_lost_answer_is_followed_by_reading_and_never_by_a_second_election(hap
 def test_a_controller_that_was_stopped_in_order_is_followed_at_once() -> None:
     async def scene(region: Region) -> None:
         await governed(region)
-        (controller,) = in_office(region)
+        (controller,) = controllers(region)
         await controller.registry.close()
         began = region.loop.time()
-        await region.until(lambda: [one for one in in_office(region) if one is not controller])
+        await region.until(lambda: [one for one in controllers(region) if one is not controller])
         assert region.loop.time() - began < LEASE_MS / 1_000 / 2
 
     play(scene)
@@ -149,7 +149,7 @@ def test_shards_of_a_deleted_stream_are_forgotten_and_not_placed_again() -> None
 def test_a_drained_brokers_shards_are_given_targets_and_an_alarm_ends_with_its_reason() -> None:
     async def scene(region: Region) -> None:
         await governed(region, "abcd")
-        (controller,) = in_office(region)
+        (controller,) = controllers(region)
         victim = next(broker for broker in region.brokers if broker is not controller)
         entry = await region.store.get(KEYS.node(victim.registry.broker))
         assert entry is not None

@@ -348,7 +348,7 @@ def test_r10_a_frozen_region_elects_nobody_and_leaders_change_nothing() -> None:
     stage.die("a")
     elect = stage.elect()
     assert isinstance(elect, Transaction)
-    assert not stage.do(transactions.join([transactions.in_office(stage.view(), 0), elect]))
+    assert not stage.do(transactions.join([transactions.in_term(stage.view(), 0), elect]))
 
 
 def test_r10_a_mark_of_before_a_start_freezes_no_region_that_was_reconciled_meanwhile() -> None:
@@ -406,15 +406,15 @@ def test_a_removed_stream_takes_its_shards_along_only_with_its_mark() -> None:
 
 def test_the_controller_is_one_broker_that_is_alive() -> None:
     stage = Stage()
-    first = transactions.take_office(stage.view(), "a", stage.leases["a"])
-    second = transactions.take_office(stage.view(), "b", stage.leases["b"])
+    first = transactions.begin_term(stage.view(), "a", stage.leases["a"])
+    second = transactions.begin_term(stage.view(), "b", stage.leases["b"])
     assert stage.do(second) and not stage.do(first)
     term = stage.view().revision_of(KEYS.controller)
-    assert stage.do(transactions.join([transactions.in_office(stage.view(), term), put()]))
+    assert stage.do(transactions.join([transactions.in_term(stage.view(), term), put()]))
     stage.die("b")
-    assert not stage.do(transactions.join([transactions.in_office(stage.view(), term), put()]))
-    assert refused(transactions.take_office(stage.view(), "b", 1), Reason.NO_LEASE)
-    assert stage.do(transactions.take_office(stage.view(), "a", stage.leases["a"]))
+    assert not stage.do(transactions.join([transactions.in_term(stage.view(), term), put()]))
+    assert refused(transactions.begin_term(stage.view(), "b", 1), Reason.NO_LEASE)
+    assert stage.do(transactions.begin_term(stage.view(), "a", stage.leases["a"]))
     assert stage.do(transactions.resign(stage.view(), stage.view().revision_of(KEYS.controller)))
 
 
@@ -425,7 +425,7 @@ def put() -> Transaction:
 def test_batches_stay_within_a_stores_bounds_and_compare_each_broker_once() -> None:
     names = [f"b{number}" for number in range(100)]
     view = view_of(dict.fromkeys(names, 5))
-    common = transactions.in_office(view, 3)
+    common = transactions.in_term(view, 3)
     parts = []
     for number in range(200):
         record = shard_record(

@@ -182,14 +182,14 @@ TWINS = (
     Twin(
         "a frozen region elects nobody",
         transactions,
-        "in_office",
+        "in_term",
         without_frozen,
         traces.test_r10_a_frozen_region_elects_nobody_and_leaders_change_nothing,
     ),
     Twin(
         "a controller writes in its term",
         transactions,
-        "in_office",
+        "in_term",
         without_term,
         traces.test_the_controller_is_one_broker_that_is_alive,
     ),

@@ -301,8 +301,8 @@ class Checks:
                 and not left
                 and client != OPERATOR
             ):
-                office = entries.get(keys.controller)
-                holder = "" if office is None else decode_controller(office.value, office.key).broker
+                told = entries.get(keys.controller)
+                holder = "" if told is None else decode_controller(told.value, told.key).broker
                 if holder != client:
                     raise BrokenError(
                         f"13: {client} changed {old} to {new}, and the controller is {holder or 'nobody'}"

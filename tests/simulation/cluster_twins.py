@@ -220,7 +220,7 @@ def anybody(record: ShardRecord, brokers: Brokers) -> list[str]:
 
 
 def in_any_term(view: ClusterView, term: int) -> Transaction:
-    """Compares nothing of the controller's office."""
+    """Compares nothing of the controller's term."""
     return Transaction((), ())
 
 
@@ -483,7 +483,7 @@ TWINS: Final = (
         patched(LogModel, "recover", lambda self: None),
     ),
     Twin("only members of isr and elr are elected", 29, patched(transactions, "candidates", anybody)),
-    Twin("a controller writes in its term alone", 15, patched(transactions, "in_office", in_any_term)),
+    Twin("a controller writes in its term alone", 15, patched(transactions, "in_term", in_any_term)),
     Twin(
         "a move ends once all that it leads to are in sync",
         979,
