@@ -126,9 +126,9 @@ def agents_here(region: str = "") -> list[AgentFiles]:
     ]
 
 
-def choose_agent(name: str, region: str) -> AgentFiles:
+def choose_agent(name: str, region: str, *, running: bool = False) -> AgentFiles:
     """The agent that a command is about: by its name, in whichever region of this home; else the only one, of the region that
-    the user set for all commands if there is such.
+    the user set for all commands if there is such. `running`: where there are several, the only one that runs on this machine.
 
     Raises RequestError(NOT_FOUND, INVALID) with the agents that there are.
     """
@@ -137,6 +137,8 @@ def choose_agent(name: str, region: str) -> AgentFiles:
     found = [each for each in every if not name or each.name == name]
     if len(found) > 1 and not scope:
         found = [each for each in found if each.region == preferred_region()] or found
+    if len(found) > 1 and running:
+        found = [each for each in found if read_state(each.pid) is not None] or found
     if len(found) == 1:
         return found[0]
     there = ", ".join(f"{each.name} of {each.region}" for each in every) or "none"

@@ -202,12 +202,12 @@ def allow(
         onward=onward,
         wildcard=wildcard,
     )
+    policy = run(fetch_policy(config.region))
+    document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
     if wildcard:
         note(f"{name} is a pattern: every stream that fits it, now or later, is granted and reported as such")
     else:
         _look(folder, config.region, terms)
-    policy = run(fetch_policy(config.region))
-    document = sign_export(terms, policy, load_signing_key(folder.policy_key).private_key, now)
     run(put_document(config.region, "export", document, identity))
     run(add_right(config.region, terms.bridge, f"{Verb.BRIDGE_READ} {name}"))
     export = open_export(document, {config.region: own_bundle(folder).policy_keys})
@@ -950,8 +950,12 @@ def _status_line(agent: Agent) -> str:
 
 @app.command()
 def down(name: BridgeName = "", config_file: ConfigFile = None, region: RegionOption = "") -> None:
-    """Stop a bridge agent; what is on its way arrives, and the last checkpoint is cosigned."""
-    files = AgentFiles.beside(config_file) if config_file is not None else choose_agent(name, region)
+    """Stop a bridge agent, without a name the one that runs; what is on its way arrives, and the last checkpoint is cosigned."""
+    files = (
+        AgentFiles.beside(config_file)
+        if config_file is not None
+        else choose_agent(name, region, running=True)
+    )
     pid = stop(files.pid, f"The bridge {files.name}")
     out.print(f"bridge {files.name} stopped (process {pid})")
 
