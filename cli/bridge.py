@@ -54,7 +54,7 @@ from cli.setting import (
     stop_signals,
 )
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
-from felix.collector import keep_what_is_there
+from felix.collector import start_kept
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.files import write_output
@@ -925,9 +925,9 @@ async def _run_agent(config: BridgeConfig, path: Path, pid: PidFile) -> None:
     )
     ended = stop_signals()
     async with Notifier.from_environment() as notifier:
-        agent = await Agent.start(config, path.parent)
+        with start_kept():
+            agent = await Agent.start(config, path.parent)
         try:
-            keep_what_is_there()
             health = agent.health.address if agent.health is not None else None
             pid.announce(health="" if health is None else f"{health[0]}:{health[1]}", started_ms=now_ms())
             notifier.serving(lambda: _status_line(agent))

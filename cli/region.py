@@ -35,7 +35,7 @@ from cli.setting import (
 from cli.to_cluster import to_cluster
 from cli.trust import offer, trust
 from felix.address import Address
-from felix.collector import keep_what_is_there
+from felix.collector import start_kept
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.files import write_output
@@ -325,9 +325,9 @@ async def _serve(
     )
     stop = stop_signals()
     async with Notifier.from_environment() as notifier:
-        node = await Node.start(folder, config, replace_folder=replace_folder)
+        with start_kept():
+            node = await Node.start(folder, config, replace_folder=replace_folder)
         try:
-            keep_what_is_there()
             address = node.address
             # What region.yaml says of several brokers is where clients reach each.
             several = (

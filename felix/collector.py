@@ -5,6 +5,10 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
+
+_NEVER: Final = 1 << 30
+"""Searches of what is young before one of everything."""
 
 
 @contextmanager
@@ -19,8 +23,20 @@ def collector_paused() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def start_kept() -> Iterator[None]:
+    """Around the start of a process of Felix's own. Meanwhile nothing looks for cycles in everything; at the end `keep_what_is_there`."""
+    young, older, whole = gc.get_threshold()
+    gc.set_threshold(young, older, _NEVER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(young, older, whole)
+    keep_what_is_there()
+
+
 def keep_what_is_there() -> None:
     """Let no later search for cycles walk what is there now: it stays for as long as the process, and would hold up the event loop by a tenth of a
-    second each time. For processes of Felix's own, once they have started; blocks for one such search."""
+    second each time. For processes that are Felix's own; blocks for one such search."""
     gc.collect()
     gc.freeze()
