@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -29,6 +29,19 @@ WHAT: Final = "The measured region"
 IN_SYNC_TIMEOUT_S: Final = 120.0
 """However slow the machine is: copies that are not in sync by then never will be."""
 LOOK_S: Final = 0.05
+
+
+@asynccontextmanager
+async def in_time(what: str, seconds: float) -> AsyncIterator[None]:
+    """Raises UnavailableError where a step, after which `what` is so, takes longer."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise UnavailableError(
+            f"{what}: that was not so within {seconds:.0f} s.",
+            hint="Try a quieter machine, another lease, or less of what is measured.",
+        ) from None
 
 
 class Brokers:

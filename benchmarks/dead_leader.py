@@ -22,7 +22,7 @@ from typing import Final
 import msgspec
 
 import felix
-from benchmarks.brokers import Brokers
+from benchmarks.brokers import Brokers, in_time
 from benchmarks.process_use import ProcessUse
 from cli.benchmark.accounting import Account, Ledger, Made, checksum_of, fillers, payloads_of
 from cli.benchmark.figures import Spread
@@ -114,7 +114,7 @@ class _Store:
 
     async def until(self, what: str, holds: Callable[[], bool]) -> None:
         """Raises UnavailableError where it does not come to hold."""
-        async with _in_time(what):
+        async with in_time(what, STEP_TIMEOUT_S):
             await self._mirror.until(holds)
 
     def led_by(self, broker: str) -> int:
@@ -128,19 +128,6 @@ class _Store:
             for record in shards
             if len(record.replicas) == BROKERS
         )
-
-
-@asynccontextmanager
-async def _in_time(what: str) -> AsyncIterator[None]:
-    """Raises UnavailableError where a step, at whose end `what` is so, takes longer than any should."""
-    try:
-        async with asyncio.timeout(STEP_TIMEOUT_S):
-            yield
-    except TimeoutError:
-        raise UnavailableError(
-            f"{what}: that was not so within {STEP_TIMEOUT_S:.0f} s.",
-            hint="Try a quieter machine, or fewer shards.",
-        ) from None
 
 
 @asynccontextmanager
@@ -267,7 +254,7 @@ async def _measure(
 
 
 async def _write_all(writers: Sequence[_Writer]) -> list[int]:
-    async with _in_time("A record in each shard is acknowledged"):
+    async with in_time("A record in each shard is acknowledged", STEP_TIMEOUT_S):
         found = await asyncio.gather(*(writer.write() for writer in writers))
     return [at for each in found for at in each]
 
@@ -361,5 +348,5 @@ async def _served(client: felix.RegionClient, writers: Sequence[_Writer], dead: 
                     return time.monotonic_ns()
             await asyncio.sleep(ASK_S)
 
-    async with _in_time("Each stream is served"):
+    async with in_time("Each stream is served", STEP_TIMEOUT_S):
         return max(await asyncio.gather(*map(served, writers)))

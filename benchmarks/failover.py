@@ -24,13 +24,13 @@ from typing import Final
 import msgspec
 
 import felix
-from benchmarks.brokers import LOOK_S, Brokers, all_in_sync
+from benchmarks.brokers import LOOK_S, Brokers, all_in_sync, in_time
 from cli.benchmark.accounting import Account, Ledger, Made, checksum_of, fillers, payloads_of
 from cli.benchmark.figures import Spread
 from cli.benchmark.measurement import Machine, machine
 from cli.benchmark.roles import STILL_S, bench_client
 from felix.batch import NewRecord
-from felix.errors import FelixError, UnavailableError
+from felix.errors import FelixError
 from felix.publisher import Publisher
 
 ENGINE: Final = "qh3"
@@ -105,7 +105,7 @@ class _Writer:
         try:
             yield
             self._is_over = True
-            async with asyncio.timeout(STEP_TIMEOUT_S):
+            async with in_time("All that was sent is acknowledged", STEP_TIMEOUT_S):
                 await asyncio.gather(*self._tasks)
         finally:
             for task in self._tasks:
@@ -177,14 +177,10 @@ async def _measure(
                 for number in range(plan.kills):
                     for each in SIGNALS:
                         said(f"{each.name} to the leader, {number + 1} of {plan.kills}")
-                        try:
-                            async with asyncio.timeout(STEP_TIMEOUT_S):
-                                taken[each].append(await _pause(each, client, brokers, writer))
-                        except TimeoutError:
-                            raise UnavailableError(
-                                f"The region did not recover from {each.name} to its leader within {STEP_TIMEOUT_S:.0f} s.",
-                                hint="Try a quieter machine, or a shorter lease.",
-                            ) from None
+                        async with in_time(
+                            f"The region has recovered from {each.name} to its leader", STEP_TIMEOUT_S
+                        ):
+                            taken[each].append(await _pause(each, client, brokers, writer))
         said("everything is read back")
         account = await _read_back(client, writer)
     pauses = [Pauses(signal=each.name, seconds=Spread.of(found)) for each, found in taken.items()]
