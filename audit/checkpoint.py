@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from audit.merkle import EMPTY_ROOT
 from audit.note import Note, Verified, VerifierKey, parse_note, verify_note
 from audit.tree_head import TreeHead, parse_tree_head
 from felix.errors import TamperError
@@ -44,8 +45,13 @@ class Checkpoint:
 
     @classmethod
     def parse(cls, text: str) -> Checkpoint:
-        """Read a note's text. Raises TamperError where it is not a checkpoint."""
-        return cls(*parse_tree_head(text))
+        """Read a note's text. Raises TamperError where it is not a checkpoint, or one of no leaves with another root than theirs."""
+        checkpoint = cls(*parse_tree_head(text))
+        if not checkpoint.size and checkpoint.root != EMPTY_ROOT:
+            raise TamperError(
+                f"The checkpoint of {checkpoint.origin[:200]} has no leaves, and a root that is not theirs."
+            )
+        return checkpoint
 
 
 class SignedCheckpoint(NamedTuple):

@@ -235,9 +235,13 @@ class LogTrust:
 
     def covered(self, checkpoints: Iterable[SignedCheckpoint], cosignatures_min: int) -> Covered:
         """How far these checkpoints of the log are cosigned as required, each judged by itself. Where no cosignature is required, how far
-        anybody cosigned."""
+        anybody cosigned. One of no leaves covers none, where others have some."""
+        known = tuple(checkpoints)
+        has_leaves = any(signed.checkpoint.size for signed in known)
         size, closest, most = -1, "", -1
-        for signed in checkpoints:
+        for signed in known:
+            if has_leaves and not signed.checkpoint.size:
+                continue
             missing, number = (
                 self.missing(signed.cosigned, max(1, cosignatures_min)),
                 len(self.cosigners(signed.cosigned)),

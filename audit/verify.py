@@ -27,7 +27,6 @@ from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, WITHOUT_PATH_UNSUPPORTED,
 from audit.tile import (
     CHECKPOINT_PATH,
     COPIED_PATH,
-    COSIGNED_PATH,
     WAL_FOLDER,
     Files,
     TileHashes,
@@ -410,9 +409,6 @@ class _Run:
             except TamperError as error:
                 report.find(2, error.sentence, path=path)
                 continue
-            expected = cosignatures_min and self._log.witnesses and self._log.policy is None
-            if path == COSIGNED_PATH and expected and not before.cosigned:
-                report.find(2, "It carries no cosignature of a known witness.", path=path)
             if before.checkpoint.size > report.size:
                 report.find(
                     2,

@@ -210,7 +210,7 @@ def _rules_broken() -> str:
 def _noticed() -> str:
     """SQL: what the verification saw that breaks no rule, of leaves of the window, and of those among them or behind them that are dated before
     its end: a leaf whose time ran back out of the window is in no other place of its report. What nobody cosigned goes on from its leaf to the
-    log's end, so it is told also where it begins before the window."""
+    log's end, so it is told where any leaf of the window stands there, whatever the first one is dated."""
     seen = _event(
         NOTICE, "notices.notice", "true", "notices.sentence", actor="coalesce(leaves.bridge, leaves.actor)", records="notices.records"
     )  # fmt: skip
@@ -218,8 +218,10 @@ def _noticed() -> str:
         UNION ALL
         SELECT {_LEAVES_PLACE}, {one_row_each([seen])}
         FROM {{notices}} AS notices JOIN {{all_leaves}} AS leaves ON notices.log = leaves.log AND notices.leaf_index = leaves.leaf_index
-        JOIN (SELECT log, min(leaf_index) AS first, max(time_ms) AS latest_ms FROM {{leaves}} GROUP BY log) AS seen
-            ON leaves.log = seen.log AND (leaves.leaf_index >= seen.first OR notices.notice = '{UNCOSIGNED}') AND leaves.time_ms <= seen.latest_ms
+        JOIN (
+            SELECT log, min(leaf_index) AS first, max(leaf_index) AS last, max(time_ms) AS latest_ms FROM {{leaves}} GROUP BY log
+        ) AS seen ON leaves.log = seen.log AND CASE WHEN notices.notice = '{UNCOSIGNED}' THEN leaves.leaf_index <= seen.last
+            ELSE leaves.leaf_index >= seen.first AND leaves.time_ms <= seen.latest_ms END
         """  # noqa: S608  # constants of this module
 
 

@@ -241,7 +241,7 @@ def miscounted_of(spark: SparkSession, reports: Sequence[VerificationReport]) ->
 def _cosigners(
     files: Files, signed: SignedCheckpoint, before: Sequence[SignedCheckpoint], log: LogTrust
 ) -> tuple[Cosigner, ...]:
-    newest: dict[str, Cosigner] = {}
+    furthest: dict[str, Cosigner] = {}
     for note in (*before, signed):
         if not note.cosigned:
             continue
@@ -249,9 +249,13 @@ def _cosigners(
         counted = log.cosigners(note.cosigned)
         for by in note.cosigned:
             party = log.witnesses[by.key]
-            if party in counted:
-                newest[party] = Cosigner(party, note.checkpoint.size, by.time_s)
-    return tuple(newest[name] for name in sorted(newest))
+            if party not in counted:
+                continue
+            now = Cosigner(party, note.checkpoint.size, by.time_s)
+            held = furthest.get(party, now)
+            if (held.size, held.time_s) <= (now.size, now.time_s):
+                furthest[party] = now
+    return tuple(furthest[name] for name in sorted(furthest))
 
 
 def _check_prefix(files: Files, whole: Checkpoint, cosigned: Checkpoint) -> None:

@@ -29,7 +29,8 @@ from audit_log import (
 from bridge_mesh import Mesh, two_regions
 
 from audit.allowance import crosses
-from audit.checkpoint import note_size
+from audit.checkpoint import Checkpoint, note_size, open_checkpoint
+from audit.merkle import EMPTY_ROOT
 from audit.note import Algorithm, Note, NoteSigner, Signature, VerifierKey, encode_note, parse_note
 from audit.proof import check_proof, prove
 from audit.spark.verification import open_log
@@ -297,3 +298,56 @@ def test_a_region_that_names_an_outside_witnesss_key_as_its_bridges_log_stops_no
             report = verify_log(log, Trust.of([*regions, bundle], [OUTSIDE.key]), cosignatures_min=2)
             assert report.ok and set(report.cosigners) == parties
     tally("outside witnesses whose key a region names as a bridge's log", 2)
+
+
+def test_who_is_not_trusted_may_cosign_last(tmp_path: Path) -> None:
+    """The log keeps whom it knows; who verifies it knows fewer, and counts them as if the others were not there."""
+    log = write(tmp_path, {EU: [4], OUTSIDE: [4], AP: [ALL]})
+    (tmp_path / KEPT_PATH).unlink()
+    without_ap = Trust.of([region_bundle("us-east"), region_bundle("eu-west")])
+    report = verify_log(log, without_ap)
+    assert report.ok and report.cosigned_size == 9 < report.size and told(report)
+    assert [each.name for each in open_log(str(log.path), without_ap, 1).cosigners] == ["eu-west"]
+
+
+def test_verification_and_report_name_the_furthest_that_somebody_cosigned(tmp_path: Path) -> None:
+    log = write(tmp_path, {EU: [DOCUMENTS, 4], AP: [DOCUMENTS]})
+    (tmp_path / KEPT_PATH).unlink()
+    assert verify_log(log, with_ap()).cosigners == {"eu-west": 9, "ap-south": 5}
+    opened = open_log(str(log.path), with_ap(), 1)
+    assert {each.name: each.size for each in opened.cosigners} == {"eu-west": 9, "ap-south": 5}
+
+
+def test_a_cosigned_checkpoint_of_no_leaves_covers_none(tmp_path: Path) -> None:
+    trail = Trail.open(
+        tmp_path,
+        log_signer(EGRESS_ORIGIN),
+        witnesses=[EU.key],
+        settings=TrailSettings(checkpoint_interval_ms=3_600_000),
+    )
+    note = parse_note(trail.checkpoint())
+    trail.add_cosigned(encode_note(note.with_signatures([EU.cosign(note.text, 1)])))
+    assert judge_empty(tmp_path), "nothing is there that anybody could write anew"
+    ended = threading.Event()
+    trail.append_nowait(Link().agreement(), lambda first, error: ended.set())
+    assert ended.wait(30)
+    trail.publish()
+    trail.close()
+    report = verify_log(Folder(tmp_path), with_ap())
+    assert not report.ok and "is cosigned as required" in report.findings[0].sentence
+    with pytest.raises(TamperError, match="is cosigned as required"):
+        open_log(str(tmp_path), with_ap(), 1)
+
+
+def judge_empty(path: Path) -> bool:
+    report = verify_log(Folder(path), with_ap())
+    return report.ok and report.size == 0 and report.cosigners == {"eu-west": 0}
+
+
+def test_a_checkpoint_of_no_leaves_has_one_root() -> None:
+    signer = log_signer(EGRESS_ORIGIN)
+    honest = Checkpoint(EGRESS_ORIGIN, 0, EMPTY_ROOT).text()
+    assert Checkpoint.parse(honest).size == 0
+    forged = Checkpoint(EGRESS_ORIGIN, 0, b"x" * 32).text()
+    with pytest.raises(TamperError, match="no leaves"):
+        open_checkpoint(encode_note(Note(forged, (signer.sign(forged),))), signer.key)

@@ -284,7 +284,7 @@ def test_what_is_no_checkpoint_is_refused(text: str) -> None:
 
 
 @given(
-    st.integers(0, 2**62), st.binary(min_size=32, max_size=32), st.lists(st.sampled_from(["a", "b c", "—"]))
+    st.integers(1, 2**62), st.binary(min_size=32, max_size=32), st.lists(st.sampled_from(["a", "b c", "—"]))
 )
 def test_checkpoints_go_round(size: int, root: bytes, extensions: list[str]) -> None:
     checkpoint = Checkpoint("origin", size, root, tuple(extensions))

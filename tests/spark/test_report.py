@@ -275,12 +275,14 @@ def test_a_window_limits_what_counts_and_not_what_reconciles(five: Made, spark: 
 
 
 def test_what_nobody_cosigned_is_told_in_every_window_that_reaches_it(spark: Any, tmp_path: Path) -> None:
-    """The egress log's checkpoint was cosigned after two days; a report of the fourth begins behind the first leaf that is not."""
+    """The egress log's checkpoint was cosigned after two days; a report of the fourth begins behind the first leaf that is not, which says of itself
+    that it is of a later time."""
     world = World()
     world.grant(DEPARTURES, START_MS - 1_000)
     for day in range(4):
         if day == 2:
             cosigned = len(world.egress)
+            world.deny(DEPARTURES, START_MS + 10 * DAY_MS, 501, "refused")
         world.batch(DEPARTURES, 0, START_MS + day * DAY_MS, withheld=0.0)
     logs = write_world(tmp_path, World(egress=world.egress[:cosigned], ingress=world.ingress))
     write_log(logs[0], EGRESS_ORIGIN, world.egress[cosigned:])
