@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from audit.merkle import EMPTY_ROOT
-from audit.note import Note, Verified, VerifierKey, parse_note, verify_note
+from audit.note import Note, Verified, VerifierKey, broken_line, check_note, parse_note
 from audit.tree_head import TreeHead, parse_tree_head
 from felix.errors import TamperError
 
@@ -63,30 +63,47 @@ class SignedCheckpoint(NamedTuple):
     """witnesses"""
     signed: tuple[Verified, ...] = ()
     """keys of the log"""
+    broken: tuple[str, ...] = ()
+    """names of known witnesses under which a line stands that does not hold: no cosignature, and nothing else. Whoever brings a note
+    can write such lines, and a witness makes them of good ones by changing its keys"""
 
     def known_note(self) -> Note:
         """The note with the lines that were verified and no others: what strangers appended is not kept."""
-        known = {(by.key.name, by.key.key_id) for by in (*self.signed, *self.cosigned)}
-        lines = tuple(line for line in self.note.signatures if (line.name, line.key_id) in known)
-        return Note(self.note.text, lines)
+        known = {by.line for by in (*self.signed, *self.cosigned)}
+        return Note(self.note.text, tuple(line for line in self.note.signatures if line in known))
+
+    def told(self) -> str:
+        """That lines do not hold, as a sentence for a person; empty where all do."""
+        if not self.broken:
+            return ""
+        return f"Not a cosignature, since it does not hold: a line of {', '.join(self.broken)}."
 
 
 def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKey] = ()) -> SignedCheckpoint:
     """Read and verify a checkpoint note: signed by the log, its origin the name of the log's key.
 
-    Cosignatures of unknown witnesses are ignored, a bad one of a known witness refuses the note, and so does a bad one
-    of any of the log's keys. A key of the log counts for checkpoints of the sizes that it covers. An ML-DSA-44 line without a time is no cosignature: it does not say when. Raises
-    TamperError.
+    A cosignature that does not hold is none, as if its witness were unknown (`SignedCheckpoint.broken`): no witness decides whether
+    another's log opens. A bad line of any of the log's own keys refuses the note. Each line is tried with all keys of its name and id.
+    A key of the log counts for checkpoints of the sizes that it covers. An ML-DSA-44 line without a time is no cosignature: it does
+    not say when. Raises TamperError.
     """
     keys = keys_of(log_key)
     note = parse_note(data)
-    verified = verify_note(note, (*keys, *witnesses))
+    witnesses = tuple(witnesses)
+    checked = check_note(note, (*keys, *witnesses))
+    own = {(key.name, key.key_id) for key in keys}
+    for line in checked.broken:
+        if (line.name, line.key_id) in own:
+            raise broken_line(line)
+    if not checked.verified:
+        names = ", ".join(sorted({key.name for key in (*keys, *witnesses)}))
+        raise TamperError(f"The note carries no signature of a known key ({names} is known).")
     checkpoint = Checkpoint.parse(note.text)
     if checkpoint.origin != keys[0].name:
         raise TamperError(
             f"The checkpoint is of the log {checkpoint.origin[:200]!r}, expected {keys[0].name!r}."
         )
-    ours = tuple(by for by in verified if by.key in keys)
+    ours = tuple(by for by in checked.verified if by.key in keys)
     signed = tuple(by for by in ours if by.key.covers(checkpoint.size))
     if ours and not signed:
         raise TamperError(
@@ -101,8 +118,9 @@ def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKe
             f"The checkpoint of {checkpoint.origin} has {len(checkpoint.extensions)} extension lines, which are not taken.",
             hint="Felix's logs have none; a log that writes them can say anything there.",
         )
-    cosigned = tuple(by for by in verified if by.key not in keys and by.time_s)
-    return SignedCheckpoint(checkpoint, note, cosigned, signed)
+    cosigned = tuple(by for by in checked.verified if by.key not in keys and by.time_s)
+    broken = tuple(sorted({line.name for line in checked.broken}))
+    return SignedCheckpoint(checkpoint, note, cosigned, signed, broken)
 
 
 def _span(key: VerifierKey) -> str:

@@ -157,7 +157,9 @@ class CheckpointFiles:
         """
         added = open_checkpoint(data, self._known_keys, self.witnesses)
         if not added.cosigned:
-            raise TamperError("That checkpoint carries no cosignature of a known witness.")
+            raise TamperError(
+                f"That checkpoint carries no cosignature of a known witness. {added.told()}".strip()
+            )
         # Lines under unknown names are whatever the sender chose: they are not kept.
         return added._replace(note=added.known_note())
 
@@ -184,9 +186,7 @@ class CheckpointFiles:
                 self._newest, self._cosigned = newest, added
 
     def _merge(self, to: SignedCheckpoint, more: SignedCheckpoint) -> SignedCheckpoint:
-        ids = {(by.key.name, by.key.key_id) for by in more.cosigned}
-        lines = [line for line in more.note.signatures if (line.name, line.key_id) in ids]
-        return self.read(encode_note(to.note.with_signatures(lines)))
+        return self.read(encode_note(to.note.with_signatures(by.line for by in more.cosigned)))
 
     def read(self, note: bytes) -> SignedCheckpoint:
         """A checkpoint that this log signed. Raises TamperError where it did not."""

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint
-from audit.note import Note, encode_note, parse_note
+from audit.note import check_note, encode_note
 from audit.tile import COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH
 from audit.trust import LogTrust
 from felix.errors import Code, RequestError, TamperError
@@ -68,8 +68,8 @@ class Chosen(NamedTuple):
 
 
 def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chosen | None:
-    """Of a copy's own notes, and of those that the log serves; None where nobody cosigned any. `log.witnesses`: every key that is known. A line of an own note that
-    does not hold, now that its key is known, is left out. Raises TamperError where a served note does not hold, RequestError where those
+    """Of a copy's own notes, and of those that the log serves; None where nobody cosigned any. `log.witnesses`: every key that is known. A line that
+    does not hold is left out. Raises TamperError where a served note is not the log's, RequestError where those
     that say something of their own are too many."""
     found = [weighed for note in own if (weighed := _weigh_own(log, note)) is not None]
     found += [_weigh(log, note) for note in served]
@@ -134,8 +134,12 @@ def _says_nothing(each: _Weighed, kept: Iterable[_Weighed]) -> bool:
 
 
 def _weigh(log: LogTrust, data: bytes) -> _Weighed:
-    """Raises TamperError where the note is not the log's, or a line of a known key does not hold."""
+    """Without the lines that do not hold. Raises TamperError where the note is not the log's."""
     opened = log.open(data)
+    broken = check_note(opened.note, log.witnesses).broken
+    if broken:
+        lines_held = tuple(line for line in opened.note.signatures if line not in broken)
+        data = encode_note(opened.note._replace(signatures=lines_held))
     known = {(key.name, key.key_id) for key in log.witnesses}
     lines = {(line.name, line.key_id) for line in opened.note.signatures if line.name != log.name}
     # A line of a known key that says no time is no cosignature.
@@ -150,21 +154,8 @@ def _weigh(log: LogTrust, data: bytes) -> _Weighed:
 
 
 def _weigh_own(log: LogTrust, data: bytes) -> _Weighed | None:
-    """Without the lines that do not hold; None where it is not the log's."""
+    """None where it is not the log's."""
     try:
-        note = parse_note(data)
-        lines = [line for line in note.signatures if _may_hold(log, note, line.name, line.key_id, line.data)]
-        return _weigh(log, encode_note(Note(note.text, tuple(lines)))) if lines else None
+        return _weigh(log, data)
     except TamperError:
         return None
-
-
-def _may_hold(log: LogTrust, note: Note, name: str, key_id: bytes, data: bytes) -> bool:
-    """Whether this line holds, or is of a key that is not known here."""
-    for key in log.witnesses:
-        if (key.name, key.key_id) == (name, key_id):
-            try:
-                key.verify(note.text, data)
-            except TamperError:
-                return False
-    return True

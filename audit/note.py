@@ -1,7 +1,8 @@
 """Signed notes: text with signature lines. Pure. Source: https://c2sp.org/signed-note.
 
-A key is known by name and key id; signatures of unknown keys are ignored, a signature of a known key that does not
-verify refuses the whole note, and a note that no known key signed is refused. Three signature types:
+A line names its key by name and key id. Anybody can make two keys of one name and one id (keys.note_key), so a line holds if any known
+key of its name and id makes it hold. Lines of unknown keys are ignored. One that no known key makes hold is *broken*: what that means is
+for the caller to say (`check_note`), and `verify_note` refuses the note, as it does where no known key signed. Three signature types:
 
 - 0x01, Ed25519 over the text;
 - 0x04, a witness's timestamped cosignature (https://c2sp.org/tlog-cosignature, `cosignature/v1`): eight bytes of
@@ -9,7 +10,7 @@ verify refuses the whole note, and a note that no known key signed is refused. T
 - 0x06, ML-DSA-44, of a log or a witness (the same page, `subtree/v1`): eight bytes of POSIX seconds, then the signature
   over the signer's name, the time, and the checkpoint's origin, size and root. It is over nothing else of the text.
 
-Invariants: `parse_note(encode_note(note)) == note`; nothing of a note is used before `verify_note` returned.
+Invariants: `parse_note(encode_note(note)) == note`; nothing of a note is used before `check_note` or `verify_note` returned.
 Callers: audit.checkpoint, audit.witness, audit.verify, audit.proof.
 """
 
@@ -20,7 +21,6 @@ from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from hashlib import sha256
 from struct import pack
 from typing import Final, NamedTuple
 
@@ -29,14 +29,15 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from audit.tree_head import parse_tree_head
 from felix.errors import RequestError, TamperError
+from keys.note_key import COSIGNATURE_TYPE, ED25519_TYPE, ML_DSA_44_TYPE, NOTE_KEY_ID_BYTES, note_key_id
 from keys.post_quantum import ML_DSA_PUBLIC_BYTES, ML_DSA_SIGNATURE_BYTES, MlDsaKey, ml_dsa_holds
-from keys.signing import SigningKey
+from keys.signing import SigningKey, check_public
 
 NOTE_BYTES_MAX: Final = 131_072
 """A line with an ML-DSA-44 signature has about 3,300 bytes: room for the log's and some 36 witnesses'."""
 SIGNATURES_MAX: Final = 64
 """The specification asks for at least 16."""
-KEY_ID_BYTES: Final = 4
+KEY_ID_BYTES: Final = NOTE_KEY_ID_BYTES
 _ED25519_BYTES: Final = 64
 _NAME_BYTES_MAX: Final = 255
 """Of a name in an ML-DSA-44 message, which counts it in one byte; and of an origin there."""
@@ -47,9 +48,9 @@ _TIME_MAX: Final = (1 << 63) - 1
 class Algorithm(IntEnum):
     """Signature type bytes of the specification that are spoken here."""
 
-    ED25519 = 0x01
-    COSIGNATURE = 0x04
-    ML_DSA_44 = 0x06
+    ED25519 = ED25519_TYPE
+    COSIGNATURE = COSIGNATURE_TYPE
+    ML_DSA_44 = ML_DSA_44_TYPE
 
     @property
     def is_post_quantum(self) -> bool:
@@ -110,14 +111,15 @@ class VerifierKey:
         if len(self.public) != expected:
             what = "An ML-DSA-44" if self.algorithm is Algorithm.ML_DSA_44 else "An Ed25519"
             raise RequestError(f"{what} key has {expected} bytes, this one {len(self.public)}.")
+        if self.algorithm is not Algorithm.ML_DSA_44:
+            check_public(self.public)
         if self.algorithm is Algorithm.ML_DSA_44 and len(self.name.encode()) > _NAME_BYTES_MAX:
             raise RequestError(f"An ML-DSA-44 key's name has {_NAME_BYTES_MAX} bytes at most.")
 
     @property
     def key_id(self) -> bytes:
         """SHA-256(name ‖ newline ‖ type ‖ public key), its first four bytes."""
-        material = self.name.encode() + b"\n" + bytes([self.algorithm]) + self.public
-        return sha256(material).digest()[:KEY_ID_BYTES]
+        return note_key_id(self.name, self.algorithm, self.public)
 
     def covers(self, size: int) -> bool:
         """Whether it may sign a checkpoint of so many leaves."""
@@ -293,24 +295,59 @@ def _parse_signature(line: str) -> Signature:
 
 
 class Verified(NamedTuple):
-    """A known key whose signature holds, and for a cosignature its POSIX seconds."""
+    """A known key whose signature holds, for a cosignature its POSIX seconds, and the line."""
 
     key: VerifierKey
     time_s: int | None
+    line: Signature
+
+
+class CheckedNote(NamedTuple):
+    """What known keys say of a note's lines, each list in the order of the lines. Lines of unknown keys stand in neither."""
+
+    verified: list[Verified]
+    broken: list[Signature]
+    """lines under the name and id of known keys, none of which makes them hold"""
+
+
+def check_note(note: Note, keys: Iterable[VerifierKey]) -> CheckedNote:
+    """Check every line whose name and id a key among `keys` has. Refuses nothing."""
+    known: dict[tuple[str, bytes], list[VerifierKey]] = {}
+    for key in keys:
+        known.setdefault((key.name, key.key_id), []).append(key)
+    checked = CheckedNote([], [])
+    for line in note.signatures:
+        tried = known.get((line.name, line.key_id), ())
+        held = next((by for key in tried if (by := _verify_line(key, note.text, line)) is not None), None)
+        if held is not None:
+            checked.verified.append(held)
+        elif tried:
+            checked.broken.append(line)
+    return checked
+
+
+def _verify_line(key: VerifierKey, text: str, line: Signature) -> Verified | None:
+    try:
+        return Verified(key, key.verify(text, line.data), line)
+    except TamperError:
+        return None
+
+
+def broken_line(line: Signature) -> TamperError:
+    """What a note is refused with where this line must hold, and does not."""
+    return TamperError(f"The signature by {line.name} does not hold.")
 
 
 def verify_note(note: Note, keys: Iterable[VerifierKey]) -> list[Verified]:
-    """Check every signature whose key is among `keys`; at least one must be there.
+    """Check every line whose key is among `keys`; at least one must be there.
 
-    Raises TamperError where a known key's signature does not hold, or none of them signed.
+    Raises TamperError where such a line does not hold, or none of them signed.
     """
-    known = {(key.name, key.key_id): key for key in keys}
-    verified = []
-    for signature in note.signatures:
-        key = known.get((signature.name, signature.key_id))
-        if key is not None:
-            verified.append(Verified(key, key.verify(note.text, signature.data)))
-    if not verified:
-        names = ", ".join(sorted({key.name for key in known.values()})) or "no key"
+    keys = tuple(keys)
+    checked = check_note(note, keys)
+    if checked.broken:
+        raise broken_line(checked.broken[0])
+    if not checked.verified:
+        names = ", ".join(sorted({key.name for key in keys})) or "no key"
         raise TamperError(f"The note carries no signature of a known key ({names} is known).")
-    return verified
+    return checked.verified

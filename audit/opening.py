@@ -106,7 +106,7 @@ class Opening:
     def _read_checkpoint(self) -> SignedCheckpoint:
         data = self._folder.read(CHECKPOINT_PATH)
         if data is not None:
-            return open_checkpoint(data, self._keys.known, self._witnesses)
+            return self._open(data)
         if self._folder.names(WAL_FOLDER) or self._folder.names("tile") or self._folder.names(COSIGNED_PATH):
             raise RolledBackError(
                 f"The audit log {self._name} has leaves and no checkpoint: the file was removed.",
@@ -123,16 +123,23 @@ class Opening:
         self._folder.flush()
         return signed
 
+    def _open(self, data: bytes) -> SignedCheckpoint:
+        """A checkpoint that the log signed. What witnesses signed does not decide whether it opens: they change their keys as they like."""
+        signed = open_checkpoint(data, self._keys.known, self._witnesses)
+        if told := signed.told():
+            log.warning("%s: %s", self._name, told)
+        return signed
+
     def _check_remembered(self, checkpoint: Checkpoint, remembered: tuple[bytes, ...]) -> None:
         for data in remembered:
-            before = open_checkpoint(data, self._keys.known, self._witnesses)
+            before = self._open(data)
             check_continues(self._folder, checkpoint, before.checkpoint)
 
     def _check_own(self, path: str, checkpoint: Checkpoint) -> SignedCheckpoint | None:
         own = self._folder.read(path)
         if own is None:
             return None
-        cosigned = open_checkpoint(own, self._keys.known, self._witnesses)
+        cosigned = self._open(own)
         check_continues(self._folder, checkpoint, cosigned.checkpoint)
         return cosigned
 

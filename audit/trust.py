@@ -7,6 +7,7 @@ alone:
 - a log verifies under the region that its origin names (`Trust.log`), and its leaves speak for that region;
 - a receipt verifies under the keys of its destination, and names that region's own log (`Trust.open_receipt`);
 - a cosignature counts for whoever gave it, once, however many keys it has; the log's own region never counts, by none of its keys;
+- a key that people compared as a witness's stays that one's: what a region says of it later, uncompared, takes no cosignature away;
 - no two parties have one witness's key: a cosignature does not cover its signer's name, so anybody could say that it is the other one's;
 - cosignatures are counted on one checkpoint (`LogTrust.covered`): who cosigned another one has not seen what is behind it;
 - signed documents verify under the policy keys of the region that they name (`Trust.policy_keys`).
@@ -78,17 +79,13 @@ class RegionTrust:
 
     @property
     def public_keys(self) -> frozenset[bytes]:
-        """Every key of the bundle that could cosign, whatever it is for. (Those of its certificates are on another curve.)"""
-        bundle = self.bundle
-        return frozenset(
-            (*bundle.policy_keys, *bundle.receipt_keys, *(key.public for key in bundle.audit_keys))
-        )
+        """Every key of the bundle that could cosign, whatever it is for."""
+        return self.bundle.public_keys()
 
     @property
-    def lasting_keys(self) -> frozenset[bytes]:
-        """Those that change by a compared fingerprint alone: without the logs of its bridges, which the region adds by itself."""
-        bundle, logs = self.bundle, {key.public for key in self.bundle.bridge_logs()}
-        return self.public_keys - logs | {*bundle.policy_keys, *bundle.receipt_keys}
+    def compared_keys(self) -> frozenset[bytes]:
+        """Those that change by a compared fingerprint alone. The logs of its bridges the region adds by itself."""
+        return self.bundle.compared_keys()
 
     @property
     def region(self) -> str:
@@ -163,11 +160,18 @@ def check_cosigner_keys(regions: Iterable[RegionTrust], outside: Iterable[Verifi
             )
 
 
+def parties_of(bundles: Iterable[RegionBundle], outside: Iterable[VerifierKey] = ()) -> dict[bytes, str]:
+    """Whose each public key is, in words (`keys.bundle.Known`)."""
+    known = {key.public: f"the outside witness {key.name}" for key in outside}
+    return known | {public: f"the region {each.region}" for each in bundles for public in each.public_keys()}
+
+
 def witnesses_of(bundles: Iterable[RegionBundle], region: str) -> tuple[VerifierKey, ...]:
-    """Those whose cosignatures a log of this region keeps: the other regions' witnesses, and none of its own keys. Nothing is counted by
-    it, so two bundles that name one key, which no `Trust` takes, stop no log."""
+    """Those whose cosignatures a log of this region keeps: the other regions' witnesses, and none of its own keys that people compared.
+    Nothing is counted by it, so two bundles that name one key, which no `Trust` takes, stop no log; and a region takes no witness away
+    from its logs by naming the key as one more log of its own."""
     regions = tuple(map(RegionTrust, bundles))
-    own = frozenset[bytes]().union(*(each.public_keys for each in regions if each.region == region))
+    own = frozenset[bytes]().union(*(each.compared_keys for each in regions if each.region == region))
     return tuple(
         key for each in regions if each.region != region for key in each.witnesses if key.public not in own
     )
@@ -187,7 +191,8 @@ class LogTrust:
     """What one log verifies under: its own keys, and the witnesses that count for it.
 
     - the keys are of the region that the origin names;
-    - no witness is of that region, nor has any of that region's keys under another name.
+    - no witness is of that region, nor has any of that region's keys under another name that people compared, nor one of this log's own.
+      What the region names besides as a log, by itself, takes nobody's cosignature away.
     """
 
     origin: Origin
@@ -330,8 +335,14 @@ class Trust:
         own = self.region(parsed.region)
         if own.mesh != parsed.mesh:
             raise TamperError(f"{origin!r} is no log of {trust_domain(own.region, own.mesh)}.")
-        keys = self._listed(origin, own.log_keys(origin))
-        return LogTrust(parsed, keys, self.witnesses_for(parsed.region), self._policy)
+        named = own.log_keys(origin)
+        own_keys = own.compared_keys | {key.public for key in named}
+        witnesses = {
+            key: party
+            for key, party in self._witnesses_for(parsed.region).items()
+            if key.public not in own_keys
+        }
+        return LogTrust(parsed, self._listed(origin, named), witnesses, self._policy)
 
     def _listed(self, origin: str, keys: tuple[VerifierKey, ...]) -> tuple[VerifierKey, ...]:
         """Of the log's keys, those that the policy lists."""
@@ -352,10 +363,9 @@ class Trust:
         """What the log verifies under that this checkpoint says it is of. Raises TamperError."""
         return self.log(parse_note(checkpoint).text.partition("\n")[0])
 
-    def witnesses_for(self, region: str) -> dict[VerifierKey, str]:
-        """The witnesses that count for this region's logs, and who stands behind each."""
+    def _witnesses_for(self, region: str) -> dict[VerifierKey, str]:
+        """The witnesses that are not of this region by their names, and who stands behind each."""
         own = self._regions.get(region)
-        held = frozenset[bytes]() if own is None else own.public_keys
         found = {
             key: other.region
             for other in self._regions.values()
@@ -370,11 +380,11 @@ class Trust:
                 for key in self._policy.witness_keys
                 if own is None or not key.name.startswith(domain)
             }
-        return {key: party for key, party in found.items() if key.public not in held}
+        return found
 
     def _party(self, key: VerifierKey) -> str:
         """Who stands behind a key that no region calls its witness's: a region where it is that one's for something else that people compared."""
-        of = (name for name in self.regions if key.public in self._regions[name].lasting_keys)
+        of = (name for name in self.regions if key.public in self._regions[name].compared_keys)
         return next(of, key.name)
 
     def open_receipt(self, data: bytes) -> Receipt:

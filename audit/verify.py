@@ -434,6 +434,7 @@ class _Run:
     def _count(self, signed: SignedCheckpoint) -> None:
         """Who cosigned this checkpoint, whose root is compared in its turn."""
         report, size = self._report, signed.checkpoint.size
+        report.steps[0].note = report.steps[0].note or signed.told()
         for party in self._log.cosigners(signed.cosigned):
             report.cosigners[party] = max(report.cosigners.get(party, 0), size)
 

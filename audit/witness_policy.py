@@ -25,6 +25,8 @@ POLICY_BYTES_MAX: Final = 1 << 20
 ENTRIES_MAX: Final = 256
 """Logs, witnesses and groups, of each; the specification asks for 32."""
 NONE: Final = "none"
+_QUORUM: Final = "quorum"
+"""What the outermost group of a policy that is written here is called."""
 _LOG_TYPES: Final = frozenset({Algorithm.ED25519, Algorithm.ML_DSA_44})
 _WITNESS_TYPES: Final = frozenset({Algorithm.COSIGNATURE, Algorithm.ML_DSA_44})
 
@@ -120,18 +122,52 @@ def format_policy(
     logs: Iterable[VerifierKey], witnesses: Mapping[str, Iterable[VerifierKey]], *, post_quantum: bool = False
 ) -> str:
     """A policy file of these logs, and witnesses by who they are: one witness, by any one of its keys, is a quorum. With
-    `post_quantum` only ML-DSA-44 keys stand in it, so whoever verifies by it demands them."""
-    lines = [f"log {key}" for key in logs if key.algorithm.is_post_quantum or not post_quantum]
-    groups = []
+    `post_quantum` only ML-DSA-44 keys stand in it, so whoever verifies by it demands them.
+
+    `WitnessPolicy.parse` reads it: of several logs, or several witnesses, with one public key the first has a line, and a comment says
+    so of the others; names that would stand twice are numbered.
+    """
+    named, lines = _each_once(logs, {}, post_quantum)
+    lines += [f"log {key}" for key in named]
+    held, taken, groups = dict[bytes, VerifierKey](), {NONE, _QUORUM}, list[str]()
+    # First those of the parties, by which people know them.
+    names = {party: _free_name(party, taken) for party in witnesses}
     for party, keys in witnesses.items():
-        wanted = [key for key in keys if key.algorithm.is_post_quantum or not post_quantum]
-        members = [f"{party}-{key.algorithm.name.lower().replace('_', '-')}" for key in wanted]
-        lines += [f"witness {name} {key}" for name, key in zip(members, wanted, strict=True)]
+        named, comments = _each_once(keys, held, post_quantum)
+        members = [
+            _free_name(f"{party}-{key.algorithm.name.lower().replace('_', '-')}", taken) for key in named
+        ]
+        lines += [*comments, *(f"witness {name} {key}" for name, key in zip(members, named, strict=True))]
         if members:
-            lines.append(f"group {party} any {' '.join(members)}")
-            groups.append(party)
-    lines.append(f"group quorum any {' '.join(groups)}\nquorum quorum" if groups else "quorum none")
+            lines.append(f"group {names[party]} any {' '.join(members)}")
+            groups.append(names[party])
+    lines.append(f"group {_QUORUM} any {' '.join(groups)}\nquorum {_QUORUM}" if groups else f"quorum {NONE}")
     return "\n".join(lines) + "\n"
+
+
+def _each_once(
+    keys: Iterable[VerifierKey], held: dict[bytes, VerifierKey], post_quantum: bool
+) -> tuple[list[VerifierKey], list[str]]:
+    """Those to be named, none of whose public keys is in `held`, which takes them in; and comments on the others."""
+    named, comments = list[VerifierKey](), list[str]()
+    for key in keys:
+        if post_quantum and not key.algorithm.is_post_quantum:
+            continue
+        holder = held.setdefault(key.public, key)
+        if holder is key:
+            named.append(key)
+        else:
+            comments.append(f"# left out: {key.name} has the public key of {holder.name}")
+    return named, comments
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    found, number = name, 1
+    while found in taken:
+        number += 1
+        found = f"{name}-{number}"
+    taken.add(found)
+    return found
 
 
 class _Reader:

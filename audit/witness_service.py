@@ -111,8 +111,8 @@ class WitnessService:
 
 
 def _only(note: Note, verified: list[Verified]) -> Note:
-    keys = {(by.key.name, by.key.key_id) for by in verified}
-    return Note(note.text, tuple(line for line in note.signatures if (line.name, line.key_id) in keys))
+    held = {by.line for by in verified}
+    return Note(note.text, tuple(line for line in note.signatures if line in held))
 
 
 def _refuse(status: int, sentence: str) -> Answer:

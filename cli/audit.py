@@ -635,9 +635,12 @@ def policy_(
     """Print a tlog-policy file of the trusted regions: their logs, their witnesses, any one of which is a quorum."""
     trust = trusted(bundle)
     regions = [trust.region(name) for name in trust.regions]
+    logs = [(region, key) for region in regions for key in region.logs]
+    # A key that a region names as a bridge's log, by itself, takes no line from a log that people compared.
+    logs.sort(key=lambda each: each[1].public not in each[0].compared_keys)
     print(
         format_policy(
-            [key for region in regions for key in region.logs],
+            [key for _, key in logs],
             {region.region: region.witnesses for region in regions},
             post_quantum=post_quantum,
         ),

@@ -17,7 +17,15 @@ from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
-from keys.bundle import RegionBundle, SignedBundle, changes_beyond_fingerprint, check_update, decode_bundle
+from keys.bundle import (
+    Known,
+    RegionBundle,
+    SignedBundle,
+    changes_beyond_fingerprint,
+    check_bundle,
+    check_update,
+    decode_bundle,
+)
 from keys.offer import SignedOffer, decode_offer, is_offer
 from region.folder import RegionFolder
 from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
@@ -99,10 +107,11 @@ def trust(
     if other.region == config.region:
         raise RequestError(f"{file} is of {config.region} itself.", hint="Give the other region's.")
     _same_mesh(config, other)
-    _has_own_witness(folder, other)
+    others = _others(folder, other)
+    _has_own_keys(folder, received.bundle, others)
     table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
     _not_older(folder, received)
-    asked = _compare(folder, received.bundle, fingerprint)
+    asked = _compare(folder, received.bundle, fingerprint, _known(folder, config, others))
     if not yes and not asked:
         _ask(folder, received, bool(fingerprint))
     # Pinned first: the broker takes what was compared, whatever it trusted before.
@@ -163,18 +172,38 @@ def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
         )
 
 
-def _has_own_witness(folder: RegionFolder, other: RegionBundle) -> None:
-    """Raises RequestError(CONFLICT) where this region, or another one that it trusts, has the key of one of its witnesses."""
-    from audit.trust import RegionTrust, check_cosigner_keys
-
-    regions = [RegionTrust(other)]
+def _others(folder: RegionFolder, other: RegionBundle) -> list[RegionBundle]:
+    """This region's bundle, and those of the regions that it trusts besides this one."""
+    found = []
     for path in (folder.bundle, *sorted(folder.trusted.glob("*.json"))):
         # A file that does not hold is told by whoever needs that region.
         with suppress(FelixError, OSError):
             held = decode_bundle(path.read_bytes()).bundle
             if held.region != other.region:
-                regions.append(RegionTrust(held))
-    check_cosigner_keys(regions)
+                found.append(held)
+    return found
+
+
+def _has_own_keys(folder: RegionFolder, signed: SignedBundle, others: list[RegionBundle]) -> None:
+    """Raises RequestError where one of its keys can be taken for another one, or others have the key of one of its witnesses (CONFLICT)."""
+    from audit.trust import RegionTrust, check_cosigner_keys
+
+    check_bundle(signed, _held(folder, signed.bundle.region))
+    check_cosigner_keys(map(RegionTrust, (signed.bundle, *others)))
+
+
+def _known(folder: RegionFolder, config: RegionConfig, others: list[RegionBundle]) -> Known:
+    """Whose keys are known here, outside witnesses' among them."""
+    from audit.trust import parties_of
+
+    outside = [key for each in config.audit.witnesses for key in each.target(folder.root).keys]
+    return parties_of(others, outside)
+
+
+def _held(folder: RegionFolder, region: str) -> RegionBundle | None:
+    """The bundle of this region that is trusted now. Raises RequestError."""
+    path = folder.trusted / f"{region}.json"
+    return decode_bundle(read_file(path, "The trusted bundle")).bundle if path.exists() else None
 
 
 def _not_older(folder: RegionFolder, received: Received) -> None:
@@ -221,16 +250,16 @@ def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
         )
 
 
-def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> bool:
+def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known: Known) -> bool:
     """Whether a person was asked. Raises unless people compared the bundle's fingerprint, or it is a successor that needs no
     comparing.
 
-    The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, the whole bundle's is compared.
+    The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, or a new one the key of somebody else,
+    the whole bundle's is compared. `known`: whose keys are known here.
     """
     new = signed.bundle
-    path = folder.trusted / f"{new.region}.json"
-    held = decode_bundle(read_file(path, "The trusted bundle")).bundle if path.exists() else None
-    beyond = changes_beyond_fingerprint(held, new) if held is not None else []
+    held = _held(folder, new.region)
+    beyond = changes_beyond_fingerprint(held, new, known)
     found, option = new.fingerprint(), "--fingerprint"
     if beyond:
         found, option = new.whole_fingerprint(), "--fingerprint --whole"
@@ -252,7 +281,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str) -> bo
     if held is not None:
         try:
             if held != new:
-                check_update(held, signed)
+                check_update(held, signed, known)
             return False
         except FelixError as error:
             changed = f" {error.sentence}"

@@ -12,14 +12,19 @@ Invariants of a decoded `SignedBundle`, each checked again at decoding:
    `<region>.<mesh>/…`, and every key is a key;
 3. the signature holds under one of its own policy keys.
 
-An update is taken without people comparing again only where `check_update` holds: it may name logs of new bridges, and change
-nothing else about who speaks for the region. A holder of a policy key can sign one, so an update must not extend that key's
-power. Pure.
+A new bundle, whoever compared it, must also pass `check_bundle`: no two of its audit keys can be taken for each other. One that was
+trusted before there was this rule is still read.
+
+An update is taken without people comparing again only where `check_update` holds: its fingerprint is the same, and it adds logs of new
+bridges behind those that were there, each under a key that is nobody's yet. A holder of a policy key can sign one, so an update must not
+extend that key's power. Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -28,6 +33,7 @@ from felix.errors import Code, RequestError, TamperError
 from felix.names import trust_domain
 from felix.peer import TrustAnchor
 from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
+from keys.note_key import COSIGNATURE_TYPE, ED25519_TYPE, ML_DSA_44_TYPE, note_key_id
 from keys.post_quantum import ML_DSA_PUBLIC_BYTES
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 
@@ -40,6 +46,10 @@ AUDIT_KEYS_MAX: Final = 32
 _PURPOSE: Final = "region-bundle"
 _FOUNDING: Final = b"felix region founding\n"
 """Stands before what the fingerprint is over, so that it is the digest of nothing else."""
+
+Known = Mapping[bytes, str]
+"""Public keys, and whose each is, in words."""
+NOBODYS: Final[Known] = MappingProxyType({})
 
 PublicKeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 PublicKeys = Annotated[tuple[PublicKeyBytes, ...], msgspec.Meta(min_length=1, max_length=KEYS_MAX)]
@@ -80,6 +90,12 @@ class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 f"Not an ML-DSA-44 public key: {len(self.public)} bytes, not {ML_DSA_PUBLIC_BYTES}.",
                 code=Code.INVALID,
             )
+
+    @property
+    def key_id(self) -> bytes:
+        """By which lines of signed notes name this key, besides its name (keys.note_key)."""
+        ed25519 = ED25519_TYPE if self.role == "log" else COSIGNATURE_TYPE
+        return note_key_id(self.name, ed25519 if self.algorithm == "ed25519" else ML_DSA_44_TYPE, self.public)
 
     def contends(self, other: AuditKey) -> bool:
         """Whether both are keys of one log, and may sign the same checkpoints. Where one ends another begins, both may sign one size."""
@@ -123,6 +139,16 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bridges = f"{trust_domain(self.region, self.mesh)}/bridge/"
         return tuple(key for key in self.audit_keys if key.role == "log" and key.name.startswith(bridges))
 
+    def public_keys(self) -> frozenset[bytes]:
+        """Every key that could cosign, whatever it is for. (Those of certificates are on another curve.)"""
+        return frozenset((*self.policy_keys, *self.receipt_keys, *(key.public for key in self.audit_keys)))
+
+    def compared_keys(self) -> frozenset[bytes]:
+        """Those that change by a compared fingerprint alone: named as something else than a bridge's log, whether as one besides or not."""
+        bridges = set(self.bridge_logs())
+        own = (key.public for key in self.audit_keys if key not in bridges)
+        return frozenset((*self.policy_keys, *self.receipt_keys, *own))
+
     def fingerprint(self) -> str:
         """What people read to each other: SHA-256 of what founds the region, in 16 groups of four hexadecimal digits.
 
@@ -164,12 +190,14 @@ def sign_bundle(bundle: RegionBundle, policy_key: SigningKey) -> SignedBundle:
     signed = SignedBundle(bundle, policy_key.sign(_PURPOSE, bundle.signed_bytes()))
     if policy_key.verify_key.public not in bundle.policy_keys:
         raise RequestError("A bundle is signed with one of the policy keys that it names.", code=Code.INVALID)
-    # Whatever is written can be read: the same checks, before rather than after.
-    return decode_bundle(signed.encode())
+    # Whatever is written can be read, and trusted: the same checks, before rather than after.
+    read = decode_bundle(signed.encode())
+    check_bundle(read)
+    return read
 
 
 def decode_bundle(data: bytes) -> SignedBundle:
-    """A bundle that holds. Raises RequestError(INVALID) for its shape, TamperError for its signature."""
+    """A bundle that holds; before it is trusted newly, it must also pass `check_bundle`. Raises RequestError(INVALID) for its shape, TamperError for its signature."""
     if len(data) > BUNDLE_BYTES_MAX:
         raise RequestError(f"A bundle of {len(data)} bytes; {BUNDLE_BYTES_MAX} are allowed.")
     # 1. the shape
@@ -179,11 +207,11 @@ def decode_bundle(data: bytes) -> SignedBundle:
         raise RequestError(
             f"This is not a region's bundle: {error}.", hint="Have that region export its bundle again."
         ) from error
-    check_bundle(signed)
+    check_holds(signed)
     return signed
 
 
-def check_bundle(signed: SignedBundle) -> None:
+def check_holds(signed: SignedBundle) -> None:
     """Invariants 2 and 3 of a bundle that has its shape. Raises RequestError, TamperError."""
     bundle = signed.bundle
     # 2. its parts
@@ -217,6 +245,37 @@ def check_bundle(signed: SignedBundle) -> None:
         )
 
 
+def check_bundle(signed: SignedBundle, trusted: RegionBundle | None = None) -> None:
+    """That this bundle may be trusted newly: it holds, and none of its audit keys can be taken for another one, nor for one of `trusted`,
+    in whose place it comes.
+
+    Two keys of one name and one id are found in seconds, and never come about by chance; which of them signed a line would depend on who
+    tries them in which order. Raises RequestError, TamperError.
+    """
+    check_holds(signed)
+    bundle = signed.bundle
+    before = () if trusted is None else trusted.audit_keys
+    held = {key.public for key in before}
+    for at, key in enumerate(bundle.audit_keys):
+        earlier = bundle.audit_keys[:at]
+        # A key that was there before is compared with no other one of then: taking one of two away repairs a bundle from before this rule.
+        for other in (*earlier, *(before if key.public not in held else ())):
+            is_same = (other.public, other.role) == (key.public, key.role)
+            if (other.name, other.key_id) == (key.name, key.key_id) and not is_same:
+                raise _not_distinct(bundle, f"two keys of {key.name} with one key id, {key.key_id.hex()}")
+        twin = next((other for other in earlier if other.public == key.public), None)
+        if twin is not None:
+            raise _not_distinct(bundle, f"one key as {twin.name} and as {key.name}")
+
+
+def _not_distinct(bundle: RegionBundle, what: str) -> RequestError:
+    return RequestError(
+        f"The bundle of {bundle.region} names {what}: what either signed could be taken for the other's.",
+        code=Code.INVALID,
+        hint=f"Do not trust it; ask {bundle.region}'s operator. No such keys come about by chance.",
+    )
+
+
 _FIXED: Final = (
     ("root_pem", "another root certificate"),
     ("policy_keys", "other policy keys"),
@@ -229,18 +288,34 @@ _FIXED: Final = (
 where it is."""
 
 
-def changes_of(trusted: RegionBundle, new: RegionBundle) -> list[str]:
-    """What a bundle of the same region says otherwise than the trusted one and only people may agree to, in words.
+def changes_of(trusted: RegionBundle, new: RegionBundle, known: Known = NOBODYS) -> list[str]:
+    """What a bundle of the same region says otherwise than the trusted one and only people may agree to, in words; whatever changes the
+    fingerprint is among it. `known`: keys of others.
 
-    New logs are nothing of it: under a new name, a key speaks for no log that was there before.
+    New logs of bridges are nothing of it: under a new name, and a key that is nobody's yet, they say nothing about what was there before.
     """
     found = [words for name, words in _FIXED if getattr(new, name) != getattr(trusted, name)]
-    return found + _key_changes(trusted.audit_keys, new.audit_keys)
+    found += _key_changes(trusted.audit_keys, new.audit_keys)
+    bridges = {key.name for key in new.bridge_logs()}
+    names = {key.name for key in trusted.audit_keys}
+    found += [
+        f"the new log {key.name}, which is no bridge's"
+        for key in new.audit_keys
+        if key.role == "log" and key.name not in names and key.name not in bridges
+    ]
+    found += _taken_keys(trusted, new, known)
+    if not found and new.fingerprint() != trusted.fingerprint():
+        found.append("another fingerprint")
+    return found
 
 
-def changes_beyond_fingerprint(trusted: RegionBundle, new: RegionBundle) -> list[str]:
-    """Those of `changes_of` that a compared `fingerprint` says nothing of: other keys of bridges' logs, or fewer."""
-    return _key_changes(trusted.bridge_logs(), new.bridge_logs())
+def changes_beyond_fingerprint(
+    trusted: RegionBundle | None, new: RegionBundle, known: Known = NOBODYS
+) -> list[str]:
+    """Those of `changes_of` that a compared `fingerprint` says nothing of: other keys of bridges' logs, or fewer, or of somebody else.
+    `trusted`: None where no bundle of the region is."""
+    before = () if trusted is None else trusted.bridge_logs()
+    return _key_changes(before, new.bridge_logs()) + _taken_keys(trusted, new, known)
 
 
 def _key_changes(trusted: tuple[AuditKey, ...], new: tuple[AuditKey, ...]) -> list[str]:
@@ -252,14 +327,28 @@ def _key_changes(trusted: tuple[AuditKey, ...], new: tuple[AuditKey, ...]) -> li
             found.append(f"one more key {key.name}")
         elif key not in before and key.role != "log":
             found.append(f"the new witness {key.name}")
+    if not found and tuple(key for key in new if key in before) != trusted:
+        found.append("its keys in another order")
     return found
 
 
-def check_update(trusted: RegionBundle, update: SignedBundle) -> None:
+def _taken_keys(trusted: RegionBundle | None, new: RegionBundle, known: Known) -> list[str]:
+    """Logs of new bridges whose keys are somebody's already, the region's own among them."""
+    names = set() if trusted is None else {key.name for key in trusted.audit_keys}
+    own = frozenset[bytes]() if trusted is None else trusted.public_keys()
+    own |= new.compared_keys()
+    return [
+        f"the log {key.name} under a key of {known.get(key.public, 'its own that is there already')}"
+        for key in new.bridge_logs()
+        if key.name not in names and (key.public in own or key.public in known)
+    ]
+
+
+def check_update(trusted: RegionBundle, update: SignedBundle, known: Known = NOBODYS) -> None:
     """That `update` may take the place of `trusted` without people comparing fingerprints again.
 
-    It must be of the same region and mesh, newer, signed by a policy key that was trusted before, and differ in
-    nothing but new logs. Raises RequestError(WRONG_REGION | CONFLICT), TamperError.
+    It must be of the same region and mesh, newer, signed by a policy key that was trusted before, have the same fingerprint, and
+    differ in nothing but new bridges' logs, of keys that are none of `known` nor of its own. Raises RequestError(WRONG_REGION | CONFLICT), TamperError.
     """
     new = update.bundle
     if (new.region, new.mesh) != (trusted.region, trusted.mesh):
@@ -271,7 +360,7 @@ def check_update(trusted: RegionBundle, update: SignedBundle) -> None:
         raise RequestError(
             f"The bundle of {new.region} is not newer than the one that is trusted.", code=Code.CONFLICT
         )
-    changed = changes_of(trusted, new)
+    changed = changes_of(trusted, new, known)
     message = new.signed_bytes()
     if not any(
         VerifyKey(public).holds(_PURPOSE, message, update.signature) for public in trusted.policy_keys

@@ -15,7 +15,7 @@ import msgspec
 from felix.address import Address
 from felix.errors import Code, RequestError, TamperError
 from felix.profile import ADDRESSES_MAX, parse_address
-from keys.bundle import BUNDLE_BYTES_MAX, RegionBundle, SignedBundle, check_bundle
+from keys.bundle import BUNDLE_BYTES_MAX, RegionBundle, SignedBundle, check_holds
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 
 OFFER_BYTES_MAX: Final = 2 * BUNDLE_BYTES_MAX
@@ -92,7 +92,7 @@ def decode_offer(data: bytes) -> SignedOffer:
             code=Code.INVALID,
             hint="Have that region write it again: felix region offer.",
         ) from error
-    check_bundle(signed.offer.bundle)
+    check_holds(signed.offer.bundle)
     signed.offer.parsed_addresses()
     bundle = signed.offer.bundle.bundle
     if not signed.is_by(bundle):

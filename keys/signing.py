@@ -4,8 +4,11 @@ A signature is over `felix/<purpose>/1`, a zero byte, and the message, so one ma
 a policy. Signed notes (C2SP signed-note), whose format fixes what is signed, are signed as they stand; they must
 hold no zero byte, which every other message here begins with, so the two can never be taken for each other.
 
+A public key of small order is no key: signatures that anybody can write hold under it, for most or all messages, so whoever names one
+can deny what it signed. It is refused wherever a public key is read, and so is one whose bytes are not the one encoding of its point.
+
 The id of a key is the first 16 bytes of SHA-256 over its 32 public bytes. Pure, loading and saving aside.
-Source: RFC 8032 (Ed25519).
+Source: RFC 8032 (Ed25519; the encoding of points is in section 5.1.2).
 """
 
 from __future__ import annotations
@@ -24,6 +27,29 @@ from felix.errors import Code, RequestError, TamperError
 PUBLIC_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 SIGNING_KEY_ID_BYTES: Final = 16
+_FIELD: Final = (1 << 255) - 19
+_SIGN_BIT: Final = 1 << 255
+_ORDER_8_Y: Final = int.from_bytes(
+    bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"), "little"
+)
+"""Of two of the four points of order 8; the other two have its negative."""
+_SMALL_ORDER_Y: Final = frozenset({0, 1, _FIELD - 1, _ORDER_8_Y, _FIELD - _ORDER_8_Y})
+"""The y of all eight points whose order divides 8: these of order 4, 1, 2 and 8. No other point has one of them."""
+
+
+def check_public(public: bytes) -> None:
+    """Raises RequestError(INVALID) for a public key of small order, or one that is not encoded as RFC 8032 does it. 32 bytes."""
+    y = int.from_bytes(public, "little") & ~_SIGN_BIT
+    if y % _FIELD in _SMALL_ORDER_Y:
+        raise RequestError(
+            "Not an Ed25519 public key: a point of small order, under which anybody's signatures hold.",
+            code=Code.INVALID,
+            hint="Do not trust who names it: no honest key is one.",
+        )
+    if y >= _FIELD:
+        raise RequestError(
+            "Not an Ed25519 public key: another encoding of a point than its own.", code=Code.INVALID
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +60,12 @@ class VerifyKey:
     _key: Ed25519PublicKey = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Raises RequestError(INVALID) where these are not the bytes of a public key."""
+        """Raises RequestError(INVALID) where these are not the bytes of a public key, or of one of small order."""
         try:
             object.__setattr__(self, "_key", Ed25519PublicKey.from_public_bytes(self.public))
         except ValueError as error:
             raise RequestError(f"Not an Ed25519 public key: {error}.", code=Code.INVALID) from error
+        check_public(self.public)
 
     @property
     def key_id(self) -> bytes:

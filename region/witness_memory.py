@@ -26,7 +26,7 @@ from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
 
 from audit.checkpoint import Checkpoint, open_checkpoint
-from audit.note import VerifierKey, parse_note
+from audit.note import VerifierKey, broken_line, check_note, parse_note
 from audit.witness import DiskWitnessStore, ForkError, superseded
 from felix.errors import TamperError, UnavailableError
 from felix.runtime.port import Runtime
@@ -284,12 +284,9 @@ class WitnessMemory:
     # -- keys ------------------------------------------------------------------------------------------
 
     def _check_not_refuted(self, origin: str, note: bytes) -> None:
-        """Raises TamperError where the signature of a known key of the log does not hold, or where it is no note."""
-        parsed = parse_note(note)
-        known = {(key.name, key.key_id): key for key in self.keys_of(origin)}
-        for signature in parsed.signatures:
-            if (key := known.get((signature.name, signature.key_id))) is not None:
-                key.verify(parsed.text, signature.data)
+        """Raises TamperError where a line under the name and id of known keys of the log holds by none of them, or where it is no note."""
+        if broken := check_note(parse_note(note), self.keys_of(origin)).broken:
+            raise broken_line(broken[0])
 
     def _compare(self, origin: str, one: bytes, other: bytes) -> int:
         """How many leaves more `one` has. Raises ForkError, and TamperError where one of them is no checkpoint, or not the log's by the keys

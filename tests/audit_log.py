@@ -58,6 +58,21 @@ def witness_signer(name: str = "eu-west.acme/witness", seed: int = 0) -> NoteSig
     return NoteSigner.from_key(name, key(seed or WITNESS_SEEDS[name]), Algorithm.COSIGNATURE)
 
 
+COLLIDING: Final = {
+    "us-east.acme/bridge/us-to-eu": (127_527, 153_337),
+    "ap-south.acme/witness": (65_664, 101_644),
+    "eu-west.acme/witness": (23_248, 97_250),
+}
+"""Numbers of two keys that have one key id under this name, as a log's or as a witness's: found in seconds."""
+
+
+def colliding(name: str) -> tuple[SigningKey, SigningKey]:
+    first, second = (
+        SigningKey.from_seed(sha256(b"felix test %d" % number).digest()) for number in COLLIDING[name]
+    )
+    return first, second
+
+
 RECEIPT_KEY: Final = key(3)
 """eu-west's; us-east's is `key(6)`."""
 RECEIPT_KEYS: Final = ReceiptKeys.of("eu-west", INGRESS_ORIGIN, [RECEIPT_KEY.verify_key.public])

@@ -13,7 +13,7 @@ from typing import Final
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId
 from felix.pace import Pace
-from keys.bundle import check_update, decode_bundle
+from keys.bundle import decode_bundle
 from policy.approval import (
     APPROVERS_MAX,
     CLOCK_SKEW_MS,
@@ -262,8 +262,8 @@ class DocumentIntake:
         if held == bundle:
             return f"{bundle.region} is trusted already."
         if held is not None and not await asyncio.to_thread(self._regions.is_pinned, bundle):
-            check_update(held, signed)
-        self._regions.check_new(bundle)
+            self._regions.check_update(held, signed)
+        self._regions.check_new(signed)
         revision = self._mirror.trusted_revision(bundle.region)
         await self._catalog.put_trusted(bundle.region, body, revision=revision)
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."

@@ -113,7 +113,9 @@ class Governance:
         self.logged = logged
         self.watch = DocumentWatch(self._shown)
         self._lists = Pace(LISTS_PER_S, LISTS_BURST, LISTERS_MAX, broker.runtime.clock.monotonic)
-        regions = TrustedRegions(own, mirror, pinned, witnessing.witness.follow_all)
+        regions = TrustedRegions(
+            own, mirror, pinned, witnessing.witness.follow_all, lambda: trail.checkpoints.witnesses
+        )
         lasting, policies = read_remembered(remembered)
         self._judgement = Judgement(
             broker, mirror, trail, regions,

@@ -10,10 +10,10 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from audit.note import VerifierKey
-from audit.trust import RegionTrust, check_cosigner_keys, witnesses_of
+from audit.trust import RegionTrust, check_cosigner_keys, parties_of, witnesses_of
 from felix.errors import Code, FelixError, RequestError
 from felix.peer import TrustBundle
-from keys.bundle import RegionBundle, check_update, decode_bundle
+from keys.bundle import RegionBundle, SignedBundle, check_bundle, check_update, decode_bundle
 from region.metadata.mirror import CatalogMirror
 
 log = logging.getLogger("felix.region.governance")
@@ -28,9 +28,11 @@ class TrustedRegions:
         mirror: CatalogMirror,
         pinned: Callable[[], Mapping[str, RegionBundle]],
         follow_logs: Callable[[Iterable[VerifierKey]], None],
+        witnesses: Callable[[], Iterable[VerifierKey]] = tuple,
     ) -> None:
         """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints compared.
-        `follow_logs` is told the audit logs of each region that is trusted."""
+        `follow_logs` is told the audit logs of each region that is trusted. `witnesses`: all that cosign this region's log, outside ones
+        among them."""
         self.own = own
         self.bundles: dict[str, RegionBundle] = {own.region: own}
         """this region's and those it trusts, by region"""
@@ -40,6 +42,7 @@ class TrustedRegions:
         self._pinned = pinned
         self._believed = dict(pinned())
         self._follow_logs = follow_logs
+        self._witnesses = witnesses
 
     def read(self) -> None:
         """Take in the bundles that the store holds now."""
@@ -64,7 +67,7 @@ class TrustedRegions:
                 if bundle.region != region:
                     raise RequestError(f"It is of {bundle.region}.")
                 if held is not None and held != bundle and not self.is_pinned(bundle):
-                    check_update(held, signed)
+                    self.check_update(held, signed)
                 held = self._believed[region] = bundle
                 self._follow_logs(RegionTrust(bundle).logs)
             except FelixError as error:
@@ -73,8 +76,17 @@ class TrustedRegions:
                 bundles[region] = held
         return bundles
 
-    def check_new(self, bundle: RegionBundle) -> None:
-        """That no other region that is trusted here has a witness's key of this bundle. Raises RequestError."""
+    def check_update(self, held: RegionBundle, signed: SignedBundle) -> None:
+        """That this bundle may take the place of the one that is held without people comparing it. Raises RequestError, TamperError."""
+        believed = {**self._believed, **self.bundles}
+        others = (bundle for region, bundle in believed.items() if region != held.region)
+        check_update(held, signed, parties_of(others, self._witnesses()))
+
+    def check_new(self, signed: SignedBundle) -> None:
+        """That none of its keys can be taken for another one of it, and no other region that is trusted here has a key of one of its
+        witnesses. Raises RequestError."""
+        bundle = signed.bundle
+        check_bundle(signed, self.bundles.get(bundle.region))
         others = (held for region, held in self.bundles.items() if region != bundle.region)
         check_cosigner_keys(map(RegionTrust, (*others, bundle)))
 

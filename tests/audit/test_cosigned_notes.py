@@ -73,8 +73,7 @@ def test_a_line_of_a_key_that_is_not_known_is_not_cut_out() -> None:
     # Whether it holds cannot be told: a line of the same key stands for it. With the key it can.
     forged = note(60, "eu-west", forged=("harbour.example/w",))
     assert own(choose(log(), [held], [forged])) == [forged]
-    with pytest.raises(TamperError, match="does not hold"):
-        choose(log("harbour.example/w"), [held], [forged])
+    assert own(choose(log("harbour.example/w"), [held], [forged])) == [note(60, "eu-west"), held]
     # One that was taken while the key was not known loses that line alone.
     sound = choose(log("harbour.example/w"), [forged], [note(55, "ap-south")])
     assert own(sound) == [note(60, "eu-west"), note(55, "ap-south")]
