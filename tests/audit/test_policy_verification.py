@@ -185,6 +185,28 @@ def test_a_policy_of_bundles_is_one_that_can_be_read_and_says_any_region(tmp_pat
     assert policy(format_policy([], {})).is_met([])
 
 
+def test_what_is_written_as_a_policy_is_read_whatever_keys_and_names_there_are(tmp_path: Path) -> None:
+    """Several keys of one algorithm; one key under two names; regions that are called as members and groups would be."""
+    other = witness_signer("eu.acme/second", seed=79).key
+    alias = VerifierKey("eu.acme/third", EU.key.algorithm, EU.key.public)
+    taken = VerifierKey("ap-south.acme/bridge/x", LOG.key.algorithm, LOG.key.public)
+    text = format_policy(
+        [LOG.key, LOG_PQ.key, taken],
+        {
+            "eu": [EU.key, EU_PQ.key, other, alias],
+            "eu-cosignature": [OUT.key],
+            "quorum": [],
+            "none": [OWN.key],
+        },
+    )
+    parsed = policy(text)
+    assert parsed.log_keys == (LOG.key, LOG_PQ.key)
+    assert parsed.witness_keys == (EU.key, EU_PQ.key, other, OUT.key, OWN.key)
+    assert all(parsed.is_met([each]) for each in parsed.witness_keys) and not parsed.is_met([])
+    for left_out, holder in ((taken, LOG), (alias, EU)):
+        assert f"# left out: {left_out.name} has the public key of {holder.key.name}" in text.split("\n")
+
+
 def test_without_a_policy_cosignatures_are_counted_as_before(tmp_path: Path) -> None:
     log = write(tmp_path, [(leaves(), [])])
     with pytest.raises(TamperError, match="0 trusted regions"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from audit.note import Algorithm, VerifierKey
 from felix.errors import Code, RequestError, TamperError
 from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey, VerifyKey
@@ -80,3 +81,78 @@ def test_ids_tell_keys_apart_and_nothing_private_is_shown() -> None:
     assert "PrivateKey" not in repr(key)
     with pytest.raises(RequestError):
         VerifyKey(b"short")
+
+
+P = 2**255 - 19
+D = -121665 * pow(121666, P - 2, P) % P
+L = 2**252 + 27742317777372353535851937790883648493
+Point = tuple[int, int]
+
+
+def add(one: Point, other: Point) -> Point:
+    """RFC 8032, section 5.1.4, in affine coordinates."""
+    (x1, y1), (x2, y2) = one, other
+    product = D * x1 * x2 * y1 * y2
+    return (
+        (x1 * y2 + x2 * y1) * pow(1 + product, P - 2, P) % P,
+        (y1 * y2 + x1 * x2) * pow(1 - product, P - 2, P) % P,
+    )
+
+
+def times(number: int, point: Point) -> Point:
+    found = (0, 1)
+    while number:
+        if number & 1:
+            found = add(found, point)
+        point, number = add(point, point), number >> 1
+    return found
+
+
+def point_of(y: int) -> Point | None:
+    """One of the two points with this y, if there is any (section 5.1.3)."""
+    square = (y * y - 1) * pow(D * y * y + 1, P - 2, P) % P
+    x = pow(square, (P + 3) // 8, P)
+    if x * x % P != square:
+        x = x * pow(2, (P - 1) // 4, P) % P
+    return (x, y) if x * x % P == square else None
+
+
+def small_order_points() -> set[Point]:
+    """What is left of any points, taken L times: all whose order divides 8."""
+    points = filter(None, map(point_of, range(2, 60)))
+    return {times(L, point) for point in points}
+
+
+def encodings(point: Point) -> set[bytes]:
+    """The point's own, and those that a reader takes for it that reduces y, or does not mind the sign of x = 0."""
+    x, y = point
+    signs = {x & 1} if x else {0, 1}
+    numbers = {number for number in (y, y + P) if number < 2**255}
+    return {(number | sign << 255).to_bytes(32, "little") for number in numbers for sign in signs}
+
+
+def test_no_point_of_small_order_is_read_as_a_public_key_in_any_encoding() -> None:
+    points = small_order_points()
+    assert len(points) == 8 and all(times(8, point) == (0, 1) for point in points)
+    found = set[bytes]().union(*map(encodings, points))
+    assert len(found) == 14
+    for public in found:
+        with pytest.raises(RequestError, match="small order"):
+            VerifyKey(public)
+        for algorithm in (Algorithm.ED25519, Algorithm.COSIGNATURE):
+            with pytest.raises(RequestError, match="small order"):
+                VerifierKey("eu-west.acme/witness", algorithm, public)
+
+
+def test_no_public_key_is_read_in_another_encoding_than_its_own() -> None:
+    for y in range(P, 2**255):
+        for sign in (0, 1):
+            with pytest.raises(RequestError, match=r"small order|another encoding"):
+                VerifyKey((y | sign << 255).to_bytes(32, "little"))
+
+
+def test_honest_keys_are_all_read() -> None:
+    for number in range(300):
+        public = SigningKey.from_seed(number.to_bytes(32, "big")).verify_key.public
+        assert VerifyKey(public) == SigningKey.from_seed(number.to_bytes(32, "big")).verify_key
+        assert VerifierKey("w", Algorithm.COSIGNATURE, public).public == public

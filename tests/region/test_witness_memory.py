@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import msgspec
 import pytest
-from audit_log import witness_signer
+from audit_log import EGRESS_ORIGIN, colliding, witness_signer
 from region_home import make_region, running
 from version_0_1 import lay_out
 from witness_logs import Log
 
+from audit.note import Algorithm, NoteSigner
 from audit.witness import DiskWitnessStore, ForkError, Witness
 from felix.batch import Batch, decode_payloads
 from felix.errors import Code, FelixError, TamperError, UnavailableError
@@ -553,6 +554,21 @@ async def test_of_one_broker_a_record_that_its_log_did_not_sign_is_no_fork_and_c
         await broker.cosign(log, 20, 10)
     await store.transact([], [Delete(key)])
     await broker.cosign(log, 20, 10)
+
+
+async def test_a_note_is_tried_with_each_key_of_its_name_and_id(tmp_path: Path) -> None:
+    """Two of a log's keys have one id; which its region names first decides nothing about what was cosigned."""
+    log = Log(EGRESS_ORIGIN)
+    signers = [
+        NoteSigner.from_key(EGRESS_ORIGIN, each, Algorithm.ED25519) for each in colliding(EGRESS_ORIGIN)
+    ]
+    keys = tuple(signer.key for signer in signers)
+    for at, known in enumerate((keys, keys[::-1])):
+        for number, log.signer in enumerate(signers):
+            broker = Broker(MemoryStore(), tmp_path / f"{at}{number}", log)
+            broker.memory.keys_of = lambda origin, known=known: known  # type: ignore[misc]
+            broker.memory.take(log.note(9))
+            assert broker.memory.copied() == {EGRESS_ORIGIN: log.note(9)}
 
 
 async def test_two_roots_of_a_log_whose_key_is_not_known_are_not_called_a_fork(tmp_path: Path) -> None:
