@@ -336,10 +336,10 @@ class Trust:
         if own.mesh != parsed.mesh:
             raise TamperError(f"{origin!r} is no log of {trust_domain(own.region, own.mesh)}.")
         named = own.log_keys(origin)
-        own_keys = own.compared_keys | {key.public for key in named}
+        own_keys = {key.public for key in named}
         witnesses = {
             key: party
-            for key, party in self._witnesses_for(parsed.region).items()
+            for key, party in self.witnesses_for(parsed.region).items()
             if key.public not in own_keys
         }
         return LogTrust(parsed, self._listed(origin, named), witnesses, self._policy)
@@ -363,9 +363,10 @@ class Trust:
         """What the log verifies under that this checkpoint says it is of. Raises TamperError."""
         return self.log(parse_note(checkpoint).text.partition("\n")[0])
 
-    def _witnesses_for(self, region: str) -> dict[VerifierKey, str]:
-        """The witnesses that are not of this region by their names, and who stands behind each."""
+    def witnesses_for(self, region: str) -> dict[VerifierKey, str]:
+        """The witnesses that count for this region's logs, and who stands behind each; but for a log whose own key one of them has."""
         own = self._regions.get(region)
+        held = frozenset[bytes]() if own is None else own.compared_keys
         found = {
             key: other.region
             for other in self._regions.values()
@@ -380,7 +381,7 @@ class Trust:
                 for key in self._policy.witness_keys
                 if own is None or not key.name.startswith(domain)
             }
-        return found
+        return {key: party for key, party in found.items() if key.public not in held}
 
     def _party(self, key: VerifierKey) -> str:
         """Who stands behind a key that no region calls its witness's: a region where it is that one's for something else that people compared."""

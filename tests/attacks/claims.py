@@ -186,7 +186,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("received", "destination"): Cell(
         _Y,
-        "it is its own word: it may sign for records and then throw them away. It cannot deny what it signed",
+        "it is its own word: it may sign for records and then throw them away. It cannot deny what it signed: a key under which anybody could have signed is read by nobody",
     ),
     ("received", "third"): Cell(
         _C, "its receipts verify for crossings into it alone", ("attacks/test_f03_receipts_of_the_source.py",)
@@ -321,8 +321,8 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("order", "source"): Cell(
         _F,
-        "as the agent: its own region's cosignature never counts",
-        ("attacks/test_f05_witnesses_and_names.py",),
+        "as the agent: its own region's cosignature never counts, and it takes none back by naming the cosigner's key as its own",
+        ("attacks/test_f05_witnesses_and_names.py", "attacks/test_keys_of_one_id.py"),
     ),
     ("order", "destination"): Cell(
         _F,
@@ -331,7 +331,9 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         ("attacks/test_f05_witnesses_and_names.py", "attacks/test_half_told_evidence.py"),
     ),
     ("order", "third"): Cell(
-        _C, "no log of another region verifies under its keys", ("attacks/test_f05_witnesses_and_names.py",)
+        _C,
+        "no log of another region verifies under its keys, and none stops verifying by them: a cosignature that does not hold is none",
+        ("attacks/test_f05_witnesses_and_names.py", "attacks/test_keys_of_one_id.py"),
     ),
     ("order", "store"): Cell(
         _F,

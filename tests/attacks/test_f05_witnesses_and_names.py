@@ -30,7 +30,6 @@ from audit_log import (
 from bridge_mesh import Mesh, two_regions, until
 
 from audit.note import Algorithm, NoteSigner
-from audit.origin import region_origin
 from audit.proof import check_proof, prove
 from audit.tile_disk import Folder
 from audit.trail import Trail, TrailSettings
@@ -213,7 +212,7 @@ def test_neither_broker_nor_agent_counts_its_own_regions_witness(tmp_path: Path)
     """(a), where logs are kept: a cosignature of the own region is not even taken in."""
     mesh = Mesh.make(tmp_path)
     for region in ("us-east", "eu-west"):
-        counted = mesh.trust.log(region_origin(region, "acme")).witnesses
+        counted = mesh.trust.witnesses_for(region)
         assert counted and all(key.name.startswith(("us-east", "eu-west")) for key in counted)
         assert not [key for key in counted if key.name.startswith(f"{region}.")]
 
