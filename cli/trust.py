@@ -31,6 +31,7 @@ from region.folder import RegionFolder
 from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
 
 if TYPE_CHECKING:
+    from audit.trust import RegionTrust
     from region.config import RegionConfig
 
 
@@ -172,32 +173,34 @@ def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
         )
 
 
-def _others(folder: RegionFolder, other: RegionBundle) -> list[RegionBundle]:
-    """This region's bundle, and those of the regions that it trusts besides this one."""
+def _others(folder: RegionFolder, other: RegionBundle) -> list[RegionTrust]:
+    """This region, and those that it trusts besides this other one."""
+    from audit.trust import RegionTrust
+
     found = []
     for path in (folder.bundle, *sorted(folder.trusted.glob("*.json"))):
         # A file that does not hold is told by whoever needs that region.
         with suppress(FelixError, OSError):
             held = decode_bundle(path.read_bytes()).bundle
             if held.region != other.region:
-                found.append(held)
+                found.append(RegionTrust(held))
     return found
 
 
-def _has_own_keys(folder: RegionFolder, signed: SignedBundle, others: list[RegionBundle]) -> None:
+def _has_own_keys(folder: RegionFolder, signed: SignedBundle, others: list[RegionTrust]) -> None:
     """Raises RequestError where one of its keys can be taken for another one, or others have the key of one of its witnesses (CONFLICT)."""
     from audit.trust import RegionTrust, check_cosigner_keys
 
     check_bundle(signed, _held(folder, signed.bundle.region))
-    check_cosigner_keys(map(RegionTrust, (signed.bundle, *others)))
+    check_cosigner_keys((RegionTrust(signed.bundle), *others))
 
 
-def _known(folder: RegionFolder, config: RegionConfig, others: list[RegionBundle]) -> Known:
+def _known(folder: RegionFolder, config: RegionConfig, others: list[RegionTrust]) -> Known:
     """Whose keys are known here, outside witnesses' among them."""
     from audit.trust import parties_of
 
     outside = [key for each in config.audit.witnesses for key in each.target(folder.root).keys]
-    return parties_of(others, outside)
+    return parties_of((each.bundle for each in others), outside)
 
 
 def _held(folder: RegionFolder, region: str) -> RegionBundle | None:

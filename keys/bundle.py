@@ -327,7 +327,7 @@ def _key_changes(trusted: tuple[AuditKey, ...], new: tuple[AuditKey, ...]) -> li
             found.append(f"one more key {key.name}")
         elif key not in before and key.role != "log":
             found.append(f"the new witness {key.name}")
-    if not found and tuple(key for key in new if key in before) != trusted:
+    if not found and new[: len(trusted)] != trusted:
         found.append("its keys in another order")
     return found
 

@@ -68,8 +68,9 @@ class TrustedRegions:
                     raise RequestError(f"It is of {bundle.region}.")
                 if held is not None and held != bundle and not self.is_pinned(bundle):
                     self.check_update(held, signed)
+                logs = RegionTrust(bundle).logs
                 held = self._believed[region] = bundle
-                self._follow_logs(RegionTrust(bundle).logs)
+                self._follow_logs(logs)
             except FelixError as error:
                 log.error("the bundle of %s in the metadata store is not believed: %s", region, error)
             if held is not None:

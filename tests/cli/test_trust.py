@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from audit_log import colliding
 from region_home import make_region
 from typer.testing import CliRunner, Result
 
@@ -16,7 +17,7 @@ from cli.region import app as region_app
 from felix.address import Address
 from felix.errors import Code, FelixError
 from felix.runtime.real import now_ms
-from keys.bundle import AuditKey, decode_bundle, sign_bundle
+from keys.bundle import AuditKey, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
 from keys.offer import decode_offer
 from region.bootstrap import issue_identity, write_profile
@@ -150,6 +151,57 @@ def test_a_region_with_the_witness_key_of_another_is_refused_before_it_is_truste
         assert not (sides.us.trusted / "ap-south.json").exists()
     (sides.path / "third").write_bytes(other.bundle.read_bytes())
     assert region("trust", "third", "--fingerprint", honest.fingerprint()).exit_code == 0
+
+
+def test_a_new_bridges_log_under_somebodys_key_is_trusted_by_the_whole_fingerprint_alone(
+    sides: Sides,
+) -> None:
+    """What founds eu-west is as it was compared, and that says nothing of the key: us-east's own witness has it."""
+    fingerprint = sides.offer("first")
+    assert region("trust", "first", "--fingerprint", fingerprint).exit_code == 0
+    held = decode_bundle(sides.eu.bundle.read_bytes()).bundle
+    taken = next(
+        each.public
+        for each in decode_bundle(sides.us.bundle.read_bytes()).bundle.audit_keys
+        if (each.role, each.algorithm) == ("cosigner", "ed25519")
+    )
+    named = msgspec.structs.replace(
+        held,
+        issued_ms=held.issued_ms + 1,
+        audit_keys=(*held.audit_keys, AuditKey("eu-west.acme/bridge/x", "log", taken)),
+    )
+    (sides.path / "second").write_bytes(sign_bundle(named, load_signing_key(sides.eu.policy_key)).encode())
+    assert named.fingerprint() == fingerprint
+    for words in ([], ["--fingerprint", fingerprint]):
+        error = refused(region("trust", "second", *words))
+        assert "the log eu-west.acme/bridge/x under a key of the region us-east" in error.sentence
+    assert "--whole" in error.hint
+    assert region("trust", "second", "--fingerprint", named.whole_fingerprint()).exit_code == 0
+
+
+def test_no_bundle_is_trusted_whose_keys_can_be_taken_for_each_other(sides: Sides) -> None:
+    made = decode_bundle(sides.eu.bundle.read_bytes()).bundle
+    rest = tuple(each for each in made.audit_keys if each.role != "cosigner")
+    keys = tuple(
+        AuditKey("eu-west.acme/witness", "cosigner", each.verify_key.public)
+        for each in colliding("eu-west.acme/witness")
+    )
+    policy = load_signing_key(sides.eu.policy_key)
+    both = msgspec.structs.replace(made, audit_keys=(*rest, *keys))
+    (sides.path / "both").write_bytes(
+        SignedBundle(both, policy.sign("region-bundle", both.signed_bytes())).encode()
+    )
+    assert (
+        "two keys of eu-west.acme/witness with one key id"
+        in refused(region("trust", "both", "--fingerprint", both.fingerprint())).sentence
+    )
+    # Nor one for the other, later.
+    for at, found in enumerate(keys):
+        one = msgspec.structs.replace(made, issued_ms=made.issued_ms + at, audit_keys=(*rest, found))
+        (sides.path / "one").write_bytes(sign_bundle(one, policy).encode())
+        said = region("trust", "one", "--fingerprint", one.fingerprint())
+        assert (said.exit_code == 0) is (at == 0)
+    assert "with one key id" in refused(said).sentence
 
 
 def test_a_bridge_is_made_of_what_the_offer_says(sides: Sides) -> None:
