@@ -191,8 +191,9 @@ class LogTrust:
     """What one log verifies under: its own keys, and the witnesses that count for it.
 
     - the keys are of the region that the origin names;
-    - no witness is of that region, nor has any of that region's keys under another name that people compared, nor one of this log's own.
-      What the region names besides as a log, by itself, takes nobody's cosignature away.
+    - no witness is of that region, nor has any of that region's keys under another name that people compared;
+    - no key cosigns a checkpoint that it signed as the log's. That a region names a key as a log's, which it does by itself, is no proof that
+      it has it, and takes nobody's cosignature away.
     """
 
     origin: Origin
@@ -214,7 +215,9 @@ class LogTrust:
 
     def open(self, data: bytes) -> SignedCheckpoint:
         """Read and verify a checkpoint of this log; it has only cosignatures that count. Raises TamperError."""
-        return open_checkpoint(data, self.keys, self.witnesses)
+        opened = open_checkpoint(data, self.keys, self.witnesses)
+        own = {by.key.public for by in opened.signed}
+        return opened._replace(cosigned=tuple(by for by in opened.cosigned if by.key.public not in own))
 
     def cosigners(self, cosigned: Iterable[Verified]) -> tuple[str, ...]:
         """Who cosigned, each once, sorted: regions and outside witnesses. A key counts for one of them only."""
@@ -335,14 +338,8 @@ class Trust:
         own = self.region(parsed.region)
         if own.mesh != parsed.mesh:
             raise TamperError(f"{origin!r} is no log of {trust_domain(own.region, own.mesh)}.")
-        named = own.log_keys(origin)
-        own_keys = {key.public for key in named}
-        witnesses = {
-            key: party
-            for key, party in self.witnesses_for(parsed.region).items()
-            if key.public not in own_keys
-        }
-        return LogTrust(parsed, self._listed(origin, named), witnesses, self._policy)
+        keys = self._listed(origin, own.log_keys(origin))
+        return LogTrust(parsed, keys, self.witnesses_for(parsed.region), self._policy)
 
     def _listed(self, origin: str, keys: tuple[VerifierKey, ...]) -> tuple[VerifierKey, ...]:
         """Of the log's keys, those that the policy lists."""
@@ -364,7 +361,7 @@ class Trust:
         return self.log(parse_note(checkpoint).text.partition("\n")[0])
 
     def witnesses_for(self, region: str) -> dict[VerifierKey, str]:
-        """The witnesses that count for this region's logs, and who stands behind each; but for a log whose own key one of them has."""
+        """The witnesses that count for this region's logs, and who stands behind each."""
         own = self._regions.get(region)
         held = frozenset[bytes]() if own is None else own.compared_keys
         found = {

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from attacks.conftest import Tally
 from attacks.test_counted_cosignatures import ALL, AP, EU, OUTSIDE, write
-from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, STREAM, colliding, key, log_signer, region_bundle
+from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, SEEDS, STREAM, colliding, key, log_signer, region_bundle
 from region_home import make_region, running
 from witness_logs import Log
 
@@ -187,7 +187,7 @@ def test_who_was_cosigned_takes_no_cosignature_back(tmp_path: Path, tally: Tally
     """(c): us-east names the keys of its cosigners as logs of new bridges. Its logs, and proofs that others hold, are as cosigned as before."""
     after = named_as_logs(US, EU.key.public, OUTSIDE.key.public)
     assert after.fingerprint() == US.fingerprint()
-    log = write(tmp_path, {EU: [ALL], OUTSIDE: [ALL]})
+    log = write(tmp_path / "log", {EU: [ALL], OUTSIDE: [ALL]})
     policy = WitnessPolicy.parse(f"witness o {OUTSIDE.key}\nquorum o\n".encode())
     proof = prove(log, Trust.of([US, EU_WEST]), STREAM, 0, 1)
     for bundle in (US, after):
@@ -200,9 +200,17 @@ def test_who_was_cosigned_takes_no_cosignature_back(tmp_path: Path, tally: Tally
             check_proof(proof, trusted)
         assert EU.key in witnesses_of((bundle, EU_WEST), "us-east")
     assert verify_log(log, Trust.of([after, EU_WEST], [OUTSIDE.key]), cosignatures_min=2).ok
-    # The log's own keys are its own under any name, and so is what people compared.
-    own = VerifierKey("w.example/own", Algorithm.COSIGNATURE, log_signer(EGRESS_ORIGIN).key.public)
-    assert own not in Trust.of([after, EU_WEST], [own]).log(EGRESS_ORIGIN).witnesses
+    # Nor as further keys of that very log, which an auditor may be given in a newer bundle.
+    further = [
+        AuditKey(EGRESS_ORIGIN, "log", each, to_size=0) for each in (EU.key.public, OUTSIDE.key.public)
+    ]
+    for each in further:
+        trusted = Trust.of([later(US, each), EU_WEST], [OUTSIDE.key])
+        assert verify_log(log, trusted, cosignatures_min=2).ok
+    # A key that signed as the log's cosigns nothing under any other name.
+    own = NoteSigner.from_key("w.example/own", key(SEEDS[EGRESS_ORIGIN]), Algorithm.COSIGNATURE)
+    log = write(tmp_path / "own", {own: [ALL]})
+    assert not verify_log(log, Trust.of([US, EU_WEST], [own.key])).ok
     tally("keys of cosigners that a region names as its own logs'", 2)
 
 

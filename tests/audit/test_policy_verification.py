@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from audit_log import (
-    EGRESS_ORIGIN,
     STREAM,
     egress_appends,
     key,
@@ -21,6 +20,7 @@ from audit.leaf import Leaf
 from audit.note import NoteSigner, VerifierKey, encode_note, parse_note
 from audit.proof import check_proof, prove
 from audit.spark.verification import open_log
+from audit.tile import CHECKPOINT_PATH
 from audit.tile_disk import Folder
 from audit.tlog_proof import check_leaf, prove_leaves
 from audit.trail import Trail, TrailSettings
@@ -143,11 +143,14 @@ def test_post_quantum_signatures_of_the_log_and_of_witnesses_can_be_demanded(tmp
 def test_the_logs_own_region_is_no_witness_even_where_a_policy_names_it(tmp_path: Path) -> None:
     log = write(tmp_path, [(leaves(), [OWN])])
     assert not holds(log, f"witness own {OWN.key}\nquorum own\n")
-    renamed = VerifierKey("witness.example/w9", LOG_PQ.key.algorithm, LOG_PQ.key.public)
-    assert (
-        renamed
-        not in bundles().under(policy(f"witness own {renamed}\nquorum own\n")).log(EGRESS_ORIGIN).witnesses
+    renamed = NoteSigner.from_ml_dsa("witness.example/w9", MlDsaKey.from_seed(b"l" * 32))
+    assert renamed.key.public == LOG_PQ.key.public
+    note = parse_note((log.path / CHECKPOINT_PATH).read_bytes())
+    assert {line.key_id for line in note.signatures} >= {LOG_PQ.key.key_id}
+    (log.path / CHECKPOINT_PATH).write_bytes(
+        encode_note(note.with_signatures([renamed.cosign(note.text, 1)]))
     )
+    assert not holds(log, f"witness own {renamed.key}\nquorum own\n")
 
 
 def test_a_quorum_counts_on_one_checkpoint_and_the_well_cosigned_one_before_is_kept(tmp_path: Path) -> None:
