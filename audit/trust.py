@@ -33,7 +33,7 @@ from audit.witness_policy import WitnessPolicy
 from felix.errors import Code, RequestError, TamperError
 from felix.names import trust_domain
 from felix.peer import TrustAnchor, TrustBundle
-from keys.bundle import RegionBundle
+from keys.bundle import AuditKey, RegionBundle
 
 WHO_COSIGNED: Final = (
     "Trust those who cosigned it: give the bundle of each region with --bundle, or witnesses with --policy."
@@ -130,7 +130,8 @@ class RegionTrust:
 
 
 def _keys(bundle: RegionBundle, role: str, ed25519: Algorithm) -> tuple[VerifierKey, ...]:
-    """Of this role, Ed25519 keys before ML-DSA-44 ones."""
+    """Of this role, Ed25519 keys before ML-DSA-44 ones; none under which anybody's signatures hold, in a bundle that was trusted before
+    these were refused."""
     found = [
         VerifierKey(
             key.name,
@@ -140,9 +141,17 @@ def _keys(bundle: RegionBundle, role: str, ed25519: Algorithm) -> tuple[Verifier
             key.to_size,
         )
         for key in bundle.audit_keys
-        if key.role == role
+        if key.role == role and _is_usable(key)
     ]
     return tuple(sorted(found, key=lambda key: key.algorithm.is_post_quantum))
+
+
+def _is_usable(key: AuditKey) -> bool:
+    try:
+        key.check_usable()
+    except RequestError:
+        return False
+    return True
 
 
 def check_cosigner_keys(regions: Iterable[RegionTrust], outside: Iterable[VerifierKey] = ()) -> None:

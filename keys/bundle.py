@@ -35,6 +35,7 @@ from felix.peer import TrustAnchor
 from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
 from keys.note_key import COSIGNATURE_TYPE, ED25519_TYPE, ML_DSA_44_TYPE, note_key_id
 from keys.post_quantum import ML_DSA_PUBLIC_BYTES
+from keys.signing import PUBLIC_BYTES as ED25519_PUBLIC_BYTES
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 
 BUNDLE_BYTES_MAX: Final = 65_536
@@ -83,13 +84,21 @@ class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 f"A key of {self.name} ends at {self.to_size} leaves, before it begins at {self.from_size}.",
                 code=Code.INVALID,
             )
+        what, size = (
+            ("Ed25519", ED25519_PUBLIC_BYTES)
+            if self.algorithm == "ed25519"
+            else ("ML-DSA-44", ML_DSA_PUBLIC_BYTES)
+        )
+        if len(self.public) != size:
+            raise RequestError(
+                f"Not an {what} public key: {len(self.public)} bytes, not {size}.", code=Code.INVALID
+            )
+
+    def check_usable(self) -> None:
+        """Raises RequestError(INVALID) for a key under which anybody's signatures hold. Nothing is verified under one (audit.trust), and it
+        stops nobody who trusted its bundle before such keys were refused: a region adds logs by itself."""
         if self.algorithm == "ed25519":
             VerifyKey(self.public)
-        elif len(self.public) != ML_DSA_PUBLIC_BYTES:
-            raise RequestError(
-                f"Not an ML-DSA-44 public key: {len(self.public)} bytes, not {ML_DSA_PUBLIC_BYTES}.",
-                code=Code.INVALID,
-            )
 
     @property
     def key_id(self) -> bytes:
@@ -247,7 +256,7 @@ def check_holds(signed: SignedBundle) -> None:
 
 def check_bundle(signed: SignedBundle, trusted: RegionBundle | None = None) -> None:
     """That this bundle may be trusted newly: it holds, and none of its audit keys can be taken for another one, nor for one of `trusted`,
-    in whose place it comes.
+    in whose place it comes; nor holds anybody's signature under one of them.
 
     Two keys of one name and one id are found in seconds, and never come about by chance; which of them signed a line would depend on who
     tries them in which order. Raises RequestError, TamperError.
@@ -257,6 +266,7 @@ def check_bundle(signed: SignedBundle, trusted: RegionBundle | None = None) -> N
     before = () if trusted is None else trusted.audit_keys
     held = {key.public for key in before}
     for at, key in enumerate(bundle.audit_keys):
+        key.check_usable()
         earlier = bundle.audit_keys[:at]
         # A key that was there before is compared with no other one of then: taking one of two away repairs a bundle from before this rule.
         for other in (*earlier, *(before if key.public not in held else ())):

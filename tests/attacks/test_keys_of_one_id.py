@@ -298,15 +298,40 @@ def test_no_bundle_is_trusted_newly_with_keys_that_can_be_taken_for_each_other(r
         signed(twice)
 
 
+@pytest.mark.parametrize("kind", ["policy_keys", "receipt_keys", "log", "cosigner"])
+def test_no_bundle_is_trusted_newly_with_a_key_by_which_anybody_signs(kind: str) -> None:
+    """One constant signature holds under the neutral point, for every message: the region could deny each receipt, and each cosignature."""
+    neutral = b"\1" + bytes(31)
+    audit = (AuditKey("eu-west.acme/bridge/n", kind, neutral),) if kind in ("log", "cosigner") else ()  # type: ignore[arg-type]
+    changes: dict[str, object] = (
+        {"audit_keys": (*EU_WEST.audit_keys, *audit)} if audit else {kind: (*getattr(EU_WEST, kind), neutral)}
+    )
+    bundle = msgspec.structs.replace(EU_WEST, **changes)
+    with pytest.raises(RequestError, match="small order"):
+        signed(bundle)
+    old = as_before(bundle, key(POLICY_SEEDS["eu-west"])).encode()
+    if not audit:
+        with pytest.raises(RequestError, match="small order"):
+            decode_bundle(old)
+        return
+    # A log's key comes uncompared: trusted before, it stops nobody, and nothing holds under it.
+    trusted = RegionTrust(decode_bundle(old).bundle)
+    assert all(each.public != neutral for each in (*trusted.logs, *trusted.witnesses))
+    assert trusted.witnesses == RegionTrust(EU_WEST).witnesses
+
+
 async def test_a_broker_starts_with_such_a_bundle_of_before_and_takes_no_new_one(tmp_path: Path) -> None:
     """ap-south's bundle names two witness keys of one id; it has cosigned with one of them, and then names them in the other order."""
     us, ap = make_region(tmp_path, "us-east"), make_region(tmp_path, "ap-south")
     made, policy = decode_bundle(ap.bundle.read_bytes()).bundle, load_signing_key(ap.policy_key)
     rest = tuple(each for each in made.audit_keys if each.role != "cosigner")
     one, two = (AuditKey(WITNESS, "cosigner", each.key.public) for each in (ONE, TWO))
-    before = as_before(msgspec.structs.replace(made, audit_keys=(*rest, one, two)), policy)
+    # And a key that is none, as the log of a bridge.
+    neutral = AuditKey("ap-south.acme/bridge/n", "log", b"\1" + bytes(31))
+    before = as_before(msgspec.structs.replace(made, audit_keys=(*rest, one, two, neutral)), policy)
     after = as_before(
-        msgspec.structs.replace(made, issued_ms=made.issued_ms + 1, audit_keys=(*rest, two, one)), policy
+        msgspec.structs.replace(made, issued_ms=made.issued_ms + 1, audit_keys=(*rest, two, one, neutral)),
+        policy,
     )
     own = decode_bundle(us.bundle.read_bytes()).bundle
     trust_region(us, before)
