@@ -198,6 +198,45 @@ def test_long_lines_of_one_region_leave_room_for_others(tmp_path: Path) -> None:
         assert it.judged().cosigned_size == note_size(note)
 
 
+def test_lines_that_are_left_out_when_a_note_is_brought_cost_none_that_are_kept(tmp_path: Path) -> None:
+    """The ML-DSA-44 lines, of the log and of eu-west: whoever demands those has them still."""
+    quantum = NoteSigner.from_ml_dsa(EGRESS_ORIGIN, MlDsaKey.from_seed(b"q" * 32))
+    eu = NoteSigner.from_ml_dsa(EU.key.name, MlDsaKey.from_seed(b"e" * 32))
+    trail = Trail.open(
+        tmp_path, log_signer(EGRESS_ORIGIN), also=[quantum], witnesses=[EU.key, eu.key],
+        settings=TrailSettings(checkpoint_interval_ms=3_600_000),
+    )  # fmt: skip
+
+    def grow() -> bytes:
+        ended = threading.Event()
+        trail.append_nowait([Link().deny()], lambda first, error: ended.set())
+        assert ended.wait(30)
+        return trail.publish()
+
+    def bring(data: bytes, *by: NoteSigner, without: NoteSigner) -> None:
+        note = parse_note(data)
+        lines = [each for each in note.signatures if each.key_id != without.key.key_id]
+        lines += [each.cosign(note.text, 1) for each in by if each is not without]
+        trail.add_cosigned(encode_note(note._replace(signatures=tuple(lines))))
+
+    def sizes(*wanted: NoteSigner) -> list[int]:
+        held = trail.checkpoints.cosigned()
+        ids = {each.key.key_id for each in wanted}
+        return [
+            each.checkpoint.size for each in held if ids <= {line.key_id for line in each.note.signatures}
+        ]
+
+    notes = [grow() for _ in range(3)]
+    bring(notes[0], EU, eu, without=TWELVE_KEYS[0])
+    bring(notes[1], EU, eu, without=quantum)
+    assert sizes(EU, eu) == [2, 1] and sizes(EU, eu, quantum) == [1]
+    bring(notes[2], EU, eu, without=eu)
+    assert sizes(EU) == [3, 2, 1] and sizes(EU, eu) == [2, 1]
+    bring(notes[2], EU, eu, without=quantum)
+    assert sizes() == sizes(EU, eu, quantum) == [3], "the log has its own lines of the newest"
+    trail.close()
+
+
 def test_a_copy_is_not_stopped_by_a_region_that_cosigns_with_ever_other_keys(tmp_path: Path) -> None:
     source, copy = tmp_path / "log", Folder(tmp_path / "copy")
     with world(source, TWELVE_KEYS) as it:
