@@ -124,7 +124,9 @@ def test_a_quorum_that_was_reached_stays_however_many_names_a_third_region_has(
             for by in (EU, OUTSIDE):
                 it.cosign(note, by)
             before = it.judged()
-            it.cosign(it.grow(), *TWELVE_NAMES[:names])
+            newer = it.grow()
+            it.cosign(newer, *TWELVE_NAMES[:names])
+            it.cosign(newer, EU)
             it.cosign(it.grow(), *TWELVE_NAMES[:1])
             after = it.judged()
             assert before.ok and after.ok and after.cosigned_size == before.cosigned_size == note_size(note)
