@@ -3,30 +3,42 @@
 Invariants:
 - a checkpoint is durable before anybody is shown it;
 - what is added was signed by the log and cosigned by a known witness, and the log continues it; lines under unknown names are not kept;
-- a cosigned checkpoint that comes first does not cost the cosignatures that the one before it has collected.
+- no newer checkpoint costs the cosignatures that one before it has collected: of those that are cosigned each is kept that says of its cosigners, as
+  parties, what no larger one does (audit.kept_notes), in whatever order they come;
+- a party's lines take PARTY_LINES_MAX and PARTY_BYTES_MAX of a note at most, so nobody crowds the others out;
+- what says nothing new is not written.
 
 Callers: audit.trail and audit.opening. What reads or writes files blocks, from any thread:
-`write`, `add_cosigned`, `check_continues` and `consistency_proof`.
+`begin`, `write`, `add_cosigned`, `take_cosigned`, `with_cosigned`, `check_continues` and `consistency_proof`.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, note_size, open_checkpoint
+from audit.cosigned_notes import join, notes_at
 from audit.errors import VERIFY_HINT, RolledBackError
+from audit.kept_notes import Cosigned, Cosigner, keep, parties, party_of
 from audit.merkle import EMPTY_ROOT, consistency_proof, root_from_nodes
-from audit.note import Note, NoteSigner, VerifierKey, encode_note
-from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, WITNESSED_PATH, TileHashes
+from audit.note import Note, NoteSigner, Signature, VerifierKey, encode_note, encode_signatures, parse_note
+from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH, TileHashes
 from audit.tile_disk import Folder
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.runtime.port import Clock
+
+log = logging.getLogger("felix.audit.checkpoint_disk")
 
 ROUND_MS: Final = 5_000
 """How long all witnesses are shown the same checkpoint, so that one note collects their cosignatures; a bridge asks
 every 3 s. Once all that are expected have cosigned, the next one may follow at once."""
+PARTY_LINES_MAX: Final = 4
+PARTY_BYTES_MAX: Final = 8 << 10
+"""Of one party's cosignatures on one note: two keys of each algorithm, an ML-DSA-44 line having 3,300 bytes and its name. Of the 64 lines and
+128 KiB of a note (audit.note) there is room for 15 parties that take all of it, and for some 30 with a key of each algorithm."""
 
 
 class LogKeys(NamedTuple):
@@ -60,7 +72,13 @@ class KeptCheckpoints(NamedTuple):
     cosigned: SignedCheckpoint | None
     """the newest that a witness has cosigned"""
     witnessed: SignedCheckpoint | None
-    """the newest that has more cosignatures than that"""
+    """of the others that are kept, the one with the most cosigners"""
+
+
+class _Said(NamedTuple):
+    size: int
+    by: frozenset[Cosigner]
+    note: Note
 
 
 class CheckpointFiles:
@@ -78,18 +96,30 @@ class CheckpointFiles:
         self._known_keys = keys.known
         self._clock = clock
         self._cosigners_expected = 1
+        self._is_stale = False
         self._lock = threading.Lock()
         # Held while files are written; the one above only for the values.
         self._files_lock = threading.Lock()
         self.begin(folder, kept)
 
     def begin(self, folder: Folder, kept: KeptCheckpoints) -> None:
-        """Go on from what the folder has."""
-        with self._files_lock, self._lock:
+        """Go on from what the folder has. Blocks. Raises TamperError, RolledBackError where what is kept besides does not fit the log."""
+        with self._files_lock:
             # The publisher writes tiles meanwhile: which names are not durable yet, each knows of its own.
-            self._folder = folder.beside()
-            self._newest, self._cosigned, self._witnessed = kept
-            self._offered, self._offered_at = kept.newest, self._clock.monotonic() - ROUND_MS / 1000
+            own = folder.beside()
+            written = {path: own.read(path) for path in (COSIGNED_PATH, WITNESSED_PATH, KEPT_PATH)}
+            held = {each.note.text: each for each in (kept.witnessed, kept.cosigned) if each is not None}
+            for note in notes_at(KEPT_PATH, data).values() if (data := written[KEPT_PATH]) else ():
+                signed = self.read(note)
+                check_continues(own, kept.newest.checkpoint, signed.checkpoint)
+                same = held.get(signed.note.text)
+                held[signed.note.text] = signed if same is None else self._merge(same, signed)
+            with self._lock:
+                self._folder, self._newest = own, kept.newest
+                self._held = self._keep(held.values())
+                # What stands in the files; what is not needed any more may stay there.
+                self._written = written
+                self._offered, self._offered_at = kept.newest, self._clock.monotonic() - ROUND_MS / 1000
 
     @property
     def newest(self) -> Checkpoint:
@@ -99,7 +129,8 @@ class CheckpointFiles:
     @property
     def cosigned_size(self) -> int:
         """Of the newest that a witness has cosigned; 0 where there is none."""
-        return 0 if self._cosigned is None else self._cosigned.checkpoint.size
+        held = self._held
+        return held[0].checkpoint.size if held else 0
 
     def note(self) -> bytes:
         """The newest that is durable, a signed note."""
@@ -119,19 +150,20 @@ class CheckpointFiles:
             self._cosigners_expected = max(1, number)
 
     def offer(self, at_least: int = 0) -> bytes:
-        """The checkpoint that witnesses are to cosign now: the same for all of them until the expected number has, or
-        ROUND_MS went by, or one of them has cosigned `at_least` leaves already. Makes no checkpoint."""
+        """The checkpoint that witnesses are to cosign now: the same for all of them until the expected number of parties has, or
+        ROUND_MS went by. Who says that it has cosigned `at_least` leaves already is shown the newest, where that has as many; for the
+        others the round goes on, so that nobody ends it alone. Makes no checkpoint."""
         with self._lock:
             offered, newest = self._offered, self._newest
             if offered.note.text != newest.note.text:
-                held = self._cosigned
-                count = len(cosigners(held)) if held and held.note.text == offered.note.text else 0
+                held = self._of_text(offered.note.text)
+                count = 0 if held is None else len(parties(self._cosigners(held)))
                 over = (self._clock.monotonic() - self._offered_at) * 1000 >= ROUND_MS
-                # A size that the log does not have is no reason: nobody can end rounds with made-up numbers.
-                outrun = offered.checkpoint.size < at_least <= newest.checkpoint.size
-                if over or count >= self._cosigners_expected or outrun:
+                if over or count >= self._cosigners_expected:
                     self._offered, self._offered_at = newest, self._clock.monotonic()
-            return encode_note(self._offered.note)
+            # A size that the log does not have is made up.
+            is_ahead = self._offered.checkpoint.size < at_least <= newest.checkpoint.size
+            return encode_note((newest if is_ahead else self._offered).note)
 
     def offer_newest(self) -> None:
         """Begin a new round with the newest."""
@@ -141,21 +173,21 @@ class CheckpointFiles:
     def is_cosigned_by(self, data: bytes, keys: Iterable[VerifierKey]) -> bool:
         """True where the log holds a cosignature of one of these keys for this checkpoint note of its own."""
         text, known = data.decode().rpartition("\n\n")[0] + "\n", set(keys)
-        held = self._cosigned
-        return held is not None and held.note.text == text and any(by.key in known for by in held.cosigned)
+        with self._lock:
+            held = self._of_text(text)
+        return held is not None and any(by.key in known for by in held.cosigned)
 
     def cosigned(self) -> tuple[SignedCheckpoint, ...]:
-        """Those that known witnesses cosigned, for whoever asks for a quorum: the newest one, and the newest one
-        that has more cosignatures."""
+        """Those that are kept of what known witnesses cosigned, for whoever asks for a quorum: the newest first."""
         with self._lock:
-            return tuple(held for held in (self._cosigned, self._witnessed) if held is not None)
+            return self._known_now()
 
     def read_cosigned(self, data: bytes) -> SignedCheckpoint:
         """One of this log that a known witness cosigned, without the lines of others.
 
         Raises TamperError where a signature does not hold or no known witness signed.
         """
-        added = open_checkpoint(data, self._known_keys, self.witnesses)
+        added = self.read(data)
         if not added.cosigned:
             raise TamperError(
                 f"That checkpoint carries no cosignature of a known witness. {added.told()}".strip()
@@ -163,30 +195,183 @@ class CheckpointFiles:
         # Lines under unknown names are whatever the sender chose: they are not kept.
         return added._replace(note=added.known_note())
 
+    def with_cosigned(self, added: SignedCheckpoint) -> SignedCheckpoint | None:
+        """What is to be kept of this checkpoint once what `read_cosigned` gave is added to what is kept; None where nothing is new.
+        Raises RolledBackError where it is not a checkpoint of this log as it is. Blocks on disk."""
+        with self._lock:
+            held, newest = self._known_now(), self._newest
+            same = self._of_text(added.note.text)
+        self.check_continues(added.checkpoint)
+        if same is None:
+            # Whoever brings it may have left out lines of the log.
+            own = newest if newest.note.text == added.note.text else added
+            lines = [line for line in own.note.signatures if line.name == added.checkpoint.origin]
+            same = self.read(encode_note(Note(added.note.text, tuple(lines))))
+        merged = self._merge(same, added)
+        if merged.note == same.note:
+            return None
+        others = [each for each in held if each.note.text != merged.note.text]
+        return merged if any(each is merged for each in self._keep((*others, merged))) else None
+
     def add_cosigned(self, added: SignedCheckpoint) -> None:
         """Keep what `read_cosigned` gave. Raises RolledBackError where it is not a checkpoint of this log as it is."""
         with self._files_lock:
-            newest, cosigned = self._newest, self._cosigned
-            self.check_continues(added.checkpoint)
-            if cosigned is not None and added.checkpoint.size < cosigned.checkpoint.size:
+            merged = self.with_cosigned(added)
+            if merged is None:
                 return
-            if cosigned is not None and added.note.text == cosigned.note.text:
-                added = self._merge(cosigned, added)
-            elif cosigned is not None and len(cosigners(cosigned)) > len(cosigners(added)):
-                # The first cosignature of a new one must not cost those that the one before has collected.
-                self._folder.write(WITNESSED_PATH, encode_note(cosigned.note))
-                with self._lock:
-                    self._witnessed = cosigned
-            self._folder.write(COSIGNED_PATH, encode_note(added.note))
-            if added.note.text == newest.note.text:
-                newest = self._merge(newest, added)
+            with self._lock:
+                newest = self._newest
+                others = [each for each in self._known_now() if each.note.text != merged.note.text]
+                held = self._keep((*others, merged))
+            self._write_kept(held)
+            if merged.note.text == newest.note.text:
+                newest = self._merge(newest, merged)
                 self._folder.write(CHECKPOINT_PATH, encode_note(newest.note))
             self._folder.flush()
             with self._lock:
-                self._newest, self._cosigned = newest, added
+                self._newest, self._held = newest, held
+
+    def _write_kept(self, held: tuple[SignedCheckpoint, ...]) -> None:
+        """What is still needed of a file stands in another one before that is replaced."""
+        first, *rest = held
+        most = max(rest, key=lambda each: len(parties(self._cosigners(each))), default=None)
+        kept = self._written[KEPT_PATH]
+        there = set() if not kept else set(notes_at(KEPT_PATH, kept).values())
+        notes = {encode_note(each.note): each is most for each in rest}
+        if not there.issuperset(note for note, is_most in notes.items() if not is_most):
+            self._write(
+                KEPT_PATH, join(note for note, is_most in notes.items() if not is_most or note in there)
+            )
+        if most is not None:
+            self._write(WITNESSED_PATH, encode_note(most.note))
+        self._write(COSIGNED_PATH, encode_note(first.note))
+
+    def _write(self, path: str, data: bytes) -> None:
+        if self._written[path] != data:
+            self._folder.write(path, data)
+            self._written[path] = data
+
+    def covering(self, notes: Iterable[bytes]) -> list[bytes]:
+        """Of cosigned notes that came from elsewhere, in whatever order, those that say what no larger one of them does, and KEPT_MAX at most of
+        those that nobody cosigned who is known yet; the largest first. Whether they are of this log's tree is not asked, it need not be here yet.
+        What a line claims counts for nothing before it is verified; but a note is not verified whose claims a larger one meets."""
+        found, unknown = list[_Said](), 0
+        left = list[bytes]()
+        for data in sorted(dict.fromkeys(notes), key=_size, reverse=True):
+            try:
+                note = parse_note(data)
+                if self._says_nothing(note, found):
+                    continue
+                signed = self.read(data)
+            except TamperError:
+                continue
+            if signed.cosigned:
+                found.append(_Said(signed.checkpoint.size, self._cosigners(signed), note))
+            elif (unknown := unknown + 1) > KEPT_MAX:
+                continue
+            left.append(data)
+        return left
+
+    def take_cosigned(self, notes: Iterable[bytes]) -> list[bytes]:
+        """Keep what counts of cosigned notes of this log that came from elsewhere, in whatever order: each as `add_cosigned`, and what is none is skipped. Returns those
+        that nobody cosigned who is known yet, KEPT_MAX at most. Blocks on disk."""
+        unknown = list[bytes]()
+        for data in sorted(dict.fromkeys(notes), key=_size, reverse=True):
+            with self._lock:
+                found = [
+                    _Said(each.checkpoint.size, self._cosigners(each), each.note)
+                    for each in self._known_now()
+                ]
+            try:
+                if self._says_nothing(parse_note(data), found):
+                    continue
+                signed = self.read(data)
+                if signed.cosigned:
+                    self.add_cosigned(signed._replace(note=signed.known_note()))
+                elif len(unknown) < KEPT_MAX:
+                    unknown.append(data)
+            except FelixError as error:
+                log.warning("%s: a cosigned checkpoint is not taken over: %s", self.newest.origin, error)
+        return unknown
+
+    def _says_nothing(self, note: Note, found: Iterable[_Said]) -> bool:
+        size, claimed = Checkpoint.parse(note.text).size, self._claimed(note)
+        lines = {(line.name, line.key_id) for line in note.signatures}
+        for other_size, by, other in found:
+            if other.text == note.text:
+                # A further key of the same party is one line more.
+                if claimed <= by and lines <= {(line.name, line.key_id) for line in other.signatures}:
+                    return True
+            elif size <= other_size and claimed <= by:
+                return True
+        return False
+
+    def _claimed(self, note: Note) -> frozenset[Cosigner]:
+        """Who has cosigned it, if all of its lines hold."""
+        own = note.text.partition("\n")[0]
+        keys = (*self._known_keys, *self.witnesses)
+        found = set[Cosigner]()
+        for line in note.signatures:
+            # Keys of one name and id may be of several algorithms.
+            algorithms = {key.algorithm for key in keys if (key.name, key.key_id) == (line.name, line.key_id)}
+            party = "" if line.name == own else party_of(line.name, own)
+            found.update((party, algorithm) for algorithm in algorithms)
+            if not algorithms:
+                # Of a witness that is not known yet, or no more.
+                found.add((line.name, None))
+        return frozenset(found)
+
+    def _cosigners(self, signed: SignedCheckpoint) -> frozenset[Cosigner]:
+        """Who cosigned it, and with what the log signed it: one with fewer lines of the log does not stand for one with more."""
+        own = signed.checkpoint.origin
+        found: set[Cosigner] = {
+            ("" if by.key.name == own else party_of(by.key.name, own), by.key.algorithm)
+            for by in (*signed.cosigned, *signed.signed)
+        }
+        keys = {(key.name, key.key_id) for key in (*self._known_keys, *self.witnesses)}
+        found.update(
+            (line.name, None) for line in signed.note.signatures if (line.name, line.key_id) not in keys
+        )
+        return frozenset(found)
+
+    def _keep(self, found: Iterable[SignedCheckpoint]) -> tuple[SignedCheckpoint, ...]:
+        weighed = (Cosigned(each.checkpoint.size, self._cosigners(each), each) for each in found)
+        return tuple(each.note for each in keep(weighed, KEPT_MAX))
+
+    def _of_text(self, text: str) -> SignedCheckpoint | None:
+        """Under the lock."""
+        return next((each for each in self._known_now() if each.note.text == text), None)
+
+    def _known_now(self) -> tuple[SignedCheckpoint, ...]:
+        """What is kept, with the cosignatures of those who are known by now. Under the lock."""
+        if self._is_stale:
+            self._is_stale = False
+            self._held = self._keep(map(self._read_again, self._held))
+        return self._held
+
+    def _read_again(self, held: SignedCheckpoint) -> SignedCheckpoint:
+        try:
+            return self.read(encode_note(held.note))
+        except TamperError:
+            # It held when it was taken; another key of that name and id does not take it back.
+            return held
 
     def _merge(self, to: SignedCheckpoint, more: SignedCheckpoint) -> SignedCheckpoint:
-        return self.read(encode_note(to.note.with_signatures(by.line for by in more.cosigned)))
+        """With the lines of both, each key's once, and of a party as many as it may have: those that were there before go first."""
+        held = {by.key for by in (*to.signed, *to.cosigned)}
+        new = [by.line for by in (*more.signed, *more.cosigned) if by.key not in held]
+        own, taken, added = to.checkpoint.origin, dict[str, list[Signature]](), list[Signature]()
+        for line in to.note.signatures:
+            taken.setdefault(party_of(line.name, own), []).append(line)
+        for line in more.note.signatures:
+            if line not in new:
+                continue
+            lines = taken.setdefault(party_of(line.name, own), [])
+            size = len(encode_signatures((*lines, line)))
+            if line.name == own or (len(lines) < PARTY_LINES_MAX and size <= PARTY_BYTES_MAX):
+                lines.append(line)
+                added.append(line)
+        return self.read(encode_note(to.note.with_signatures(added))) if added else to
 
     def read(self, note: bytes) -> SignedCheckpoint:
         """A checkpoint that this log signed. Raises TamperError where it did not."""
@@ -195,7 +380,10 @@ class CheckpointFiles:
     def trust_witnesses(self, keys: Iterable[VerifierKey]) -> None:
         """Take more witnesses in: their cosignatures count from now on."""
         with self._lock:
-            self.witnesses = tuple(dict.fromkeys((*self.witnesses, *keys)))
+            witnesses = tuple(dict.fromkeys((*self.witnesses, *keys)))
+            # What is kept may have their lines; it is read again when it is asked for.
+            self._is_stale = self._is_stale or len(witnesses) > len(self.witnesses)
+            self.witnesses = witnesses
 
     def consistency_proof(self, old: int, new: int) -> list[bytes]:
         """The proof that `new` leaves continue the first `old`; `new` is the size of a checkpoint. Blocks on disk.
@@ -219,9 +407,11 @@ class CheckpointFiles:
         check_continues(self._folder, self.newest, before)
 
 
-def cosigners(signed: SignedCheckpoint) -> set[str]:
-    """The names under which it was cosigned: a witness that has keys of two algorithms is one."""
-    return {by.key.name for by in signed.cosigned}
+def _size(note: bytes) -> int:
+    try:
+        return note_size(note)
+    except (ValueError, IndexError):
+        return 0
 
 
 def sign_checkpoint(checkpoint: Checkpoint, signers: Iterable[NoteSigner], now_s: int) -> SignedCheckpoint:

@@ -1,22 +1,26 @@
 """Notes of a log that others cosigned: where they lie, and which of them a copy keeps. Pure over a `Files` port.
 
-A log keeps two (`COSIGNED_PATH`, `WITNESSED_PATH`). A copy may need more: whoever serves a log chooses what it shows, and would rather have it
+A log keeps those that say of their cosigners what no larger one does (audit.kept_notes), the newest and the one with the most cosigners in files of
+their own (`COSIGNED_PATH`, `WITNESSED_PATH`). A copy keeps more: whoever serves a log chooses what it shows, and would rather have it
 forgotten who cosigned it up to where. Invariants of what `choose` gives:
 
 - of each note that goes in, what it says stands in one that comes out: of no smaller tree, with all of its cosignatures that hold;
 - that goes for who cosigned; what a note says of the tree is held to it before (`stated`), or a note of another history would go unseen;
-- so it is for lines of keys that are not known here, as far as a line of the same key stands for it. Only such notes are let go where there are
-  more than KEPT_MAX, the smallest first, and are named.
+- so it is for lines of keys that are not known here, as far as a line of the same key stands for it. Such notes are let go first where there are
+  more than KEPT_MAX, the smallest first, and are named;
+- then those that say nothing more of who cosigned, as parties: a party that cosigns with ever other keys makes room of its own. Then as
+  audit.kept_notes says, and these are named, too.
 
 Callers: audit.log_copy_disk, audit.verify, audit.proof, audit.spark.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint
+from audit.kept_notes import Cosigned, Cosigner, least
 from audit.note import check_note, encode_note
 from audit.tile import COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH
 from audit.trust import LogTrust
@@ -51,6 +55,8 @@ class _Weighed(NamedTuple):
     """that cosigned it, or are said to have"""
     unknown: frozenset[_KeyId]
     """those among them that are not known here"""
+    by: frozenset[Cosigner]
+    """who cosigned it, of those that are known"""
     note: bytes
 
 
@@ -64,13 +70,13 @@ class Chosen(NamedTuple):
     unverified: frozenset[str]
     """names of keys that are not known here, whose lines stand on them"""
     let_go: frozenset[str]
-    """names of such keys of whose lines some were let go"""
+    """names of keys of whose lines some were let go that no note of no fewer leaves has"""
 
 
 def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chosen | None:
     """Of a copy's own notes, and of those that the log serves; None where nobody cosigned any. `log.witnesses`: every key that is known. A line that
-    does not hold is left out. Raises TamperError where a served note is not the log's, RequestError where those
-    that say something of their own are too many."""
+    does not hold is left out. Raises TamperError where a served note is not the log's, RequestError where so many parties cosigned that there is no
+    room for the newest note of each."""
     found = [weighed for note in own if (weighed := _weigh_own(log, note)) is not None]
     found += [_weigh(log, note) for note in served]
     # Of equals the first: the copy's own.
@@ -86,7 +92,7 @@ def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chos
     others = [each for each in kept if each is not newest and each is not most]
     let_go = set[str]()
     while len(kept) > KEPT_MAX:
-        smallest = next((each for each in reversed(others) if _says_nothing(each, kept)), None)
+        smallest = _goes_first(others, kept)
         if smallest is None:
             raise RequestError(
                 f"More than {KEPT_MAX} cosigned checkpoints of {log.name} each say what no other does.",
@@ -96,6 +102,8 @@ def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chos
         others.remove(smallest)
         kept.remove(smallest)
         let_go |= {name for name, _ in smallest.unknown}
+        if not _is_said(smallest, kept):
+            let_go |= {name for name, _ in smallest.keys}
     unverified = {name for each in kept for name, _ in each.unknown}
     return Chosen(
         newest.note,
@@ -127,10 +135,26 @@ def join(notes: Iterable[bytes]) -> bytes:
     return b"\n".join(notes)
 
 
-def _says_nothing(each: _Weighed, kept: Iterable[_Weighed]) -> bool:
+def _goes_first(others: Sequence[_Weighed], kept: Sequence[_Weighed]) -> _Weighed | None:
+    """Of `others`, the largest first, the one that costs least."""
+    for says_nothing in (_has_lines_elsewhere, _is_said):
+        found = next((each for each in reversed(others) if says_nothing(each, kept)), None)
+        if found is not None:
+            return found
+    among = [Cosigned(each.size, each.by, each) for each in kept]
+    smallest = least(among)
+    return None if smallest is None or smallest.note not in others else smallest.note
+
+
+def _has_lines_elsewhere(each: _Weighed, kept: Iterable[_Weighed]) -> bool:
     """Whether all of its lines that hold stand on a note of no smaller tree."""
     keys = each.keys - each.unknown
     return any(other is not each and other.size >= each.size and keys <= other.keys for other in kept)
+
+
+def _is_said(each: _Weighed, kept: Iterable[_Weighed]) -> bool:
+    """Whether all who cosigned it have cosigned one of no smaller tree, with keys of the same algorithms."""
+    return any(other is not each and other.size >= each.size and each.by <= other.by for other in kept)
 
 
 def _weigh(log: LogTrust, data: bytes) -> _Weighed:
@@ -149,6 +173,7 @@ def _weigh(log: LogTrust, data: bytes) -> _Weighed:
         len(log.cosigners(opened.cosigned)),
         frozenset(held | unknown),
         frozenset(unknown),
+        frozenset((log.witnesses[by.key], by.key.algorithm) for by in opened.cosigned),
         data,
     )
 

@@ -19,6 +19,8 @@ A log that several brokers have copies of (`copied`) has no write-ahead file: it
 (region.audit_log). There
 - an append counts, and is in the tree, once it is committed on the copies: `take` brings what others wrote, `Copies` what is appended here;
 - only who leads the copies signs; its checkpoint is committed on them before anybody is shown it, and the others write the same one (`show`);
+- a cosigned checkpoint that says something new, and no other, is committed with all of its cosignatures that are held, before it is kept; the others take
+  what is committed in whatever order it stands (`take_cosigned`);
 - a checkpoint whose root is another than that of the leaves here stops the trail.
 
 Callers: bridge (egress), region (ingress). `open`, `close` and `add_cosigned` block.
@@ -107,7 +109,7 @@ class Copies(Protocol):
         """A checkpoint that is to be shown."""
 
     def keep_cosigned(self, note: bytes) -> None:
-        """A checkpoint that a witness has cosigned."""
+        """A checkpoint that witnesses have cosigned, with all of their lines that are held."""
 
     def keep_document(self, document: bytes) -> None:
         """A document that is to stand beside the log."""
@@ -145,6 +147,8 @@ class Trail:
         self._lock = threading.Lock()
         self.checkpoints = CheckpointFiles(keys, witnesses, folder, state.checkpoints, runtime.clock)
         """written by the publisher and by add_cosigned; asked by anybody"""
+        self._cosigned_lock = threading.Lock()
+        """held from the comparison until it is kept: of two cosignatures that cross, the second is added to the first"""
         self._closing = False
         self._begin(state)
 
@@ -414,16 +418,30 @@ class Trail:
         yield from read_entries(self.files, start, size, size)
 
     def add_cosigned(self, data: bytes) -> None:
-        """Keep a checkpoint of this log that a known witness cosigned. Blocks on disk.
+        """Keep a checkpoint of this log that a known witness cosigned, where it says anything new. Blocks on disk, and until it is committed.
 
         Raises TamperError where a signature does not hold or no known witness signed, RolledBackError where it is
-        not a checkpoint of this log as it is.
+        not a checkpoint of this log as it is, UnavailableError where it is not committed.
         """
         added = self.checkpoints.read_cosigned(data)
-        if (copies := self._copies) is not None:
-            self.checkpoints.check_continues(added.checkpoint)
-            copies.keep_cosigned(encode_note(added.note))
-        self.checkpoints.add_cosigned(added)
+        with self._cosigned_lock:
+            if self._wal is None:
+                copies, merged = self._copies, self.checkpoints.with_cosigned(added)
+                if copies is None:
+                    raise self.failure or AuditUnavailableError(
+                        f"The audit log {self.key.name} is not led here."
+                    )
+                if merged is None:
+                    return
+                copies.keep_cosigned(encode_note(merged.note))
+                added = merged
+            self.checkpoints.add_cosigned(added)
+
+    def take_cosigned(self, notes: Iterable[bytes]) -> list[bytes]:
+        """Cosigned checkpoints that are committed on the copies, none larger than the newest that is shown here, in whatever order. Returns those
+        that nobody cosigned who is known yet. Blocks on disk."""
+        with self._cosigned_lock:
+            return self.checkpoints.take_cosigned(notes)
 
     # Copies
 

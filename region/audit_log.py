@@ -9,6 +9,8 @@ Invariants:
 - a checkpoint is signed by the home alone, over committed leaves, and is committed itself before anybody is shown it; who is home next has taken
   it, compared its root, and signed all that is committed, before it answers for the log: so no size is below, and no root other than, one
   that was shown;
+- what others cosigned of this one is committed before it is kept, and compared before that; who reads takes what counts, in whatever order it stands, and
+  what is let go of there was written again before;
 - what this region is to cosign of other logs (region.witness_memory) is committed among the checkpoints before it is signed, and who is home has
   taken all of it; what is let go of there was written again before;
 - a document is committed before its leaf is appended, and a leaf before the checkpoint that covers it;
@@ -90,6 +92,8 @@ PARTS_MAX: Final = 64
 WITNESSED_MAX: Final = 1024
 """Notes of other logs that are held while they are read, each below 128 KiB and most of some hundred bytes: of those of one log the largest is
 written into a file, and no other."""
+COSIGNED_MAX: Final = 256
+"""Cosigned notes of the log itself that are held while they are read: then those that say nothing of their own are let go of (audit.kept_notes)."""
 _OVER: Final = frozenset((Code.NOT_LEADER, Code.SHARD_STOPPED, Code.SHUTTING_DOWN))
 """Nothing more is taken by this broker."""
 CHECKPOINTS_BYTES: Final = 64 << 20
@@ -180,7 +184,15 @@ class _Append(NamedTuple):
 class Leading:
     """`audit.trail.Copies`: what the home commits."""
 
-    def __init__(self, logs: dict[int, ShardLog], runtime: Runtime, memory: Witnessed) -> None:
+    def __init__(
+        self,
+        logs: dict[int, ShardLog],
+        runtime: Runtime,
+        memory: Witnessed,
+        cosigned: Callable[[], Sequence[bytes]] = tuple,
+    ) -> None:
+        """`cosigned`: the log's own cosigned notes that are kept, the largest last."""
+        self._cosigned = cosigned
         self._logs = logs
         self._memory = memory
         self._runtime = runtime
@@ -288,6 +300,9 @@ class Leading:
                 # Read when it is its turn, with nothing awaited before it is given to the log: one that was given meanwhile must not have an
                 # older one behind it.
                 await self._write(CHECKPOINTS, [msgspec.msgpack.encode(self._newest(name))])
+            # What was given last may not be kept yet; what earlier homes gave is. A release that goes by the last one finds the largest there.
+            for note in self._cosigned():
+                await self._write(CHECKPOINTS, [msgspec.msgpack.encode(_Checkpoint(note, True))])
         except UnavailableError:
             # Too few copies are in sync. Nothing goes before it stands behind.
             return
@@ -303,6 +318,14 @@ class Leading:
 
 def _origin(note: bytes) -> str:
     return note.partition(b"\n")[0].decode()
+
+
+def _size(note: bytes) -> int:
+    """0 where it is no note."""
+    try:
+        return note_size(note)
+    except (ValueError, IndexError):
+        return 0
 
 
 def _batches(leaves: Sequence[bytes]) -> list[Batch]:
@@ -409,7 +432,10 @@ class AuditLog:
         """the newest append that was too long for a batch: its first leaf's index, and its leaves"""
         self._newest: bytes | None = None
         """the newest checkpoint that was read and not shown here"""
-        self._cosigned: bytes | None = None
+        self._cosigned: list[bytes] = []
+        """what was read of cosigned notes of this log and is not taken over: larger than what is shown here, or by nobody who is known yet"""
+        self._cosigners_known: tuple[object, ...] = ()
+        """when that was tried last"""
         self._witnessed: list[bytes] = []
         """what was read of other logs and the memory has not got yet"""
         self._failing_since: float | None = None
@@ -493,7 +519,7 @@ class AuditLog:
     async def _lead(self) -> None:
         """Be home until another broker is elected."""
         logs: dict[int, ShardLog] = {}
-        leading = Leading(logs, self._runtime, self._memory)
+        leading = Leading(logs, self._runtime, self._memory, self._cosigned_notes)
         try:
             for kind in LOGS:
                 # All of a log is committed before it is led.
@@ -521,6 +547,7 @@ class AuditLog:
                 if self._trail.status().checkpoint > signed:
                     # What fails for want of room fails with a checkpoint.
                     self._failing_since = None
+                await self._while_served(self._take_cosigned())
                 await self._while_served(leading.trim())
                 await self._pause(RETRY_S)
         finally:
@@ -565,10 +592,11 @@ class AuditLog:
             await logs[LEAVES].append(batch, expected_offset=at)
             at += batch.header.records
         notes = [_Checkpoint(trail.checkpoint(), False)]
-        notes += [_Checkpoint(encode_note(each.note), True) for each in trail.checkpoints.cosigned()[:1]]
-        await logs[CHECKPOINTS].append(
-            encode_batch([NewRecord(payload=msgspec.msgpack.encode(each)) for each in notes])
-        )
+        notes += [_Checkpoint(note, True) for note in self._cosigned_notes()]
+        # The largest with the checkpoint; others in batches before it would say that all is there.
+        first, *more = _batches([msgspec.msgpack.encode(each) for each in (notes[0], *reversed(notes[1:]))])
+        for batch in (first, *more):
+            await logs[CHECKPOINTS].append(batch)
         log.info("the audit log's %d leaves of before are in %s", size, AUDIT_STREAM)
 
     async def _compare(self, end: int, before: Before) -> None:
@@ -662,14 +690,7 @@ class AuditLog:
                 await asyncio.to_thread(self._trail.show, self._newest)
                 self._newest = None
                 await self._taken()
-        if self._newest is None and self._cosigned is not None:
-            cosigned, self._cosigned = self._cosigned, None
-            if note_size(cosigned) <= note_size(self._trail.checkpoint()):
-                try:
-                    await asyncio.to_thread(self._trail.add_cosigned, cosigned)
-                except FelixError as error:
-                    # Of a witness that this broker does not know yet: the next one may be.
-                    log.warning("a cosigned checkpoint is not taken over: %s", error)
+        await self._take_cosigned()
         if not self._trail.lacks_newest:
             await self._check_before()
 
@@ -718,7 +739,10 @@ class AuditLog:
                 if len(self._witnessed) >= WITNESSED_MAX:
                     await self._take_witnessed()
             elif found.cosigned:
-                self._cosigned = found.note
+                self._cosigned.append(found.note)
+                self._cosigners_known = ()
+                if len(self._cosigned) >= COSIGNED_MAX:
+                    self._cosigned = await asyncio.to_thread(self._trail.checkpoints.covering, self._cosigned)
             elif note_size(found.note) > note_size(self._newest or self._trail.checkpoint()):
                 self._newest = found.note
             elif note_size(found.note) <= shown:
@@ -733,6 +757,23 @@ class AuditLog:
         if self._newest is not None and note_size(self._newest) < self._trail.status().durable:
             # Signed here, of leaves that stand here; whether it was committed was not known then.
             self._newest = None
+
+    async def _take_cosigned(self) -> None:
+        """Those that are not larger than what is shown, once more when other witnesses are known."""
+        known = self._trail.checkpoints.witnesses
+        if not self._cosigned or known == self._cosigners_known:
+            return
+        shown = note_size(self._trail.checkpoint())
+        ahead, ready = list[bytes](), list[bytes]()
+        for note in self._cosigned:
+            # Whether it is a note at all, the log says that takes it.
+            (ahead if _size(note) > shown else ready).append(note)
+        self._cosigned = [*ahead, *await asyncio.to_thread(self._trail.take_cosigned, ready)]
+        self._cosigners_known = () if ahead else known
+
+    def _cosigned_notes(self) -> list[bytes]:
+        kept = [encode_note(each.note) for each in self._trail.checkpoints.cosigned()]
+        return [*self._cosigned, *reversed(kept)]
 
     async def _take_witnessed(self) -> None:
         if self._witnessed:

@@ -498,7 +498,7 @@ class Requests:
 
     async def put_cosignature(self, identity: SpiffeId, request: PutCosignature) -> Done:
         self._require_witnessing(identity)
-        await self._governance.witnessing.put_cosignature(request.cosigned)
+        await self._governance.witnessing.put_cosignature(identity, request.cosigned)
         return Done()
 
     def _require_witnessing(self, identity: SpiffeId) -> None:

@@ -26,12 +26,14 @@ CHECKPOINTS_PER_S: Final = 1.0
 OWN_CHECKPOINTS_PER_S: Final = 8.0
 """The same to this region's own bridges, which ask once for each destination."""
 CHECKPOINTS_BURST: Final = 32
-"""Two rounds of an agent with 16 destinations."""
+"""Two rounds of an agent with 16 destinations. At these two paces cosignatures of this region's checkpoints are brought, too."""
 COSIGNATURES_PER_S: Final = 1.0
 """Of one log, for one region that brings its checkpoints: an agent brings one every 3 s."""
 COSIGNATURES_BURST: Final = 16
 WAITING_MAX: Final = 4
-"""Calls about one log that wait for the one before."""
+"""Calls about one log that wait for the one before; and of another region that bring cosignatures."""
+OWN_WAITING_MAX: Final = CHECKPOINTS_BURST
+"""The same of this region's own bridges: what is refused here is not brought again."""
 ASKERS_MAX: Final = 10_000
 """Regions and logs whose pace is remembered."""
 
@@ -51,6 +53,10 @@ class Witnessing:
         self._waiting: Counter[str] = Counter()
         self._checkpoints = Pace(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
         self._own_checkpoints = Pace(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
+        self._brought = Pace(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
+        self._own_brought = Pace(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
+        self._bringing: Counter[str] = Counter()
+        self._keeping = asyncio.Lock()
         self._cosignatures = Pace(COSIGNATURES_PER_S, COSIGNATURES_BURST, ASKERS_MAX, clock.monotonic)
 
     async def cosign(self, actor: SpiffeId, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
@@ -94,9 +100,23 @@ class Witnessing:
             proof = await asyncio.to_thread(self._trail.checkpoints.consistency_proof, from_size, size)
         return CheckpointAnswer(note, size, proof)
 
-    async def put_cosignature(self, cosigned: bytes) -> None:
-        """Keep another region's cosignature of this region's checkpoint."""
-        await asyncio.to_thread(self._trail.add_cosigned, cosigned)
+    async def put_cosignature(self, actor: SpiffeId, cosigned: bytes) -> None:
+        """Keep another region's cosignature of this region's checkpoint. Raises UnavailableError(LIMIT_RATE) where `actor` brings them too often."""
+        is_own = actor.region == self._region
+        self._require_pace(self._own_brought if is_own else self._brought, actor.region, "keep cosignatures")
+        if self._bringing[actor.region] >= (OWN_WAITING_MAX if is_own else WAITING_MAX):
+            raise UnavailableError(
+                f"Too many cosignatures that {actor.region} brought wait here already.",
+                code=Code.LIMIT_RATE,
+                retry_after_ms=1_000,
+            )
+        self._bringing[actor.region] += 1
+        try:
+            # One after the other, so that those that wait for a commit take one thread.
+            async with self._keeping:
+                await asyncio.to_thread(self._trail.add_cosigned, cosigned)
+        finally:
+            self._bringing[actor.region] -= 1
 
     def gauges(self) -> dict[str, float]:
         """How far the outside witnesses are with this region's log; empty where there are none."""

@@ -33,6 +33,7 @@ from audit.witness_policy import WitnessPolicy
 from felix.errors import FelixError, RequestError, TamperError
 from felix.identity_file import load_identity
 from felix.messages import PutDocument
+from felix.names import SpiffeId
 from felix.profile import Profile
 from keys.bundle import (
     AuditKey,
@@ -338,7 +339,9 @@ async def test_a_broker_starts_with_such_a_bundle_of_before_and_takes_no_new_one
     async with running(us) as node:
         trail = node.services.governance.trail
         witness = Witness(TWO, RegionTrust(own).logs, MemoryWitnessStore(), lambda: 1_790_000_000)
-        await node.services.governance.witnessing.put_cosignature(witness.cosign(trail.publish(), []))
+        await node.services.governance.witnessing.put_cosignature(
+            SpiffeId("ap-south", "acme", "bridge", "b"), witness.cosign(trail.publish(), [])
+        )
         profile = Profile(
             region="us-east", mesh="acme", addresses=(str(node.address),), authority=own.root_pem.encode(),
             identity=load_identity(us.identity("operator")), server_name="us-east.acme",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from functools import cache
 from hashlib import sha256
@@ -113,6 +114,40 @@ def test_more_than_is_kept_is_refused_where_each_says_something_of_its_own() -> 
     assert len(own(choose(found, notes[:-1], []))) == KEPT_MAX
     with pytest.raises(RequestError, match="each say what no other does"):
         choose(found, notes[:-1], notes[-1:])
+
+
+def test_a_party_with_ever_other_keys_pushes_out_nobody_else_and_stops_no_copy() -> None:
+    keys = [witness_signer("ap-south.acme/witness", 100 + number) for number in range(9)]
+    parties = {signer.key: "ap-south" for signer in keys}
+    found = replace(log(), witnesses={**parties, KNOWN["eu-west"].key: "eu-west"})
+    held = [note(3, "eu-west")]
+    for size, some in enumerate(itertools.combinations(keys, 4), 5):
+        base = parse_note(note(size))
+        chosen = choose(
+            found, held, [encode_note(base.with_signatures([line(by, base.text) for by in some]))]
+        )
+        assert chosen is not None and not chosen.let_go
+        held = own(chosen)
+        assert len(held) <= KEPT_MAX
+    assert covers(held[0], found) == (130, frozenset({"ap-south"}))
+    assert note(3, "eu-west") in held
+
+
+def test_beyond_the_room_goes_what_the_fewest_parties_cosigned_and_they_are_named() -> None:
+    signers = [witness_signer(f"w{number}.example/w", 100 + number) for number in range(7)]
+    found = replace(log(), witnesses={signer.key: signer.key.name for signer in signers})
+    sets = [some for count in range(1, 8) for some in itertools.combinations(signers, count)]
+    notes = []
+    for size, some in zip(range(200, 0, -1), sets, strict=False):
+        base = parse_note(note(size))
+        notes.append(encode_note(base.with_signatures([line(by, base.text) for by in some])))
+    chosen = choose(found, [], notes)
+    assert chosen is not None and chosen.let_go
+    counts = {len(covers(each, found)[1]) for each in own(chosen)}
+    assert len(own(chosen)) == KEPT_MAX and counts == {1, 2, 3, 4, 5, 6, 7}
+    assert {covers(each, found) for each in own(chosen)} >= {
+        (size, frozenset({signer.key.name})) for size, signer in zip(range(200, 0, -1), signers, strict=False)
+    }
 
 
 @st.composite

@@ -16,7 +16,6 @@ import pytest
 from audit_log import Link, egress_appends, log_signer, trust, witness_signer
 
 from audit.checkpoint import note_size, open_checkpoint
-from audit.checkpoint_disk import cosigners
 from audit.errors import AuditUnavailableError, RolledBackError
 from audit.leaf import Leaf, decode_leaf
 from audit.note import NoteSigner, encode_note, parse_note
@@ -627,7 +626,6 @@ WRITER = """
 import sys
 from pathlib import Path
 from audit_log import Link, log_signer
-from audit.checkpoint_disk import cosigners
 from audit.trail import Trail, TrailSettings
 
 trail, link = Trail.open(Path(sys.argv[1]), log_signer(), settings=TrailSettings(checkpoint_interval_ms=20)), Link()
@@ -710,19 +708,19 @@ def test_one_checkpoint_is_offered_until_all_that_are_expected_have_cosigned_it(
         )
         trail.add_cosigned(encode_note(parse_note(offered).with_signatures([two.cosign(text, 6)])))
         (both,) = trail.checkpoints.cosigned()
-        assert cosigners(both) == {"one.example/w", "two.example/w"}
+        assert {by.key.name for by in both.cosigned} == {"one.example/w", "two.example/w"}
         following = trail.checkpoints.offer()
         assert parse_note(following).text.split("\n")[1] == "2"
         again = parse_note(following)
         trail.add_cosigned(encode_note(again.with_signatures([one.cosign(again.text, 7)])))
         newest, most = trail.checkpoints.cosigned()
         assert (newest.checkpoint.size, most.checkpoint.size) == (2, 1)
-        assert len(cosigners(most)) == 2, "what the one before had collected is kept"
+        assert len(most.cosigned) == 2, "what the one before had collected is kept"
     with closing(open_trail(tmp_path, witnesses=[one.key, two.key])) as trail:
         assert [held.checkpoint.size for held in trail.checkpoints.cosigned()] == [2, 1]
 
 
-def test_a_round_ends_by_its_time_or_where_a_witness_has_more(
+def test_a_round_ends_by_its_time_and_a_witness_that_has_more_is_shown_the_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with closing(open_trail(tmp_path)) as trail:
@@ -735,6 +733,10 @@ def test_a_round_ends_by_its_time_or_where_a_witness_has_more(
         assert trail.checkpoints.offer() == first != newest
         assert trail.checkpoints.offer(at_least=3) == first, "the log has no third leaf"
         assert trail.checkpoints.offer(at_least=2) == newest
+        assert trail.checkpoints.offer() == first, "for the others the round goes on"
+        with monkeypatch.context() as over:
+            over.setattr("audit.checkpoint_disk.ROUND_MS", 0)
+            assert trail.checkpoints.offer() == newest
         append(trail, [Link().grant()])
         newest = trail.publish()
         assert trail.checkpoints.offer() != newest
