@@ -15,10 +15,10 @@ faithfully kept by a faulty bridge is authentic, and its report names every rule
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint, SignedCheckpoint
@@ -173,17 +173,29 @@ def verify_all(
 
     The order of leaves is part of what is verified, so one log is one task: a million records a second and core.
     """
+    import pyarrow as pa
+    from pyspark.serializers import CPickleSerializer
+
     encoded, policy = trust.encode(), trust.policy
+    pickled: Any = CPickleSerializer()  # PySpark leaves it untyped
     order = sorted(range(len(logs)), key=lambda at: -logs[at].checkpoint.size)
     work = [(at, logs[at], notes_of(remembered, logs[at].checkpoint.origin)) for at in order]
 
-    def verify(item: tuple[int, OpenedLog, tuple[bytes, ...]]) -> tuple[int, VerificationReport]:
-        at, log, notes = item
+    def verify(log: OpenedLog, notes: tuple[bytes, ...]) -> VerificationReport:
         trusted = Trust.decode(encoded)
         trusted = trusted if policy is None else trusted.under(policy)
-        return at, _verify_or_tell(log, trusted, cosignatures_min, notes, accept_version_1)
+        return _verify_or_tell(log, trusted, cosignatures_min, notes, accept_version_1)
 
-    found = dict(spark.sparkContext.parallelize(work, len(work)).map(verify).collect())
+    def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            for number in batch.column(0).to_pylist():
+                at, log, notes = work[number]
+                found = pickled.dumps(verify(log, notes))
+                yield pa.RecordBatch.from_pydict({"at": [at], "found": [found]})
+
+    # As the rows are read (audit.spark.source), and so by the same processes: Spark starts others for an RDD.
+    tasks = spark.range(0, len(work), 1, len(work)).mapInArrow(run, "at bigint, found binary")
+    found = {row["at"]: pickled.loads(bytes(row["found"])) for row in tasks.collect()}
     return [found[at] for at in range(len(logs))]
 
 
