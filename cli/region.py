@@ -16,7 +16,7 @@ from cli.copy_audit_log import copy_audit_log
 from cli.free_address import free_address
 from cli.notify import Notifier
 from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
-from cli.output import counted, iso, lines, note, out, print_json, styled, table
+from cli.output import iso, lines, note, out, print_json, styled, table
 from cli.process import PidFile, failure, read_state, start_detached, stop
 from cli.reconcile import reconcile
 from cli.setting import (
@@ -530,7 +530,7 @@ def _print_problems(row: dict[str, Any]) -> None:
     for problem in row["problems"][:PROBLEMS_SHOWN]:
         out.print(styled((f"problem: {problem}", "bold red")))
     if (more := len(row["problems"]) - PROBLEMS_SHOWN) > 0:
-        out.print(f"and {counted(more, 'problem')} more: --json shows all")
+        out.print(f"and {more:,} more: --json shows all")
     for remark in row["remarks"]:
         out.print(styled(f"remark: {remark}"))
 
