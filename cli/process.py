@@ -23,6 +23,10 @@ START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
 FAILURE: Final = "felix: "
 """What the line begins with that says why a command failed; its hint, then its code, stand below, as far in."""
+FAILURE_LINES_MAX: Final = 8
+"""How many such lines there are at most."""
+LAST_BYTES_MAX: Final = 64 << 10
+"""Of a log, where a process's last words are looked for."""
 LOCK_TIMEOUT_S = 0.5
 """Longer than anybody who asks whether a process runs holds its lock."""
 
@@ -141,6 +145,16 @@ class LastWords(NamedTuple):
 
     sentence: str
     hint: str
+
+
+def failure(said: Path) -> LastWords | None:
+    """Why a process failed that ended, as the end of its log has it; None where it ended in order. Raises OSError."""
+    with said.open("rb") as file:
+        file.seek(max(0, said.stat().st_size - LAST_BYTES_MAX))
+        log = file.read().decode(errors="replace")
+    begins = [line.startswith(FAILURE) for line in log.strip().splitlines()]
+    # Its hint and its code stand below.
+    return last_words(log) if any(begins[-FAILURE_LINES_MAX:]) else None
 
 
 def last_words(log: str) -> LastWords:

@@ -92,7 +92,7 @@ def reconcile(
         _print(region, plan, is_written=is_written)
     if not is_written and not dry_run:
         raise RequestError(
-            f"{counted(len(plan.losses), 'thing')} that was acknowledged may be lost, cannot be served, or comes back; nothing was written.",
+            f"Nothing was written: in {counted(len(plan.losses), 'case')} what was acknowledged may be lost, cannot be served, or comes back.",
             code=Code.CONFLICT,
             hint="Hear every folder, or put a newer backup back. If it is to be so all the same: --accept-loss.",
         )

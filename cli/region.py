@@ -17,7 +17,7 @@ from cli.free_address import free_address
 from cli.notify import Notifier
 from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
 from cli.output import iso, lines, note, out, print_json, styled, table
-from cli.process import PidFile, read_state, start_detached, stop
+from cli.process import PidFile, failure, read_state, start_detached, stop
 from cli.reconcile import reconcile
 from cli.setting import (
     REGION_VARIABLE,
@@ -39,7 +39,7 @@ from felix.collector import start_kept
 from felix.errors import Code, FelixError, RequestError
 from felix.expiry import until_text
 from felix.files import write_output
-from felix.messages import RegionState
+from felix.messages import BrokerState, RegionState
 from felix.profile import load_profile
 from felix.runtime.real import now_ms
 from keys.bundle import AuditKey, decode_bundle
@@ -63,8 +63,8 @@ app.command("to-cluster")(to_cluster)
 app.command("copy-audit-log")(copy_audit_log)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
-ALARMS_SHOWN: Final = 3
-"""Sentences of the controller in one cell: each names a shard that nobody leads."""
+PROBLEMS_SHOWN: Final = 10
+"""Of one region, one a line; the rest is counted."""
 OptionalName = Annotated[
     str,
     typer.Argument(help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else the only one."),
@@ -414,7 +414,13 @@ def down(name: OptionalName = "") -> None:
         # Those that were started by themselves: felix region up --broker.
         running = [each for each in _pid_files(folder, config) if read_state(each[0]) is not None] or running
     for path, what in running:
-        out.print(f"{name} stopped (process {stop(path, what)})")
+        try:
+            out.print(f"{name} stopped (process {stop(path, what)})")
+        except RequestError as error:
+            if error.code is not Code.NOT_FOUND or len(running) == 1:
+                raise
+            # The others end by themselves where their parent was killed.
+            out.print(f"{what} has stopped")
 
 
 @app.command()
@@ -454,17 +460,23 @@ def status(
     if json:
         print_json(found)
         return
+    if name:
+        for row in found:
+            _print_problems(row)
     columns = ["region", "mesh", "country", "state", "address", "process#", "started"]
     table(
         "Regions",
-        [*(column if column != "started" else "since" for column in columns), "problem"],
+        [
+            *(column if column != "started" else "since" for column in columns),
+            *(() if name else ("problem",)),
+        ],
         [
             [
                 *(
                     "" if (cell := row[column.rstrip("#").replace("process", "pid")]) is None else str(cell)
                     for column in columns
                 ),
-                row["problem"],
+                *(() if name else (row["problems"] or [""])[:1]),
             ]
             for row in found
         ],
@@ -513,6 +525,32 @@ def status(
         out.print(f"a new stream has {copies_text(found[0]['replicas'])}, unless it says how many")
 
 
+def _print_problems(row: dict[str, Any]) -> None:
+    """What is wrong, the most serious first, then what is as an operator has it."""
+    for problem in row["problems"][:PROBLEMS_SHOWN]:
+        out.print(styled((f"problem: {problem}", "bold red")))
+    if (more := len(row["problems"]) - PROBLEMS_SHOWN) > 0:
+        out.print(f"and {more:,} more: --json shows all")
+    for remark in row["remarks"]:
+        out.print(styled(f"remark: {remark}"))
+
+
+def _ends_here(region: str, brokers: Sequence[BrokerState]) -> list[str]:
+    """Of brokers that are not alive and do not run on this machine, though they did: why each ended, by its own last words."""
+    from cli.several import log_file
+
+    folder, found = RegionFolder.of(region), []
+    for each in brokers:
+        said = log_file(folder, each.broker)
+        if each.address or not said.exists() or read_state(folder.pid_of(each.broker)) is not None:
+            continue
+        with suppress(OSError):
+            words = failure(said)
+            if words is not None:
+                found.append(f"Broker {each.broker} ended here: {words.sentence} {words.hint} See {said}.")
+    return found
+
+
 def _process_here(region: str, broker: str) -> str:
     """The id of a broker's process on this machine; empty where it runs on another one, or not at all."""
     state = read_state(RegionFolder.of(region).pid_of(broker))
@@ -533,6 +571,8 @@ def _status(region: str) -> dict[str, Any]:
         "broker": "",
         "gauges": {},
         "problem": "",
+        "problems": [],
+        "remarks": [],
         "expiring": [],
         "brokers": [],
         "replicas": 0,
@@ -563,10 +603,12 @@ def _status(region: str) -> dict[str, Any]:
                 for each in broker.brokers
             ]
             row["replicas"], row["moving"] = broker.replicas, broker.moving
-            row["problem"] = " ".join(broker.alarms[:ALARMS_SHOWN])
+            row["problems"] = [*broker.alarms, *_ends_here(region, broker.brokers)]
+            row["remarks"] = broker.remarks
             row["expiring"] = expiring(folder, config, now_ms(), broker.expiring)
     except FelixError as error:
-        row["problem"] = error.sentence
+        row["problems"] = [error.sentence]
+    row["problem"] = " ".join(row["problems"])
     return row
 
 

@@ -23,10 +23,10 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import ClassVar, Final
 
 from cli.output import note
-from cli.process import START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, read_state
+from cli.process import LAST_BYTES_MAX, START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, read_state
 from cli.setting import stop_signals
 from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
@@ -47,8 +47,6 @@ RESTARTS: Final = BackoffPolicy(first_ms=1_000, ceiling_ms=30_000)
 it was waited for can start: it is back after the first wait, however often it is ended."""
 LOG_BYTES_MAX: Final = 4 << 20
 """A child's log that is longer is put aside at the child's next start, in the place of the one before: a week of words at level info."""
-LAST_BYTES_MAX: Final = 64 << 10
-"""Of a log, where a child's last words are looked for."""
 LOOK_S: Final = 0.05
 FOLLOW_S: Final = 1.0
 """How often the parent looks whether region.yaml is another one."""
@@ -210,7 +208,9 @@ async def serve_all(folder: RegionFolder, config: RegionConfig, pid: PidFile) ->
     stop = stop_signals()
     async with AsyncExitStack() as stack:
         if (folder.root / ETCD_FOLDER).is_dir():
-            stack.push_async_callback((await start_etcd(folder, config)).end)
+            etcd = await start_etcd(folder, config)
+            stack.push_async_callback(etcd.end)
+            etcd.keep_on()
         family = _Family(folder)
         stack.push_async_callback(family.end)
         await family.begin(str(each.id) for each in config.cluster.brokers)
@@ -350,23 +350,19 @@ class _Child:
         )
 
 
-class _Broker:
-    """One of the brokers, started again whenever it ends by itself."""
+class _Kept:
+    """A process of the region, started again whenever it ends by itself."""
 
-    def __init__(self, folder: RegionFolder, broker: str) -> None:
-        self._folder = folder
-        self._broker = broker
-        self.child: _Child
+    child: _Child
+    told_after: ClassVar = 1
+    """After so many ends in a row it is said that it serves again."""
 
     async def start(self) -> None:
-        region = self._folder.root.name
-        self.child = await _Child.start(
-            [
-                sys.executable, "-m", "cli.main", "--log-level", "info", "region", "up", region, "--broker", self._broker
-            ],
-            f"Broker {self._broker} of {region}",
-            log_file(self._folder, self._broker),
-        )  # fmt: skip
+        """Begin it, whether it serves or not. Raises OSError."""
+        raise NotImplementedError
+
+    def _is_serving(self) -> bool:
+        raise NotImplementedError
 
     async def serves(self) -> None:
         """Wait until it does. Raises UnavailableError where it ends, or takes too long."""
@@ -382,17 +378,13 @@ class _Broker:
                 hint=f"See {self.child.said}.",
             ) from None
 
-    def _is_serving(self) -> bool:
-        state = read_state(self._folder.pid_of(self._broker))
-        return state is not None and state.get("pid") == self.child.process.pid
-
     async def keep(self) -> None:
         """Start it again whenever it ends, until this is cancelled. One that keeps ending is spoken of twice, and once more when it serves."""
         backoff, ends = Backoff(RESTARTS, REAL.random), 0
         waited_s = RESTARTS.first_ms / 1_000
         while True:
             if await self._settles(waited_s):
-                if ends > 1:
+                if ends > self.told_after:
                     log.warning("%s serves again.", self.child.what)
                 backoff.reset()
                 ends = 0
@@ -408,7 +400,11 @@ class _Broker:
                 )  # fmt: skip
             waited_s = backoff.next_ms() / 1_000
             await asyncio.sleep(waited_s)
-            await self.start()
+            try:
+                await self.start()
+            except (OSError, FelixError) as error:
+                # For want of memory, say: what has ended is tried again like what ends.
+                log.error("%s cannot be started: %s", self.child.what, error)
 
     async def _settles(self, seconds: float) -> bool:
         """Wait until it has served for so long, or ended; whether it serves."""
@@ -424,6 +420,80 @@ class _Broker:
                 await self.child.process.wait()
 
 
+class _Broker(_Kept):
+    """One of the brokers."""
+
+    def __init__(self, folder: RegionFolder, broker: str) -> None:
+        self._folder = folder
+        self._broker = broker
+
+    async def start(self) -> None:
+        region = self._folder.root.name
+        self.child = await _Child.start(
+            [
+                sys.executable, "-m", "cli.main", "--log-level", "info", "region", "up", region, "--broker", self._broker
+            ],
+            f"Broker {self._broker} of {region}",
+            log_file(self._folder, self._broker),
+        )  # fmt: skip
+
+    def _is_serving(self) -> bool:
+        state = read_state(self._folder.pid_of(self._broker))
+        return state is not None and state.get("pid") == self.child.process.pid
+
+
+class Etcd(_Kept):
+    """The etcd that belongs to this region alone. While it is away no broker can be started, so that it serves again is always said."""
+
+    told_after = 0
+
+    def __init__(self, folder: RegionFolder, config: RegionConfig) -> None:
+        self._folder = folder
+        self._region = str(config.region)
+        self._endpoint = Address.parse(config.metadata.endpoints[0])
+        self._keeping: asyncio.Task[None] | None = None
+
+    def keep_on(self) -> None:
+        """Start it again whenever it ends, until `end`."""
+        self._keeping = asyncio.ensure_future(self.keep())
+
+    async def end(self) -> None:
+        """In order, or after STOP_TIMEOUT_S by force."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self.child.end()
+
+    async def start(self) -> None:
+        url = f"http://{self._endpoint}"
+        self.child = await _Child.start(
+            [
+                _etcd_binary(),
+                f"--name={self._region}",
+                f"--data-dir={self._folder.root / ETCD_FOLDER / 'data'}",
+                f"--listen-client-urls={url}",
+                f"--advertise-client-urls={url}",
+                "--listen-peer-urls=http://127.0.0.1:0",
+                f"--initial-advertise-peer-urls={ETCD_PEER}",
+                f"--initial-cluster={self._region}={ETCD_PEER}",
+                "--auto-compaction-mode=revision",
+                "--auto-compaction-retention=10000",
+                "--logger=zap",
+                "--log-level=warn",
+            ],
+            f"The etcd of {self._region}",
+            log_file(self._folder, ETCD_FOLDER),
+        )
+
+    def _is_serving(self) -> bool:
+        # On loopback this takes no time.
+        try:
+            socket.create_connection(self._endpoint, timeout=LOOK_S).close()
+        except OSError:
+            return False
+        return True
+
+
 def _make_room(said: Path) -> None:
     """For a log: its folder is there, and what it has is put aside where that is much."""
     said.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -431,44 +501,16 @@ def _make_room(said: Path) -> None:
         said.replace(said.with_name(f"{said.name}.1"))
 
 
-async def start_etcd(folder: RegionFolder, config: RegionConfig) -> _Child:
+async def start_etcd(folder: RegionFolder, config: RegionConfig) -> Etcd:
     """The etcd that belongs to this region alone, once it answers. Raises UnavailableError."""
-    endpoint = Address.parse(config.metadata.endpoints[0])
-    url = f"http://{endpoint}"
-    child = await _Child.start(
-        [
-            _etcd_binary(),
-            f"--name={config.region}",
-            f"--data-dir={folder.root / ETCD_FOLDER / 'data'}",
-            f"--listen-client-urls={url}",
-            f"--advertise-client-urls={url}",
-            "--listen-peer-urls=http://127.0.0.1:0",
-            f"--initial-advertise-peer-urls={ETCD_PEER}",
-            f"--initial-cluster={config.region}={ETCD_PEER}",
-            "--auto-compaction-mode=revision",
-            "--auto-compaction-retention=10000",
-            "--logger=zap",
-            "--log-level=warn",
-        ],
-        f"The etcd of {config.region}",
-        log_file(folder, ETCD_FOLDER),
-    )
+    etcd = Etcd(folder, config)
+    await etcd.start()
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while True:
-                if child.process.returncode is not None:
-                    raise child.failure()
-                with suppress(OSError):
-                    _, writer = await asyncio.open_connection(*endpoint)
-                    writer.close()
-                    return child
-                await asyncio.sleep(LOOK_S)
-    except TimeoutError:
-        await child.end()
-        raise UnavailableError(
-            f"{child.what} did not answer at {endpoint} within {START_TIMEOUT_S:.0f} s.",
-            hint=f"See {child.said}.",
-        ) from None
+        await etcd.serves()
+    except BaseException:
+        await etcd.end()
+        raise
+    return etcd
 
 
 def _etcd_binary() -> str:

@@ -531,8 +531,8 @@ class BrokerState(Message, frozen=True, tag="broker"):
 class RegionState(Message, frozen=True, tag="region"):
     """Gauges of one broker, by name; each limit follows the gauge that it limits (docs/operations.md). `expiring`: the
     certificates that end first, of those that are near their end. `bridges`: the region's own that have a session with this
-    broker. `brokers`: all of them, as the one that answers knows, where there are several. `alarms`: what needs a person, where it is the
-    controller. `replicas`: copies of a new stream that does not say how many, where there are several brokers. `moving`: shards
+    broker. `brokers`: all of them, as the one that answers knows, where there are several. `alarms`: what is wrong, as it
+    knows, the most serious first; `remarks`: what is as an operator has it, such as a broker that is drained. `replicas`: copies of a new stream that does not say how many, where there are several brokers. `moving`: shards
     whose copies are on their way to other brokers.
     """
 
@@ -549,6 +549,7 @@ class RegionState(Message, frozen=True, tag="region"):
     alarms: list[Text] = []
     replicas: int = 0
     moving: int = 0
+    remarks: list[Text] = []
 
 
 class DescribeTraffic(Repeatable["TrafficPage"], frozen=True, tag="describe_traffic"):

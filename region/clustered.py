@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -38,6 +39,7 @@ from region.audit_log import AuditLog
 from region.cluster import condition, registration, transactions
 from region.cluster.assignments import Leader
 from region.cluster.member import ClusterMember
+from region.cluster.problems import Found, look, vacancy
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.log.copies import Copies
@@ -52,8 +54,6 @@ log = logging.getLogger("felix.region.cluster")
 RETRY_MS: Final = 25
 """A client that asked the wrong broker, or one that is about to lead, retries after this; the SDK waits twice as long each time. A leader that
 stops in order is followed within some tens of milliseconds."""
-MISSING_SHOWN: Final = 3
-"""Shards without all of their copies that the region's status names."""
 BRIDGES_S: Final = 1.0
 """How long a broker is waited for that is asked which bridges it knows."""
 DEFAULT_REPLICAS: Final = 3
@@ -63,7 +63,7 @@ _RECOVER_HINTS: Final = {
     Reason.TOO_EARLY: "Wait so long, or say --powered-off if those machines surely run no more.",
     Reason.STILL_LEADS: "Nothing has to be recovered.",
     Reason.STILL_ALIVE: "It is elected by itself once its logs are open; wait for it.",
-    Reason.NOT_REGISTERED: "Name a broker that is up and has a copy: felix stream describe shows them.",
+    Reason.NOT_REGISTERED: "Name a broker that is up and has a copy:",
 }
 MOVES_SHOWN: Final = 100
 """Of what a rebalancing would move: more than a person reads, and within one answer."""
@@ -153,15 +153,22 @@ class Clustered:
         """What a broker answers that does not serve a shard: who does, where somebody is known to."""
         leader = self.member.assignments.leader(record.incarnation, shard)
         if leader is None or not leader.address:
+            why = vacancy(self.member.mirror.view, ShardId(record.incarnation, shard))
             return NotLeaderError(
-                f"No broker leads shard {shard} of {record.name} at the moment.",
-                hint="Try again: a new stream is placed within a second. Else `felix region status` shows which brokers run.",
+                f"No broker leads shard {shard} of {record.name} at the moment{': ' if why else ''}{why}.",
+                hint="`felix region status` says how to go on."
+                if why
+                else "Try again: a new stream is placed within a second. Else `felix region status` says what is wrong.",
                 retry_after_ms=RETRY_MS,
                 stream=record.name,
             )
         if leader.broker == self.member.broker:
+            refusal = self.member.refusal()
             return NotLeaderError(
-                f"Shard {shard} of {record.name} is about to be served here.",
+                f"Shard {shard} of {record.name} is about to be served here."
+                if refusal is None
+                else refusal.sentence,
+                hint="" if refusal is None else "`felix region status` says what is wrong.",
                 retry_after_ms=RETRY_MS,
                 stream=record.name,
                 epoch=leader.epoch,
@@ -199,31 +206,54 @@ class Clustered:
         """The brokers that have copies of the stream; empty before it is placed."""
         return frozenset(self.members(record, 0)[0])
 
-    def alarms(self, records: Iterable[Stream]) -> list[str]:
-        """What needs a person, as this broker knows: copies that are missing first."""
+    def problems(self, records: Iterable[Stream]) -> Found:
+        """What is wrong with the region, the most serious first, and what an operator has it be, as this broker knows: from the records, so each
+        broker says the same, and of the copies that it has itself. `records`: the catalog's streams."""
         own = self.member.audit.stream
-        missing = [
-            f"{record.name} shard {number} ({', '.join(in_sync) or 'none'} of {', '.join(replicas)})"
-            for record in (*records, *([own] if own is not None else []))
-            if is_replicated(record.config)
-            for number in range(record.config.shards)
-            for replicas, in_sync in (self.members(record, number),)
-            if len(in_sync) < record.config.replicas
-        ]
-        found = []
-        if missing:
-            more = f" and {len(missing) - MISSING_SHOWN} more" if len(missing) > MISSING_SHOWN else ""
-            found.append(f"Not every copy is in sync: {', '.join(missing[:MISSING_SHOWN])}{more}.")
+        found = look(
+            self.member.mirror.view,
+            (*records, *([own] if own is not None else [])),
+            self.member.region,
+        )
+        problems = [*self._store_troubles(), *found.problems]
         if self.replicas is not None:
-            found += (
+            problems += (
                 f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {self.member.broker}: {sentence}."
                 for shard, sentence in sorted(self.replicas.host.alarms.items())
             )
         if own is None and len(self.member.brokers) > 1:
-            found.append(self._one_disk())
+            problems.append(self._one_disk())
         if self.audit is not None and self.audit.trouble:
-            found.append(f"The audit log's copy at broker {self.member.broker}: {self.audit.trouble}")
-        return [*found, *sorted(self.member.alarms.values())]
+            problems.append(f"The audit log's copy at broker {self.member.broker}: {self.audit.trouble}")
+        return Found(problems, found.remarks)
+
+    def alarms(self, records: Iterable[Stream]) -> list[str]:
+        """The problems alone."""
+        return self.problems(records).problems
+
+    def _store_troubles(self) -> Iterator[str]:
+        """What keeps this broker from knowing, or saying, more than what was so a while ago."""
+        member = self.member
+        silent_ms, since_ms = member.unanswered()
+        refusal = member.refusal()
+        if silent_ms:
+            since = datetime.fromtimestamp(since_ms / 1_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+            served = (
+                "Streams of one copy and those with --acks leader are not served, others for a quarter of an hour at most"
+                if refusal is not None
+                else "What is led is served until the lease ends"
+            )
+            yield (
+                f"The metadata store has not answered broker {member.broker} for {silent_ms // 1_000} s (since {since}). {served}; no shard gets another "
+                "leader, no stream is created, nothing moves, and a broker that stops cannot start. Have etcd answer again; where `felix region "
+                "up` runs it, it is started again by itself. What else is said here was so then."
+            )
+        elif refusal is not None:
+            yield refusal.sentence
+        view = member.mirror.view
+        is_told = view.frozen is not None or view.keys.frozen in view.unreadable
+        if not is_told and (went_back := member.alarms.get("frozen")):
+            yield f"The metadata store went back: {went_back}."
 
     def _one_disk(self) -> str:
         """What a person should do about an audit log without copies, as this broker knows it."""
@@ -420,9 +450,11 @@ class Clustered:
                 powered_off=powered_off,
             )
             if isinstance(made, Refusal):
-                raise RequestError(
-                    made.sentence, code=Code.CONFLICT, hint=_RECOVER_HINTS.get(made.reason, "")
-                )
+                hint = _RECOVER_HINTS.get(made.reason, "")
+                if made.reason is Reason.NOT_REGISTERED:
+                    living = [name for name in before.replicas if view.brokers.registration(name)]
+                    hint += f" {', '.join(living) or 'none'}."
+                raise RequestError(made.sentence, code=Code.CONFLICT, hint=hint)
             result = await mirror.commit(made)
             if result is not None and result.succeeded:
                 break

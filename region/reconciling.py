@@ -26,7 +26,7 @@ from region.reconciliation import FolderReport, Plan
 
 ASKED_AGAIN: Final = Transaction((), ())
 _HINTS: Final = {
-    Reason.NO_REPORT: "On the machine that has it: `felix region reconcile REGION --save FILE`; then name the file here with --report. If it will "
+    Reason.NO_REPORT: "On the machine that has it: `felix region reconcile {region} --save FILE`; then name the file here with --report. If it will "
     "not come back: --without BROKER.",
     Reason.OLD_FOLDER: "Put its newest folder back. A file of --save that is older than the broker's last start: make it again.",
 }
@@ -47,6 +47,9 @@ class Reconciler:
         self._runtime = runtime
         self._note = note
         self._mirror = ClusterMirror(store, region, runtime)
+
+    def _hint(self, reason: Reason) -> str:
+        return _HINTS.get(reason, "").replace("{region}", self._region)
 
     async def open(self) -> None:
         """Read what the store has, and wait until no broker is alive in it. Raises UnavailableError(SERVED_ELSEWHERE) where one stays so, CorruptionError
@@ -116,7 +119,7 @@ class Reconciler:
             election=lambda: self._runtime.random.randbytes(ELECTION_CHARS // 2).hex(),
         )
         if isinstance(made, Refusal):
-            raise RequestError(made.sentence, code=Code.CONFLICT, hint=_HINTS.get(made.reason, ""))
+            raise RequestError(made.sentence, code=Code.CONFLICT, hint=self._hint(made.reason))
         if audit is not None and audit != stored:
             made.audit_home, made.audit_revision = audit.encode(), 0 if entry is None else entry.mod_revision
             made.notes.append(

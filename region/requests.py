@@ -92,6 +92,7 @@ from policy.access import Verb, parse_rights
 from region import overview
 from region.audience import AUDIENCES, request_name
 from region.broker import Broker, auto_config
+from region.cluster.problems import NOTHING
 from region.clustered import Clustered
 from region.export import ExportService
 from region.governance.service import SYNCED_KINDS, Governance
@@ -578,6 +579,7 @@ class Requests:
         several = broker.clustered
         if several is not None and several.replicas is not None:
             gauges |= several.replicas.gauges()
+        found = NOTHING if several is None else several.problems(stream.record for stream in broker.streams)
         return RegionState(
             broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size,
             [
@@ -586,9 +588,10 @@ class Requests:
             ],
             broker.bridges() if several is None else await several.bridges(broker.bridges()),
             [] if several is None else several.states(stream.record for stream in broker.streams),
-            [] if several is None else several.alarms(stream.record for stream in broker.streams),
+            found.problems,
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,
+            found.remarks,
         )  # fmt: skip
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:

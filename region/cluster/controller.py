@@ -43,6 +43,8 @@ ASK_AGAIN_MS: Final = 1_000
 """How soon brokers are asked again how far their copies go."""
 DECISIONS_MAX: Final = 2 * SHARDS_PER_TRANSACTION
 """Shards decided on in one step, for the same reason; the rest follows in the next."""
+SHARD_SUBJECT: Final = "shard "
+"""How the subject of an alarm begins that the controller alone raises."""
 PLAN_LOOKS: Final = 10_000
 """How far a plan goes on in one step (placement.Planning): some tens of milliseconds at most, so that leases are renewed beside
 it. A region of some hundred shards is planned in one."""
@@ -486,6 +488,10 @@ class ControllerCore:
         if term and term != self._term:
             self._stalled_ms = None
             self._due.update(view.shards)
+        if self._term and not term:
+            # Whoever is the controller now decides on the shards, and says what becomes of them.
+            for subject in [each for each in self._alarms if each.startswith(SHARD_SUBJECT)]:
+                self._alarm(subject, "")
         self._term = term
 
     def _bid(self, now_ms: int) -> None:
@@ -958,7 +964,7 @@ def _named(record: ShardRecord) -> tuple[str, ...]:
 
 
 def _subject(shard: ShardId) -> str:
-    return f"shard {shard.incarnation}/{shard.number}"
+    return f"{SHARD_SUBJECT}{shard.incarnation}/{shard.number}"
 
 
 def _deleted_key(keys: ClusterKeys, shard: ShardId) -> str:

@@ -213,6 +213,16 @@ class ClusterMember:
         """This broker's registration and lease."""
         return self._registry
 
+    @property
+    def region(self) -> str:
+        """The region's name."""
+        return self._region
+
+    def unanswered(self) -> tuple[int, int]:
+        """For how long the metadata store has answered this broker nothing, in ms, and since when (wall clock, ms); 0 and 0 while it answers."""
+        silent_ms = self._registry.unanswered_ms()
+        return (silent_ms, self._runtime.clock.now_ms() - silent_ms) if silent_ms else (0, 0)
+
     def refusal(self) -> UnavailableError | None:
         """Why this broker may not answer for what it leads now, or None."""
         return self._registry.refusal()

@@ -163,6 +163,7 @@ class ClusterKeys:
     """The keys of a region's cluster, made in one place. Prefixes end in a slash."""
 
     def __init__(self, region: str) -> None:
+        self.region = region
         self.prefix = Keys(region).prefix
         self.nodes = f"{self.prefix}nodes/"
         self.brokers = f"{self.prefix}brokers/"

@@ -256,13 +256,13 @@ def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: 
         return Refusal(
             Reason.OTHER_FOLDER,
             f"Broker {name} had another data folder. Put it back: with it the broker goes on where it was. If it is lost, `felix region up "
-            f"REGION --broker {name} --replace-folder` gives it up.",
+            f"{view.keys.region} --broker {name} --replace-folder` gives it up.",
         )
     highest = max(file.registration, file.intended)
     if node.registration > highest:
         return _old_folder(name)
     if node.registration < file.registration:
-        return _old_store(name)
+        return _old_store(view, name)
     return _pulse_of(view, file, name)
 
 
@@ -270,7 +270,7 @@ def superseded(view: ClusterView, file: FolderRecord, broker: str) -> Refusal | 
     """Whether the registration that this process has is not the broker's any more, or the store is older than its folder."""
     node = view.nodes.get(broker)
     if node is None or node.registration < file.registration:
-        return _old_store(broker)
+        return _old_store(view, broker)
     if node.folder != file.folder or node.registration != file.registration:
         return Refusal(
             Reason.SUPERSEDED,
@@ -284,7 +284,7 @@ def _pulse_of(view: ClusterView, file: FolderRecord, broker: str) -> Refusal | N
     if there > file.pulse:
         return _old_folder(broker)
     if there < file.pulse - 1:
-        return _old_store(broker)
+        return _old_store(view, broker)
     return None
 
 
@@ -302,7 +302,7 @@ def _old_folder(broker: str) -> Refusal:
 
 def _unknown(view: ClusterView, broker: str) -> Refusal:
     """A folder that was registered, of a broker that the store does not have."""
-    refusal = _old_store(broker)
+    refusal = _old_store(view, broker)
     if not view.nodes:
         return refusal
     return dataclasses.replace(
@@ -312,11 +312,11 @@ def _unknown(view: ClusterView, broker: str) -> Refusal:
     )
 
 
-def _old_store(broker: str) -> Refusal:
+def _old_store(view: ClusterView, broker: str) -> Refusal:
     return Refusal(
         Reason.OLD_STORE,
         f"The metadata store is older than the data folder of broker {broker}: it was put back from a backup, or lost. "
-        "Put the newest store back; where there is none, stop all brokers: `felix region reconcile REGION --dry-run` says what makes it fit.",
+        f"Put the newest store back; where there is none, stop all brokers: `felix region reconcile {view.keys.region} --dry-run` says what makes it fit.",
     )
 
 

@@ -90,6 +90,8 @@ class Registry:
         self._file = FolderRecord(folder="")
         self._registered_revision = 0
         self._lease: Lease | None = None
+        self._answered_ms = 0
+        """when it answered last while there was no lease"""
         self._is_announced = False
         self._health = Health()
         self._why = "it is not registered yet"
@@ -169,6 +171,15 @@ class Registry:
             hint="Ask the region's other brokers. This one is back once the store answers it.",
             retry_after_ms=RETRY_MS,
         )
+
+    def unanswered_ms(self) -> int:
+        """For how long the store has answered this broker nothing; 0 while it answers. It is asked three times a lease, so this is known after two
+        thirds of one."""
+        lease = self._lease
+        if lease is None:
+            return 0
+        silent_ms = self._clock.boot_ms() - max(lease.renewed_ms, self._answered_ms)
+        return silent_ms if silent_ms > lease.ttl_ms * 2 // 3 else 0
 
     def on_lease(self, listener: Callable[[Lease | None], None]) -> None:
         """Tell `listener` of each new lease that the broker is alive under, once the watch has shown that: what was elected while it was not
@@ -285,6 +296,7 @@ class Registry:
                 self._fence(lease.reason)
             if lease is None or not self._is_announced:
                 lease, is_new = await self._store.grant(self._lease_ms), True
+                self._answered_ms = lease.renewed_ms
             try:
                 revision = await self._put(lease)
             except BaseException:

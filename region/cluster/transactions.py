@@ -377,7 +377,12 @@ def leader_has_stopped(view: ClusterView, record: ShardRecord) -> bool:
 
 
 def why_vacant(view: ClusterView, shard: ShardId) -> str:
-    """Why nobody can lead the shard, member by member, for a person."""
+    """Why nobody can lead the shard, member by member, as a sentence for a person."""
+    return f"{view.shards[shard].stream} shard {shard.number}: {reasons_vacant(view, shard)}."
+
+
+def reasons_vacant(view: ClusterView, shard: ShardId) -> str:
+    """The same, without the shard's name."""
     record, brokers = view.shards[shard], view.brokers
     reasons = []
     for member, recorded in sorted(record.members().items()):
@@ -393,11 +398,7 @@ def why_vacant(view: ClusterView, shard: ShardId) -> str:
         else:
             why = "may have lost what was not synced"
         reasons.append(f"{member} {why}")
-    return (
-        f"{record.stream} shard {shard.number}: "
-        + ("; ".join(reasons) or "no copy has all that is committed")
-        + "."
-    )
+    return "; ".join(reasons) or "no copy has all that is committed"
 
 
 def _stopped(view: ClusterView, shard: ShardId) -> tuple[Compare, ...]:

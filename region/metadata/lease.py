@@ -76,6 +76,11 @@ class Lease:
         """How long the store surely keeps this lease from now on; 0 once it is lost or may be."""
         return 0 if self.lost.is_set() else max(0, self._valid_until_ms - self._clock_ms())
 
+    @property
+    def renewed_ms(self) -> int:
+        """When what the store answered last was sent, by the clock of `clock_ms`."""
+        return self._valid_until_ms - self.ttl_ms
+
     def keep_alive(self) -> None:
         """Renew in the background until the lease is lost, revoked or its store is closed."""
         if self._keeper is None and not self.lost.is_set():

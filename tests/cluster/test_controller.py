@@ -315,6 +315,26 @@ def test_r11_a_shard_whose_only_copy_failed_is_vacant_with_an_alarm_and_no_storm
     assert region.hosts["b"].alarms == {}
 
 
+def test_a_controller_that_lost_its_term_takes_back_what_it_said_of_shards() -> None:
+    region = Region(controllers="bc")
+    region.pass_ms(100)
+    (name,) = [name for name, host in region.hosts.items() if host.core.term]
+    host, other = region.hosts[name], "c" if name == "b" else "b"
+    region.place("a", min=1)
+    region.pass_ms(50)
+    region.die("a")
+    region.until(lambda: host.alarms != {}, 3 * LEASE_MS)
+    host.client.cut_in = True
+    region.lose_lease(name)
+    assert region.do(region.announce(name))
+    region.until(lambda: region.hosts[other].core.term > 0)
+    host.client.heal()
+    region.start("a")
+    region.until(lambda: region.record().leader == "a", 3 * LEASE_MS)
+    region.pass_ms(2_500)
+    assert not host.core.term and host.alarms == {} == region.hosts[other].alarms
+
+
 def test_r5b_a_replaced_folder_is_taken_out_of_all_sets() -> None:
     region = Region()
     region.place("abc")

@@ -176,6 +176,26 @@ def test_a_store_that_was_away_gets_the_broker_back_under_its_number_and_its_lat
     play(scene)
 
 
+def test_for_how_long_the_store_has_not_answered_is_known_before_the_lease_ends_and_until_it_answers() -> (
+    None
+):
+    async def scene(region: Region) -> None:
+        broker = region.broker()
+        registry = await broker.start()
+        await asyncio.sleep(3 * LEASE_MS / 1_000)
+        assert registry.unanswered_ms() == 0
+        region.store.is_away = True
+        await region.until(registry.unanswered_ms)
+        assert registry.may_answer() and 2 * LEASE_MS // 3 < registry.unanswered_ms() < LEASE_MS
+        await asyncio.sleep(60)
+        assert not registry.may_answer() and 60_000 <= registry.unanswered_ms() < 60_000 + LEASE_MS
+        region.store.is_away = False
+        await region.until(registry.may_answer)
+        assert registry.unanswered_ms() == 0
+
+    play(scene)
+
+
 def test_a_new_lease_is_told_once_the_watch_has_shown_what_was_elected_before_it() -> None:
     async def scene(region: Region) -> None:
         broker = region.broker()

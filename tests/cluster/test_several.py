@@ -356,3 +356,61 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
         async with client(folder) as operator:
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
             assert await operator.stream("acme/ops/orders").publish(b"z") == 2
+
+
+@pytest.mark.etcd
+@pytest.mark.fault
+async def test_the_regions_own_etcd_that_is_killed_is_started_again_and_status_says_so_until_it_answers(
+    tmp_path: Path,
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path, 2, lease="2s")
+    async with running(folder):
+        parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
+        async with client(folder) as operator:
+            await operator.create_stream("acme/ops/orders")
+
+            async def problems() -> list[str]:
+                return (await operator.describe()).alarms
+
+            async def has_none() -> bool:
+                return not await problems()
+
+            async def is_told() -> bool:
+                return (await problems())[:1] != [] and "metadata store has not answered" in (
+                    await problems()
+                )[0]
+
+            await until(has_none)
+            own_etcd(parent).suspend()
+            await until(is_told)
+            told = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
+            first = " ".join(told.out.split())
+            assert first.startswith("problem: The metadata store has not answered broker b")
+            before = own_etcd(parent)
+            before.kill()
+            await until(lambda: (found := etcd_of(parent)) is not None and found != before)
+            await until(has_none)
+            assert await operator.stream("acme/ops/orders").publish(b"after") == 0
+            await operator.create_stream("acme/ops/more")
+        said = folder.run / "broker.log"
+        assert "The etcd of us-east ended with -9 and is started again" in said.read_text()
+        assert "The etcd of us-east serves again." in said.read_text()
+
+
+def own_etcd(parent: psutil.Process) -> psutil.Process:
+    found = etcd_of(parent)
+    assert found is not None
+    return found
+
+
+def etcd_of(parent: psutil.Process) -> psutil.Process | None:
+    """Of the children of `felix region up` the etcd; None while it does not run."""
+    for child in parent.children():
+        try:
+            if child.name() == "etcd" and child.status() != psutil.STATUS_ZOMBIE:
+                return child
+        except psutil.NoSuchProcess:
+            continue
+    return None

@@ -1,0 +1,225 @@
+"""What is wrong with a region of several brokers, for a person, as each of its brokers knows it from the records: the most serious first. Pure.
+
+A problem ends once somebody has done something, or by itself. A remark is as an operator has it, such as a broker that is drained, and stays for as
+long; so whoever waits until there is no problem does not wait for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Final, NamedTuple
+
+from region.cluster import transactions
+from region.cluster.election import candidates, may_ask_for_ends
+from region.cluster.records import ShardId, ShardRecord
+from region.cluster.view import ClusterView
+from region.metadata.records import AUDIT_STREAM, Stream, is_replicated
+
+SHOWN: Final = 3
+"""Shards that a sentence names."""
+GROUPS_SHOWN: Final = 5
+"""Reasons why nobody leads a shard that are told one by one."""
+
+
+class Found(NamedTuple):
+    """Sentences, and of problems the command to go on with where there is one."""
+
+    problems: list[str]
+    remarks: list[str]
+
+
+NOTHING: Final = Found([], [])
+
+
+class _Shard(NamedTuple):
+    stream: Stream
+    id: ShardId
+    record: ShardRecord | None
+
+    def __str__(self) -> str:
+        return f"{self.stream.name} shard {self.id.number}"
+
+
+def look(view: ClusterView, streams: Iterable[Stream], region: str) -> Found:
+    """`streams`: all of the region, with those that stand in no catalog."""
+    shards = [
+        _Shard(stream, shard, view.shards.get(shard))
+        for stream in streams
+        for number in range(stream.config.shards)
+        for shard in (ShardId(stream.incarnation, number),)
+        if view.keys.shard(shard) not in view.unreadable
+    ]
+    away, away_remarks = _away(view)
+    copies, copies_remarks = _copies(view, shards)
+    problems = [
+        *_frozen(view, region),
+        *_led_by_nobody(view, shards, region),
+        *_below_min(view, shards),
+        *away,
+        *copies,
+        *(f"{key} cannot be read: {why}" for key, why in sorted(view.unreadable.items())),
+    ]
+    return Found(problems, [*away_remarks, *copies_remarks])
+
+
+def vacancy(view: ClusterView, shard: ShardId) -> str:
+    """Why nobody can lead a shard by rule; empty where somebody leads it, or is about to."""
+    record = view.shards.get(shard)
+    if record is None or not transactions.leader_has_stopped(view, record) or _is_elected(view, record):
+        return ""
+    return transactions.reasons_vacant(view, shard)
+
+
+def _is_elected(view: ClusterView, record: ShardRecord) -> bool:
+    return bool(candidates(record, view.brokers)) or may_ask_for_ends(record, view.brokers)
+
+
+def _frozen(view: ClusterView, region: str) -> Iterator[str]:
+    if view.frozen is not None:
+        yield (
+            f"The metadata store is older than the brokers' folders: {view.frozen.why}. Nothing is placed or elected. Put the newest backup of it "
+            f"back, stop all brokers, and run `felix region reconcile {region} --dry-run`."
+        )
+
+
+def _led_by_nobody(view: ClusterView, shards: Iterable[_Shard], region: str) -> Iterator[str]:
+    groups: defaultdict[str, list[_Shard]] = defaultdict(list)
+    soon: list[_Shard] = []
+    for shard in shards:
+        record = shard.record
+        if record is None:
+            soon.append(shard)
+        elif transactions.leader_has_stopped(view, record):
+            begins_anew = shard.stream.config.durability.kind == "ephemeral" and bool(view.alive)
+            if begins_anew or _is_elected(view, record):
+                soon.append(shard)
+            else:
+                groups[transactions.reasons_vacant(view, shard.id)].append(shard)
+    for why, found in sorted(groups.items(), key=lambda item: -len(item[1]))[:GROUPS_SHOWN]:
+        yield f"Nobody leads {_named(found)}: {why}. {_go_on(view, found[0], region)}".rstrip()
+    if len(groups) > GROUPS_SHOWN:
+        yield f"Nobody leads shards for {len(groups) - GROUPS_SHOWN:,} more reasons."
+    if soon:
+        yield f"Nobody leads {_named(soon)} yet: a broker is about to."
+
+
+def _go_on(view: ClusterView, shard: _Shard, region: str) -> str:
+    """What a person does about a shard that nobody can lead by rule."""
+    record, brokers = shard.record, view.brokers
+    assert record is not None
+    members = sorted(record.members())
+    away = [member for member in members if not brokers.registration(member)]
+    failed = [member for member in members if member in record.failed and member not in away]
+    is_audit_log = record.stream == str(AUDIT_STREAM)
+    if away:
+        bring = f"Start {', '.join(away)}"
+    elif failed:
+        return f"Restart {', '.join(failed)}."
+    else:
+        bring = ""
+    if is_audit_log:
+        return f"{bring}: more than half of its copies are needed." if bring else ""
+    living = [
+        broker for broker in dict.fromkeys((*record.replicas, *record.target)) if brokers.registration(broker)
+    ]
+    if living:
+        winner = min(living, key=lambda broker: broker not in members)
+        lost = "".join(f" --lost {member}" for member in members if member != winner)
+        way = f"felix region recover-shard {record.stream} {shard.id.number} --from {winner}{lost} --accept-loss --region {region}"
+        return (
+            f"{bring}; only if what was there is lost: `{way}`."
+            if bring
+            else f"What was there was given up; without it goes on: `{way}`."
+        )
+    if len(away) == 1:
+        return f"{bring}; only if its disk is lost: `felix region up {region} --broker {away[0]} --replace-folder`."
+    return f"{bring}."
+
+
+def _below_min(view: ClusterView, shards: Iterable[_Shard]) -> Iterator[str]:
+    found = [
+        shard
+        for shard in shards
+        if (record := shard.record) is not None
+        and len(record.isr) < record.min
+        and not transactions.leader_has_stopped(view, record)
+    ]
+    if found:
+        yield f"Nothing is written to {_named(found)}: fewer copies are in sync than a record needs."
+
+
+def _away(view: ClusterView) -> tuple[list[str], list[str]]:
+    """A line for each broker that is not alive; remarks of those that an operator drained."""
+    problems, remarks = [], []
+    has = Counter(
+        broker
+        for record in view.shards.values()
+        for broker in {record.leader, *record.replicas, *record.target, *record.members()}
+    )
+    for broker, node in sorted(view.nodes.items()):
+        if broker in view.alive or view.keys.broker(broker) in view.unreadable:
+            continue
+        copies = f"copies of {has[broker]:,} shards" if has[broker] else "no copies"
+        state = "was stopped and is not alive" if node.clean == node.registration else "is not alive"
+        if node.drain:
+            remarks.append(f"Broker {broker} {state}, is drained, and has {copies}.")
+        else:
+            gone = "" if not has[broker] else f"`felix region drain {broker}`, then "
+            problems.append(
+                f"Broker {broker} {state}, and has {copies}. Start it; if it is gone for good: {gone}`felix region retire {broker}`."
+            )
+    return problems, remarks
+
+
+def _copies(view: ClusterView, shards: Iterable[_Shard]) -> tuple[list[str], list[str]]:
+    """Shards with fewer copies in sync than they are to have, by the reason."""
+    nodes, alive = view.nodes, view.alive
+    usable = {broker for broker in alive if broker in nodes and not nodes[broker].drain}
+    behind: list[_Shard] = []
+    away: defaultdict[tuple[str, ...], list[_Shard]] = defaultdict(list)
+    drained: defaultdict[tuple[str, ...], list[_Shard]] = defaultdict(list)
+    for shard in shards:
+        record, wanted = shard.record, shard.stream.config.replicas
+        if record is None or not is_replicated(shard.stream.config) or len(record.isr) >= wanted:
+            continue
+        has = {*record.replicas, *record.target}
+        missing = has - record.isr.keys()
+        if missing & alive.keys() or (not missing and usable - has):
+            behind.append(shard)
+            continue
+        without = missing or nodes.keys() - has
+        gone = tuple(sorted(broker for broker in without if broker not in nodes or not nodes[broker].drain))
+        if gone:
+            away[gone].append(shard)
+        else:
+            drained[tuple(sorted(without))].append(shard)
+    problems = [
+        f"Too few copies while {_are(brokers)} not alive: {_named(found, _standing)}."
+        for brokers, found in sorted(away.items())
+    ]
+    if behind:
+        problems.append(f"Not every copy is in sync: {_named(behind, _standing)}.")
+    remarks = [
+        f"Fewer copies while {_are(brokers)} drained, which is normal: {_named(found, _standing)}."
+        if brokers
+        else f"Fewer copies, as the region has {len(nodes)} brokers: {_named(found, _standing)}."
+        for brokers, found in sorted(drained.items())
+    ]
+    return problems, remarks
+
+
+def _are(brokers: Iterable[str]) -> str:
+    names = tuple(brokers)
+    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+
+
+def _standing(shard: _Shard) -> str:
+    assert shard.record is not None
+    in_sync = ", ".join(sorted(shard.record.isr)) or "none"
+    return f"{shard} has {len(shard.record.isr)} of {shard.stream.config.replicas} ({in_sync})"
+
+
+def _named(shards: Sequence[_Shard], said: Callable[[_Shard], str] = str) -> str:
+    more = f" and {len(shards) - SHOWN:,} more" if len(shards) > SHOWN else ""
+    return ", ".join(map(said, shards[:SHOWN])) + more

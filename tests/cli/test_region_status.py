@@ -1,0 +1,72 @@
+"""What `felix region status` and `down` say of several brokers of this machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from region_home import make_region
+
+from cli import region
+from cli.process import FAILURE, failure
+from cli.several import log_file
+from felix.errors import Code, RequestError
+from felix.messages import BrokerState
+
+REFUSED = f"{FAILURE}Broker b2 had another data folder.\n       Put it back.\n       CONFLICT (409)\n"
+
+
+def test_why_a_process_failed_is_read_at_the_end_of_its_log_alone(tmp_path: Path) -> None:
+    said = tmp_path / "b2.log"
+    said.write_text("it serves\n" + REFUSED)
+    words = failure(said)
+    assert words is not None and (words.sentence, words.hint) == (
+        "Broker b2 had another data folder.",
+        "Put it back.",
+    )
+    said.write_text(REFUSED + "it serves again\n" * 20)
+    assert failure(said) is None
+
+
+def test_a_broker_that_was_refused_on_this_machine_has_its_reason_in_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    folder = make_region(tmp_path, "us-east")
+    for name in ("b1", "b2"):
+        log_file(folder, name).parent.mkdir(exist_ok=True)
+        log_file(folder, name).write_text(REFUSED)
+    states = [BrokerState("b1", "127.0.0.1:7443"), BrokerState("b2"), BrokerState("b3")]
+    (told,) = region._ends_here("us-east", states)
+    assert told.startswith("Broker b2 ended here: Broker b2 had another data folder. Put it back. See ")
+
+
+def test_problems_stand_first_one_a_line_then_remarks(capsys: pytest.CaptureFixture[str]) -> None:
+    problems = [f"the {number}. thing" for number in range(12)]
+    region._print_problems({"problems": problems, "remarks": ["b3 is drained"]})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["problem: the 0. thing", "problem: the 1. thing"]
+    assert lines[10:] == ["and 2 more: --json shows all", "remark: b3 is drained"]
+
+
+def test_brokers_that_end_by_themselves_while_they_are_stopped_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped: list[str] = []
+
+    def stop(path: Path, what: str) -> int:
+        if path.name.startswith("b3"):
+            raise RequestError(f"{what} does not run.", code=Code.NOT_FOUND)
+        stopped.append(path.name)
+        return 7
+
+    pids: list[Any] = [(tmp_path / f"b{number}.pid", f"Broker b{number} of us-east") for number in (1, 2, 3)]
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    make_region(tmp_path, "us-east")
+    monkeypatch.setattr(region, "_pid_files", lambda folder, config: pids)
+    monkeypatch.setattr(region, "read_state", lambda path: {"pid": 7} if path in dict(pids) else None)
+    monkeypatch.setattr(region, "stop", stop)
+    region.down("us-east")
+    assert stopped == ["b1.pid", "b2.pid"]
+    assert capsys.readouterr().out.splitlines()[-1] == "Broker b3 of us-east has stopped"

@@ -1,0 +1,72 @@
+"""What one of several brokers answers for its region: whether the store answers it first, and why nobody leads a shard."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from cluster.samples import STREAM, shard_record, view_of
+
+from felix.errors import UnavailableError
+from region.cluster.assignments import Assignments
+from region.cluster.audit_home import AuditHome
+from region.cluster.view import ClusterView
+from region.clustered import Clustered
+from region.metadata.records import Stream, StreamConfig
+
+RECORD = Stream(name="acme/payments/orders", incarnation=STREAM, created_ms=0, config=StreamConfig())
+LED_BY = {"replicas": ("c",), "min": 1}
+"""A shard whose only copy is at c."""
+
+
+def clustered(view: ClusterView, **member: Any) -> Clustered:
+    """At broker a, which is not the controller."""
+    known: dict[str, Any] = {
+        "broker": "a",
+        "region": "us-east",
+        "mirror": SimpleNamespace(view=view),
+        "assignments": Assignments(view, "a", lambda: 5),
+        "audit": AuditHome("", "cd" * 16, 1),
+        "alarms": {},
+        "unanswered": lambda: (0, 0),
+        "refusal": lambda: None,
+    }
+    return Clustered(SimpleNamespace(**(known | member)))  # type: ignore[arg-type]
+
+
+def test_a_store_that_does_not_answer_is_the_first_problem_with_since_when_and_what_is_not_served() -> None:
+    view = view_of({"a": 5, "c": 5}, shards={0: shard_record({"c": 5}, **LED_BY)})
+    silent = clustered(view, unanswered=lambda: (40_000, 1_700_000_000_000)).alarms([RECORD])
+    assert silent[0].startswith(
+        "The metadata store has not answered broker a for 40 s (since 2023-11-14T22:13:20Z). What is led is served until the lease ends;"
+    )
+    fenced = clustered(
+        view, unanswered=lambda: (40_000, 0), refusal=lambda: UnavailableError("Its lease has ended.")
+    )
+    assert "Streams of one copy and those with --acks leader are not served" in fenced.alarms([RECORD])[0]
+
+
+def test_a_broker_without_its_lease_says_why_where_the_store_answers_and_so_does_what_it_refuses() -> None:
+    view = view_of({"a": 5}, shards={0: shard_record({"a": 5}, replicas=("a",), min=1)})
+    broker = clustered(view, refusal=lambda: UnavailableError("Its lease has ended."))
+    assert broker.alarms([RECORD])[0] == "Its lease has ended." == broker.not_leader(RECORD, 0).sentence
+
+
+def test_a_client_is_told_why_nobody_can_lead_a_shard() -> None:
+    lost = view_of({"a": 5, "c": 5}, {"a": 5}, {0: shard_record({"c": 5}, **LED_BY)})
+    refused = clustered(lost).not_leader(RECORD, 0)
+    assert refused.sentence.endswith("at the moment: c is not alive.") and "says how to go on" in refused.hint
+    soon = view_of({"a": 5, "c": 5}, {"a": 5}, {0: shard_record({"c": 5, "a": 5})})
+    assert clustered(soon).not_leader(RECORD, 0).sentence.endswith("at the moment.")
+
+
+def test_a_store_that_this_broker_alone_found_older_is_told_before_it_is_written_there() -> None:
+    view = view_of({"a": 5}, shards={0: shard_record({"a": 5}, replicas=("a",), min=1)})
+    told = clustered(
+        view, alarms={"frozen": "it is at revision 3 and was at 9", "shard x/0": "b is not alive"}
+    )
+    problems = told.alarms([RECORD])
+    assert problems[0] == "The metadata store went back: it is at revision 3 and was at 9."
+    assert not any("b is not alive" in each for each in problems), (
+        "what the controller said of shards is for its log"
+    )

@@ -1,0 +1,157 @@
+"""What each broker says is wrong with its region, and how to go on: the most serious first."""
+
+from __future__ import annotations
+
+import pytest
+from cluster.samples import KEYS, SHARD, STREAM, node, shard_record, view_of
+
+from felix.settings import Durability
+from region.cluster.problems import Found, look, vacancy
+from region.cluster.records import FrozenRecord, ShardId, ShardRecord
+from region.cluster.view import ClusterView
+from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
+
+NAME = "acme/payments/orders"
+WHOLE = {"a": 5, "b": 5, "c": 5}
+
+
+def stream(shards: int = 1, replicas: int = 3, name: str = NAME, kind: str = "fsync") -> Stream:
+    return Stream(
+        name=name,
+        incarnation=STREAM,
+        created_ms=0,
+        config=StreamConfig(shards=shards, replicas=replicas, durability=Durability(kind)),  # type: ignore[arg-type]
+    )
+
+
+def seen(view: ClusterView, **of: object) -> Found:
+    return look(view, [stream(**of)], "us-east")  # type: ignore[arg-type]
+
+
+def one_copy(broker: str, registration: int = 5, **changed: object) -> ShardRecord:
+    return shard_record({broker: registration}, replicas=(broker,), min=1, **changed)
+
+
+def test_a_region_in_which_all_is_well_has_no_problem_and_no_remark() -> None:
+    assert seen(view_of(WHOLE, shards={0: shard_record(WHOLE)})) == Found([], [])
+
+
+def test_shards_that_nobody_can_lead_come_first_with_the_reason_and_the_command_at_whichever_broker() -> None:
+    alive = {"a": 5, "b": 5}
+    view = view_of(
+        WHOLE,
+        alive,
+        {0: one_copy("c"), 1: shard_record({"a": 5, "b": 5}), 2: one_copy("c"), 3: one_copy("a")},
+    )
+    led, away, copies = seen(view, shards=4, replicas=2).problems
+    assert led == (
+        f"Nobody leads {NAME} shard 0, {NAME} shard 2: c is not alive. Start c; only if its disk is lost: "
+        "`felix region up us-east --broker c --replace-folder`."
+    )
+    assert away.startswith(
+        "Broker c is not alive, and has copies of 3 shards. Start it; if it is gone for good: `felix region drain c`"
+    )
+    assert copies.startswith("Not every copy is in sync")
+    assert vacancy(view, ShardId(STREAM, 0)) == "c is not alive" and vacancy(view, ShardId(STREAM, 1)) == ""
+
+
+def test_a_shard_whose_folder_was_replaced_is_recovered_from_the_broker_that_has_the_new_one() -> None:
+    view = view_of({"a": node(6, whole_since=6, kept_since=6)}, shards={0: one_copy("a", 5)})
+    assert seen(view, replicas=1).problems == [
+        f"Nobody leads {NAME} shard 0: a has another folder. What was there was given up; without it goes on: "
+        f"`felix region recover-shard {NAME} 0 --from a --accept-loss --region us-east`."
+    ]
+
+
+def test_of_members_that_are_away_each_is_named_as_lost_in_the_command() -> None:
+    record = shard_record({"a": 5}, {"b": 5}, leader="")
+    (led, *_) = seen(view_of(WHOLE, {"c": 5}, {0: record})).problems
+    assert "a is not alive; b is not alive. Start a, b; only if what was there is lost: " in led
+    assert "--from c --lost a --lost b --accept-loss" in led
+
+
+def test_a_copy_that_failed_wants_a_restart_and_the_audit_log_is_never_recovered() -> None:
+    failed = shard_record({"a": 5}, replicas=("a",), min=1, leader="", failed={"a": 5})
+    assert (
+        seen(view_of({"a": 5}, shards={0: failed}), replicas=1)
+        .problems[0]
+        .endswith("a has a copy that failed. Restart a.")
+    )
+    lost = shard_record({"a": 5}, stream=str(AUDIT_STREAM))
+    (led, *_) = seen(view_of(WHOLE, {"b": 5, "c": 5}, {0: lost}), name=str(AUDIT_STREAM)).problems
+    assert led.endswith("a is not alive. Start a: more than half of its copies are needed.")
+
+
+def test_what_is_about_to_be_led_or_placed_is_said_as_such() -> None:
+    soon = f"Nobody leads {NAME} shard 0 yet: a broker is about to."
+    assert seen(view_of(WHOLE, {"b": 5, "c": 5}, {0: shard_record(WHOLE)})).problems[0] == soon
+    assert seen(view_of(WHOLE)).problems == [soon]
+    in_memory = view_of(WHOLE, {"b": 5, "c": 5}, {0: one_copy("a")})
+    assert seen(in_memory, replicas=1, kind="ephemeral").problems[0] == soon
+
+
+def test_a_shard_to_which_nothing_is_written_is_told_before_copies_that_lack() -> None:
+    told = seen(view_of(WHOLE, {"a": 5}, {0: shard_record({"a": 5})})).problems
+    assert told[0] == f"Nothing is written to {NAME} shard 0: fewer copies are in sync than a record needs."
+    assert [each.split()[0] for each in told] == ["Nothing", "Broker", "Broker", "Too"]
+    assert told[-1] == f"Too few copies while b, c are not alive: {NAME} shard 0 has 1 of 3 (a)."
+
+
+def test_fewer_copies_while_a_broker_is_drained_are_a_remark_and_no_problem() -> None:
+    nodes = {"a": 5, "b": 5, "c": node(drain=True)}
+    two = shard_record({"a": 5, "b": 5}, replicas=("a", "b"))
+    shards = dict.fromkeys(range(5), two)
+    names = ", ".join(f"{NAME} shard {number} has 2 of 3 (a, b)" for number in range(3))
+    remark = f"Fewer copies while c is drained, which is normal: {names} and 2 more."
+    assert seen(view_of(nodes, shards=shards), shards=5) == Found([], [remark])
+    # It may be stopped, too; that is why it was drained.
+    stopped = {**nodes, "c": node(drain=True, clean=5)}
+    away = "Broker c was stopped and is not alive, is drained, and has no copies."
+    assert seen(view_of(stopped, {"a": 5, "b": 5}, shards), shards=5) == Found([], [away, remark])
+
+
+def test_copies_that_are_made_or_catch_up_are_a_problem_that_ends_by_itself() -> None:
+    behind = f"Not every copy is in sync: {NAME} shard 0 has 2 of 3 (a, b)."
+    for record in (
+        shard_record({"a": 5, "b": 5}),
+        shard_record({"a": 5, "b": 5}, replicas=("a", "b")),
+        shard_record({"a": 5, "b": 5}, replicas=("a", "b"), target=("a", "b", "c")),
+    ):
+        assert seen(view_of(WHOLE, shards={0: record})) == Found([behind], [])
+
+
+def test_a_stream_with_more_copies_than_brokers_is_a_remark() -> None:
+    two = {"a": 5, "b": 5}
+    told = seen(view_of(two, shards={0: shard_record(two, replicas=("a", "b"))}))
+    assert told == Found(
+        [], [f"Fewer copies, as the region has 2 brokers: {NAME} shard 0 has 2 of 3 (a, b)."]
+    )
+
+
+def test_a_broker_that_is_away_and_has_nothing_may_be_retired_at_once() -> None:
+    (told,) = seen(view_of({**WHOLE, "d": 1}, WHOLE, {0: shard_record(WHOLE)})).problems
+    assert (
+        told
+        == "Broker d is not alive, and has no copies. Start it; if it is gone for good: `felix region retire d`."
+    )
+
+
+def test_a_store_that_went_back_comes_before_what_follows_from_it() -> None:
+    view = view_of(WHOLE, {"a": 5}, {0: one_copy("c")}, frozen=FrozenRecord("a", "the store is older"))
+    told = seen(view, replicas=1).problems
+    assert told[0].startswith("The metadata store is older than the brokers' folders: the store is older.")
+    assert "felix region reconcile us-east --dry-run" in told[0] and told[1].startswith("Nobody leads")
+
+
+def test_a_record_that_cannot_be_read_is_named_and_its_shard_not_taken_for_vacant() -> None:
+    view = view_of(WHOLE, shards={0: shard_record(WHOLE)})
+    view.unreadable[KEYS.shard(SHARD)] = "it is of a later version"
+    assert seen(view).problems == [f"{KEYS.shard(SHARD)} cannot be read: it is of a later version"]
+
+
+@pytest.mark.parametrize("count", [6, 7])
+def test_many_reasons_are_not_all_told(count: int) -> None:
+    nodes = {f"x{number}": 5 for number in range(count)}
+    view = view_of(nodes, {}, {number: one_copy(f"x{number}") for number in range(count)})
+    told = [each for each in seen(view, shards=count, replicas=1).problems if "Nobody" in each]
+    assert len(told) == 6 and told[-1] == f"Nobody leads shards for {count - 5} more reasons."
