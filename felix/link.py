@@ -441,6 +441,12 @@ class Link:
                     hint="Use a client and a broker of neighbouring releases.",
                 )
             return cast(AnswerT, answer)
+        except asyncio.CancelledError:
+            if stream_id is not None and ask.future.cancelled():
+                # Whoever gives it up resets its stream; a broker that hears of that first answers nothing.
+                self.forget(correlation)
+                self.release_ask()
+            raise
         finally:
             if isinstance(request, Subscribe):
                 self._events.subscribing(-request.credit_bytes)

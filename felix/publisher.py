@@ -628,9 +628,8 @@ class Publisher:
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
-        self._link = None
-        self._stream_id = -1
-        self._watch = 0
+        # The link may live on, where the stream is led elsewhere now: what it has of this publisher would count there until its end.
+        self._end_stream()
         self._step(LINK_LOST)
 
     def link_dead(self, error: FelixError) -> None:
@@ -639,31 +638,34 @@ class Publisher:
 
     async def _open_on(self, link: Link) -> None:
         while not link.is_over:
-            stream_id = -1
             try:
-                stream_id = link.connection.open_stream(bidirectional=False)
-                answer = await link.ask(
-                    OpenPublisher(str(self.stream), self.acks, self._made_as), stream_id=stream_id
-                )
-                self._stand_on(link, stream_id, answer)
+                await self._open_once(link)
                 return
             except UnavailableError as error:
                 if link.is_over:
                     return
                 self._open_refusal = error
-                if stream_id >= 0:
-                    link.connection.reset_stream(stream_id, 0)
                 if not self._opened.done() and error.retry_after_ms is None:
                     self._fail(error)
                     return
                 await asyncio.sleep(self._backoff.after_ms(error) / 1000)
             except FelixError as error:
                 if not link.is_over:
-                    # The broker keeps no publisher for a refused one; neither does the connection.
-                    if stream_id >= 0:
-                        link.connection.reset_stream(stream_id, 0)
                     self._fail(error)
                 return
+
+    async def _open_once(self, link: Link) -> None:
+        stream_id = link.connection.open_stream(bidirectional=False)
+        try:
+            answer = await link.ask(
+                OpenPublisher(str(self.stream), self.acks, self._made_as), stream_id=stream_id
+            )
+            self._stand_on(link, stream_id, answer)
+        except BaseException:
+            # The broker keeps no publisher for a refused one, nor for one that nobody waits for any more; neither does the connection.
+            if not link.is_over and not link.connection.is_closed:
+                link.connection.reset_stream(stream_id, 0)
+            raise
 
     def _stand_on(self, link: Link, stream_id: int, opened: PublisherOpened) -> None:
         if opened.shards < 1:
@@ -694,10 +696,10 @@ class Publisher:
         self.link_up(link)
 
     def _end_stream(self) -> None:
-        link, stream_id = self._link, self._stream_id
-        self._link, self._stream_id = None, -1
+        link, stream_id, watch = self._link, self._stream_id, self._watch
+        self._link, self._stream_id, self._watch = None, -1, 0
         if link is not None and stream_id >= 0:
-            link.unwatch(self._watch)
+            link.unwatch(watch)
             if not link.is_over and not link.connection.is_closed:
                 link.connection.send(stream_id, b"", end=True)
 

@@ -689,3 +689,48 @@ async def test_who_waits_for_an_answer_asks_whether_the_broker_is_there(
         broker.session.release()
         assert await waiting == 0
     broker.check()
+
+
+def open_streams(session: BrokerSession) -> int:
+    """Publish streams that have begun, and were neither ended nor reset."""
+    return len(session.publishers.keys() - session.ended_streams)
+
+
+async def test_a_publisher_that_moves_leaves_nothing_on_a_link_that_lives_on(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    """A connection has 100 such streams, a session 96: whoever moves a publisher away and back costs none of them."""
+    async with region.stream(ORDERS).publisher() as publisher:
+        await publisher.publish(b"first")
+        (session,) = broker.sessions
+        for number in range(120):
+            link = publisher._link
+            assert link is not None
+            publisher.link_down(UnavailableError("Another broker leads."))
+            publisher.link_up(link)
+            await publisher.publish(b"%d" % number)
+        assert open_streams(session) == 1
+    await until(lambda: open_streams(session) == 0)
+    assert len(broker.streams[ORDERS].payloads()) == 121
+
+
+async def test_a_publisher_that_moves_before_it_stands_leaves_nothing_either(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    async with region.stream(ORDERS).publisher() as publisher:
+        await publisher.publish(b"first")
+        (session,), link = broker.sessions, publisher._link
+        assert link is not None
+        answered = broker.on_request
+        broker.on_request = lambda session, request, correlation: isinstance(request, OpenPublisher)
+        for _ in range(120):
+            publisher.link_down(UnavailableError("Another broker leads."))
+            publisher.link_up(link)
+            opened = len(session.publishers)
+            await until(lambda opened=opened: open_streams(session) <= 1)  # type: ignore[misc]
+            await asyncio.sleep(0)
+        broker.on_request = answered
+        publisher.link_down(UnavailableError("Another broker leads."))
+        publisher.link_up(link)
+        await publisher.publish(b"second")
+        assert open_streams(session) == 1
