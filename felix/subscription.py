@@ -8,6 +8,7 @@ Invariants:
 
 - what is held and not consumed never passes `credit_bytes`; a consumer that stops consuming stops the broker;
 - records of one shard come in the order of their offsets, each once, whatever happens to the connection;
+- it is subscribed once at a time: of a broker that it moved away from it takes nothing, whether that link stands or not;
 - offsets that will not come are named in a `Gap`: by the broker, or found here where offsets jump;
 - after a resume in another incarnation of the stream there is a gap of kind RECREATED, and its records from the first.
 
@@ -295,10 +296,7 @@ class Feed:
     def close(self) -> None:
         """The consumer wants nothing more: tell the broker, and drop what is held."""
         self.closed = True
-        link, subscription = self._link, self._subscription
-        self._link, self._subscription = None, 0
-        if self._ended is None and link is not None and subscription:
-            link.forget_subscription(subscription, unsubscribe=True)
+        self._let_go()
         self.end(
             UnavailableError(f"The subscription of {self.stream} was closed here.", code=Code.DISCONNECTED)
         )
@@ -349,7 +347,15 @@ class Feed:
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Nothing more comes from where it is. That link may stand, where the feed moves to another one: what its broker sent on would come
+        between the batches of the next."""
+        link, subscription = self._link, self._subscription
         self._link, self._subscription = None, 0
+        if link is not None and subscription:
+            link.forget_subscription(subscription, unsubscribe=True)
 
     def link_dead(self, error: FelixError) -> None:
         self.link_down(error)

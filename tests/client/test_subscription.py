@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from client.conftest import ORDERS, connected, until
-from client.scripted_broker import NOW_MS, BrokerSession, ScriptedBroker
+from client.scripted_broker import NOW_MS, BrokerSession, Cursor, ScriptedBroker, ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +25,9 @@ from felix import (
     UnavailableError,
     link,
 )
+from felix.errors import NotLeaderError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, GapBody, encode_frame
-from felix.messages import Request, Subscribe, Unsubscribe
+from felix.messages import Request, Subscribe, Unsubscribe, encode_error
 from felix.subscription import CREDIT_BYTES_MIN
 
 NAME = StreamName.parse(ORDERS)
@@ -256,6 +257,105 @@ async def test_after_a_crash_reading_goes_on_where_it_stood(
     again = [r for r in broker.requests if isinstance(r, Subscribe)][1]
     assert again.incarnation == subscription.incarnation
     assert again.start.offsets[0] % 4 == 0
+
+
+class Moving:
+    """A reader of a stream that the brokers `broker` and `other` have, and who is sent from one to the other. Both links stand."""
+
+    def __init__(self, region: felix.RegionClient, broker: ScriptedBroker) -> None:
+        self.broker, self.other = broker, ScriptedBroker()
+        self.other.streams = broker.streams
+        assert region._connection is not None and isinstance(region._connection._engine, ScriptedEngine)
+        region._connection._engine.brokers["other"] = self.other
+        self.routes = region._connection._routes
+        self.epoch = 0
+        self.asked: list[tuple[BrokerSession, Request, int]] = []
+        self.held: list[tuple[Cursor, bytes]] = []
+
+    def to(self, host: str) -> None:
+        """A client of the stream is told that the broker there leads it."""
+        self.epoch += 1
+        said = NotLeaderError(
+            "Another leads.", stream=ORDERS, leader=host, address=f"{host}:7443", epoch=self.epoch
+        )
+        self.routes.learned(said, "broker:7443")
+
+    async def until_it_asks(self, at: ScriptedBroker) -> None:
+        """The next subscription at a broker has to wait for `answer`."""
+        at.on_request = lambda *asked: isinstance(asked[1], Subscribe) and not self.asked.append(asked)
+        await until(lambda: self.asked)
+        at.on_request = None
+
+    def answer(self, *, hold_events: bool = False) -> None:
+        session, request, correlation = self.asked.pop()
+        if hold_events:
+            began = set(session.cursors)
+            send = session.event
+
+            def event(cursor: Cursor, frame: bytes) -> None:
+                if cursor.subscription in began:
+                    send(cursor, frame)
+                else:
+                    self.held.append((cursor, frame))
+
+            session.event = event  # type: ignore[method-assign]
+        session._request(correlation, request)
+
+    def release(self) -> None:
+        """What the broker had sent of the new subscription arrives: streams of one connection overtake each other."""
+        for cursor, frame in self.held:
+            cursor_session = next(
+                s for s in (*self.broker.sessions, *self.other.sessions) if cursor in s.cursors.values()
+            )
+            BrokerSession.event(cursor_session, cursor, frame)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_reader_that_moves_takes_nothing_more_from_where_it_was(
+    region: felix.RegionClient, broker: ScriptedBroker, comes_back: bool
+) -> None:
+    moving = Moving(region, broker)
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        broker.fill(ORDERS, numbers(0, 1))
+        assert await read(subscription, 1) == numbers(0, 1)
+        moving.to("other")
+        await moving.until_it_asks(moving.other)
+        if comes_back:
+            moving.to("broker")
+            moving.asked.clear()
+            await moving.until_it_asks(broker)
+        # While it is nowhere, one more is committed, which the broker that it left sends.
+        broker.fill(ORDERS, numbers(1, 2))
+        await asyncio.sleep(0.01)
+        moving.answer(hold_events=True)
+        await until(lambda: subscription.resumes == 1)
+        broker.fill(ORDERS, numbers(2, 3))
+        reading = asyncio.create_task(read(subscription, 2))
+        await asyncio.sleep(0.01)
+        moving.other.deliver()
+        moving.release()
+        await until(lambda: reading.done() or subscription.gaps)
+        assert list(map(str, subscription.gaps)) == []
+        assert await reading == numbers(1, 3)
+        held = [cursor for each in (broker, moving.other) for s in each.sessions for cursor in s.cursors]
+        assert len(held) == 1, "the broker that it left delivers nothing more"
+
+
+async def test_what_ends_where_a_reader_was_does_not_end_it_where_it_is(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    moving = Moving(region, broker)
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        (cursor,) = broker.session.cursors.values()
+        moving.to("other")
+        await until(lambda: subscription.resumes == 1)
+        # The leader that was deposed says so when the reader is gone.
+        broker.session.event(cursor, encode_error(UnavailableError("Another leads.")))
+        await asyncio.sleep(0.02)
+        assert subscription.resumes == 1
+        moving.other.fill(ORDERS, numbers(0, 1))
+        assert await read(subscription, 1) == numbers(0, 1)
+        moving.other.check()
 
 
 async def test_positions_of_one_subscription_begin_another(
