@@ -25,9 +25,10 @@ from felix import (
     UnavailableError,
     link,
 )
+from felix.correlations import Correlations
 from felix.errors import NotLeaderError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, GapBody, encode_frame
-from felix.messages import Request, Subscribe, Unsubscribe, encode_error
+from felix.messages import Answer, Request, Subscribe, Subscribed, Unsubscribe, encode_error
 from felix.subscription import CREDIT_BYTES_MIN
 
 NAME = StreamName.parse(ORDERS)
@@ -524,6 +525,25 @@ async def test_a_cancelled_subscribe_is_undone_when_its_answer_comes(
     session, request, correlation = held[0]
     session._request(correlation, request)
     await until(lambda: any(isinstance(request, Unsubscribe) for request in broker.requests))
+
+
+async def test_a_subscribe_that_is_cancelled_as_its_answer_comes_is_undone(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscription = region.stream(ORDERS).subscribe("earliest")
+    answered = Correlations.answered
+
+    def answered_and_closed(self: Correlations, correlation: int, answer: Answer) -> None:
+        answered(self, correlation, answer)
+        if isinstance(answer, Subscribed):
+            # The answer is there, and whoever asked has not seen it.
+            subscription._feed.close()
+
+    monkeypatch.setattr(Correlations, "answered", answered_and_closed)
+    with pytest.raises(UnavailableError):
+        await subscription.open()
+    await until(lambda: any(isinstance(request, Unsubscribe) for request in broker.requests))
+    await until(lambda: not broker.session.cursors)
 
 
 async def test_two_tasks_do_not_share_one_subscription(region: felix.RegionClient) -> None:
