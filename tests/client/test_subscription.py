@@ -386,6 +386,30 @@ async def test_a_stream_made_anew_is_told_and_read_from_its_beginning(
         assert subscription.incarnation != old
 
 
+async def test_a_gap_that_was_found_and_not_taken_outlives_the_next_link(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    log = broker.streams[ORDERS]
+    broker.fill(ORDERS, numbers(0, 6))
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        assert await read(subscription, 6) == numbers(0, 6)
+        del log.shards[0].batches[1]
+        broker.session.drop()
+        await until(lambda: subscription.resumes == 1)
+        broker.fill(ORDERS, [b"other"])
+        broker.session.drop()
+        await until(lambda: subscription.resumes == 2)
+        assert await read(subscription, 1) == [b"other"]
+        assert list(subscription.gaps) == [Gap(NAME, 0, GapReason.TRUNCATED, 6, 3)]
+        broker.create(ORDERS)
+        broker.fill(ORDERS, numbers(10, 16))
+        for resumes in (3, 4):
+            broker.session.drop()
+            await until(lambda resumes=resumes: subscription.resumes == resumes)
+        assert await read(subscription, 6) == numbers(10, 16)
+        assert list(subscription.gaps)[1:] == [Gap(NAME, 0, GapReason.RECREATED, 4, 0)]
+
+
 @pytest.mark.parametrize(("durability", "goes_on"), [("interval", 4), ("ephemeral", 0)])
 async def test_a_log_that_lost_its_end_is_told_and_read_on(
     region: felix.RegionClient, broker: ScriptedBroker, durability: str, goes_on: int
