@@ -446,10 +446,14 @@ class RegionConnection:
         while True:
             address = next(self._addresses)
             tried += 1
-            left_s = ATTEMPT_TIMEOUT_S if deadline is None else max(0.05, deadline - loop.time())
+            timeout_s = ATTEMPT_TIMEOUT_S
+            if deadline is not None:
+                # Of brokers that are silent none takes the time of those behind it.
+                untried = len(self.profile.addresses) - (tried - 1) % len(self.profile.addresses)
+                timeout_s = min(timeout_s, max(0.05, (deadline - loop.time()) / untried))
             error: FelixError
             try:
-                return await self._attempt(address, min(ATTEMPT_TIMEOUT_S, left_s))
+                return await self._attempt(address, timeout_s)
             except UnavailableError as caught:
                 error = caught
                 deserted = deserted + 1 if isinstance(caught, NobodyListensError) else 0
@@ -466,8 +470,10 @@ class RegionConnection:
                     hint=f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
                     retry_after_ms=error.retry_after_ms,
                 ) from error
-            wait_s = backoff.next_ms(error.retry_after_ms) / 1000
             _log.info("%s:%d of %s: %s", *address, self.profile.region, error.sentence)
+            if deadline is not None and tried % len(self.profile.addresses):
+                continue
+            wait_s = backoff.next_ms(error.retry_after_ms) / 1000
             if deadline is not None and loop.time() + wait_s >= deadline:
                 raise UnavailableError(
                     f"No broker of region {self.profile.region} answered at {', '.join(self.profile.addresses)} within "
@@ -476,8 +482,6 @@ class RegionConnection:
                     hint=f"Start it with `felix region up {self.profile.region}`, or check the addresses.",
                     retry_after_ms=error.retry_after_ms,
                 ) from error
-            if deadline is not None and tried % len(self.profile.addresses):
-                continue
             await asyncio.sleep(wait_s)
 
     async def _attempt(self, address: Address, timeout_s: float) -> Link:

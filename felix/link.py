@@ -116,7 +116,16 @@ class _Ask:
         self._link.release_ask()
         if not self.future.done():
             self.future.set_result(answer)
-        elif isinstance(answer, Subscribed):
+        else:
+            self._undo(answer)
+
+    def abandon(self) -> None:
+        """Whoever asked was cancelled. The answer may have come before that was heard."""
+        if self.future.done() and not self.future.cancelled() and self.future.exception() is None:
+            self._undo(self.future.result())
+
+    def _undo(self, answer: Answer) -> None:
+        if isinstance(answer, Subscribed):
             self._link.forget_subscription(answer.subscription, unsubscribe=True)
 
     def acknowledged(self, appended: AppendedBody) -> None:
@@ -446,6 +455,8 @@ class Link:
                 # Whoever gives it up resets its stream; a broker that hears of that first answers nothing.
                 self.forget(correlation)
                 self.release_ask()
+            else:
+                ask.abandon()
             raise
         finally:
             if isinstance(request, Subscribe):

@@ -8,6 +8,7 @@ Invariants:
 
 - what is held and not consumed never passes `credit_bytes`; a consumer that stops consuming stops the broker;
 - records of one shard come in the order of their offsets, each once, whatever happens to the connection;
+- it is subscribed once at a time: of a broker that it moved away from it takes nothing, whether that link stands or not;
 - offsets that will not come are named in a `Gap`: by the broker, or found here where offsets jump;
 - after a resume in another incarnation of the stream there is a gap of kind RECREATED, and its records from the first.
 
@@ -72,6 +73,11 @@ class Gap(NamedTuple):
     reason: GapReason
     first_offset: int
     next_offset: int
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether offsets from `next_offset` on are given to other records than those that were read, or would have been."""
+        return self.reason is GapReason.RECREATED or self.next_offset < self.first_offset
 
     def __str__(self) -> str:
         if self.reason is GapReason.RECREATED:
@@ -229,7 +235,8 @@ class Feed:
         self.incarnation = incarnation
         self.closed = False
         self._left = False
-        self._lost_ends: list[Gap] = []
+        self._untold: list[Gap] = []
+        """Gaps that were found here, which no broker tells again: the consumer takes them first once it is subscribed."""
         self.held_bytes_max = 0
         self.resumes = -1
 
@@ -295,10 +302,7 @@ class Feed:
     def close(self) -> None:
         """The consumer wants nothing more: tell the broker, and drop what is held."""
         self.closed = True
-        link, subscription = self._link, self._subscription
-        self._link, self._subscription = None, 0
-        if self._ended is None and link is not None and subscription:
-            link.forget_subscription(subscription, unsubscribe=True)
+        self._let_go()
         self.end(
             UnavailableError(f"The subscription of {self.stream} was closed here.", code=Code.DISCONNECTED)
         )
@@ -349,7 +353,15 @@ class Feed:
         if self._opening is not None:
             self._opening.cancel()
             self._opening = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Nothing more comes from where it is. That link may stand, where the feed moves to another one: what its broker sent on would come
+        between the batches of the next."""
+        link, subscription = self._link, self._subscription
         self._link, self._subscription = None, 0
+        if link is not None and subscription:
+            link.forget_subscription(subscription, unsubscribe=True)
 
     def link_dead(self, error: FelixError) -> None:
         self.link_down(error)
@@ -409,8 +421,8 @@ class Feed:
             # Offsets mean nothing without the incarnation that they count in; the caller meant the present one.
             self.incarnation = (await self._describe(link)).incarnation
         # The consumer has not seen the waiting items, so they are requested again instead of being held twice.
-        self._queue.clear()
-        answer = await self._ask(link, dict(self.positions))
+        self._drop_held()
+        answer = await self._ask(link, self._goes_on_at())
         if self.incarnation and answer.incarnation != self.incarnation:
             link.forget_subscription(answer.subscription, unsubscribe=True)
             self._leave_incarnation()
@@ -425,12 +437,24 @@ class Feed:
         """The stream that was read is gone; read the one that now has its name from its beginning."""
         answer = await self._ask(link, {})
         # What was held of the old one goes with what followed it: the gap says from which offset on.
-        self._queue.clear()
+        self._drop_held()
+        self._untold = [gap for gap in self._untold if gap.reason is not GapReason.RECREATED]
         for shard, start in sorted(answer.starts.items()):
-            gap = Gap(self.stream, shard, GapReason.RECREATED, self.positions.get(shard, 0), start)
-            self._queue.append(_Item(0, None, gap, self._generation))
+            self._untold.append(
+                Gap(self.stream, shard, GapReason.RECREATED, self.positions.get(shard, 0), start)
+            )
         self.positions = {shard: self.positions.get(shard, 0) for shard in answer.starts}
         self._stand_on(link, answer)
+
+    def _drop_held(self) -> None:
+        """Nothing that waits is held any more, except the gaps that were found here."""
+        found = [item.gap for item in self._queue if item.gap is not None and item.gap.goes_back]
+        self._queue.clear()
+        self._untold = found + self._untold
+
+    def _goes_on_at(self) -> dict[int, int]:
+        """Where the consumer stands once it has taken the gaps that it was not told yet."""
+        return self.positions | {gap.shard: gap.next_offset for gap in self._untold}
 
     async def _describe(self, link: Link) -> StreamState:
         return await link.ask(DescribeStream(str(self.stream)))
@@ -440,13 +464,13 @@ class Feed:
         log starts again, and is read from its beginning.
         """
         state = await self._describe(link)
-        self._queue.clear()
+        goes_on_at = self._goes_on_at()
         for shard in state.state:
-            stands = self.positions.get(shard.shard)
+            stands = goes_on_at.get(shard.shard)
             if stands is not None and stands > shard.high_watermark:
                 ephemeral = state.durability.kind == "ephemeral"
                 following = shard.log_start if ephemeral else shard.high_watermark
-                self._lost_ends.append(Gap(self.stream, shard.shard, GapReason.TRUNCATED, stands, following))
+                self._untold.append(Gap(self.stream, shard.shard, GapReason.TRUNCATED, stands, following))
                 self.positions[shard.shard] = following
 
     async def _ask(self, link: Link, offsets: dict[int, int]) -> Subscribed:
@@ -463,8 +487,8 @@ class Feed:
 
     def _stand_on(self, link: Link, answer: Subscribed) -> None:
         self._left = False
-        lost, self._lost_ends = self._lost_ends, []
-        self._queue.extend(_Item(0, None, gap, self._generation) for gap in lost)
+        untold, self._untold = self._untold, []
+        self._queue.extend(_Item(0, None, gap, self._generation) for gap in untold)
         self.incarnation = answer.incarnation
         self._window = CreditWindow(self._credit_bytes)
         self._window_generation = self._generation
@@ -659,7 +683,7 @@ class Subscription:
 
     def _skip(self, gap: Gap) -> None:
         positions = self._feed.positions
-        if gap.next_offset < gap.first_offset or gap.reason is GapReason.RECREATED:
+        if gap.goes_back:
             positions[gap.shard] = gap.next_offset
         else:
             stands = positions.get(gap.shard, gap.first_offset)

@@ -2,7 +2,7 @@
 
 The folder and the store each hold the folder's id, the number of its last registration and a pulse; the folder's file is always written
 first, and synced. So at a start the store is where the file is, or one step behind; further on, the folder is an older copy of itself;
-further back, the store is. Copies that are younger than one pulse are not noticed.
+further back, the store is, whichever folder of the broker it has. Copies that are younger than one pulse are not noticed.
 
 Order of a start: 1. `intend`: the file with the next number, synced. 2. Its transaction. 3. `registered`: the file again, synced. 4. The
 logs are opened, and everything that recovery kept is synced. 5. `announce`: alive, under a lease; from now on the broker may be elected,
@@ -243,6 +243,9 @@ def retire(view: ClusterView, broker: str) -> Transaction | Refusal:
 def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool) -> Refusal | None:
     """Whether this folder may not go on from what the store knows of the broker."""
     name, node = start.broker, view.nodes.get(start.broker)
+    # Before its folder is called the wrong one: whoever follows that with the newest folder gives up what only it has.
+    if node is not None and (refusal := _newer_than_recorded(view, file, name, node)):
+        return refusal
     if replace:
         if file.registration:
             return Refusal(
@@ -297,6 +300,22 @@ def _old_folder(broker: str) -> Refusal:
     return Refusal(
         Reason.OLD_FOLDER,
         f"The data folder of broker {broker} is an older copy: the broker has run since it was made. Put its newest folder back.",
+    )
+
+
+def _newer_than_recorded(
+    view: ClusterView, file: FolderRecord, broker: str, node: NodeRecord
+) -> Refusal | None:
+    """Whether a folder took the place of the one that the store has, and the store has forgotten it. It is none of another broker's, whose
+    numbers are its own."""
+    is_known = any(each.folder == file.folder for each in view.nodes.values())
+    if is_known or file.registration <= node.registration:
+        return None
+    refusal = _old_store(view, broker)
+    return dataclasses.replace(
+        refusal,
+        sentence=f"The metadata store has another data folder of broker {broker}, of start {node.registration}, and this one has start "
+        f"{file.registration}. If the broker was retired and its name given anew, put the folder of its new life back. Else: {refusal.sentence}",
     )
 
 

@@ -15,6 +15,7 @@ from felix.backoff import Backoff
 from felix.connection import RegionConnection
 from felix.errors import NotLeaderError
 from felix.messages import DescribeStream, Done, Limits, Request, RotateKeys
+from felix.transport.memory import MemoryConnection
 
 
 async def test_a_session_says_who_answered_and_as_whom_we_came(region: felix.RegionClient) -> None:
@@ -173,6 +174,25 @@ async def test_nobody_answering_says_what_to_do(broker: ScriptedBroker) -> None:
     with pytest.raises(UnavailableError, match="felix region up us-east") as caught:
         await connected(broker, connect_timeout_s=0.05).open()
     assert caught.value.sentence.startswith("No broker of region us-east answered at broker:7443")
+
+
+class SilentEngine(ScriptedEngine):
+    """At addresses of no scripted broker there is somebody who never answers, as a machine that is off."""
+
+    async def connect(self, host: str, port: int, *more: object, **how: object) -> MemoryConnection:
+        if host not in self.brokers:
+            self.attempts.append(host)
+            await asyncio.Event().wait()
+        return await super().connect(host, port, *more, **how)
+
+
+async def test_silent_brokers_leave_time_for_the_one_that_answers(broker: ScriptedBroker) -> None:
+    engine = SilentEngine(last=broker)
+    first, second, last = "first:7443", "second:7443", "last:7443"
+    client = felix.connect(profile=profile(first, second, last), engine=engine, connect_timeout_s=1.5)
+    async with client:
+        assert await client.stream(ORDERS).publish(b"a") == 0
+    assert engine.attempts[-1] == "last" and set(engine.attempts) <= {"first", "second", "last"}
 
 
 async def test_another_region_behind_the_address_gets_no_proof() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from client.conftest import ORDERS, connected, until
-from client.scripted_broker import NOW_MS, BrokerSession, ScriptedBroker
+from client.scripted_broker import NOW_MS, BrokerSession, Cursor, ScriptedBroker, ScriptedEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,8 +25,10 @@ from felix import (
     UnavailableError,
     link,
 )
+from felix.correlations import Correlations
+from felix.errors import NotLeaderError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, GapBody, encode_frame
-from felix.messages import Request, Subscribe, Unsubscribe
+from felix.messages import Answer, Request, Subscribe, Subscribed, Unsubscribe, encode_error
 from felix.subscription import CREDIT_BYTES_MIN
 
 NAME = StreamName.parse(ORDERS)
@@ -258,6 +260,105 @@ async def test_after_a_crash_reading_goes_on_where_it_stood(
     assert again.start.offsets[0] % 4 == 0
 
 
+class Moving:
+    """A reader of a stream that the brokers `broker` and `other` have, and who is sent from one to the other. Both links stand."""
+
+    def __init__(self, region: felix.RegionClient, broker: ScriptedBroker) -> None:
+        self.broker, self.other = broker, ScriptedBroker()
+        self.other.streams = broker.streams
+        assert region._connection is not None and isinstance(region._connection._engine, ScriptedEngine)
+        region._connection._engine.brokers["other"] = self.other
+        self.routes = region._connection._routes
+        self.epoch = 0
+        self.asked: list[tuple[BrokerSession, Request, int]] = []
+        self.held: list[tuple[Cursor, bytes]] = []
+
+    def to(self, host: str) -> None:
+        """A client of the stream is told that the broker there leads it."""
+        self.epoch += 1
+        said = NotLeaderError(
+            "Another leads.", stream=ORDERS, leader=host, address=f"{host}:7443", epoch=self.epoch
+        )
+        self.routes.learned(said, "broker:7443")
+
+    async def until_it_asks(self, at: ScriptedBroker) -> None:
+        """The next subscription at a broker has to wait for `answer`."""
+        at.on_request = lambda *asked: isinstance(asked[1], Subscribe) and not self.asked.append(asked)
+        await until(lambda: self.asked)
+        at.on_request = None
+
+    def answer(self, *, hold_events: bool = False) -> None:
+        session, request, correlation = self.asked.pop()
+        if hold_events:
+            began = set(session.cursors)
+            send = session.event
+
+            def event(cursor: Cursor, frame: bytes) -> None:
+                if cursor.subscription in began:
+                    send(cursor, frame)
+                else:
+                    self.held.append((cursor, frame))
+
+            session.event = event  # type: ignore[method-assign]
+        session._request(correlation, request)
+
+    def release(self) -> None:
+        """What the broker had sent of the new subscription arrives: streams of one connection overtake each other."""
+        for cursor, frame in self.held:
+            cursor_session = next(
+                s for s in (*self.broker.sessions, *self.other.sessions) if cursor in s.cursors.values()
+            )
+            BrokerSession.event(cursor_session, cursor, frame)
+
+
+@pytest.mark.parametrize("comes_back", [True, False])
+async def test_a_reader_that_moves_takes_nothing_more_from_where_it_was(
+    region: felix.RegionClient, broker: ScriptedBroker, comes_back: bool
+) -> None:
+    moving = Moving(region, broker)
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        broker.fill(ORDERS, numbers(0, 1))
+        assert await read(subscription, 1) == numbers(0, 1)
+        moving.to("other")
+        await moving.until_it_asks(moving.other)
+        if comes_back:
+            moving.to("broker")
+            moving.asked.clear()
+            await moving.until_it_asks(broker)
+        # While it is nowhere, one more is committed, which the broker that it left sends.
+        broker.fill(ORDERS, numbers(1, 2))
+        await asyncio.sleep(0.01)
+        moving.answer(hold_events=True)
+        await until(lambda: subscription.resumes == 1)
+        broker.fill(ORDERS, numbers(2, 3))
+        reading = asyncio.create_task(read(subscription, 2))
+        await asyncio.sleep(0.01)
+        moving.other.deliver()
+        moving.release()
+        await until(lambda: reading.done() or subscription.gaps)
+        assert list(map(str, subscription.gaps)) == []
+        assert await reading == numbers(1, 3)
+        held = [cursor for each in (broker, moving.other) for s in each.sessions for cursor in s.cursors]
+        assert len(held) == 1, "the broker that it left delivers nothing more"
+
+
+async def test_what_ends_where_a_reader_was_does_not_end_it_where_it_is(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    moving = Moving(region, broker)
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        (cursor,) = broker.session.cursors.values()
+        moving.to("other")
+        await until(lambda: subscription.resumes == 1)
+        # The leader that was deposed says so when the reader is gone.
+        broker.session.event(cursor, encode_error(UnavailableError("Another leads.")))
+        await asyncio.sleep(0.02)
+        assert subscription.resumes == 1
+        moving.other.fill(ORDERS, numbers(0, 1))
+        assert await read(subscription, 1) == numbers(0, 1)
+        moving.other.check()
+
+
 async def test_positions_of_one_subscription_begin_another(
     region: felix.RegionClient, broker: ScriptedBroker
 ) -> None:
@@ -283,6 +384,30 @@ async def test_a_stream_made_anew_is_told_and_read_from_its_beginning(
         assert await read(subscription, 1) == [b"new"]
         assert list(subscription.gaps) == [Gap(NAME, 0, GapReason.RECREATED, 6, 0)]
         assert subscription.incarnation != old
+
+
+async def test_a_gap_that_was_found_and_not_taken_outlives_the_next_link(
+    region: felix.RegionClient, broker: ScriptedBroker
+) -> None:
+    log = broker.streams[ORDERS]
+    broker.fill(ORDERS, numbers(0, 6))
+    async with region.stream(ORDERS).subscribe("earliest") as subscription:
+        assert await read(subscription, 6) == numbers(0, 6)
+        del log.shards[0].batches[1]
+        broker.session.drop()
+        await until(lambda: subscription.resumes == 1)
+        broker.fill(ORDERS, [b"other"])
+        broker.session.drop()
+        await until(lambda: subscription.resumes == 2)
+        assert await read(subscription, 1) == [b"other"]
+        assert list(subscription.gaps) == [Gap(NAME, 0, GapReason.TRUNCATED, 6, 3)]
+        broker.create(ORDERS)
+        broker.fill(ORDERS, numbers(10, 16))
+        for resumes in (3, 4):
+            broker.session.drop()
+            await until(lambda resumes=resumes: subscription.resumes == resumes)
+        assert await read(subscription, 6) == numbers(10, 16)
+        assert list(subscription.gaps)[1:] == [Gap(NAME, 0, GapReason.RECREATED, 4, 0)]
 
 
 @pytest.mark.parametrize(("durability", "goes_on"), [("interval", 4), ("ephemeral", 0)])
@@ -424,6 +549,25 @@ async def test_a_cancelled_subscribe_is_undone_when_its_answer_comes(
     session, request, correlation = held[0]
     session._request(correlation, request)
     await until(lambda: any(isinstance(request, Unsubscribe) for request in broker.requests))
+
+
+async def test_a_subscribe_that_is_cancelled_as_its_answer_comes_is_undone(
+    region: felix.RegionClient, broker: ScriptedBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscription = region.stream(ORDERS).subscribe("earliest")
+    answered = Correlations.answered
+
+    def answered_and_closed(self: Correlations, correlation: int, answer: Answer) -> None:
+        answered(self, correlation, answer)
+        if isinstance(answer, Subscribed):
+            # The answer is there, and whoever asked has not seen it.
+            subscription._feed.close()
+
+    monkeypatch.setattr(Correlations, "answered", answered_and_closed)
+    with pytest.raises(UnavailableError):
+        await subscription.open()
+    await until(lambda: any(isinstance(request, Unsubscribe) for request in broker.requests))
+    await until(lambda: not broker.session.cursors)
 
 
 async def test_two_tasks_do_not_share_one_subscription(region: felix.RegionClient) -> None:

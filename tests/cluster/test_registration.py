@@ -210,6 +210,31 @@ def test_r10_a_store_that_went_back_is_told_from_its_numbers_and_pulses() -> Non
         assert refused(stage.intend("a"), Reason.OLD_STORE)
 
 
+def test_a_store_from_before_a_folder_was_replaced_is_called_old_and_not_the_folder_wrong() -> None:
+    stage = Stage("ab")
+    before = stage.store.backup()
+    stage.die("a")
+    replaced(stage, "a")
+    stage.start("a", replace=True)
+    stage.die("a")
+    stage.store.restore(before)
+    for replace in (False, True):
+        refusal = stage.intend("a", replace=replace)
+        assert isinstance(refusal, Refusal) and refusal.reason is Reason.OLD_STORE
+        assert "older than the data folder of broker a" in refusal.sentence
+        assert "felix region reconcile" in refusal.sentence and "replace-folder" not in refusal.sentence
+
+
+def test_another_brokers_folder_is_called_that_however_often_it_was_started() -> None:
+    stage = Stage("ab")
+    for _ in range(3):
+        stage.die("b")
+        stage.start("b")
+    stage.die("a")
+    stage.files["a"] = stage.files["b"]
+    assert refused(stage.intend("a"), Reason.OTHER_FOLDER)
+
+
 def test_a_broker_that_serves_a_region_alone_keeps_a_cluster_out_and_the_other_way_round() -> None:
     stage = Stage("a")
     alone_starts = stage.view().revision_of(KEYS.alone)
