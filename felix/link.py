@@ -98,7 +98,8 @@ class Attachment(Protocol):
 
     def link_up(self, link: Link) -> None: ...
 
-    def link_down(self, error: FelixError) -> None: ...
+    def link_down(self, error: FelixError) -> None:
+        """It lives on this link no more. The link may stand, where it moves to another one: what it had there it gives up."""
 
     def link_dead(self, error: FelixError) -> None:
         """There will be no further link; also called where one is attached to a dead connection."""

@@ -314,8 +314,8 @@ def _newer_than_recorded(
     refusal = _old_store(view, broker)
     return dataclasses.replace(
         refusal,
-        sentence=f"The metadata store has another data folder of broker {broker}, of start {node.registration}, and this one has start "
-        f"{file.registration}. If the broker was retired and its name given anew, put the folder of its new life back. Else: {refusal.sentence}",
+        sentence=f"{refusal.sentence} It has another data folder of this broker, as of start {node.registration}, and this one has start "
+        f"{file.registration}. Only if the broker was retired and its name given anew, put the folder of its new life back instead.",
     )
 
 
