@@ -100,6 +100,8 @@ class Registry:
         self._alive_revision = 0
         self._untold: Lease | None = None
         """a new lease that the watch has not shown yet"""
+        self._was_fenced = False
+        """whether others may have been elected in the place of this process"""
         self._announcing = asyncio.Lock()
         self._listeners: list[Callable[[Lease | None], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -150,15 +152,23 @@ class Registry:
     def may_answer(self) -> bool:
         """Whether what rests on no commit may be answered now: no other broker can have been elected in our place.
 
-        Not before the watch has shown that we are alive: whoever was elected while we were not stands before that.
+        Not before the watch has shown that we are alive: whoever was elected while we were not stands before that, unless the store went back.
         """
         lease = self._lease
         return (
             self._is_announced
             and lease is not None
-            and self._mirror.view.revision >= self._alive_revision
+            and self._is_shown()
             and lease.remaining_ms() > LEASE_MARGIN_MS
         )
+
+    def _is_shown(self) -> bool:
+        """Whether what was elected while we were not alive is known. A store that went back may not know it: no lease that is taken after one
+        was lost counts before the region is reconciled."""
+        view = self._mirror.view
+        if self._untold is not None and self._was_fenced and view.revision_of(view.keys.frozen):
+            return False
+        return view.revision >= self._alive_revision
 
     def refusal(self) -> UnavailableError | None:
         """The same, as what is answered instead."""
@@ -364,7 +374,7 @@ class Registry:
 
     def _fence(self, why: str) -> None:
         if self._is_announced:
-            self._is_announced = False
+            self._is_announced, self._was_fenced = False, True
             self._why = why.removesuffix(".")
             self._untold = None
             self._tell(None)
@@ -383,7 +393,7 @@ class Registry:
             self._refused(refusal)
         elif alive is None or alive.registration != self._file.registration:
             self._give_up("Its record is gone from the metadata store.")
-        elif self._untold is not None and self._mirror.view.revision >= self._alive_revision:
+        elif self._untold is not None and self._is_shown():
             lease, self._untold = self._untold, None
             self._tell(lease)
 

@@ -12,7 +12,7 @@ from cluster.simulated_brokers import FOLDER, KEYS, LEASE_MS, Region, Store, pla
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from region.cluster import registration
-from region.cluster.records import Health
+from region.cluster.records import FrozenRecord, Health, encode
 from region.cluster.registration import PULSE_MS
 from region.cluster.registry import EXPIRY_SLACK_MS, RETRY_MS
 from region.metadata.transaction import Delete, Put
@@ -207,6 +207,31 @@ def test_a_new_lease_is_told_once_the_watch_has_shown_what_was_elected_before_it
         await region.until(lambda: registry._is_announced and registry._lease.remaining_ms() > 0)
         assert not registry.may_answer() and broker.leases[-1] is None
         region.store.watches_lag = False
+        await region.until(lambda: broker.leases[-1] is registry._lease)
+        assert registry.may_answer()
+
+    play(scene)
+
+
+def test_a_lease_after_one_that_was_lost_counts_for_nothing_in_a_store_that_went_back() -> None:
+    """Who was elected meanwhile it may have forgotten. Whoever starts leads nothing of before, and has a lease."""
+
+    async def scene(region: Region) -> None:
+        broker = region.broker()
+        registry = await broker.start()
+        key = KEYS.frozen
+        await region.store.transact([], [Put(key, encode(FrozenRecord("b2", "It went back."), key))])
+        await region.until(lambda: broker.mirror.view.frozen is not None)
+        assert registry.may_answer(), "nobody was elected while it was alive"
+        assert registry._lease is not None
+        registry._lease.lose("It was lost.")
+        await region.until(lambda: registry._is_announced and registry._lease.remaining_ms() > 0)
+        await asyncio.sleep(1)
+        assert broker.mirror.view.revision >= registry._alive_revision
+        assert not registry.may_answer() and registry.refusal() is not None and broker.leases[-1] is None
+        late = region.broker("b3")
+        assert (await late.start()).may_answer()
+        await region.store.transact([], [Delete(key)])
         await region.until(lambda: broker.leases[-1] is registry._lease)
         assert registry.may_answer()
 

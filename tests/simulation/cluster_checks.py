@@ -227,7 +227,7 @@ class Checks:
             what == "committed"
             and core.leader.commits
             and record.epoch == core.leader.epoch
-            and (len(record.isr) < record.min or record.elr)
+            and (len(record.isr) + self._left_unread(shard, core, record) < record.min or record.elr)
         ):
             raise BrokenError(
                 f"8: {machine.name} committed with {record.isr}, {record.elr} and min {record.min}"
@@ -245,6 +245,17 @@ class Checks:
                 raise BrokenError(
                     f"7: {machine.name} {what}; {member} has not on its disk what is committed up to {known[-1].end}; {record.isr}, {record.elr}"
                 )
+
+    def _left_unread(self, shard: ShardId, core: ReplicaCore, record: ShardRecord) -> int:
+        """How many ill copies have left the set by their brokers' own word, which the leader has not read yet. What it commits meanwhile they had
+        on their disks, and acknowledged under the start that it counts, before they were lost: that a copy is lost later takes no commit back."""
+        standing = core.leader.standing
+        if standing is None:
+            return 0
+        return sum(
+            member not in record.members() and registration <= self._ill.get((member, shard), 0)
+            for member, registration in standing.record.isr.items()
+        )
 
     @staticmethod
     def _differs(frames: list[Frame], start: LogPoint, known: list[Frame]) -> bool:
@@ -423,6 +434,6 @@ class Checks:
             if not any(frame.end == point and frame.body == (name, number) for frame in known):
                 raise BrokenError(f"2: {name} was told that {number} stands at {point}, and it does not")
         if self.world.transactions is not None:
-            self.world.transactions.finish()
+            self.world.transactions.finish(self.world.vacant())
         if self.world.offload is not None:
             self.world.offload.finish()

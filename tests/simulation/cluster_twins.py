@@ -266,6 +266,12 @@ def a_damaged_copy_comes_back_alone() -> None:
     an_ill_copy_comes_back_alone("damaged copy")
 
 
+def a_copy_leaves_ill_after_another_one_failed() -> None:
+    """The leader is left alone below `min`."""
+    faults = (Fault(6_111, "fail", 1, 2, 221, 54_941), Fault(6_858, "damaged copy", 2, 2, 493, 38_596))
+    assert simulate_cluster(205279, Scene(faults=faults)).counts["ill copies left"] == 1
+
+
 def stop_when_asked(self: LeaderCore, event: YieldAsked, now: int, ready: Ready) -> None:
     """Gives up although nobody can go on."""
     if self.standing is not None:
@@ -425,8 +431,19 @@ TWINS: Final = (
         1369,
         patched(ClusterWorld, "_is_shown", always),
     ),
+    Twin(
+        "L1: a lease that follows a lost one counts for nothing in a store that went back",
+        248197,
+        patched(ClusterWorld, "_is_frozen", never),
+    ),
     Twin("L2: the leader's own disk counts, too", 1, patched(LeaderCore, "_held_by", held_before_the_sync)),
     Twin("L4: below min nothing is committed", 10, patched(LeaderCore, "_enough", always)),
+    Twin(
+        "L4: nor where a copy left ill, once that is read",
+        None,
+        patched(LeaderCore, "_enough", always),
+        a_copy_leaves_ill_after_another_one_failed,
+    ),
     Twin("L6: who joins has what was committed", 0, patched(LeaderCore, "_may_join", join_at_once)),
     Twin(
         "N1: an epoch has begun on the disk before it is led",

@@ -286,6 +286,8 @@ class Machine:
     announced_at: int = 0
     is_told: bool = False
     """whether the cores know of the lease: once the watch has reached `announced_at`, and what was elected before it"""
+    was_fenced: bool = False
+    """whether this process has lost a lease"""
     held: BrokerLease = field(default_factory=BrokerLease)
     cores: dict[ShardId, ReplicaCore] = field(default_factory=dict)
     appends: dict[ShardId, deque[Append]] = field(default_factory=dict)
@@ -531,6 +533,10 @@ class ClusterWorld:
     def well(self) -> bool:
         return not self.why_not_well()
 
+    def vacant(self) -> set[ShardId]:
+        """Shards of which no member is left that could lead by rule."""
+        return {shard for shard in self.shards if not self.checks.somebody_has_all(shard, self.record(shard))}
+
     def why_not_well(self) -> str:
         for shard in self.shards:
             record = self.record(shard)
@@ -554,7 +560,7 @@ class ClusterWorld:
                 ):
                     return f"{name} lacks what the leader has"
         if self.counts["vacant"]:
-            return ""
+            return "" if self.transactions is None else self.transactions.what_is_missing(self.vacant())
         waiting = [client.name for client in self.clients if client.waits]
         if waiting:
             return f"clients {waiting} wait"
@@ -574,7 +580,7 @@ class ClusterWorld:
         machine.cores, machine.appends = {}, {}
         machine.syncing, machine.again = set(), set()
         machine.lease = machine.registration = 0
-        machine.is_told = True
+        machine.is_told, machine.was_fenced = True, False
         machine.stopping = False
         machine.held = BrokerLease()
         machine.controller = ControllerCore(self.keys, machine.name, LEASE_MS, self._elections)
@@ -808,8 +814,12 @@ class ClusterWorld:
         self.on(machine, LEASE_MS // 3, lambda: self._renew(machine))
 
     def _is_shown(self, machine: Machine) -> bool:
-        """Whether what was elected while the broker was not alive is known to it."""
-        return machine.view.revision >= machine.announced_at
+        """Whether what was elected while the broker was not alive is known to it: a store that went back may not know it either."""
+        return machine.view.revision >= machine.announced_at and not self._is_frozen(machine)
+
+    def _is_frozen(self, machine: Machine) -> bool:
+        """Whether it has heard that the store went back, and others may have been elected in its place before."""
+        return machine.was_fenced and bool(machine.view.revision_of(self.keys.frozen))
 
     def _tell_lease(self, machine: Machine) -> None:
         if not machine.is_told:
@@ -830,6 +840,7 @@ class ClusterWorld:
                 self._hold(machine, sent)
             elif isinstance(answer, LeaseLost):
                 self.note(machine.name, "has lost its lease")
+                machine.was_fenced = True
                 self.steer(machine, controller.LeaseLost())
                 self._announce(machine)
             else:
@@ -1191,6 +1202,12 @@ class ClusterWorld:
         for frame in reversed(disk.frames):
             if frame.body == me:
                 # Sent again: answered once what it became is committed.
+                machine.appends[shard].append(Append(client, client.number, number, frame.end))
+                self._answer(machine, shard, core, Ready())
+                return
+        for frame in self.checks.committed.get((shard, number), ()):
+            if frame.end <= disk.start and frame.body == me:
+                # Retention took it. The producers' table, which each copy has, knows it for a week.
                 machine.appends[shard].append(Append(client, client.number, number, frame.end))
                 self._answer(machine, shard, core, Ready())
                 return

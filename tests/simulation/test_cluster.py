@@ -46,6 +46,27 @@ def test_a_sync_that_returns_late_takes_nothing_back() -> None:
     simulate_cluster_or_explain(17190)
 
 
+def test_a_leader_that_lost_its_lease_tells_nothing_by_one_of_a_store_that_went_back() -> None:
+    """It was replaced before the store went back, and its watch had shown neither."""
+    simulate_cluster_or_explain(248197)
+
+
+def test_what_an_ill_copy_had_acknowledged_is_committed_by_a_leader_that_does_not_know_that_it_left() -> None:
+    assert simulate_cluster_or_explain(205279).counts["ill copies left"]
+
+
+def test_a_record_that_retention_took_is_not_appended_again() -> None:
+    assert simulate_cluster_or_explain(215895).counts["trims"]
+
+
+def test_nobody_intrudes_in_the_name_of_a_leader_that_has_just_left_the_sets() -> None:
+    assert simulate_cluster_or_explain(220333).counts["ill copies left"]
+
+
+def test_a_lane_is_waited_for_although_another_one_is_led_by_nobody() -> None:
+    assert simulate_cluster_or_explain(236312).counts["vacant"]
+
+
 def test_a_copy_that_is_to_be_begun_anew_may_lack_what_was_given_up() -> None:
     faults = (Fault(1_524, "recovered", 2, 2, 5_034, 54_331), Fault(4_163, "trim", 0, 2, 514, 56_558))
     assert simulate_cluster(364, Scene(faults=faults)).counts["recovered"]
