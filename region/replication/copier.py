@@ -16,7 +16,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from felix.errors import FelixError
 from region.cluster.records import ShardId
@@ -29,7 +29,6 @@ from region.replication.copy_pace import CopyPace
 from region.replication.copying import Copying, Replace
 from region.replication.core import ReplicaCore
 from region.replication.disk import ReplicaDisk
-from region.replication.leader import COPY_BYTES_MAX
 from region.replication.log_worker import Collected, LogWorker
 from region.replication.origin import Beginning, encode_beginning
 from region.replication.ready import CopyFailed, CopyFrom
@@ -43,6 +42,9 @@ from region.replication.wire import (
 )  # fmt: skip
 
 log = logging.getLogger("felix.region.replication")
+
+PIECE_BYTES_MAX: Final = 256 << 10
+"""Of a closed segment, in one answer: the next is asked for once it is there, so that smaller ones would be as slow as the way is long."""
 
 
 class Links(Protocol):
@@ -205,11 +207,11 @@ class Copier:
     async def tell_piece(self, peer: str, asked: PieceAsked) -> None:
         """Bytes of a closed segment, once the link has room for them and it is their turn."""
         await self._links.room(peer)
-        await self._pace.take(COPY_BYTES_MAX)
+        await self._pace.take(PIECE_BYTES_MAX)
         if not self._is_led(asked):
             return
         disk, data = self._workers[asked.log].disk, b""
-        read = partial(disk.read_piece, asked.base_offset, asked.generation, asked.position, COPY_BYTES_MAX)
+        read = partial(disk.read_piece, asked.base_offset, asked.generation, asked.position, PIECE_BYTES_MAX)
         try:
             try:
                 data = await asyncio.get_running_loop().run_in_executor(self._read_pool, read)
@@ -219,5 +221,5 @@ class Copier:
                 data = await asyncio.get_running_loop().run_in_executor(self._read_pool, read)
         except (OSError, FelixError) as error:
             log.warning("a segment of log %s cannot be copied: %s", disk.plan.folder, error)
-        self._pace.give_back(COPY_BYTES_MAX - len(data))
+        self._pace.give_back(PIECE_BYTES_MAX - len(data))
         self._links.send(peer, self._shard, PieceTold(asked, data))

@@ -115,8 +115,8 @@ IN_FLIGHT_BYTES_MAX: Final = 8 << 20
 """Bytes of them: four of the largest groups."""
 APPEND_BYTES_MAX: Final = 2 << 20
 """Frames of one message."""
-COPY_BYTES_MAX: Final = 256 << 10
-"""The same, of a copy that nobody waits for: the event loop is at it for some milliseconds, in which nobody is answered."""
+COPY_BYTES_MAX: Final = 64 << 10
+"""The same, of a copy that nobody waits for: the event loop is at it for a millisecond or two, in which nobody is answered."""
 COPY_IN_FLIGHT_BYTES_MAX: Final = 1 << 20
 """Of such a copy: where its disk, the link or the processors are slow, it waits for them, and publishers not behind it."""
 
