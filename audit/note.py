@@ -30,7 +30,13 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 from audit.tree_head import parse_tree_head
 from felix.errors import RequestError, TamperError
 from keys.note_key import COSIGNATURE_TYPE, ED25519_TYPE, ML_DSA_44_TYPE, NOTE_KEY_ID_BYTES, note_key_id
-from keys.post_quantum import ML_DSA_PUBLIC_BYTES, ML_DSA_SIGNATURE_BYTES, MlDsaKey, ml_dsa_holds
+from keys.post_quantum import (
+    ML_DSA_PUBLIC_BYTES,
+    ML_DSA_SIGNATURE_BYTES,
+    MlDsaKey,
+    check_ml_dsa_public,
+    ml_dsa_holds,
+)
 from keys.signing import SigningKey, check_public
 
 NOTE_BYTES_MAX: Final = 131_072
@@ -111,7 +117,9 @@ class VerifierKey:
         if len(self.public) != expected:
             what = "An ML-DSA-44" if self.algorithm is Algorithm.ML_DSA_44 else "An Ed25519"
             raise RequestError(f"{what} key has {expected} bytes, this one {len(self.public)}.")
-        if self.algorithm is not Algorithm.ML_DSA_44:
+        if self.algorithm is Algorithm.ML_DSA_44:
+            check_ml_dsa_public(self.public)
+        else:
             check_public(self.public)
         if self.algorithm is Algorithm.ML_DSA_44 and len(self.name.encode()) > _NAME_BYTES_MAX:
             raise RequestError(f"An ML-DSA-44 key's name has {_NAME_BYTES_MAX} bytes at most.")

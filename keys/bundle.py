@@ -34,7 +34,7 @@ from felix.names import trust_domain
 from felix.peer import TrustAnchor
 from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
 from keys.note_key import COSIGNATURE_TYPE, ED25519_TYPE, ML_DSA_44_TYPE, note_key_id
-from keys.post_quantum import ML_DSA_PUBLIC_BYTES
+from keys.post_quantum import ML_DSA_PUBLIC_BYTES, check_ml_dsa_public
 from keys.signing import PUBLIC_BYTES as ED25519_PUBLIC_BYTES
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 
@@ -99,6 +99,8 @@ class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         stops nobody who trusted its bundle before such keys were refused: a region adds logs by itself."""
         if self.algorithm == "ed25519":
             VerifyKey(self.public)
+        else:
+            check_ml_dsa_public(self.public)
 
     @property
     def key_id(self) -> bytes:
