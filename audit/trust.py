@@ -170,9 +170,12 @@ def check_cosigner_keys(regions: Iterable[RegionTrust], outside: Iterable[Verifi
 
 
 def parties_of(bundles: Iterable[RegionBundle], outside: Iterable[VerifierKey] = ()) -> dict[bytes, str]:
-    """Whose each public key is, in words (`keys.bundle.Known`)."""
+    """Whose each public key is, in words (`keys.bundle.Known`): outside witnesses', and those of regions that people compared. What a region
+    names as a bridge's log, by its own word, is no proof that it has that key, and takes it from nobody."""
     known = {key.public: f"the outside witness {key.name}" for key in outside}
-    return known | {public: f"the region {each.region}" for each in bundles for public in each.public_keys()}
+    return known | {
+        public: f"the region {each.region}" for each in bundles for public in each.compared_keys()
+    }
 
 
 def witnesses_of(bundles: Iterable[RegionBundle], region: str) -> tuple[VerifierKey, ...]:
@@ -351,10 +354,12 @@ class Trust:
         return LogTrust(parsed, keys, self.witnesses_for(parsed.region), self._policy)
 
     def _listed(self, origin: str, keys: tuple[VerifierKey, ...]) -> tuple[VerifierKey, ...]:
-        """Of the log's keys, those that the policy lists."""
+        """Of the log's keys, those that the policy lists. It can list a public key once, so the name there does not count: another region may
+        have named this key as a log's of its own, and only the bundle of this log's region says whose log it signs."""
         if self._policy is None or not self._policy.logs:
             return keys
-        listed = tuple(key for key in keys if key in self._policy.log_keys)
+        held = {(key.algorithm, key.public) for key in self._policy.log_keys}
+        listed = tuple(key for key in keys if (key.algorithm, key.public) in held)
         if not listed:
             named = any(key.name == origin for key in self._policy.log_keys)
             raise TamperError(

@@ -16,7 +16,7 @@ A new bundle, whoever compared it, must also pass `check_bundle`: no two of its 
 trusted before there was this rule is still read.
 
 An update is taken without people comparing again only where `check_update` holds: its fingerprint is the same, and it adds logs of new
-bridges behind those that were there, each under a key that is nobody's yet. A holder of a policy key can sign one, so an update must not
+bridges behind those that were there, each under a key that nobody was compared to have. A holder of a policy key can sign one, so an update must not
 extend that key's power. Pure.
 """
 
@@ -49,7 +49,8 @@ _FOUNDING: Final = b"felix region founding\n"
 """Stands before what the fingerprint is over, so that it is the digest of nothing else."""
 
 Known = Mapping[bytes, str]
-"""Public keys, and whose each is, in words."""
+"""Public keys that people compared as somebody's, and whose each is, in words. Never one that a region alone says is a bridge's log's: else
+whoever names the key of another region's next bridge first would have that region's update refused."""
 NOBODYS: Final[Known] = MappingProxyType({})
 
 PublicKeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -302,7 +303,7 @@ where it is."""
 
 def changes_of(trusted: RegionBundle, new: RegionBundle, known: Known = NOBODYS) -> list[str]:
     """What a bundle of the same region says otherwise than the trusted one and only people may agree to, in words; whatever changes the
-    fingerprint is among it. `known`: keys of others.
+    fingerprint is among it. `known`: compared keys of others.
 
     New logs of bridges are nothing of it: under a new name, and a key that is nobody's yet, they say nothing about what was there before.
     """

@@ -26,10 +26,10 @@ from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH
 from audit.tile_disk import Folder
 from audit.tlog_proof import check_leaf, prove_leaves
 from audit.trail import Trail
-from audit.trust import RegionTrust, Trust, witnesses_of
+from audit.trust import RegionTrust, Trust, parties_of, witnesses_of
 from audit.verify import verify_log
 from audit.witness import MemoryWitnessStore, Witness
-from audit.witness_policy import WitnessPolicy
+from audit.witness_policy import WitnessPolicy, format_policy
 from felix.errors import FelixError, RequestError, TamperError
 from felix.identity_file import load_identity
 from felix.messages import PutDocument
@@ -252,9 +252,7 @@ def test_an_update_that_nobody_compares_adds_logs_of_bridges_and_nothing_else(ta
         ),
     )
     fresh = AuditKey("ap-south.acme/bridge/c", "log", key(63).verify_key.public)
-    known = {OUTSIDE.key.public: "the outside witness"} | {
-        public: each.region for each in (US, EU_WEST) for public in each.public_keys()
-    }
+    known = parties_of((US, EU_WEST), [OUTSIDE.key])
     assert is_taken(before, later(before, fresh), known) and not changes_of(
         before, later(before, fresh), known
     )
@@ -275,6 +273,46 @@ def test_an_update_that_nobody_compares_adds_logs_of_bridges_and_nothing_else(ta
     for name in ("ap-south.acme/other", "ap-south.acme/bridges/c", "ap-south.acme/audit/c"):
         assert not is_taken(before, later(before, AuditKey(name, "log", fresh.public)), known)
     tally("updates that nobody compares", len(stolen) + len(orders) + 3)
+
+
+def test_no_regions_uncompared_word_decides_about_anothers_update(tally: Tally) -> None:
+    """(d): ap-south names the public key of eu-west's next bridge log first, as its own bridge's. eu-west's update is taken, and its later ones."""
+    theirs = key(63).verify_key.public
+    named = named_as_logs(AP_SOUTH, theirs)
+    assert is_taken(AP_SOUTH, named, parties_of((US, EU_WEST)))
+    known = parties_of((US, named), [OUTSIDE.key])
+    first = later(EU_WEST, AuditKey("eu-west.acme/bridge/new", "log", theirs))
+    second = later(first, AuditKey("eu-west.acme/bridge/other", "log", key(64).verify_key.public))
+    for before, after in ((EU_WEST, first), (first, second), (EU_WEST, second)):
+        assert is_taken(before, after, known)
+        assert not changes_beyond_fingerprint(before, after, known)
+    assert not changes_beyond_fingerprint(None, second, known)
+    # What people compared of ap-south stays its own, and an outside witness's key that one's.
+    taken = {*AP_SOUTH.compared_keys(), OUTSIDE.key.public}
+    for public in taken:
+        assert not is_taken(EU_WEST, named_as_logs(EU_WEST, public), known)
+    tally("updates that nobody compares", 3 + len(taken))
+
+
+def test_a_log_whose_key_another_region_names_too_verifies_by_the_policy_that_is_printed(
+    tmp_path: Path,
+) -> None:
+    """(c): a policy lists a public key once, and here under the other one's name."""
+    (own,) = (each for each in US.audit_keys if each.name == EGRESS_ORIGIN)
+    named = named_as_logs(AP_SOUTH, own.public)
+    regions = [RegionTrust(each) for each in (named, EU_WEST, US)]
+    printed = format_policy(
+        (each for region in regions for each in region.logs),
+        {region.region: region.witnesses for region in regions},
+    )
+    assert f"# left out: {EGRESS_ORIGIN} has the public key of ap-south.acme/bridge/n0" in printed
+    trusted = Trust(regions).under(WitnessPolicy.parse(printed.encode()))
+    assert verify_log(write(tmp_path, {EU: [ALL]}), trusted).ok
+    # A key that the policy lists nowhere is not listed.
+    other = later(US, AuditKey("us-east.acme/bridge/n", "log", key(63).verify_key.public))
+    policy = WitnessPolicy.parse(printed.encode())
+    with pytest.raises(TamperError, match="does not list the log"):
+        Trust.of([named, EU_WEST, other]).under(policy).log("us-east.acme/bridge/n")
 
 
 @pytest.mark.parametrize("role", ["cosigner", "log"])
