@@ -1,15 +1,20 @@
 """Witnessing between regions: this region cosigns others' checkpoints, and gives out its own to be cosigned.
 
-Requests of other regions' bridges are bounded: frequent requests cannot make this region write checkpoints, sync its disk or
-keep files. Invariants: a checkpoint that is given out is one that the audit log has made by its own timer; a log is cosigned by
-one call at a time, in a thread; a caller that asks too often is refused with LIMIT_RATE and the time after which to retry.
+Requests of bridges are bounded: frequent requests cannot make this region write checkpoints, sync its disk or keep files. Each bridge has
+its share of what its region has, so one of them does not use up what the others need. Invariants:
+
+- a checkpoint that is given out is one that the audit log has made by its own timer;
+- a log is cosigned by one call at a time, in a thread, and so are cosignatures of this region's log kept;
+- a call counts until its thread has ended, whether or not its caller waits for it;
+- a caller that asks too often is refused with LIMIT_RATE and the time after which to retry.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
 
 from audit.checkpoint import note_size
 from audit.submission import Submissions
@@ -21,21 +26,90 @@ from felix.names import SpiffeId
 from felix.pace import Pace
 from felix.runtime.port import Clock
 
+T = TypeVar("T")
+
 CHECKPOINTS_PER_S: Final = 1.0
-"""Answers with a checkpoint to one other region: an agent asks every 3 s."""
+"""Answers with a checkpoint to one bridge of another region: an agent asks every 3 s."""
 OWN_CHECKPOINTS_PER_S: Final = 8.0
-"""The same to this region's own bridges, which ask once for each destination."""
+"""The same to one of this region's own bridges, which asks once for each destination."""
 CHECKPOINTS_BURST: Final = 32
 """Two rounds of an agent with 16 destinations. At these two paces cosignatures of this region's checkpoints are brought, too."""
 COSIGNATURES_PER_S: Final = 1.0
-"""Of one log, for one region that brings its checkpoints: an agent brings one every 3 s."""
+"""Of one log, for one bridge that brings its checkpoints: an agent brings one every 3 s."""
 COSIGNATURES_BURST: Final = 16
 WAITING_MAX: Final = 4
-"""Calls about one log that wait for the one before; and of another region that bring cosignatures."""
+"""Calls of one bridge about one log that wait for the one before; and of another region's bridge that brings cosignatures."""
 OWN_WAITING_MAX: Final = CHECKPOINTS_BURST
-"""The same of this region's own bridges: what is refused here is not brought again."""
+"""The same of one of this region's own bridges: what is refused here is not brought again."""
+SHARES: Final = 4
+"""So many times what one bridge may, all bridges of its region may together."""
 ASKERS_MAX: Final = 10_000
-"""Regions and logs whose pace is remembered."""
+"""Bridges, and regions, whose pace is remembered. A region that makes itself more bridges than that has no more for it than its own pace."""
+
+
+class _Paces:
+    """One pace for each bridge, and a larger one for all bridges of a region."""
+
+    __slots__ = ("_bridges", "_regions")
+
+    def __init__(self, per_s: float, burst: int, clock: Clock) -> None:
+        self._bridges = Pace(per_s, burst, ASKERS_MAX, clock.monotonic)
+        self._regions = Pace(SHARES * per_s, SHARES * burst, ASKERS_MAX, clock.monotonic)
+
+    def take(self, actor: SpiffeId, about: str = "") -> int:
+        """0 where the bridge may go on, else after how many ms it may ask again. What is refused it takes nothing from its region."""
+        return self._bridges.take(f"{actor} {about}") or self._regions.take(f"{actor.region} {about}")
+
+
+class _Line:
+    """Calls of bridges that wait for their turn: so many of one bridge, and SHARES times as many of its region."""
+
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: Counter[str] = Counter()
+
+    def has_room(self, actor: SpiffeId, most: int, about: str = "") -> bool:
+        bridge, region = _shares(actor, about)
+        return self._waiting[bridge] < most and self._waiting[region] < SHARES * most
+
+    async def call(self, turn: asyncio.Lock, actor: SpiffeId, call: Callable[[], T], about: str = "") -> T:
+        """Make this call in a thread, when it is its turn. Where the caller hangs up before, it is not made; later, the turn and the
+        place in the line are given up once the thread has ended."""
+        shares = _shares(actor, about)
+        self._waiting.update(shares)
+        try:
+            await turn.acquire()
+            try:
+                thread = asyncio.get_running_loop().run_in_executor(None, call)
+            except BaseException:
+                turn.release()
+                raise
+        except BaseException:
+            self._leave(shares)
+            raise
+
+        def ended(_: asyncio.Future[T]) -> None:
+            turn.release()
+            self._leave(shares)
+            if not thread.cancelled():
+                # Where the caller has hung up, nobody else asks what became of it.
+                thread.exception()
+
+        thread.add_done_callback(ended)
+        # Unlike the future itself, this may be cancelled while the thread runs.
+        await asyncio.wait([thread])
+        return thread.result()
+
+    def _leave(self, shares: tuple[str, str]) -> None:
+        self._waiting.subtract(shares)
+        for each in shares:
+            if not self._waiting[each]:
+                del self._waiting[each]
+
+
+def _shares(actor: SpiffeId, about: str) -> tuple[str, str]:
+    return f"{actor} {about}", f"{actor.region} {about}"
 
 
 class Witnessing:
@@ -50,14 +124,14 @@ class Witnessing:
         self._trail = trail
         self._region = region
         self._locks: dict[str, asyncio.Lock] = {}
-        self._waiting: Counter[str] = Counter()
-        self._checkpoints = Pace(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
-        self._own_checkpoints = Pace(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
-        self._brought = Pace(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
-        self._own_brought = Pace(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, ASKERS_MAX, clock.monotonic)
-        self._bringing: Counter[str] = Counter()
+        self._checkpoints = _Paces(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, clock)
+        self._own_checkpoints = _Paces(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, clock)
+        self._brought = _Paces(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, clock)
+        self._own_brought = _Paces(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, clock)
+        self._cosignatures = _Paces(COSIGNATURES_PER_S, COSIGNATURES_BURST, clock)
+        self._cosigning = _Line()
+        self._bringing = _Line()
         self._keeping = asyncio.Lock()
-        self._cosignatures = Pace(COSIGNATURES_PER_S, COSIGNATURES_BURST, ASKERS_MAX, clock.monotonic)
 
     async def cosign(self, actor: SpiffeId, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
         """Cosign another region's checkpoint (audit.witness). Raises ForkError where it is another history, and
@@ -69,19 +143,11 @@ class Witnessing:
         if (refused := self._trail.held_back()) is not None:
             raise refused
         origin = self.witness.origin_of(checkpoint)
-        self._require_pace(self._cosignatures, f"{actor.region} {origin}", "cosign one log")
-        if self._waiting[origin] >= WAITING_MAX:
-            raise UnavailableError(
-                f"{WAITING_MAX} calls about the log {origin} wait here already.",
-                code=Code.LIMIT_RATE,
-                retry_after_ms=1_000,
-            )
-        self._waiting[origin] += 1
-        try:
-            async with self._locks.setdefault(origin, asyncio.Lock()):
-                note = await asyncio.to_thread(self.witness.cosign, checkpoint, proof)
-        finally:
-            self._waiting[origin] -= 1
+        self._require_pace(self._cosignatures, actor, "cosign one log", origin)
+        if not self._cosigning.has_room(actor, WAITING_MAX, origin):
+            raise _crowded(f"Too many calls about the log {origin} wait here already.")
+        turn = self._locks.setdefault(origin, asyncio.Lock())
+        note = await self._cosigning.call(turn, actor, lambda: self.witness.cosign(checkpoint, proof), origin)
         return Witnessed(note_size(note), note)
 
     async def witnessed_size(self, origin: str) -> Witnessed:
@@ -92,7 +158,7 @@ class Witnessing:
     async def checkpoint(self, actor: SpiffeId, from_size: int) -> CheckpointAnswer:
         """The checkpoint that witnesses are to cosign now, and the proof that it continues `from_size` leaves."""
         pace = self._own_checkpoints if actor.region == self._region else self._checkpoints
-        self._require_pace(pace, actor.region, "give a checkpoint")
+        self._require_pace(pace, actor, "give a checkpoint")
         note = self._trail.checkpoints.offer(at_least=from_size)
         size = note_size(note)
         proof: list[bytes] = []
@@ -103,20 +169,11 @@ class Witnessing:
     async def put_cosignature(self, actor: SpiffeId, cosigned: bytes) -> None:
         """Keep another region's cosignature of this region's checkpoint. Raises UnavailableError(LIMIT_RATE) where `actor` brings them too often."""
         is_own = actor.region == self._region
-        self._require_pace(self._own_brought if is_own else self._brought, actor.region, "keep cosignatures")
-        if self._bringing[actor.region] >= (OWN_WAITING_MAX if is_own else WAITING_MAX):
-            raise UnavailableError(
-                f"Too many cosignatures that {actor.region} brought wait here already.",
-                code=Code.LIMIT_RATE,
-                retry_after_ms=1_000,
-            )
-        self._bringing[actor.region] += 1
-        try:
-            # One after the other, so that those that wait for a commit take one thread.
-            async with self._keeping:
-                await asyncio.to_thread(self._trail.add_cosigned, cosigned)
-        finally:
-            self._bringing[actor.region] -= 1
+        self._require_pace(self._own_brought if is_own else self._brought, actor, "keep cosignatures")
+        if not self._bringing.has_room(actor, OWN_WAITING_MAX if is_own else WAITING_MAX):
+            raise _crowded(f"Too many cosignatures that bridges of {actor.region} brought wait here already.")
+        # One after the other, so that those that wait for a commit take one thread.
+        await self._bringing.call(self._keeping, actor, lambda: self._trail.add_cosigned(cosigned))
 
     def gauges(self) -> dict[str, float]:
         """How far the outside witnesses are with this region's log; empty where there are none."""
@@ -130,9 +187,13 @@ class Witnessing:
             "audit_witness_lag_ms": max(each.lag_ms for each in statuses),
         }
 
-    def _require_pace(self, pace: Pace, who: str, what: str) -> None:
-        wait_ms = pace.take(who)
+    def _require_pace(self, pace: _Paces, who: SpiffeId, what: str, about: str = "") -> None:
+        wait_ms = pace.take(who, about)
         if wait_ms:
             raise UnavailableError(
                 f"{self._region} was asked to {what} too often.", code=Code.LIMIT_RATE, retry_after_ms=wait_ms
             )
+
+
+def _crowded(sentence: str) -> UnavailableError:
+    return UnavailableError(sentence, code=Code.LIMIT_RATE, retry_after_ms=1_000)
