@@ -5,6 +5,8 @@ Invariants:
 - what is added was signed by the log and cosigned by a known witness, and the log continues it; lines under unknown names are not kept;
 - no newer checkpoint costs the cosignatures that one before it has collected: of those that are cosigned each is kept that says of its cosigners, as
   parties, what no larger one does (audit.kept_notes), in whatever order they come;
+- whoever brings a note chooses its lines, the log's own as well: these are put back before it is kept, and one that lacks any that cannot be given any more takes
+  no place of others;
 - a party's lines take PARTY_LINES_MAX and PARTY_BYTES_MAX of a note at most, so nobody crowds the others out;
 - what says nothing new is not written.
 
@@ -79,6 +81,7 @@ class _Said(NamedTuple):
     size: int
     by: frozenset[Cosigner]
     note: Note
+    is_whole: bool
 
 
 class CheckpointFiles:
@@ -93,7 +96,9 @@ class CheckpointFiles:
         clock: Clock,
     ) -> None:
         self.witnesses = witnesses
-        self._known_keys = keys.known
+        self._known_keys, self._signers = keys.known, keys.signers
+        self._ended = tuple(key for key in keys.earlier if key.to_size is not None)
+        self._signs_from = max((key.to_size for key in self._ended if key.to_size is not None), default=0)
         self._clock = clock
         self._cosigners_expected = 1
         self._is_stale = False
@@ -195,9 +200,10 @@ class CheckpointFiles:
         # Lines under unknown names are whatever the sender chose: they are not kept.
         return added._replace(note=added.known_note())
 
-    def with_cosigned(self, added: SignedCheckpoint) -> SignedCheckpoint | None:
-        """What is to be kept of this checkpoint once what `read_cosigned` gave is added to what is kept; None where nothing is new.
-        Raises RolledBackError where it is not a checkpoint of this log as it is. Blocks on disk."""
+    def with_cosigned(self, added: SignedCheckpoint, *, signs: bool = True) -> SignedCheckpoint | None:
+        """What is to be kept of this checkpoint once what `read_cosigned` gave is added to what is kept; None where nothing is new. `signs`:
+        lines of the log that are left out are put back. Raises RolledBackError where it is not a checkpoint of this log as it is. Blocks on disk, and on
+        the log's keys."""
         with self._lock:
             held, newest = self._known_now(), self._newest
             same = self._of_text(added.note.text)
@@ -207,22 +213,25 @@ class CheckpointFiles:
             own = newest if newest.note.text == added.note.text else added
             lines = [line for line in own.note.signatures if line.name == added.checkpoint.origin]
             same = self.read(encode_note(Note(added.note.text, tuple(lines))))
-        merged = self._merge(same, added)
+        merged = self._merge(self._with_own_lines(same) if signs else same, added)
         if merged.note == same.note:
             return None
         others = [each for each in held if each.note.text != merged.note.text]
         return merged if any(each is merged for each in self._keep((*others, merged))) else None
 
-    def add_cosigned(self, added: SignedCheckpoint) -> None:
-        """Keep what `read_cosigned` gave. Raises RolledBackError where it is not a checkpoint of this log as it is."""
+    def add_cosigned(self, added: SignedCheckpoint, *, signs: bool = True) -> None:
+        """Keep what `read_cosigned` gave. `signs`: as `with_cosigned`, and of those that are kept besides, too. Raises RolledBackError where it is not a
+        checkpoint of this log as it is."""
         with self._files_lock:
-            merged = self.with_cosigned(added)
+            merged = self.with_cosigned(added, signs=signs)
             if merged is None:
                 return
             with self._lock:
                 newest = self._newest
                 others = [each for each in self._known_now() if each.note.text != merged.note.text]
-                held = self._keep((*others, merged))
+            if signs:
+                others = list(map(self._with_own_lines, others))
+            held = self._keep((*others, merged))
             self._write_kept(held)
             if merged.note.text == newest.note.text:
                 newest = self._merge(newest, merged)
@@ -246,6 +255,30 @@ class CheckpointFiles:
             self._write(WITNESSED_PATH, encode_note(most.note))
         self._write(COSIGNED_PATH, encode_note(first.note))
 
+    def _with_own_lines(self, signed: SignedCheckpoint) -> SignedCheckpoint:
+        """With a line of each key that signs now, of a checkpoint whose root was compared; as it is where they do not sign."""
+        lacking = self._keys_at(signed.checkpoint.size) - {by.key for by in signed.signed}
+        signers = [signer for signer in self._signers if signer.key in lacking]
+        if not signers:
+            return signed
+        text, now_s = signed.note.text, self._clock.now_ms() // 1000
+        try:
+            lines = [signer.sign(text, now_s) for signer in signers]
+            return self.read(encode_note(signed.note.with_signatures(lines)))
+        except Exception as error:  # a key service's own
+            log.warning("%s: lines of the log were not put back: %s", self.newest.origin, error)
+            return signed
+
+    def _keys_at(self, size: int) -> frozenset[VerifierKey]:
+        """Which keys of the log signed a checkpoint of so many leaves, or would."""
+        if size >= self._signs_from:
+            return frozenset(signer.key for signer in self._signers)
+        ends = ((key, key.to_size or 0) for key in self._ended)
+        return frozenset(key for key, to_size in ends if key.from_size <= size < to_size)
+
+    def _is_whole(self, signed: SignedCheckpoint) -> bool:
+        return self._keys_at(signed.checkpoint.size) <= {by.key for by in signed.signed}
+
     def _write(self, path: str, data: bytes) -> None:
         if self._written[path] != data:
             self._folder.write(path, data)
@@ -266,7 +299,7 @@ class CheckpointFiles:
             except TamperError:
                 continue
             if signed.cosigned:
-                found.append(_Said(signed.checkpoint.size, self._cosigners(signed), note))
+                found.append(self._said(signed))
             elif (unknown := unknown + 1) > KEPT_MAX:
                 continue
             left.append(data)
@@ -278,31 +311,32 @@ class CheckpointFiles:
         unknown = list[bytes]()
         for data in sorted(dict.fromkeys(notes), key=_size, reverse=True):
             with self._lock:
-                found = [
-                    _Said(each.checkpoint.size, self._cosigners(each), each.note)
-                    for each in self._known_now()
-                ]
+                found = list(map(self._said, self._known_now()))
             try:
                 if self._says_nothing(parse_note(data), found):
                     continue
                 signed = self.read(data)
                 if signed.cosigned:
-                    self.add_cosigned(signed._replace(note=signed.known_note()))
+                    # Whether it is led here is not known: nothing is signed.
+                    self.add_cosigned(signed._replace(note=signed.known_note()), signs=False)
                 elif len(unknown) < KEPT_MAX:
                     unknown.append(data)
             except FelixError as error:
                 log.warning("%s: a cosigned checkpoint is not taken over: %s", self.newest.origin, error)
         return unknown
 
+    def _said(self, signed: SignedCheckpoint) -> _Said:
+        return _Said(signed.checkpoint.size, self._cosigners(signed), signed.note, self._is_whole(signed))
+
     def _says_nothing(self, note: Note, found: Iterable[_Said]) -> bool:
         size, claimed = Checkpoint.parse(note.text).size, self._claimed(note)
         lines = {(line.name, line.key_id) for line in note.signatures}
-        for other_size, by, other in found:
+        for other_size, by, other, is_whole in found:
             if other.text == note.text:
                 # A further key of the same party is one line more.
                 if claimed <= by and lines <= {(line.name, line.key_id) for line in other.signatures}:
                     return True
-            elif size <= other_size and claimed <= by:
+            elif is_whole and size <= other_size and claimed <= by:
                 return True
         return False
 
@@ -335,7 +369,10 @@ class CheckpointFiles:
         return frozenset(found)
 
     def _keep(self, found: Iterable[SignedCheckpoint]) -> tuple[SignedCheckpoint, ...]:
-        weighed = (Cosigned(each.checkpoint.size, self._cosigners(each), each) for each in found)
+        weighed = (
+            Cosigned(each.checkpoint.size, self._cosigners(each), each, self._is_whole(each))
+            for each in found
+        )
         return tuple(each.note for each in keep(weighed, KEPT_MAX))
 
     def _of_text(self, text: str) -> SignedCheckpoint | None:

@@ -1,11 +1,13 @@
 """Which cosigned checkpoints of a log are kept: each that says of its cosigners what no larger one does. Pure.
 
 Who cosigned is a *party*, a region or an outside witness, with the algorithm of its key: a party that names many keys is still one, and a note
-without somebody's ML-DSA-44 line does not stand for one with it. Invariants of what `keep` gives:
+without somebody's ML-DSA-44 line does not stand for one with it. A note is *whole* that has every line of the log itself which its size asks for: who brings
+one chooses its lines. Invariants of what `keep` gives:
 
 - of each note that goes in, one of no smaller tree comes out that all of its cosigners have cosigned. So a quorum, of whichever parties, that one
   note had is still had by one of no fewer leaves;
 - one party that cosigns or does not, with either algorithm or both, makes of n notes 4n at most, whatever its keys are called;
+- what is not whole takes no place of what is: it is kept where there is room, and where no note says the same;
 - there are `at_most` of them. Six parties with one algorithm have 63 sets, so nothing is let go of below. Beyond it goes the smallest of those that the fewest
   have cosigned; never the newest that a party has cosigned, nor the newest that so many have, as long as those fit.
 
@@ -32,6 +34,8 @@ class Cosigned(Generic[T]):
     size: int
     by: frozenset[Cosigner]
     note: T
+    is_whole: bool = True
+    """it has every line of the log itself that one of its size has"""
 
     @property
     def parties(self) -> frozenset[str]:
@@ -55,13 +59,15 @@ def party_of(name: str, origin: str) -> str:
 def keep(found: Iterable[Cosigned[T]], at_most: int) -> list[Cosigned[T]]:
     """Those that are kept, the largest first; of equals the one that was given first."""
     kept = list[Cosigned[T]]()
-    for each in sorted(found, key=lambda each: (-each.size, -len(each.by))):
-        if each.parties and not any(each.by <= other.by for other in kept):
+    for each in sorted(found, key=lambda each: (not each.is_whole, -each.size, -len(each.by))):
+        if each.parties and not any(each.size <= other.size and each.by <= other.by for other in kept):
             kept.append(each)
-    while len(kept) > at_most:
-        gone = least(kept) or min(kept[1:], key=_weight)
-        kept = [each for each in kept if each is not gone]
-    return kept
+    whole = [each for each in kept if each.is_whole]
+    while len(whole) > at_most:
+        gone = least(whole) or min(whole[1:], key=_weight)
+        whole = [each for each in whole if each is not gone]
+    others = [each for each in kept if not each.is_whole]
+    return sorted((*whole, *others[: at_most - len(whole)]), key=lambda each: -each.size)
 
 
 def least(kept: Sequence[Cosigned[T]]) -> Cosigned[T] | None:

@@ -95,8 +95,9 @@ def copy_log(
         )
     log = trust.log_of(data)
     more = {key: key.name for key in witnesses}
-    log = replace(log, witnesses={**more, **log.witnesses})
     log.open(data)
+    # What a key signed that is not asked for now is kept, too.
+    log = replace(log, keys=(*log.keys, *log.unlisted), unlisted=(), witnesses={**more, **log.witnesses})
     if target.names(WAL_FOLDER) or target.read(COPIED_PATH) is not None:
         raise RequestError(
             f"{target.path} is a log that is written, and no copy.",

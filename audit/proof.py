@@ -273,12 +273,16 @@ def read_checkpoints(files: Files, trust: Trust) -> list[SignedCheckpoint]:
     log = trust.log_of(data)
     newest = log.open(data)
     others = [
-        log.open(note)
+        log.open_kept(note)
         for path in COSIGNED_PATHS
         if (held := files.read(path)) is not None
         for note in notes_at(path, held).values()
     ]
-    return [newest, *(held for held in others if held.checkpoint.size <= newest.checkpoint.size)]
+    # What none of the keys asked for signed proves nothing.
+    return [
+        newest,
+        *(held for held in others if held.signed and held.checkpoint.size <= newest.checkpoint.size),
+    ]
 
 
 def choose_checkpoint(checkpoints: list[SignedCheckpoint], needed: int, trust: Trust) -> SignedCheckpoint:

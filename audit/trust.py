@@ -214,6 +214,8 @@ class LogTrust:
     """who stands behind each witness's key: a region, or an outside witness by its name"""
     policy: WitnessPolicy | None = None
     """which witnesses are a quorum; without one, they are counted"""
+    unlisted: tuple[VerifierKey, ...] = ()
+    """further keys that the bundle names for the log, and the policy does not list"""
 
     @property
     def region(self) -> str:
@@ -230,6 +232,17 @@ class LogTrust:
         opened = open_checkpoint(data, self.keys, self.witnesses)
         own = {by.key.public for by in opened.signed}
         return opened._replace(cosigned=tuple(by for by in opened.cosigned if by.key.public not in own))
+
+    def open_kept(self, data: bytes) -> SignedCheckpoint:
+        """As `open`, for a note that was kept or is remembered besides the log's checkpoint. One that none of the keys asked for signed, but another that the bundle
+        names for the log, counts for nothing: it is given without signatures and cosignatures. What it says of the tree is to be compared."""
+        try:
+            return self.open(data)
+        except TamperError:
+            if not self.unlisted:
+                raise
+            refused = open_checkpoint(data, (*self.keys, *self.unlisted), self.witnesses)
+            return refused._replace(signed=(), cosigned=())
 
     def cosigners(self, cosigned: Iterable[Verified]) -> tuple[str, ...]:
         """Who cosigned, each once, sorted: regions and outside witnesses. A key counts for one of them only."""
@@ -255,8 +268,8 @@ class LogTrust:
 
     def covered(self, checkpoints: Iterable[SignedCheckpoint], cosignatures_min: int) -> Covered:
         """How far these checkpoints of the log are cosigned as required, each judged by itself. Where no cosignature is required, how far
-        anybody cosigned. One of no leaves covers none, where others have some."""
-        known = tuple(checkpoints)
+        anybody cosigned. One of no leaves covers none, where others have some; nor does one that counts for nothing (`open_kept`)."""
+        known = tuple(signed for signed in checkpoints if signed.signed)
         has_leaves = any(signed.checkpoint.size for signed in known)
         size, closest, most = -1, "", -1
         for signed in known:
@@ -351,7 +364,8 @@ class Trust:
         if own.mesh != parsed.mesh:
             raise TamperError(f"{origin!r} is no log of {trust_domain(own.region, own.mesh)}.")
         keys = self._listed(origin, own.log_keys(origin))
-        return LogTrust(parsed, keys, self.witnesses_for(parsed.region), self._policy)
+        unlisted = tuple(key for key in own.log_keys(origin) if key not in keys)
+        return LogTrust(parsed, keys, self.witnesses_for(parsed.region), self._policy, unlisted)
 
     def _listed(self, origin: str, keys: tuple[VerifierKey, ...]) -> tuple[VerifierKey, ...]:
         """Of the log's keys, those that the policy lists. It can list a public key once, so the name there does not count: another region may

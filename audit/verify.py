@@ -405,7 +405,7 @@ class _Run:
         for data, path in notes:
             report.steps[1].checked += 1
             try:
-                before = self._log.open(data)
+                before = self._log.open_kept(data)
             except TamperError as error:
                 report.find(2, error.sentence, path=path)
                 continue

@@ -112,13 +112,14 @@ def open_log(
     check_tree(files, checkpoint)
     bundles = read_bundle_roots(files, checkpoint.size, checkpoint.root)
     # As verify_log counts them: also those that stand on what witnesses remember.
-    kept = [log.open(note) for note in notes_of(remembered, origin)]
+    kept = [log.open_kept(note) for note in notes_of(remembered, origin)]
     cosigned = [note for path, found in held.items() for note in notes_at(path, found).values()]
-    before = [*map(log.open, cosigned), *kept]
+    before = [*map(log.open_kept, cosigned), *kept]
     cosigners = _cosigners(files, signed, before, log)
     if missing := log.covered((*before, signed), cosignatures_min).missing:
         raise TamperError(missing)
-    for note in kept:
+    # Those that others cosigned are compared above.
+    for note in (*kept, *(each for each in before if not each.signed)):
         _check_prefix(files, checkpoint, note.checkpoint)
     return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held})
 

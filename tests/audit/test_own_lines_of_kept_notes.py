@@ -1,0 +1,215 @@
+"""A cosigned note that is brought without some of the log's own lines costs the log nothing, whoever asks for those."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+from audit_log import EGRESS_ORIGIN, Link, key, log_signer, region_bundle, witness_signer
+
+from audit.checkpoint import note_size
+from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.leaf import Leaf
+from audit.log_copy_disk import copy_log
+from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note
+from audit.proof import check_proof, prove
+from audit.tile_disk import Folder
+from audit.trail import Trail, TrailSettings
+from audit.trust import Trust, witnesses_of
+from audit.verify import Report, verify_log
+from audit.witness_policy import WitnessPolicy, format_policy
+from felix.errors import UnavailableError
+from keys.bundle import AuditKey, RegionBundle
+from keys.post_quantum import MlDsaKey
+
+LOG = log_signer(EGRESS_ORIGIN)
+LOG_PQ = NoteSigner.from_ml_dsa(EGRESS_ORIGIN, MlDsaKey.from_seed(b"q" * 32))
+EU = witness_signer()
+EU_PQ = NoteSigner.from_ml_dsa(EU.key.name, MlDsaKey.from_seed(b"e" * 32))
+AP = witness_signer("ap-south.acme/witness")
+STREAM = "acme/ops/departures"
+
+
+def named(region: str, *more: AuditKey) -> RegionBundle:
+    bundle = region_bundle(region)
+    return msgspec.structs.replace(bundle, audit_keys=(*bundle.audit_keys, *more))
+
+
+US = named("us-east", AuditKey(EGRESS_ORIGIN, "log", LOG_PQ.key.public, "ml-dsa-44"))
+BUNDLES = [
+    US,
+    named("eu-west", AuditKey(EU.key.name, "cosigner", EU_PQ.key.public, "ml-dsa-44")),
+    region_bundle("ap-south"),
+]
+TRUST = Trust.of(BUNDLES)
+REGIONS = [TRUST.region(name) for name in TRUST.regions]
+POST_QUANTUM = WitnessPolicy.parse(
+    format_policy(
+        [each for region in REGIONS for each in region.logs],
+        {region.region: region.witnesses for region in REGIONS},
+        post_quantum=True,
+    ).encode()
+)
+ASKED = TRUST.under(POST_QUANTUM)
+"""by an auditor who takes ML-DSA-44 lines of the log alone"""
+
+
+class Log:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files = Folder(path)
+        self._link = Link()
+        self.trail: Trail
+
+    def open(self, signer: NoteSigner, *also: NoteSigner, earlier: tuple[VerifierKey, ...] = ()) -> Log:
+        self.trail = Trail.open(
+            self.path,
+            signer,
+            also=also,
+            earlier=earlier,
+            witnesses=witnesses_of(BUNDLES, "us-east"),
+            settings=TrailSettings(checkpoint_interval_ms=3_600_000),
+        )
+        return self
+
+    def put(self, leaves: list[Leaf]) -> None:
+        ended = threading.Event()
+        self.trail.append_nowait(leaves, lambda first, error: ended.set())
+        assert ended.wait(30)
+
+    def grow(self) -> bytes:
+        if not self.trail.status().durable:
+            self.put(self._link.agreement())
+        intents = self._link.intent()
+        self.put(intents)
+        self.put([self._link.ack(intents)])
+        return self.trail.publish()
+
+    def bring(self, note: bytes, *by: NoteSigner, without: NoteSigner | None = None) -> None:
+        self.trail.add_cosigned(cosigned(note, *by, without=without))
+
+    def kept(self) -> list[tuple[int, bool, bool]]:
+        """Sizes, and whether the log's lines stand there, by Ed25519 and by ML-DSA-44."""
+        return [
+            (each.checkpoint.size, LOG.key in keys, LOG_PQ.key in keys)
+            for each in self.trail.checkpoints.cosigned()
+            if (keys := {by.key for by in each.signed})
+        ]
+
+
+def cosigned(note: bytes, *by: NoteSigner, without: NoteSigner | None = None) -> bytes:
+    parsed = parse_note(note)
+    lines = [line for line in parsed.signatures if without is None or line.key_id != without.key.key_id] + [
+        each.cosign(parsed.text, 1) for each in by
+    ]
+    return encode_note(parsed._replace(signatures=tuple(lines)))
+
+
+def up_to(report: Report) -> int:
+    assert report.ok, report.findings
+    return report.cosigned_size
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Iterator[Log]:
+    made = Log(tmp_path / "log")
+    yield made
+    made.trail.close()
+
+
+def test_no_region_makes_a_log_fail_by_leaving_out_one_of_its_lines(log: Log, tmp_path: Path) -> None:
+    log.open(LOG, LOG_PQ)
+    first = log.grow()
+    log.bring(first, EU, EU_PQ)
+    older = log.grow()
+    log.grow()
+    log.bring(older, AP, without=LOG_PQ)
+    assert log.kept() == [(note_size(older), True, True), (note_size(first), True, True)]
+    assert up_to(verify_log(log.files, ASKED)) == note_size(first)
+    older = log.grow()
+    log.grow()
+    log.bring(older, EU, without=LOG)
+    before = Trust.of([region_bundle("us-east"), *BUNDLES[1:]])
+    assert up_to(verify_log(log.files, before)) == note_size(older), "by the bundle of before ML-DSA-44"
+    for trust in (ASKED, before):
+        assert check_proof(prove(log.files, trust, STREAM, 0, 1), trust)
+    copy_log(log.files, Folder(tmp_path / "copy"), ASKED)
+    assert up_to(verify_log(Folder(tmp_path / "copy"), ASKED)) == note_size(first)
+
+
+def test_a_note_that_an_older_key_alone_signed_counts_for_nothing_and_is_compared(
+    log: Log, tmp_path: Path
+) -> None:
+    """ap-south cosigned while the log had its first key alone, and never again."""
+    from audit.spark.verification import open_log
+
+    log.open(LOG)
+    old = cosigned(log.grow(), EU, AP)
+    log.trail.add_cosigned(old)
+    log.trail.close()
+    log.open(LOG, LOG_PQ)
+    log.grow()
+    newest = log.grow()
+    for path in COSIGNED_PATHS:
+        assert log.files.read(path) in (None, old)
+    report = verify_log(log.files, ASKED)
+    assert [found.step for found in report.findings] == [1], "nothing that counts is there"
+    log.files.write("checkpoint.witnessed", cosigned(newest, EU, EU_PQ))
+    assert up_to(verify_log(log.files, ASKED)) == note_size(newest)
+    assert up_to(verify_log(log.files, ASKED, remembered=[old])) == note_size(newest)
+    assert open_log(str(log.path), ASKED, remembered=[old]).checkpoint.size == note_size(newest)
+    assert check_proof(prove(log.files, ASKED, STREAM, 0, 1), ASKED)
+    copy = Folder(tmp_path / "copy")
+    copy_log(log.files, copy, ASKED)
+    assert up_to(verify_log(copy, ASKED)) == note_size(newest)
+    assert old in [
+        note for path in COSIGNED_PATHS for note in notes_at(path, copy.read(path) or b"").values()
+    ]
+    # What it says of the tree holds the log to it.
+    text = replace(ASKED.log(EGRESS_ORIGIN).open_kept(old).checkpoint, root=bytes(32)).text()
+    other = encode_note(parse_note(old)._replace(text=text, signatures=(LOG.sign(text), AP.cosign(text, 1))))
+    report = verify_log(log.files, ASKED, remembered=[other])
+    assert [found.step for found in report.findings] == [2]
+    stranger = NoteSigner.from_key(EGRESS_ORIGIN, key(77), Algorithm.ED25519)
+    unsigned = encode_note(parse_note(old)._replace(signatures=(stranger.sign(parse_note(old).text),)))
+    assert not verify_log(log.files, ASKED, remembered=[unsigned]).ok
+    # And the log puts its newer key's line there with the next one.
+    log.bring(newest, AP)
+    log.trail.close()
+    log.open(LOG, LOG_PQ)
+    assert all(ed and ml for _, ed, ml in log.kept())
+
+
+def test_a_note_whose_lines_cannot_be_put_back_takes_the_place_of_none(log: Log) -> None:
+    """The log changed its keys, and the one that was left out is gone."""
+    log.open(LOG, LOG_PQ)
+    first, older, last = log.grow(), log.grow(), log.grow()
+    log.bring(first, EU)
+    log.trail.close()
+    ended = tuple(replace(each.key, to_size=note_size(last)) for each in (LOG, LOG_PQ))
+    log.open(NoteSigner.from_key(EGRESS_ORIGIN, key(78), Algorithm.ED25519), earlier=ended)
+    log.bring(older, EU, AP, without=LOG_PQ)
+    assert log.kept() == [(note_size(older), True, False), (note_size(first), True, True)]
+    log.bring(older, EU)
+    assert log.kept() == [(note_size(older), True, True)], "what was left out came by another way"
+
+
+def test_keys_that_do_not_sign_now_keep_nobodys_cosignature_away(log: Log) -> None:
+    def refuses(message: bytes) -> bytes:
+        raise UnavailableError("The key service does not answer.")
+
+    log.open(LOG, LOG_PQ)
+    first, older, last = log.grow(), log.grow(), log.grow()
+    log.bring(first, EU)
+    log.trail.close()
+    log.open(LOG, replace(LOG_PQ, sign_message=refuses))
+    log.bring(older, EU, AP, without=LOG_PQ)
+    assert log.kept() == [(note_size(older), True, False), (note_size(first), True, True)]
+    log.trail.close()
+    log.open(LOG, LOG_PQ)
+    log.bring(last, EU)
+    assert log.kept() == [(note_size(last), True, True), (note_size(older), True, True)]
