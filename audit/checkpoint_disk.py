@@ -244,16 +244,26 @@ class CheckpointFiles:
         """What is still needed of a file stands in another one before that is replaced."""
         first, *rest = held
         most = max(rest, key=lambda each: len(parties(self._cosigners(each))), default=None)
-        kept = self._written[KEPT_PATH]
+        newest, written = encode_note(first.note), self._written
+        witnessed = written[WITNESSED_PATH] if most is None else encode_note(most.note)
+        others = [encode_note(each.note) for each in rest if each is not most]
+        kept = written[KEPT_PATH]
         there = set() if not kept else set(notes_at(KEPT_PATH, kept).values())
-        notes = {encode_note(each.note): each is most for each in rest}
-        if not there.issuperset(note for note, is_most in notes.items() if not is_most):
-            self._write(
-                KEPT_PATH, join(note for note, is_most in notes.items() if not is_most or note in there)
-            )
-        if most is not None:
-            self._write(WITNESSED_PATH, encode_note(most.note))
-        self._write(COSIGNED_PATH, encode_note(first.note))
+        others_stand = there.issuperset(others)
+        text = f"{first.note.text}\n".encode()
+        if (witnessed, newest) != (written[WITNESSED_PATH], written[COSIGNED_PATH]) and not (
+            others_stand and not (written[WITNESSED_PATH] or b"").startswith(text)
+        ):
+            # All of them stand there before either of the two is replaced.
+            self._write(KEPT_PATH, join(encode_note(each.note) for each in held))
+            self._folder.flush()
+            others_stand = False
+        if witnessed is not None:
+            self._write(WITNESSED_PATH, witnessed)
+        self._write(COSIGNED_PATH, newest)
+        if others and not others_stand:
+            self._folder.flush()
+            self._write(KEPT_PATH, join(others))
 
     def _with_own_lines(self, signed: SignedCheckpoint) -> SignedCheckpoint:
         """With a line of each key that signs now, of a checkpoint whose root was compared; as it is where they do not sign."""

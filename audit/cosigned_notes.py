@@ -52,11 +52,13 @@ class _Weighed(NamedTuple):
     known: int
     """cosigners that count"""
     keys: frozenset[_KeyId]
-    """that cosigned it, or are said to have"""
+    """that cosigned it, or are said to have, and those of the log that signed it"""
     unknown: frozenset[_KeyId]
     """those among them that are not known here"""
     by: frozenset[Cosigner]
-    """who cosigned it, of those that are known"""
+    """who cosigned it, of those that are known, and with what the log signed it"""
+    is_cosigned: bool
+    """by anybody, as far as its lines say"""
     note: bytes
 
 
@@ -83,7 +85,7 @@ def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chos
     found.sort(key=lambda each: (each.size, len(each.keys)), reverse=True)
     kept = list[_Weighed]()
     for each in found:
-        if each.keys and not any(each.keys <= other.keys for other in kept):
+        if each.is_cosigned and not any(each.keys <= other.keys for other in kept):
             kept.append(each)
     if not kept:
         return None
@@ -103,7 +105,7 @@ def choose(log: LogTrust, own: Iterable[bytes], served: Iterable[bytes]) -> Chos
         kept.remove(smallest)
         let_go |= {name for name, _ in smallest.unknown}
         if not _is_said(smallest, kept):
-            let_go |= {name for name, _ in smallest.keys}
+            let_go |= {name for name, _ in smallest.keys if name != log.name}
     unverified = {name for each in kept for name, _ in each.unknown}
     return Chosen(
         newest.note,
@@ -168,12 +170,16 @@ def _weigh(log: LogTrust, data: bytes) -> _Weighed:
     lines = {(line.name, line.key_id) for line in opened.note.signatures if line.name != log.name}
     # A line of a known key that says no time is no cosignature.
     unknown, held = lines - known, {(by.key.name, by.key.key_id) for by in opened.cosigned}
+    # Whoever serves it chooses which lines of the log stand there, too.
+    own = {(by.key.name, by.key.key_id) for by in opened.signed}
     return _Weighed(
         opened.checkpoint.size,
         len(log.cosigners(opened.cosigned)),
-        frozenset(held | unknown),
+        frozenset(held | unknown | own),
         frozenset(unknown),
-        frozenset((log.witnesses[by.key], by.key.algorithm) for by in opened.cosigned),
+        frozenset((log.witnesses[by.key], by.key.algorithm) for by in opened.cosigned)
+        | {("", by.key.algorithm) for by in opened.signed},
+        bool(held or unknown),
         data,
     )
 

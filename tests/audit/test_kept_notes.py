@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -57,6 +58,19 @@ def test_a_newer_note_of_one_party_stands_for_its_own_alone() -> None:
 
 def test_a_note_without_the_ml_dsa_line_does_not_stand_for_one_with_it() -> None:
     assert shown(keep([note(5, "aA"), note(9, "a")], 64)) == ["9 a", "5 aA"]
+
+
+@given(some_notes, some_notes)
+def test_what_is_not_whole_takes_no_place_of_what_is(
+    whole: list[Cosigned[str]], others: list[Cosigned[str]]
+) -> None:
+    partial = [replace(each, is_whole=False) for each in others]
+    for at_most in (4, 64):
+        kept = keep((*partial, *whole), at_most)
+        assert [each for each in kept if each.is_whole] == keep(whole, at_most)
+        assert len(kept) <= at_most and kept == sorted(kept, key=lambda each: -each.size)
+    for each in partial:
+        assert not each.by or any(other.size >= each.size and other.by >= each.by for other in kept)
 
 
 def test_six_parties_have_room_for_all_of_their_sets() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -213,3 +214,65 @@ def test_keys_that_do_not_sign_now_keep_nobodys_cosignature_away(log: Log) -> No
     log.open(LOG, LOG_PQ)
     log.bring(last, EU)
     assert log.kept() == [(note_size(last), True, True), (note_size(older), True, True)]
+
+
+def test_a_copy_keeps_a_note_with_a_line_of_the_log_that_a_larger_one_has_not(
+    log: Log, tmp_path: Path
+) -> None:
+    """The log's owner leaves it out, and serves the larger note alone."""
+    log.open(LOG, LOG_PQ)
+    copy = Folder(tmp_path / "copy")
+    first = log.grow()
+    log.bring(first, EU, EU_PQ)
+    copy_log(log.files, copy, TRUST)
+    older = log.grow()
+    log.grow()
+    served = cosigned(older, EU, EU_PQ, without=LOG_PQ)
+    log.files.write("checkpoint.cosigned", served)
+    copy_log(log.files, copy, TRUST)
+    assert up_to(verify_log(copy, ASKED)) == note_size(first)
+    assert up_to(verify_log(copy, TRUST)) == note_size(older)
+
+
+class Dies(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_what_was_cosigned_is_there_whenever_the_writer_dies(
+    log: Log, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    """A note of the list becomes the one with the most cosigners, and that one goes to the list."""
+    strangers = [
+        NoteSigner.from_key(f"{name}.example/w", key(33 + n), Algorithm.COSIGNATURE)
+        for n, name in enumerate("uvw")
+    ]
+    more = [each.key for each in strangers]
+
+    def kept() -> set[tuple[int, str]]:
+        return {
+            (each.checkpoint.size, by.key.name)
+            for each in log.trail.checkpoints.cosigned()
+            for by in each.cosigned
+        }
+
+    log.open(LOG).trail.checkpoints.trust_witnesses(more)
+    first, second, third = log.grow(), log.grow(), log.grow()
+    log.bring(first, *strangers)
+    log.bring(third, EU)
+    log.bring(second, EU, AP)
+    before, write, left = kept(), Folder.write, [at]
+
+    def dying(folder: Folder, path: str, data: bytes) -> None:
+        if path.startswith("checkpoint.") and not left[0]:
+            raise Dies
+        left[0] -= path.startswith("checkpoint.")
+        write(folder, path, data)
+
+    monkeypatch.setattr(Folder, "write", dying)
+    with contextlib.suppress(Dies):
+        log.bring(second, strangers[0], strangers[1])
+    monkeypatch.setattr(Folder, "write", write)
+    log.trail.close()
+    log.open(LOG).trail.checkpoints.trust_witnesses(more)
+    assert before <= kept(), "each of them, or the same with more"
