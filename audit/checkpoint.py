@@ -131,3 +131,11 @@ def _span(key: VerifierKey) -> str:
 def note_size(note: bytes) -> int:
     """The size in a checkpoint note's second line, without verifying it: of a log's own, which was when it was made."""
     return int(note.split(b"\n", 2)[1])
+
+
+def claimed_size(data: bytes) -> int:
+    """As `note_size`, of bytes that may be no note; 0 where they are none."""
+    try:
+        return note_size(data)
+    except (ValueError, IndexError):
+        return 0

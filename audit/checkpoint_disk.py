@@ -21,7 +21,7 @@ import threading
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, note_size, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, claimed_size, open_checkpoint
 from audit.cosigned_notes import join, notes_at
 from audit.errors import VERIFY_HINT, RolledBackError
 from audit.kept_notes import Cosigned, Cosigner, keep, parties, party_of
@@ -300,7 +300,7 @@ class CheckpointFiles:
         What a line claims counts for nothing before it is verified; but a note is not verified whose claims a larger one meets."""
         found, unknown = list[_Said](), 0
         left = list[bytes]()
-        for data in sorted(dict.fromkeys(notes), key=_size, reverse=True):
+        for data in sorted(dict.fromkeys(notes), key=claimed_size, reverse=True):
             try:
                 note = parse_note(data)
                 if self._says_nothing(note, found):
@@ -319,7 +319,7 @@ class CheckpointFiles:
         """Keep what counts of cosigned notes of this log that came from elsewhere, in whatever order: each as `add_cosigned`, and what is none is skipped. Returns those
         that nobody cosigned who is known yet, KEPT_MAX at most. Blocks on disk."""
         unknown = list[bytes]()
-        for data in sorted(dict.fromkeys(notes), key=_size, reverse=True):
+        for data in sorted(dict.fromkeys(notes), key=claimed_size, reverse=True):
             with self._lock:
                 found = list(map(self._said, self._known_now()))
             try:
@@ -452,13 +452,6 @@ class CheckpointFiles:
     def check_continues(self, before: Checkpoint) -> None:
         """Raises RolledBackError unless the log continues this one. Blocks on disk."""
         check_continues(self._folder, self.newest, before)
-
-
-def _size(note: bytes) -> int:
-    try:
-        return note_size(note)
-    except (ValueError, IndexError):
-        return 0
 
 
 def sign_checkpoint(checkpoint: Checkpoint, signers: Iterable[NoteSigner], now_s: int) -> SignedCheckpoint:

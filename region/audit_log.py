@@ -33,7 +33,7 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from audit.checkpoint import note_size
+from audit.checkpoint import claimed_size, note_size
 from audit.document_disk import keep_document
 from audit.document_leaf import DOCUMENTS_FOLDER, document_path
 from audit.errors import RolledBackError
@@ -318,14 +318,6 @@ class Leading:
 
 def _origin(note: bytes) -> str:
     return note.partition(b"\n")[0].decode()
-
-
-def _size(note: bytes) -> int:
-    """0 where it is no note."""
-    try:
-        return note_size(note)
-    except (ValueError, IndexError):
-        return 0
 
 
 def _batches(leaves: Sequence[bytes]) -> list[Batch]:
@@ -767,7 +759,7 @@ class AuditLog:
         ahead, ready = list[bytes](), list[bytes]()
         for note in self._cosigned:
             # Whether it is a note at all, the log says that takes it.
-            (ahead if _size(note) > shown else ready).append(note)
+            (ahead if claimed_size(note) > shown else ready).append(note)
         self._cosigned = [*ahead, *await asyncio.to_thread(self._trail.take_cosigned, ready)]
         self._cosigners_known = () if ahead else known
 
