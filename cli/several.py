@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
 from importlib.metadata import PackageNotFoundError, version
@@ -350,19 +351,19 @@ class _Child:
         )
 
 
-class _Kept:
+class _Kept(ABC):
     """A process of the region, started again whenever it ends by itself."""
 
     child: _Child
     told_after: ClassVar = 1
     """After so many ends in a row it is said that it serves again."""
 
+    @abstractmethod
     async def start(self) -> None:
         """Begin it, whether it serves or not. Raises OSError."""
-        raise NotImplementedError
 
-    def _is_serving(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _is_serving(self) -> bool: ...
 
     async def serves(self) -> None:
         """Wait until it does. Raises UnavailableError where it ends, or takes too long."""
