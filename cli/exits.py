@@ -18,6 +18,7 @@ EXIT_NOT_FOUND: Final = 7
 EXIT_VERSION_1: Final = 13
 """Of the evidence: nothing is wrong, and records crossed in leaves of version 1 that were not accepted. As `audit.spark.report` has it."""
 EXIT_INTERRUPTED: Final = 130
+EXIT_TERMINATED: Final = 143
 
 _WRONG_VALUES: Final = (Code.INVALID, Code.NAME_INVALID)
 _REFUSED: Final = (

@@ -8,15 +8,17 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import signal
 import sys
 from errno import ENOSPC
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Literal
 
 import typer
 
 from cli.commands import LazyGroup, PipeClosed
-from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, exit_code
+from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, exit_code
 from cli.form import DATA_FORMS, read_off
 from felix import __version__
 from felix.errors import Code, FelixError
@@ -91,6 +93,16 @@ def _leave_stdout() -> None:
 
 def main(command: typer.Typer = app) -> None:
     """Run a command line, `felix` where none is given. Every error that has a reason outside this program becomes a sentence and an exit code."""
+    is_terminated = False
+
+    def terminate(_number: int, _frame: FrameType | None) -> None:
+        """SIGTERM ends a command as Ctrl-C does, so that it stops what it started."""
+        nonlocal is_terminated
+        is_terminated = True
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, terminate)
     try:
         ended = command(standalone_mode=False)
         sys.stdout.flush()
@@ -123,6 +135,8 @@ def main(command: typer.Typer = app) -> None:
         _leave_stdout()
     # Python looks for cycles once more at its end, in everything that was imported: nothing of it has to be found.
     gc.freeze()
+    if is_terminated and ended == EXIT_INTERRUPTED:
+        ended = EXIT_TERMINATED
     sys.exit(ended if isinstance(ended, int) else 0)
 
 

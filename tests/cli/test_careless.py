@@ -356,18 +356,21 @@ def test_a_record_that_is_too_large_is_refused_and_nothing_at_all_is_no_mistake(
     assert home.felix("stream", "publish", STREAM, "--json").json()["records"] == 0
 
 
-def test_ctrl_c_ends_a_subscription_and_a_broker_quietly(home: Home, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_ctrl_c_and_a_request_to_end_end_a_subscription_quietly(
+    home: Home, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
     log = tmp_path / "out"
     with log.open("wb") as file:
         process = subprocess.Popen(
             command("stream", "subscribe", STREAM, "--from", "earliest"),
             stdout=file, stderr=file, env=environment(home.path), start_new_session=True,
             # Whoever runs the tests from the background ignores the signal, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
         )  # fmt: skip
     until(lambda: log.stat().st_size > 0, "a record")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130
+    process.send_signal(number)
+    assert process.wait(timeout=120) == code
     assert "Traceback" not in log.read_text()
 
 
