@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import signal
+import stat
 import sys
 from errno import ENOSPC
 from pathlib import Path
@@ -86,6 +87,12 @@ def _about_home(error: OSError) -> str:
     return f"Felix keeps its state in {home}. Make that a folder that you can write to, or set FELIX_HOME to another one."
 
 
+def _is_stdout_full() -> bool:
+    """Whether it is standard output that has no room: what is no file has said so itself."""
+    out = sys.stdout.fileno()
+    return not stat.S_ISREG(os.fstat(out).st_mode) or os.fstatvfs(out).f_bavail == 0
+
+
 def _leave_stdout() -> None:
     """No process reads standard output any more: buffered output is dropped, so that Python's shutdown prints no error."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -128,10 +135,13 @@ def main(command: typer.Typer = app) -> None:
         ended = 0
     except OSError as error:
         ended = EXIT_FAILED
-        where = (
-            f"{error.filename}: " if error.filename else "Standard output: " if error.errno == ENOSPC else ""
-        )
-        _say(f"{where}{error.strerror or error}.", _about_home(error), "system", error.errno or 0, ended)
+        where, hint = f"{error.filename}: " if error.filename else "", _about_home(error)
+        if not where and error.errno == ENOSPC:
+            if _is_stdout_full():
+                where = "Standard output: "
+            else:
+                hint = "Make room on the disk that this command writes to."
+        _say(f"{where}{error.strerror or error}.", hint, "system", error.errno or 0, ended)
         _leave_stdout()
     # Python looks for cycles once more at its end, in everything that was imported: nothing of it has to be found.
     gc.freeze()

@@ -255,9 +255,15 @@ class Routes(Generic[_MovableT]):
     def _leave(self, address: str, reach: Reach[_MovableT], error: FelixError) -> None:
         """Nobody waits at an address until it answers; then all are led there that were told to go there."""
         self._silent.put(address, True)
+        elsewhere = self._first
+        if any(
+            each.address == address and self._is_here(address, each.broker) for each in self._routes.values()
+        ):
+            # The first connection has come to the same broker since, and would find out by itself, some seconds later.
+            elsewhere = self.beside(self._here()) or elsewhere
         for attachment, (stream, now) in list(self._placed.items()):
             if now is reach:
-                self._move(attachment, stream, self._first, error)
+                self._move(attachment, stream, elsewhere, error)
 
     async def close(self) -> None:
         """End every connection to a leader; what is on one is told so by that."""

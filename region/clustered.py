@@ -239,7 +239,8 @@ class Clustered:
         if silent_ms:
             since = datetime.fromtimestamp(since_ms / 1_000, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             served = (
-                "Streams of one copy and those with --acks leader are not served, others for a quarter of an hour at most"
+                "Streams of several copies with --acks quorum are written and read for a quarter of an hour at most; others, caches, durable "
+                "subscriptions, workers of queues and transactions wait"
                 if refusal is not None
                 else "What is led is served until the lease ends"
             )

@@ -19,6 +19,7 @@ from felix.periodic import every
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.tasks import end_tasks
+from felix.transport.driver import check_address
 from felix.transport.port import Listener, engine_named
 from region.broker_certificate import server_names
 from region.config import RegionConfig
@@ -98,6 +99,9 @@ class Node:
         """Open everything and listen. What was opened before a failure is closed again. `replace_folder`: as `open_broker` has it."""
         stack = AsyncExitStack()
         try:
+            if replace_folder and machine.engine is None:
+                # The former folder is given up as this one is opened: not by a broker that cannot serve then.
+                await check_address(config.listen.host, config.listen.port)
             parts = await open_broker(folder, config, runtime, machine, stack, replace_folder=replace_folder)
             engine = machine.engine or engine_named(config.engine or None)
             listener = await engine.listen(

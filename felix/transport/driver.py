@@ -462,20 +462,9 @@ class DriverEngine(msgspec.Struct, frozen=True):
     ) -> Listener:
         loop = asyncio.get_running_loop()
         identity = _read_identity(self.machinery, tls)
-        try:
-            family, address = (await _resolve(loop, host, port))[0]
-            sock = open_socket(family, bind=address, buffer_bytes=limits.socket_buffer_bytes)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise AddressInUseError(shown((host, port)), "UDP") from error
-            raise RequestError(
-                f"Cannot listen on {shown((host, port))} (UDP): {error.strerror or error}.",
-                code=Code.CONFIG_INVALID,
-                hint="Choose another address or port, or stop the process that uses this one.",
-            ) from error
         return DriverListener(
             loop=loop,
-            sock=sock,
+            sock=await _bound(loop, host, port, limits.socket_buffer_bytes),
             machinery=self.machinery,
             identity=identity,
             handlers={alpn: make_handler, **others},
@@ -564,6 +553,25 @@ class DriverEngine(msgspec.Struct, frozen=True):
             connection.abandon(UnavailableError("The attempt was cancelled.", code=Code.DISCONNECTED))
             raise
         return connection
+
+
+async def check_address(host: str, port: int) -> None:
+    """Raise what `listen` would raise now, RequestError, where nobody can listen there."""
+    (await _bound(asyncio.get_running_loop(), host, port, TransportLimits().socket_buffer_bytes)).close()
+
+
+async def _bound(loop: asyncio.AbstractEventLoop, host: str, port: int, buffer_bytes: int) -> socket.socket:
+    try:
+        family, address = (await _resolve(loop, host, port))[0]
+        return open_socket(family, bind=address, buffer_bytes=buffer_bytes)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise AddressInUseError(shown((host, port)), "UDP") from error
+        raise RequestError(
+            f"Cannot listen on {shown((host, port))} (UDP): {error.strerror or error}.",
+            code=Code.CONFIG_INVALID,
+            hint="Choose another address or port, or stop the process that uses this one.",
+        ) from error
 
 
 async def _resolve(loop: asyncio.AbstractEventLoop, host: str, port: int) -> list[tuple[int, Address]]:

@@ -57,9 +57,10 @@ class Client:
 
     def __init__(self) -> None:
         self.first = Connection(FIRST)
+        self.here = FIRST
         self.made: list[Connection] = []
         self.routes = Routes[Attached](
-            self.first, self._connect, BackoffPolicy(first_ms=1, ceiling_ms=1), REAL, lambda: FIRST,
+            self.first, self._connect, BackoffPolicy(first_ms=1, ceiling_ms=1), REAL, lambda: self.here,
             known=[FIRST, SECOND, THIRD],
         )  # fmt: skip
 
@@ -188,6 +189,18 @@ async def test_what_loses_its_leader_asks_over_the_first_connection_and_may_come
     await until(again)
     client.routes.lost(SECOND, lost)
     assert client.where(held) == [SECOND], "an old connection's end is none of the new one"
+
+
+async def test_nobody_waits_at_the_first_connection_for_the_broker_that_fell_silent_on_another(
+    client: Client,
+) -> None:
+    held = client.attached()
+    client.routes.learned(led_by(SECOND), FIRST)
+    client.made[0].may_open.set_result(None)
+    client.here = SECOND
+    await asyncio.sleep(0)
+    client.routes.lost(SECOND, client.made[0])
+    assert client.where(held) == [THIRD] and held.downs == 2
 
 
 async def called_again(client: Client) -> Attached:

@@ -43,7 +43,10 @@ def test_a_store_that_does_not_answer_is_the_first_problem_with_since_when_and_w
     fenced = clustered(
         view, unanswered=lambda: (40_000, 0), refusal=lambda: UnavailableError("Its lease has ended.")
     )
-    assert "Streams of one copy and those with --acks leader are not served" in fenced.alarms([RECORD])[0]
+    assert (
+        "others, caches, durable subscriptions, workers of queues and transactions wait"
+        in fenced.alarms([RECORD])[0]
+    )
 
 
 def test_a_broker_without_its_lease_says_why_where_the_store_answers_and_so_does_what_it_refuses() -> None:

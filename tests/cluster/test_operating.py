@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from region_peer import payloads, until
 
 import felix
 from cli.top import _Brokers
-from felix.errors import Code, RequestError
+from felix.errors import AddressInUseError, Code, RequestError
 from felix.messages import BrokerState, RegionState
 from region.cluster.election import has_yielded
 from region.cluster.records import ShardId, ShardRecord
@@ -185,6 +186,12 @@ async def test_a_broker_whose_folder_is_lost_gets_a_new_one_and_what_only_it_had
         config = region.config.of_broker(lost)
         await region.stop(lost)
         shutil.rmtree(region.folder.root / config.data)
+        with pytest.raises(RequestError, match="had another data folder"):
+            await Node.start(region.folder, config)
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as taken:
+            taken.bind((config.listen.host, config.listen.port))
+            with pytest.raises(AddressInUseError):
+                await Node.start(region.folder, config, replace_folder=True)
         with pytest.raises(RequestError, match="had another data folder"):
             await Node.start(region.folder, config)
         region.nodes[lost] = await Node.start(region.folder, config, replace_folder=True)
