@@ -175,12 +175,20 @@ class CheckpointFiles:
         with self._lock:
             self._offered, self._offered_at = self._newest, self._clock.monotonic()
 
-    def is_cosigned_by(self, data: bytes, keys: Iterable[VerifierKey]) -> bool:
-        """True where the log holds a cosignature of one of these keys for this checkpoint note of its own."""
-        text, known = data.decode().rpartition("\n\n")[0] + "\n", set(keys)
+    def with_kept_lines(self, data: bytes) -> bytes:
+        """This checkpoint note of the log's own with the cosignatures that are kept of it: who brings some sees which are not there."""
+        note = parse_note(data)
         with self._lock:
-            held = self._of_text(text)
-        return held is not None and any(by.key in known for by in held.cosigned)
+            held = self._of_text(note.text)
+        return data if held is None else encode_note(note.with_signatures(by.line for by in held.cosigned))
+
+    def is_cosigned_by(self, data: bytes, keys: Iterable[VerifierKey]) -> bool:
+        """True where the log holds a cosignature of each of these keys for this checkpoint note of its own. Whoever brought one chose its lines, so
+        one of a witness's keys does not say that the log has what the others signed."""
+        asked = set(keys)
+        with self._lock:
+            held = self._of_text(parse_note(data).text)
+        return held is not None and bool(asked) and asked <= {by.key for by in held.cosigned}
 
     def cosigned(self) -> tuple[SignedCheckpoint, ...]:
         """Those that are kept of what known witnesses cosigned, for whoever asks for a quorum: the newest first."""
@@ -241,7 +249,7 @@ class CheckpointFiles:
                 self._newest, self._held = newest, held
 
     def _write_kept(self, held: tuple[SignedCheckpoint, ...]) -> None:
-        """What is still needed of a file stands in another one before that is replaced."""
+        """What is still needed of a file stands in another one, durably, before that is replaced."""
         first, *rest = held
         most = max(rest, key=lambda each: len(parties(self._cosigners(each))), default=None)
         newest, written = encode_note(first.note), self._written
@@ -250,30 +258,44 @@ class CheckpointFiles:
         kept = written[KEPT_PATH]
         there = set() if not kept else set(notes_at(KEPT_PATH, kept).values())
         others_stand = there.issuperset(others)
-        text = f"{first.note.text}\n".encode()
-        if (witnessed, newest) != (written[WITNESSED_PATH], written[COSIGNED_PATH]) and not (
-            others_stand and not (written[WITNESSED_PATH] or b"").startswith(text)
-        ):
+        is_moved = most is not None and witnessed != written[WITNESSED_PATH]
+        if is_moved:
+            # It comes from another file, where it stays until it stands here; and what stood here is not needed.
+            stays = others_stand and witnessed in (written[COSIGNED_PATH], *there)
+            is_safe = stays and self._is_said(written[WITNESSED_PATH], rest)
+        else:
+            is_safe = others_stand or newest == written[COSIGNED_PATH]
+        if not is_safe:
             # All of them stand there before either of the two is replaced.
             self._write(KEPT_PATH, join(encode_note(each.note) for each in held))
             self._folder.flush()
             others_stand = False
         if witnessed is not None:
             self._write(WITNESSED_PATH, witnessed)
+        if is_moved and is_safe:
+            # Of two names that are not durable yet, the later one alone may be there after a power failure.
+            self._folder.flush()
         self._write(COSIGNED_PATH, newest)
         if others and not others_stand:
             self._folder.flush()
             self._write(KEPT_PATH, join(others))
 
+    def _is_said(self, data: bytes | None, by: Iterable[SignedCheckpoint]) -> bool:
+        """Whether these say all that this note may say."""
+        try:
+            return data is None or self._says_nothing(parse_note(data), map(self._said, by))
+        except TamperError:
+            return True
+
     def _with_own_lines(self, signed: SignedCheckpoint) -> SignedCheckpoint:
-        """With a line of each key that signs now, of a checkpoint whose root was compared; as it is where they do not sign."""
+        """With a line of each key that signs now, of a checkpoint whose root was compared; as it is where they do not sign. These lines have the time 0:
+        that no larger tree was known when they were signed they cannot say (c2sp.org/tlog-cosignature)."""
         lacking = self._keys_at(signed.checkpoint.size) - {by.key for by in signed.signed}
         signers = [signer for signer in self._signers if signer.key in lacking]
         if not signers:
             return signed
-        text, now_s = signed.note.text, self._clock.now_ms() // 1000
         try:
-            lines = [signer.sign(text, now_s) for signer in signers]
+            lines = [signer.sign(signed.note.text) for signer in signers]
             return self.read(encode_note(signed.note.with_signatures(lines)))
         except Exception as error:  # a key service's own
             log.warning("%s: lines of the log were not put back: %s", self.newest.origin, error)
@@ -296,7 +318,7 @@ class CheckpointFiles:
 
     def covering(self, notes: Iterable[bytes]) -> list[bytes]:
         """Of cosigned notes that came from elsewhere, in whatever order, those that say what no larger one of them does, and KEPT_MAX at most of
-        those that nobody cosigned who is known yet; the largest first. Whether they are of this log's tree is not asked, it need not be here yet.
+        those that say so by lines of keys alone that are not known yet; the largest first. Whether they are of this log's tree is not asked, it need not be here yet.
         What a line claims counts for nothing before it is verified; but a note is not verified whose claims a larger one meets."""
         found, unknown = list[_Said](), 0
         left = list[bytes]()
@@ -308,16 +330,18 @@ class CheckpointFiles:
                 signed = self.read(data)
             except TamperError:
                 continue
+            if not signed.cosigned or self._says_nothing(signed.known_note(), found):
+                unknown += 1
+                if unknown > KEPT_MAX:
+                    continue
             if signed.cosigned:
                 found.append(self._said(signed))
-            elif (unknown := unknown + 1) > KEPT_MAX:
-                continue
             left.append(data)
         return left
 
     def take_cosigned(self, notes: Iterable[bytes]) -> list[bytes]:
         """Keep what counts of cosigned notes of this log that came from elsewhere, in whatever order: each as `add_cosigned`, and what is none is skipped. Returns those
-        that nobody cosigned who is known yet, KEPT_MAX at most. Blocks on disk."""
+        with lines of keys that are not known yet, KEPT_MAX at most. Blocks on disk."""
         unknown = list[bytes]()
         for data in sorted(dict.fromkeys(notes), key=claimed_size, reverse=True):
             with self._lock:
@@ -329,7 +353,7 @@ class CheckpointFiles:
                 if signed.cosigned:
                     # Whether it is led here is not known: nothing is signed.
                     self.add_cosigned(signed._replace(note=signed.known_note()), signs=False)
-                elif len(unknown) < KEPT_MAX:
+                if (not signed.cosigned or self._unknown(signed.note)) and len(unknown) < KEPT_MAX:
                     unknown.append(data)
             except FelixError as error:
                 log.warning("%s: a cosigned checkpoint is not taken over: %s", self.newest.origin, error)
@@ -358,25 +382,27 @@ class CheckpointFiles:
         for line in note.signatures:
             # Keys of one name and id may be of several algorithms.
             algorithms = {key.algorithm for key in keys if (key.name, key.key_id) == (line.name, line.key_id)}
-            party = "" if line.name == own else party_of(line.name, own)
+            party = _signer(line.name, own)
             found.update((party, algorithm) for algorithm in algorithms)
             if not algorithms:
                 # Of a witness that is not known yet, or no more.
-                found.add((line.name, None))
+                found.add((party, line.key_id))
         return frozenset(found)
 
     def _cosigners(self, signed: SignedCheckpoint) -> frozenset[Cosigner]:
         """Who cosigned it, and with what the log signed it: one with fewer lines of the log does not stand for one with more."""
         own = signed.checkpoint.origin
         found: set[Cosigner] = {
-            ("" if by.key.name == own else party_of(by.key.name, own), by.key.algorithm)
-            for by in (*signed.cosigned, *signed.signed)
+            (_signer(by.key.name, own), by.key.algorithm) for by in (*signed.cosigned, *signed.signed)
         }
-        keys = {(key.name, key.key_id) for key in (*self._known_keys, *self.witnesses)}
-        found.update(
-            (line.name, None) for line in signed.note.signatures if (line.name, line.key_id) not in keys
-        )
+        # Of what algorithm an unknown key is, nobody knows: its lines stand for no other key's.
+        found.update((_signer(line.name, own), line.key_id) for line in self._unknown(signed.note))
         return frozenset(found)
+
+    def _unknown(self, note: Note) -> list[Signature]:
+        """Its lines of keys that are not known yet, or no more."""
+        keys = {(key.name, key.key_id) for key in (*self._known_keys, *self.witnesses)}
+        return [line for line in note.signatures if (line.name, line.key_id) not in keys]
 
     def _keep(self, found: Iterable[SignedCheckpoint]) -> tuple[SignedCheckpoint, ...]:
         weighed = (
@@ -452,6 +478,11 @@ class CheckpointFiles:
     def check_continues(self, before: Checkpoint) -> None:
         """Raises RolledBackError unless the log continues this one. Blocks on disk."""
         check_continues(self._folder, self.newest, before)
+
+
+def _signer(name: str, own: str) -> str:
+    """The party of a line's name, on a note of the log `own`; none where it is the log itself."""
+    return "" if name == own else party_of(name, own)
 
 
 def sign_checkpoint(checkpoint: Checkpoint, signers: Iterable[NoteSigner], now_s: int) -> SignedCheckpoint:

@@ -23,8 +23,9 @@ from typing import Generic, TypeVar
 from audit.note import Algorithm
 
 T = TypeVar("T")
-Cosigner = tuple[str, Algorithm | None]
-"""A party, and of what algorithm the key is that it cosigned with; under no name the log itself, which signs with one or both."""
+Cosigner = tuple[str, Algorithm | bytes]
+"""A party, and of what algorithm the key is that it cosigned with; of a key that is not known, its id. Under no name the log itself, which signs with
+one or both."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -439,7 +439,7 @@ class Trail:
 
     def take_cosigned(self, notes: Iterable[bytes]) -> list[bytes]:
         """Cosigned checkpoints that are committed on the copies, none larger than the newest that is shown here, in whatever order. Returns those
-        that nobody cosigned who is known yet. Blocks on disk."""
+        with lines of keys that are not known yet. Blocks on disk."""
         with self._cosigned_lock:
             return self.checkpoints.take_cosigned(notes)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import msgspec
 import pytest
 from audit_log import EGRESS_ORIGIN, Link, key, log_signer, region_bundle, witness_signer
 
-from audit.checkpoint import note_size
-from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.checkpoint import Checkpoint, note_size
+from audit.cosigned_notes import COSIGNED_PATHS, join, notes_at
 from audit.leaf import Leaf
 from audit.log_copy_disk import copy_log
 from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note
@@ -276,3 +278,157 @@ def test_what_was_cosigned_is_there_whenever_the_writer_dies(
     log.trail.close()
     log.open(LOG).trail.checkpoints.trust_witnesses(more)
     assert before <= kept(), "each of them, or the same with more"
+
+
+def test_lines_that_are_put_back_say_no_time(log: Log) -> None:
+    """A larger checkpoint was signed before: with the present time, a monitor would take it for a log that was rolled back."""
+    log.open(LOG, LOG_PQ)
+    older, newer = log.grow(), log.grow()
+    log.bring(older, AP, without=LOG_PQ)
+    log.bring(newer, AP, EU, without=LOG_PQ)
+    times = {
+        each.checkpoint.size: [by.time_s for by in each.signed if by.key == LOG_PQ.key]
+        for each in log.trail.checkpoints.cosigned()
+    }
+    assert times[note_size(newer)] != [0], "the log's own note of the newest one is there"
+    log.bring(older, AP, EU, EU_PQ, without=LOG_PQ)
+    (again,) = (each for each in log.trail.checkpoints.cosigned() if each.checkpoint.size == note_size(older))
+    assert [by.time_s for by in again.signed if by.key == LOG_PQ.key] == [0]
+    assert up_to(verify_log(log.files, ASKED)) == note_size(older), "it verifies as any other"
+
+
+@pytest.mark.parametrize("knows", [True, False])
+def test_a_line_of_a_key_that_is_not_known_yet_does_not_stand_for_another_one(log: Log, knows: bool) -> None:
+    """A log opens before it knows whom its region trusts: the smaller note alone has eu-west's ML-DSA-44 line."""
+    log.open(LOG, LOG_PQ)
+    first = log.grow()
+    log.bring(first, EU, EU_PQ)
+    log.bring(log.grow(), EU)
+    log.trail.close()
+    known = witnesses_of(BUNDLES, "us-east")
+    log.trail = Trail.open(
+        log.path,
+        LOG,
+        also=[LOG_PQ],
+        witnesses=known if knows else (),
+        settings=TrailSettings(checkpoint_interval_ms=3_600_000),
+    )
+    log.trail.checkpoints.trust_witnesses(known)
+    log.bring(log.grow(), AP)
+    assert up_to(verify_log(log.files, ASKED)) == note_size(first)
+
+
+def test_who_cosigned_beside_one_that_is_known_counts_once_it_is_known(log: Log) -> None:
+    """Read from the copies' stream by a broker that knows eu-west alone."""
+    log.open(LOG)
+    note = cosigned(log.grow(), EU, AP)
+    log.trail.close()
+    log.trail = Trail.open(log.path, LOG, witnesses=[EU.key])
+    assert log.trail.take_cosigned([note]) == [note]
+    log.trail.checkpoints.trust_witnesses([AP.key])
+    assert log.trail.take_cosigned([note]) == []
+    (kept,) = log.trail.checkpoints.cosigned()
+    assert {by.key for by in kept.cosigned} == {EU.key, AP.key}
+
+
+def test_lines_of_keys_that_are_not_known_have_a_bound_beside_those_that_are(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ap-south cosigned with another key each time what eu-west cosigned, too."""
+    monkeypatch.setattr("audit.checkpoint_disk.KEPT_MAX", 4)
+    log.open(LOG)
+    ever_other = [NoteSigner.from_key(AP.key.name, key(100 + n), Algorithm.COSIGNATURE) for n in range(9)]
+    notes = [cosigned(log.grow(), EU, each) for each in ever_other]
+    log.trail.close()
+    log.trail = Trail.open(log.path, LOG, witnesses=[EU.key])
+    assert log.trail.checkpoints.covering(notes) == notes[:-6:-1]
+    assert len(log.trail.take_cosigned(notes)) == 4
+
+
+def test_a_region_that_is_not_known_yet_is_one_party_under_all_its_names(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lines tell notes apart, and make no more of it than one: it takes no place of a quorum."""
+    monkeypatch.setattr("audit.checkpoint_disk.KEPT_MAX", 4)
+    names = [
+        NoteSigner.from_key(f"ap-south.acme/w{n}", key(100 + n), Algorithm.COSIGNATURE) for n in range(12)
+    ]
+    outside = NoteSigner.from_key("witness.example/w1", key(33), Algorithm.COSIGNATURE)
+    log.open(LOG)
+    notes = [cosigned(log.grow(), EU, outside), cosigned(log.grow(), EU), cosigned(log.grow(), outside)]
+    notes += [cosigned(log.grow(), *names[4 * n : 4 * n + 4]) for n in range(3)]
+    log.trail.close()
+    log.files.write("checkpoint.cosigned", notes[-1])
+    log.files.write("checkpoint.kept", join(notes))
+    log.trail = Trail.open(log.path, LOG)
+    assert [each.checkpoint.size for each in log.trail.checkpoints.cosigned()] == [
+        note_size(notes[at]) for at in (5, 2, 1, 0)
+    ]
+
+
+Files = dict[str, bytes]
+Claims = set[tuple[int, frozenset[str]]]
+
+
+def claims(files: Files) -> Claims:
+    """Of each note in these files, its size, and who cosigned it."""
+    found = [parse_note(note) for path, data in files.items() for note in notes_at(path, data).values()]
+    return {
+        (Checkpoint.parse(note.text).size, frozenset(line.name for line in note.signatures)) for note in found
+    }
+
+
+def after_power_failure(files: Files, done: list[tuple[str, bytes]]) -> Iterator[Files]:
+    """What may be there: of the renames since the folder was last synced, of each name any, whatever became of the others."""
+    for at in range(len(done) + 1):
+        synced = max((n for n in range(at) if not done[n][0]), default=0)
+        durable = files | {path: data for path, data in done[:synced] if path}
+        pending = [each for each in done[synced:at] if each[0]]
+        paths = sorted({path for path, _ in pending})
+        choices = [
+            [durable.get(path, b""), *(data for name, data in pending if name == path)] for path in paths
+        ]
+        for chosen in itertools.product(*choices):
+            yield {
+                path: data for path, data in (durable | dict(zip(paths, chosen, strict=True))).items() if data
+            }
+
+
+def test_what_was_cosigned_is_there_whenever_power_fails(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    done, strange = (
+        list[tuple[str, bytes]](),
+        NoteSigner.from_key("u.example/w", key(33), Algorithm.COSIGNATURE),
+    )
+    write, flush = Folder.write, Folder.flush
+
+    def recorded_write(folder: Folder, path: str, data: bytes) -> None:
+        write(folder, path, data)
+        if path in COSIGNED_PATHS:
+            done.append((path, data))
+
+    def recorded_flush(folder: Folder) -> None:
+        flush(folder)
+        done.append(("", b""))
+
+    log.open(LOG).trail.checkpoints.trust_witnesses([strange.key])
+    notes = [log.grow() for _ in range(12)]
+    chosen = Random(7)
+    # The one with the most cosigners goes to the place of one that a newer note stands for, which is not there yet.
+    brought = [(notes[0], [EU]), (notes[1], [AP, strange]), (notes[2], [EU, AP])]
+    brought += [
+        (notes[chosen.randint(0, 3 + at // 5)], chosen.sample([EU, AP, strange], chosen.randint(1, 3)))
+        for at in range(40)
+    ]
+    monkeypatch.setattr(Folder, "write", recorded_write)
+    monkeypatch.setattr(Folder, "flush", recorded_flush)
+    states = 0
+    for note, by in brought:
+        before: Files = {path: data for path in COSIGNED_PATHS if (data := log.files.read(path))}
+        done.clear()
+        log.bring(note, *by)
+        for files in after_power_failure(before, done):
+            states += 1
+            there = claims(files)
+            for size, who in claims(before):
+                assert any(size <= other and who <= others for other, others in there)
+    assert states > 100
