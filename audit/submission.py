@@ -5,7 +5,7 @@ back is verified and kept on the log's checkpoint. A witness that fails is asked
 minute. Nothing here holds up the log, and nothing of it is on an event loop.
 
 Invariants: all witnesses are shown the same checkpoint (audit.checkpoint_disk, `offer`); what a witness answers counts only where
-its key's signature holds; a witness that has more leaves than the log ever checkpointed says that the log was rolled back,
+its key's signature holds; a line that somebody else brought does not stand for another key's; a witness that has more leaves than the log ever checkpointed says that the log was rolled back,
 or lies: it is reported, and asked again only rarely. Callers: bridge.agent, region.startup.
 """
 
@@ -69,6 +69,8 @@ class Submission:
         self._poll_s, self._pause_s = poll_s, pause_s
         self._lag = Lag()
         self._known = 0
+        self._answered = ""
+        """the last text that the witness answered for and whose lines are kept: it has no others"""
         self._size = 0
         self._failures = 0
         self._sentence = ""
@@ -145,14 +147,18 @@ class Submission:
         return any(by.key in self._target.keys for by in cosigned)
 
     def submit(self) -> None:
-        """One look: nothing where the offered checkpoint has this witness's cosignature, or another broker shows it. Raises FelixError, OSError."""
+        """One look: nothing where the offered checkpoint has a line of each of this witness's keys, or all that it answered with, or another broker shows
+        it. Raises FelixError, OSError."""
         if self._trail.follows:
             return
         for _ in range(3):
             offered = self._trail.checkpoints.offer(at_least=self._known)
             note = parse_note(offered)
             size = parse_tree_head(note.text).size
-            if not size or self._trail.checkpoints.is_cosigned_by(offered, self._target.keys):
+            if not size or note.text == self._answered:
+                return
+            if self._trail.checkpoints.is_cosigned_by(offered, self._target.keys):
+                self._size = max(self._size, size)
                 return
             if self._known > size:
                 claimed, self._known = self._known, self._size
@@ -172,6 +178,7 @@ class Submission:
                 continue
             self._keep(note, answer)
             self._size = self._known = size
+            self._answered = note.text
             return
         raise TamperError(f"The witness {self._target.url} names another size each time it is asked.")
 

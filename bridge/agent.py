@@ -14,13 +14,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from audit.checkpoint import note_size
-from audit.note import Algorithm, NoteSigner
+from audit.note import Algorithm, NoteSigner, parse_note
 from audit.origin import egress_origin
 from audit.quorum import Quorum
 from audit.submission import Submissions, SubmissionStatus
@@ -41,7 +41,7 @@ from bridge.link import LinkPhase
 from bridge.link_context import LinkContext, LinkStats
 from bridge.link_worker import LinkWorker, may_run
 from bridge.plan import PlannedLink, Verdict, plan_links
-from bridge.region_log import check_region_log, cosign_region_log
+from bridge.region_log import Brought, check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
 from felix.connection import RegionConnection
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
@@ -89,6 +89,8 @@ COLLECT_S: Final = 0.02
 """Documents that come together, of several regions, are planned by once."""
 REPORT_S: Final = 1.0
 COSIGN_S: Final = 3.0
+CROWDED: Final = (Code.CONFLICT, Code.LIMIT_RATE)
+"""What a cosignature is kept away by for as long as others go on: shown, where another failure that ends by itself is not."""
 COSIGN_WAIT_S: Final = 10.0
 """How long a round waits for regions to cosign before the ledger's snapshot is written and the next one begins with the others."""
 QUORUM_S: Final = 0.5
@@ -272,8 +274,9 @@ class Agent:
         self._compared: dict[str, tuple[Link, Link]] = {}
         """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
         self._cosigning: dict[str, asyncio.Task[None]] = {}
+        self._brought: Brought = {}
         self._uncosigned: dict[str, str] = {}
-        """regions that refuse to cosign, and why: a bundle that was not given again"""
+        """regions with which cosigning fails, and why: a bundle that was not given again, or others that are always first"""
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -770,23 +773,35 @@ class Agent:
 
     async def _cosign_with(self, region: str, endpoint: RegionEndpoint, final: bool) -> None:
         source = self.context.source
+        failed = list[str]()
         try:
-            await self._cosign_egress(endpoint, final)
-            if source.is_up:
-                await cosign_region_log(endpoint, source, self.config.mesh)
-                await cosign_region_log(source, endpoint, self.config.mesh)
-            self._uncosigned.pop(region, None)
-        except FelixError as error:
-            if not isinstance(error, UnavailableError):
-                self._uncosigned[region] = f"{error.sentence} {error.hint}".strip()
-            self._say(f"cosigning with {region}", error)
-            if isinstance(error, CorruptionError):
-                log.error("cosigning with %s: %s", region, error)
+            # One that fails keeps no other from being cosigned.
+            failed += await self._why(f"cosigning with {region}", self._cosign_egress(endpoint, final))
+            for of, witness in ((endpoint, source), (source, endpoint)):
+                if endpoint.is_up and source.is_up:
+                    work = cosign_region_log(of, witness, self.config.mesh, self._brought)
+                    failed += await self._why(f"cosigning the log of {of.region} by {witness.region}", work)
+            if any(failed):
+                self._uncosigned[region] = " ".join(filter(None, failed))
+            elif not failed:
+                self._uncosigned.pop(region, None)
         except Exception:
             # A full disk, or a mistake of ours: the next round tries again, or nothing is witnessed any more.
             log.exception("cosigning with %s failed", region)
         finally:
             del self._cosigning[region]
+
+    async def _why(self, what: str, work: Awaitable[None]) -> list[str]:
+        """What `work` failed with, as the status shows it: empty where it ends by itself. None where it did not fail."""
+        try:
+            await work
+        except FelixError as error:
+            self._say(what, error)
+            if error.code is Code.ROLLED_BACK:
+                log.error("%s: %s", what, error)
+            ends_by_itself = isinstance(error, UnavailableError) and error.code not in CROWDED
+            return ["" if ends_by_itself else f"{error.sentence} {error.hint}".strip()]
+        return []
 
     async def _cosign_egress(self, witness: RegionEndpoint, final: bool) -> None:
         trail = self.context.trail
@@ -797,8 +812,13 @@ class Agent:
         newest = await asyncio.to_thread(trail.publish)
         note = trail.checkpoints.offer(at_least=note_size(newest) if final else answer.size)
         size = note_size(note)
+        text, way = parse_note(note).text, (trail.key.name, witness.region)
         if not size or (
-            answer.size >= size and trail.checkpoints.is_cosigned_by(note, witness.trust.witnesses)
+            answer.size >= size
+            and (
+                self._brought.get(way) == text
+                or trail.checkpoints.is_cosigned_by(note, witness.trust.witnesses)
+            )
         ):
             return
         proof: list[bytes] = []
@@ -807,6 +827,7 @@ class Agent:
         cosigned = await connection.request(Cosign(note, proof))
         if cosigned.cosigned:
             await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
+            self._brought[way] = text
             self.context.failpoints.at("cosign")
 
     async def _renew_identity(self) -> None:

@@ -1,13 +1,29 @@
-"""A region's own audit log, between that region and another one that cosigns it."""
+"""A region's own audit log, between that region and another one that cosigns it.
+
+That a witness has cosigned a checkpoint does not say that the log has its lines: whoever brought it there, a bridge of a third region or one that
+ended in between, may have brought none of them back, or one alone. So what the log itself shows counts. Caller: bridge.agent.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Final
+
+from audit.checkpoint import Checkpoint
 from audit.errors import RolledBackError
+from audit.note import Note, VerifierKey, check_note, encode_note, parse_note
 from audit.origin import region_origin
 from bridge.endpoint import RegionEndpoint
 from bridge.history import require_continued
-from felix.errors import CorruptionError
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.messages import Cosign, GetCheckpoint, PutCosignature, Witnessed, WitnessedSize
+
+RACES_MAX: Final = 3
+"""So often in one look a checkpoint is brought that others bring at the same time. To overtake it each time, the log must have made another one."""
+
+Brought = dict[tuple[str, str], str]
+"""By log and witness: the last checkpoint, a note's text, that the witness was asked to cosign, all of whose answer the log has kept. A bundle may name
+keys that its region does not sign with: it is not asked for them again and again."""
 
 
 async def check_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> None:
@@ -33,23 +49,48 @@ async def check_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: st
         )
 
 
-async def cosign_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> None:
-    """Have `witness` cosign what is new in the log of `of`. Raises CorruptionError where it says that the log is another one."""
+def has_lines(note: Note, keys: Iterable[VerifierKey]) -> bool:
+    """Whether each of these keys has cosigned the note, by a line on it that holds; of no keys, none has."""
+    asked = set(keys)
+    return bool(asked) and asked <= {by.key for by in check_note(note, asked).verified if by.time_s}
+
+
+async def cosign_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str, brought: Brought) -> None:
+    """Have `witness` cosign what is new in the log of `of`, and whatever of its lines is not there. Raises CorruptionError where it says that the log
+    is another one, UnavailableError(CONFLICT) where others were first RACES_MAX times."""
+    way = (region_origin(of.region, mesh), witness.region)
     known = await _known(of, witness, mesh)
-    answer = await of.connection().request(GetCheckpoint(known.size))
-    if not answer.size or answer.size == known.size:
-        return
-    try:
-        cosigned = await witness.connection().request(Cosign(answer.checkpoint, answer.proof))
-    except CorruptionError:
-        now = await _known(of, witness, mesh)
-        if now.size != known.size:
-            # The other region's agent brought a checkpoint of the same log meanwhile, so the proof began where the witness no
-            # longer stands. The next turn asks from there.
+    for _ in range(RACES_MAX):
+        answer = await of.connection().request(GetCheckpoint(known.size))
+        if not answer.size:
             return
-        raise
-    if cosigned.cosigned:
-        await of.connection().request(PutCosignature(cosigned.cosigned))
+        note = parse_note(answer.checkpoint)
+        if answer.size == known.size and (
+            brought.get(way) == note.text or has_lines(note, witness.trust.witnesses)
+        ):
+            return
+        # The others' lines are nothing to the witness.
+        own = Checkpoint.parse(note.text).origin
+        bare = note._replace(signatures=tuple(line for line in note.signatures if line.name == own))
+        try:
+            cosigned = await witness.connection().request(Cosign(encode_note(bare), answer.proof))
+        except FelixError as error:
+            if not isinstance(error, CorruptionError) and error.code is not Code.CONFLICT:
+                raise
+            before, known = known, await _known(of, witness, mesh)
+            if known.size == before.size:
+                raise
+            # Somebody else brought a checkpoint of the same log meanwhile, so the proof began where the witness no longer stands.
+            continue
+        if cosigned.cosigned:
+            # Refused or lost, it is brought at the next look: the line is still not there.
+            await of.connection().request(PutCosignature(cosigned.cosigned))
+        brought[way] = note.text
+        return
+    raise UnavailableError(
+        f"{witness.region} has cosigned further leaves of the audit log of {of.region} each time that its cosignature was to be brought.",
+        code=Code.CONFLICT,
+    )
 
 
 async def _known(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> Witnessed:

@@ -933,12 +933,14 @@ class Witnessed(Message, frozen=True, tag="witnessed"):
 
 
 class GetCheckpoint(Repeatable["CheckpointAnswer"], frozen=True, tag="get_checkpoint"):
-    """Asks for the newest checkpoint of this region's own audit log, and its proof from `from_size`."""
+    """Asks for the checkpoint of this region's own audit log that witnesses are shown now, and its proof from `from_size`."""
 
     from_size: Natural = 0
 
 
 class CheckpointAnswer(Message, frozen=True, tag="checkpoint"):
+    """`checkpoint`: a signed note, with the cosignatures that the region keeps of it."""
+
     checkpoint: bytes
     size: int
     proof: list[bytes] = []

@@ -156,7 +156,7 @@ class Witnessing:
         return Witnessed(0) if note is None else Witnessed(note_size(note), note)
 
     async def checkpoint(self, actor: SpiffeId, from_size: int) -> CheckpointAnswer:
-        """The checkpoint that witnesses are to cosign now, and the proof that it continues `from_size` leaves."""
+        """The checkpoint that witnesses are to cosign now, with the cosignatures that are kept of it, and the proof that it continues `from_size` leaves."""
         pace = self._own_checkpoints if actor.region == self._region else self._checkpoints
         self._require_pace(pace, actor, "give a checkpoint")
         note = self._trail.checkpoints.offer(at_least=from_size)
@@ -164,7 +164,7 @@ class Witnessing:
         proof: list[bytes] = []
         if 0 < from_size <= size:
             proof = await asyncio.to_thread(self._trail.checkpoints.consistency_proof, from_size, size)
-        return CheckpointAnswer(note, size, proof)
+        return CheckpointAnswer(self._trail.checkpoints.with_kept_lines(note), size, proof)
 
     async def put_cosignature(self, actor: SpiffeId, cosigned: bytes) -> None:
         """Keep another region's cosignature of this region's checkpoint. Raises UnavailableError(LIMIT_RATE) where `actor` brings them too often."""

@@ -24,7 +24,7 @@ from witness_logs import Log, Running, post, serving
 from audit.checkpoint import open_checkpoint
 from audit.lag import Lag
 from audit.leaf import Leaf
-from audit.note import Algorithm, VerifierKey
+from audit.note import Algorithm, VerifierKey, encode_note, parse_note
 from audit.submission import Submission, Submissions, SubmissionStatus
 from audit.trail import Trail, TrailSettings
 from audit.witness_client import Behind, Cosigned, WitnessClient, WitnessTarget, check_url
@@ -109,6 +109,47 @@ def test_a_log_catches_up_with_a_witness_that_knows_another_size(tmp_path: Path)
         second.submit()
         assert running.state.logs()[0].held.size == 7
         second.submit()
+
+
+def test_a_witness_is_asked_for_lines_that_somebody_else_left_out_and_for_none_that_it_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, call = list[AddCheckpoint](), WitnessClient.add_checkpoint
+
+    def counted(client: WitnessClient, request: AddCheckpoint) -> Cosigned | Behind:
+        asked.append(request)
+        return call(client, request)
+
+    with (
+        closing(Trail.open(tmp_path / "log", log_signer(), settings=BRISK)) as trail,
+        serving(tmp_path / "w") as running,
+    ):
+        running.state.add_log(trail.key.name, trail.key)
+        append(trail, 3)
+        trail.publish()
+        submission = Submission(trail, target(running))
+        trail.checkpoints.trust_witnesses(keys(running))
+        # A stranger was first, and brings the log the Ed25519 line alone.
+        note = parse_note(trail.checkpoints.offer())
+        answer = WitnessClient(target(running)).add_checkpoint(AddCheckpoint(0, (), encode_note(note)))
+        assert isinstance(answer, Cosigned)
+        trail.add_cosigned(
+            encode_note(note.with_signatures(line for line in answer.signatures if len(line.data) < 1000))
+        )
+        monkeypatch.setattr(WitnessClient, "add_checkpoint", counted)
+        submission.submit()
+        (held,) = trail.checkpoints.cosigned()
+        assert {by.key for by in held.cosigned} == set(keys(running)) and len(keys(running)) == 2
+        assert len(asked) == 2, "it has cosigned that size already"
+        submission.submit()
+        Submission(trail, target(running)).submit()
+        assert len(asked) == 2
+        # One of the keys that are configured is a former one.
+        former = VerifierKey(keys(running)[0].name, Algorithm.COSIGNATURE, log_signer().key.public)
+        submission = Submission(trail, WitnessTarget(target(running).url, (*keys(running), former)))
+        for _ in range(3):
+            submission.submit()
+        assert len(asked) == 4, "once from nothing, once from its size, and then it has answered for this one"
 
 
 def test_a_witness_that_has_more_than_the_log_is_reported_and_asked_again_later(tmp_path: Path) -> None:

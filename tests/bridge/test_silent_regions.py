@@ -12,7 +12,7 @@ from signed_grants import deny_entry
 from bridge.agent import Agent
 from bridge.documents import EgressDocuments, Paper
 from bridge.ledger import Ledger
-from felix.errors import RequestError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.tasks import end_tasks
 
 
@@ -34,7 +34,7 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
     agent._endpoints = {"us-east": source} | {  # type: ignore[assignment]
         region: SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")
     }
-    agent._cosigning, agent._uncosigned, agent._reasons = {}, {}, {}
+    agent._cosigning, agent._uncosigned, agent._reasons, agent._brought = {}, {}, {}, {}
     for _ in range(3):
         await agent._cosign_all()
     assert asked == [("ap-south", False), *[("eu-west", False)] * 3]
@@ -45,6 +45,42 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
     final.cancel()
     await asyncio.wait([final])
     await end_tasks(*agent._cosigning.values())
+
+
+async def test_a_log_that_cannot_be_cosigned_keeps_no_other_from_it_and_who_is_crowded_out_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """eu-west does not know the egress log, and its own log is asked to keep too many cosignatures; us-east's goes on."""
+    asked = list[str]()
+    fails: dict[str, FelixError] = {
+        "egress": RequestError("The log is not one that is cosigned here.", code=Code.NOT_FOUND),
+        "eu-west": UnavailableError("eu-west was asked too often.", code=Code.LIMIT_RATE),
+    }
+
+    async def cosign(what: str) -> None:
+        asked.append(what)
+        if what in fails:
+            raise fails[what]
+
+    monkeypatch.setattr(Agent, "_cosign_egress", lambda *_: cosign("egress"))
+    monkeypatch.setattr("bridge.agent.cosign_region_log", lambda of, *_: cosign(of.region))
+    agent = object.__new__(Agent)
+    source, end = (SimpleNamespace(is_up=True, region=region) for region in ("us-east", "eu-west"))
+    agent.context = SimpleNamespace(source=source)  # type: ignore[assignment]
+    agent.config = SimpleNamespace(mesh="acme")  # type: ignore[assignment]
+    agent._endpoints = {"us-east": source, "eu-west": end}  # type: ignore[dict-item]
+    agent._cosigning, agent._uncosigned, agent._reasons, agent._brought = {}, {}, {}, {}
+    agent._submissions = None
+    await agent._cosign_all()
+    assert asked == ["egress", "eu-west", "us-east"]
+    assert "not one that is cosigned here" in agent._notice() and "asked too often" in agent._notice()
+    fails["eu-west"] = UnavailableError("The session was lost.", code=Code.DISCONNECTED)
+    del fails["egress"]
+    await agent._cosign_all()
+    assert "asked too often" in agent._notice(), "nothing is known that is better"
+    fails.clear()
+    await agent._cosign_all()
+    assert agent._notice() == ""
 
 
 async def test_documents_that_another_region_signs_without_end_wait_for_their_leaves(
