@@ -332,8 +332,13 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("order", "third"): Cell(
         _C,
-        "no log of another region verifies under its keys, and none stops verifying by them: a cosignature that does not hold is none",
-        ("attacks/test_f05_witnesses_and_names.py", "attacks/test_keys_of_one_id.py"),
+        "no log of another region verifies under its keys, and none stops verifying by them: a cosignature that does not hold is none. One that it had "
+        "first, and keeps to itself, the log's agent asks for again",
+        (
+            "attacks/test_f05_witnesses_and_names.py",
+            "attacks/test_keys_of_one_id.py",
+            "attacks/test_withheld_cosignature.py",
+        ),
     ),
     ("order", "store"): Cell(
         _F,
