@@ -157,7 +157,7 @@ class CheckpointFiles:
     def offer(self, at_least: int = 0) -> bytes:
         """The checkpoint that witnesses are to cosign now: the same for all of them until the expected number of parties has, or
         ROUND_MS went by. Who says that it has cosigned `at_least` leaves already is shown the newest, where that has as many; for the
-        others the round goes on, so that nobody ends it alone. Makes no checkpoint."""
+        others the round goes on, so that nobody ends it alone. Makes no checkpoint. With the log's own lines alone: others' are nothing to a witness."""
         with self._lock:
             offered, newest = self._offered, self._newest
             if offered.note.text != newest.note.text:
@@ -168,7 +168,9 @@ class CheckpointFiles:
                     self._offered, self._offered_at = newest, self._clock.monotonic()
             # A size that the log does not have is made up.
             is_ahead = self._offered.checkpoint.size < at_least <= newest.checkpoint.size
-            return encode_note((newest if is_ahead else self._offered).note)
+            shown = newest if is_ahead else self._offered
+        own = (line for line in shown.note.signatures if line.name == shown.checkpoint.origin)
+        return encode_note(shown.note._replace(signatures=tuple(own)))
 
     def offer_newest(self) -> None:
         """Begin a new round with the newest."""

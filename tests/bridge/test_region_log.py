@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
-from audit_log import log_signer, witness_signer
+from audit_log import Link, log_signer, witness_signer
 
 from audit.checkpoint import Checkpoint, note_size
 from audit.errors import RolledBackError
 from audit.merkle import Tree, consistency_proof, leaf_hash
 from audit.note import Note, NoteSigner, encode_note, parse_note
+from audit.trail import Trail
 from audit.witness import MemoryWitnessStore, Witness
+from bridge.agent import Agent
+from bridge.failpoint import Failpoints
 from bridge.region_log import RACES_MAX, Brought, check_region_log, cosign_region_log
 from felix.errors import Code, FelixError, UnavailableError
 from felix.messages import (
@@ -235,3 +241,24 @@ async def test_a_log_with_another_root_at_the_size_that_was_cosigned_is_an_alarm
     witness.remember(Log("leaf", 12, shared=5))
     with pytest.raises(RolledBackError, match="two roots for 12 leaves"):
         await look(owner, witness, {})
+
+
+async def test_an_egress_log_gets_what_of_its_cosignature_somebody_left_out(tmp_path: Path) -> None:
+    """The agent ended after the witness had cosigned, or another one brought one line of two; and the bundle names a key that nobody signs with."""
+    with closing(Trail.open(tmp_path, log_signer(), witnesses=[EU.key, EU_PQ.key])) as trail:
+        ended = threading.Event()
+        trail.append_nowait([Link().grant()], lambda first, error: ended.set())
+        assert ended.wait(30)
+        agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
+        agent.context = SimpleNamespace(trail=trail, failpoints=Failpoints())  # type: ignore[assignment]
+        agent._brought = {}
+        note = parse_note(witness.memory.cosign(trail.publish(), []))
+        lines = tuple(line for line in note.signatures if line.key_id != EU_PQ.key.key_id)
+        trail.add_cosigned(encode_note(note._replace(signatures=lines)))
+        for former in ((), (witness_signer("us-east.acme/witness").key,)):
+            witness.trust.witnesses = (EU.key, EU_PQ.key, *former)
+            for _ in range(2):
+                await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
+            assert witness.cosigned == 1
+            (held,) = trail.checkpoints.cosigned()
+            assert {by.key for by in held.cosigned} == {EU.key, EU_PQ.key}
