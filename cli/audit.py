@@ -14,7 +14,7 @@ from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.log_copy_disk import copy_log
 from audit.merkle import HASH_BYTES
 from audit.note import parse_note
-from audit.origin import Origin
+from audit.origin import Origin, egress_origin, region_origin
 from audit.proof import Proven, check_proof, looks_like_proof, prove
 from audit.receipt import Receipt
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, read_entries
@@ -506,6 +506,60 @@ def copy_(
             "Give a tlog-policy that has their keys, with --policy."
         )
     out.print(f"What it says is verified as any log is:  felix audit verify {to}")
+
+
+# -- restore -------------------------------------------------------------------------------------------
+
+
+@app.command("restore")
+def restore_(
+    copy: Annotated[
+        str,
+        typer.Argument(help="A copy that `felix audit copy` made: its folder, or a URL that fsspec opens."),
+    ],
+    to: Annotated[Path, typer.Argument(help="The log's own folder, lost, damaged or older.")],
+    bundle: Bundles = None,
+    remembered: RememberedNotes = None,
+) -> None:
+    """Put a copy of a log in the log's place, where no process has it open. Nothing is put there that does not hold, or is shorter than
+    what was signed before; exit code 5 then. What stood there is moved aside."""
+    from audit.log_restore_disk import restore_log
+    from audit.spark.files import open_files
+
+    source = open_files(copy)
+    name = note_origin(source.read(CHECKPOINT_PATH) or b"")
+    notes = (*remembered_notes(remembered), *remembered_here(name))
+    with progress() as bar:
+        task = bar.add_task(f"restoring {to}", total=None)
+        made = restore_log(
+            source,
+            to.resolve(),
+            trusted(bundle),
+            [each for each in notes if note_origin(each) == name],
+            lambda done, of: bar.update(task, completed=done, total=of),
+            origin=_place_of(to),
+        )
+    more = f", and {made.carried:,} behind them of what stood there" if made.carried else ""
+    out.print(f"{to}: {made.origin}, {made.size:,} leaves{more}")
+    if made.replaced is not None:
+        note(f"What stood there is in {made.replaced} now. Keep it until the log's copies verify.")
+    if made.missing:
+        note(f"{made.missing:,} documents are neither in the copy nor in what stood there.")
+    out.print(
+        "What others cosigned of it is compared when the next link opens: start it, and look at  felix bridge status"
+    )
+
+
+def _place_of(path: Path) -> str:
+    """Which log has this folder, of a region of this machine; empty for any other folder."""
+    wanted = path.resolve()
+    for region in known_regions():
+        folder, config = folder_of(region)
+        if wanted in [(folder.root / data / "audit").resolve() for data in config.data_folders]:
+            return region_origin(config.region, config.mesh)
+        if wanted.name == "egress" and wanted.parent.parent == folder.bridges.resolve():
+            return egress_origin(config.region, config.mesh, wanted.parent.name)
+    return ""
 
 
 # -- show ----------------------------------------------------------------------------------------------

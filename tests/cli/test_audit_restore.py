@@ -1,0 +1,66 @@
+"""`felix audit copy`, a lost disk, `felix audit restore`: the region goes on with its own log."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+from audit_log import Link
+from region_home import make_region, running
+from typer.testing import CliRunner
+
+from audit.tile import CHECKPOINT_PATH
+from audit.tile_disk import Folder
+from audit.witness import DiskWitnessStore
+from cli.exits import exit_code
+from cli.main import app
+from felix.errors import FelixError
+from region.folder import RegionFolder
+
+
+def felix(home: Path, *words: object) -> tuple[int, str]:
+    done = CliRunner().invoke(app, [*map(str, words)], env={"FELIX_HOME": str(home)})
+    if isinstance(done.exception, FelixError):
+        return exit_code(done.exception), str(done.exception)
+    return done.exit_code, " ".join(done.output.split())
+
+
+async def leaves(folder: RegionFolder) -> int:
+    """How many the log has, once its broker has written one more."""
+    async with running(folder) as node:
+        trail = node.services.governance.witnessing._trail
+        await trail.append([Link().deny()])
+        return trail.status().durable
+
+
+def test_a_region_goes_on_with_its_log_from_a_copy(tmp_path: Path) -> None:
+    us, eu = make_region(tmp_path, "us-east"), make_region(tmp_path, "eu-west")
+    before = asyncio.run(leaves(us))
+    log, copy = us.root / "data" / "audit", tmp_path / "copy"
+    code, said = felix(tmp_path, "audit", "copy", log, copy)
+    assert code == 0, said
+    shutil.rmtree(log)
+    code, said = felix(tmp_path, "audit", "restore", copy, eu.root / "data" / "audit")
+    assert (
+        code == 1 and "is the place of the log eu-west.acme/audit" in said and not (eu.root / "data").exists()
+    )
+    code, said = felix(tmp_path, "audit", "restore", copy, log)
+    assert code == 0 and "us-east.acme/audit" in said, said
+    assert asyncio.run(leaves(us)) == before + 1
+    code, said = felix(tmp_path, "audit", "verify", log, "--cosignatures", 0)
+    assert code == 0, said
+
+
+def test_a_region_of_this_machine_that_cosigned_more_is_asked(tmp_path: Path) -> None:
+    us, eu = make_region(tmp_path, "us-east"), make_region(tmp_path, "eu-west")
+    asyncio.run(leaves(us))
+    log, copy = us.root / "data" / "audit", tmp_path / "copy"
+    assert felix(tmp_path, "audit", "copy", log, copy)[0] == 0
+    asyncio.run(leaves(us))
+    note = Folder(log).read(CHECKPOINT_PATH)
+    assert note is not None and note != Folder(copy).read(CHECKPOINT_PATH)
+    DiskWitnessStore(eu.root / "data" / "witness").swap("us-east.acme/audit", None, note)
+    shutil.rmtree(log)
+    code, said = felix(tmp_path, "audit", "restore", copy, log)
+    assert code == 5 and "signed before" in said, said
