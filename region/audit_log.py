@@ -94,6 +94,8 @@ WITNESSED_MAX: Final = 1024
 written into a file, and no other."""
 COSIGNED_MAX: Final = 256
 """Cosigned notes of the log itself that are held while they are read: then those that say nothing of their own are let go of (audit.kept_notes)."""
+OWN_MAX: Final = 256
+"""The log's own checkpoints that are held while they are read: then the largest that it signed is looked for, and no signature of the others is verified."""
 _OVER: Final = frozenset((Code.NOT_LEADER, Code.SHARD_STOPPED, Code.SHUTTING_DOWN))
 """Nothing more is taken by this broker."""
 CHECKPOINTS_BYTES: Final = 64 << 20
@@ -722,9 +724,14 @@ class AuditLog:
     async def _read_checkpoints(self) -> None:
         if self._parted is not None:
             raise self._parted
-        shown, older = note_size(self._trail.checkpoint()), None
+        shown, older, own = note_size(self._trail.checkpoint()), None, list[bytes]()
         async for payload in self._payloads(CHECKPOINTS):
-            found = _checkpoint.decode(payload)
+            try:
+                found = _checkpoint.decode(payload)
+            except msgspec.DecodeError as error:
+                # Nobody writes it again: what cannot be read once cannot be read later.
+                log.error("a record among the audit log's checkpoints is none, and is skipped: %s", error)
+                continue
             if found.witnessed:
                 # Which of them counts, and whether it is a note at all, the memory says: the last one need not be the largest.
                 self._witnessed.append(found.note)
@@ -735,11 +742,16 @@ class AuditLog:
                 self._cosigners_known = ()
                 if len(self._cosigned) >= COSIGNED_MAX:
                     self._cosigned = await asyncio.to_thread(self._trail.checkpoints.covering, self._cosigned)
-            elif note_size(found.note) > note_size(self._newest or self._trail.checkpoint()):
-                self._newest = found.note
-            elif note_size(found.note) <= shown:
-                older = found.note
+            else:
+                own.append(found.note)
+                if len(own) >= OWN_MAX:
+                    own = await asyncio.to_thread(self._signed, own, shown)
         await self._take_witnessed()
+        for note in await asyncio.to_thread(self._signed, own, shown):
+            if note_size(note) > note_size(self._newest or self._trail.checkpoint()):
+                self._newest = note
+            elif note_size(note) <= shown:
+                older = note
         if older is not None:
             try:
                 await asyncio.to_thread(self._trail.check_continues, older)
@@ -749,6 +761,26 @@ class AuditLog:
         if self._newest is not None and note_size(self._newest) < self._trail.status().durable:
             # Signed here, of leaves that stand here; whether it was committed was not known then.
             self._newest = None
+
+    def _signed(self, notes: Sequence[bytes], shown: int) -> list[bytes]:
+        """Of notes that stand there as the log's own, the largest that it signed, and the largest of those of no more than `shown` leaves. What is in front
+        of them and is no note, or was not signed by the log, is skipped: it says nothing of it. Verifies no more signatures than it has to; in a thread."""
+        found = list[bytes]()
+        for note in sorted(dict.fromkeys(notes), key=claimed_size, reverse=True):
+            if found and claimed_size(note) > shown:
+                continue
+            try:
+                self._trail.checkpoints.read(note)
+            except TamperError as error:
+                log.error(
+                    "a checkpoint that stands among the audit log's own is not its own, and is skipped: %s",
+                    error,
+                )
+                continue
+            found.append(note)
+            if claimed_size(note) <= shown:
+                break
+        return found
 
     async def _take_cosigned(self) -> None:
         """Those that are not larger than what is shown, once more when other witnesses are known."""

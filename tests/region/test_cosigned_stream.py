@@ -319,3 +319,41 @@ async def test_what_is_not_of_this_log_stops_nobody(make: Make) -> None:
         await asyncio.to_thread(home.trail.add_cosigned, encode_note(forged))
     await follower.follow()
     assert follower.kept == home.kept == [(1, {"eu-west"})]
+
+
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize(
+    "what", ["no record", "no note", "no number", "too many digits", "unsigned", "of another log"]
+)
+async def test_what_is_no_checkpoint_of_the_log_stops_nobody(
+    make: Make, what: str, behind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_log, "OWN_MAX", 2, raising=False)
+    stream = Stream()
+    home, follower = make(stream), make(stream)
+    await home.lead()
+    note = await home.grow()
+    await follower.follow()
+    if behind:
+        note = await home.grow()
+    size = b"\n%d\n" % note_size(note)
+    payload = {
+        "no record": b"\xc1",
+        "no note": msgspec.msgpack.encode(_Checkpoint(b"junk", False)),
+        "no number": msgspec.msgpack.encode(_Checkpoint(note.replace(size, b"\nx\n", 1), False)),
+        "too many digits": msgspec.msgpack.encode(_Checkpoint(b"x\n%s\n" % (b"9" * 9_999), False)),
+        "unsigned": msgspec.msgpack.encode(_Checkpoint(note.replace(size, b"\n999999\n", 1), False)),
+        "of another log": msgspec.msgpack.encode(
+            _Checkpoint(note.replace(home.trail.key.name.encode(), b"us-east.acme/other", 1), False)
+        ),
+    }[what]
+    for _ in range(3):
+        stream.payloads.append(payload)
+    if not behind:
+        note = await home.grow()
+    for each in (follower, make(stream)):
+        await each.follow()
+        assert each.trail.status().checkpoint == note_size(note)
+    await follower.lead()
+    await follower.grow()
+    assert follower.trail.status().checkpoint == note_size(note) + 1
