@@ -4,6 +4,8 @@ Requests of bridges are bounded: frequent requests cannot make this region write
 its share of what its region has, so one of them does not use up what the others need. Invariants:
 
 - a checkpoint that is given out is one that the audit log has made by its own timer;
+- however often it is asked how far a log is cosigned, READS_AT_ONCE threads ask the store, and not more often than every READ_PAUSE_S of one log; who asks waits,
+  and is not refused: an agent asks once for each shard of a link that it opens;
 - a log is cosigned by one call at a time, in a thread, and so are cosignatures of this region's log kept;
 - a call counts until its thread has ended, whether or not its caller waits for it;
 - a caller that asks too often is refused with LIMIT_RATE and the time after which to retry.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from audit.checkpoint import note_size
 from audit.submission import Submissions
@@ -41,6 +43,10 @@ WAITING_MAX: Final = 4
 """Calls of one bridge about one log that wait for the one before; and of another region's bridge that brings cosignatures."""
 OWN_WAITING_MAX: Final = CHECKPOINTS_BURST
 """The same of one of this region's own bridges: what is refused here is not brought again."""
+READS_AT_ONCE: Final = 2
+"""Threads that all questions how far logs are cosigned take together: a store that is slow keeps the others free."""
+READ_PAUSE_S: Final = 0.02
+"""Between two reads of what was cosigned of one log. All who ask meanwhile get what the next one finds."""
 SHARES: Final = 4
 """So many times what one bridge may, all bridges of its region may together."""
 ASKERS_MAX: Final = 10_000
@@ -108,6 +114,40 @@ class _Line:
                 del self._waiting[each]
 
 
+class _Reads(Generic[T]):
+    """Reads for callers that ask for the same: one read answers all who asked before it began, so none is answered with what was true before its question.
+    The names are bounded by whoever asks."""
+
+    __slots__ = ("_clock", "_ended", "_read", "_threads", "_turns", "_waiting")
+
+    def __init__(self, read: Callable[[str], T], clock: Clock) -> None:
+        self._read, self._clock = read, clock
+        self._threads = asyncio.Semaphore(READS_AT_ONCE)
+        self._turns: dict[str, asyncio.Lock] = {}
+        self._ended: dict[str, float] = {}
+        self._waiting: dict[str, asyncio.Task[T]] = {}
+        """reads that have not begun"""
+
+    async def read(self, name: str) -> T:
+        """What is read of this name, in a thread. A caller that hangs up ends no read of others."""
+        task = self._waiting.get(name)
+        if task is None:
+            task = self._waiting[name] = asyncio.get_running_loop().create_task(self._next(name), name="read")
+            # Where all callers have hung up, nobody asks what became of it.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        return await asyncio.shield(task)
+
+    async def _next(self, name: str) -> T:
+        async with self._turns.setdefault(name, asyncio.Lock()):
+            await asyncio.sleep(self._ended.get(name, -READ_PAUSE_S) + READ_PAUSE_S - self._clock.monotonic())
+            async with self._threads:
+                del self._waiting[name]
+                try:
+                    return await asyncio.to_thread(self._read, name)
+                finally:
+                    self._ended[name] = self._clock.monotonic()
+
+
 def _shares(actor: SpiffeId, about: str) -> tuple[str, str]:
     return f"{actor} {about}", f"{actor.region} {about}"
 
@@ -129,6 +169,7 @@ class Witnessing:
         self._brought = _Paces(CHECKPOINTS_PER_S, CHECKPOINTS_BURST, clock)
         self._own_brought = _Paces(OWN_CHECKPOINTS_PER_S, CHECKPOINTS_BURST, clock)
         self._cosignatures = _Paces(COSIGNATURES_PER_S, COSIGNATURES_BURST, clock)
+        self._reads = _Reads(witness.last_note, clock)
         self._cosigning = _Line()
         self._bringing = _Line()
         self._keeping = asyncio.Lock()
@@ -151,8 +192,11 @@ class Witnessing:
         return Witnessed(note_size(note), note)
 
     async def witnessed_size(self, origin: str) -> Witnessed:
-        """How far this region has cosigned an origin, and the log's checkpoint there; 0 where not at all."""
-        note = await asyncio.to_thread(self.witness.last_note, origin)
+        """How far this region has cosigned an origin, and the log's checkpoint there; 0 where not at all, or where it cosigns no log of this name."""
+        if not self.witness.keys_of(origin):
+            # Names are whatever the caller chose: none of them costs a thread, or is remembered.
+            return Witnessed(0)
+        note = await self._reads.read(origin)
         return Witnessed(0) if note is None else Witnessed(note_size(note), note)
 
     async def checkpoint(self, actor: SpiffeId, from_size: int) -> CheckpointAnswer:

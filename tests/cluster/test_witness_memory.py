@@ -56,6 +56,7 @@ class Scene:
             while True:
                 home = await home_of(self.region)
                 witnessing = self.region.nodes[home].services.governance.witnessing
+                witnessing.witness.trust(log.signer.key)
                 known = (await witnessing.witnessed_size(log.origin)).size
                 assert known in (old, size)
                 try:
