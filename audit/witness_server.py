@@ -5,7 +5,7 @@
 
 HTTP/1.1 with keep-alive, on a plain or a TLS socket; nothing of HTTP that the two calls do not need (no chunked requests,
 no compression). Everything a stranger can make this process hold or wait for has a bound below: heads, bodies, time of a
-request, idle time, connections in all and from one address. Decisions and the disk are in one thread, so they are made
+request and of a TLS handshake, idle time, connections in all and from one address. A connection counts from when it is accepted until its descriptor is given back. Decisions and the disk are in one thread, so they are made
 one after the other. Source: https://c2sp.org/tlog-witness. Callers: cli.
 """
 
@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import ssl
 from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, NamedTuple
 
 from audit.witness_protocol import ADD_CHECKPOINT, REQUEST_BYTES_MAX
@@ -27,6 +29,8 @@ log = logging.getLogger("felix.audit.witness")
 
 HEAD_BYTES_MAX: Final = 16_384
 """A request's first line and headers."""
+_BACKLOG: Final = 100
+_ACCEPT_AGAIN_S: Final = 0.2
 _REASONS: Final = {
     200: "OK", 400: "Bad Request", 403: "Forbidden", 404: "Not Found", 405: "Method Not Allowed", 408: "Request Timeout",
     409: "Conflict", 411: "Length Required", 413: "Content Too Large", 422: "Unprocessable Content",
@@ -43,7 +47,7 @@ class ServerLimits:
     connections_of_one: int = 64
     """from one address: nobody has them all"""
     request_s: float = 10.0
-    """from a request's first byte to its last, and again to send the answer"""
+    """from a request's first byte to its last, and again to send the answer; for a TLS handshake, and for the other end to close"""
     idle_s: float = 30.0
     """between two requests of a connection"""
 
@@ -82,64 +86,87 @@ class WitnessServer:
         self._worker = REAL.pool(1, "witness")
         self._connections: set[asyncio.Task[None]] = set()
         self._from: Counter[str] = Counter()
-        self._server: asyncio.Server | None = None
+        self._accepting: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Listen; `port` is the one that was taken. Raises OSError where the address cannot be used."""
-        handshake_s = None if self._tls is None else self._limits.request_s
-        self._server = await asyncio.start_server(
-            self._accept,
-            self._host,
-            self.port,
-            limit=HEAD_BYTES_MAX,
-            ssl=self._tls,
-            ssl_handshake_timeout=handshake_s,
-        )
-        self.port = self._server.sockets[0].getsockname()[1]
+        sockets = await _listen(self._host, self.port)
+        self.port = sockets[0].getsockname()[1]
+        loop = asyncio.get_running_loop()
+        self._accepting = [loop.create_task(self._accept(sock), name="witness") for sock in sockets]
 
     async def close(self) -> None:
         """Stop listening, end what is open, let the decision on hand finish."""
-        if self._server is not None:
-            self._server.close()
-        for task in tuple(self._connections):
+        for task in (*self._accepting, *self._connections):
             task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
-        if self._server is not None:
-            await self._server.wait_closed()
+        await asyncio.gather(*self._accepting, *self._connections, return_exceptions=True)
         await asyncio.to_thread(self._worker.shutdown)
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        peer = str((writer.get_extra_info("peername") or ("?",))[0])
-        if (
-            len(self._connections) >= self._limits.connections
-            or self._from[peer] >= self._limits.connections_of_one
-        ):
-            await self._finish(writer, Answer(503, b"This witness has as many connections as it takes.\n"))
+    async def _accept(self, listening: socket.socket) -> None:
+        """Take connections, and count them before anything else: a server of asyncio tells of one only after its TLS handshake."""
+        loop = asyncio.get_running_loop()
+        with listening:
+            while True:
+                try:
+                    sock, address = await loop.sock_accept(listening)
+                except OSError as error:
+                    # It was closed before it was taken, or the system has no descriptor left.
+                    log.warning("a connection could not be taken: %s", error)
+                    await asyncio.sleep(_ACCEPT_AGAIN_S)
+                    continue
+                peer = str((address or ("?",))[0])
+                if (
+                    len(self._connections) >= self._limits.connections
+                    or self._from[peer] >= self._limits.connections_of_one
+                ):
+                    self._refuse(sock)
+                    continue
+                task = loop.create_task(self._serve(sock), name="witness connection")
+                self._connections.add(task)
+                self._from[peer] += 1
+                task.add_done_callback(partial(self._ended, peer))
+
+    def _ended(self, peer: str, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._from[peer] -= 1
+        if not self._from[peer]:
+            del self._from[peer]
+
+    def _refuse(self, sock: socket.socket) -> None:
+        with sock, suppress(OSError):
+            # With TLS, to say so would take a handshake.
+            if self._tls is None:
+                answer = Answer(503, b"This witness has as many connections as it takes.\n")
+                sock.send(_encode(answer, keep_alive=False))
+                sock.shutdown(socket.SHUT_WR)
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """One connection, until its descriptor is given back."""
+        loop, limits = asyncio.get_running_loop(), self._limits
+        reader = asyncio.StreamReader(HEAD_BYTES_MAX)
+        protocol = asyncio.StreamReaderProtocol(reader)
+        timeout_s = None if self._tls is None else limits.request_s
+        try:
+            transport, _ = await loop.connect_accepted_socket(
+                lambda: protocol, sock,
+                ssl=self._tls, ssl_handshake_timeout=timeout_s, ssl_shutdown_timeout=timeout_s,
+            )  # fmt: skip
+        except OSError:
             return
-        self._connections.add(task)
-        self._from[peer] += 1
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
         try:
             while await self._one(reader, writer):
                 pass
+            writer.close()
+            async with asyncio.timeout(limits.request_s):
+                await writer.wait_closed()
         except (OSError, asyncio.IncompleteReadError, TimeoutError):
             pass
         except Exception:
             log.exception("a connection failed")
         finally:
-            self._connections.discard(task)
-            self._from[peer] -= 1
-            if not self._from[peer]:
-                del self._from[peer]
-            writer.close()
-
-    async def _finish(self, writer: asyncio.StreamWriter, answer: Answer) -> None:
-        with suppress(OSError, TimeoutError):
-            async with asyncio.timeout(self._limits.request_s):
-                writer.write(_encode(answer, keep_alive=False))
-                await writer.drain()
-        writer.close()
+            # What the other end does not take, or does not close, holds no descriptor.
+            transport.abort()
 
     async def _one(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bool:
         """One request of a connection. True where another may follow."""
@@ -181,6 +208,27 @@ class WitnessServer:
             log.exception("a request failed")
             return Answer(500, b"This witness cannot decide at the moment.\n")
         return Answer(404, b"This is a witness (c2sp.org/tlog-witness): POST add-checkpoint.\n")
+
+
+async def _listen(host: str, port: int) -> list[socket.socket]:
+    """On each address that the host has. Raises OSError."""
+    loop, found = asyncio.get_running_loop(), list[socket.socket]()
+    infos = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    try:
+        for family, kind, protocol, _, address in dict.fromkeys(infos):
+            sock = socket.socket(family, kind, protocol)
+            found.append(sock)
+            sock.setblocking(False)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+            sock.listen(_BACKLOG)
+    except BaseException:
+        for sock in found:
+            sock.close()
+        raise
+    return found
 
 
 async def _read_head(first: bytes, reader: asyncio.StreamReader) -> _Head:

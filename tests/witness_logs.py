@@ -102,6 +102,7 @@ def serving(
     name: str = NAME,
     port: int = 0,
     tls: ssl.SSLContext | None = None,
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
 ) -> Iterator[Running]:
     """A witness over real HTTP on loopback, its event loop in a thread of its own."""
     if not folder.exists():
@@ -112,7 +113,7 @@ def serving(
     server = WitnessServer(
         WitnessService(state, lambda: now_s), "127.0.0.1", port, limits=limits, prefix=prefix, tls=tls
     )
-    loop = asyncio.new_event_loop()
+    loop = new_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
     ended = threading.Event()

@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from datetime import UTC, datetime, timedelta
-from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
 from audit_log import Link, log_signer
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from cryptography.x509.oid import NameOID
+from witness_certificate import certificate
 from witness_logs import Log, Running, post, serving
 
 from audit.checkpoint import open_checkpoint
@@ -330,23 +323,6 @@ def test_the_client_reads_both_answers(tmp_path: Path) -> None:
         assert client.add_checkpoint(AddCheckpoint(0, (), log.note(7))) == Behind(5)
         with pytest.raises(RequestError, match="422"):
             client.add_checkpoint(AddCheckpoint(5, (), log.note(7)))
-
-
-def certificate(folder: Path) -> ssl.SSLContext:
-    """A server's context with a certificate for 127.0.0.1 that is its own authority, in `cert.pem`."""
-    key, now = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC)
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "witness")])
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), 1, now - timedelta(1), now + timedelta(1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(made.public_bytes(Encoding.PEM))
-    (folder / "key.pem").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(folder / "cert.pem", folder / "key.pem")
-    return context
 
 
 def test_a_witness_over_tls_is_asked_where_its_certificate_leads_to_the_named_authority(

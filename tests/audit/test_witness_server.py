@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import http.client
 import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from witness_certificate import certificate
 from witness_logs import NAME, NOW_S, Log, Running, body, post, serving
 
 from audit.merkle import EMPTY_ROOT
@@ -281,6 +285,86 @@ def test_slow_and_idle_clients_are_let_go_and_connections_are_bounded(tmp_path: 
             sock.close()
         assert sum(answer.startswith(b"HTTP/1.1 503 ") for answer in answers) == 4
         assert post(witness.port, Log().request(0, 1)).status == 200
+
+
+def closed(sock: socket.socket) -> bool:
+    """Whether the server has closed it."""
+    sock.settimeout(0.1)
+    try:
+        return sock.recv(1) == b""
+    except TimeoutError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def asked_over_tls(port: int, address: str) -> int:
+    """The status of an answer to a client at this address; 0 where it is let in no more."""
+    context = ssl._create_unverified_context()
+    connection = http.client.HTTPSConnection(
+        "127.0.0.1", port, timeout=10, context=context, source_address=(address, 0)
+    )
+    try:
+        connection.request("GET", f"/{'0' * 64}/checkpoint")
+        return connection.getresponse().status
+    except OSError:
+        return 0
+    finally:
+        connection.close()
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def new_loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
+    """`felix witness serve` runs on uvloop where it is there."""
+    made: Callable[[], asyncio.AbstractEventLoop] = pytest.importorskip(request.param).new_event_loop
+    return made
+
+
+NewLoop = Callable[[], asyncio.AbstractEventLoop]
+
+
+def test_connections_count_before_their_handshake_is_done(tmp_path: Path, new_loop: NewLoop) -> None:
+    limits = ServerLimits(connections=6, connections_of_one=4, request_s=1.0)
+    with serving(
+        tmp_path / "w", Log(), limits=limits, tls=certificate(tmp_path), new_loop=new_loop
+    ) as witness:
+        held = [socket.create_connection(("127.0.0.1", witness.port), 30) for _ in range(40)]
+        held[0].sendall(b"\x16\x03\x01")
+        assert sum(not closed(each) for each in held) == 4
+        assert asked_over_tls(witness.port, "127.0.0.1") == 0
+        assert asked_over_tls(witness.port, "127.0.0.2") == 404, "nobody has them all"
+        for each in held:
+            each.settimeout(10)
+            with contextlib.suppress(ConnectionResetError):
+                assert each.recv(1) == b"", "no handshake in time"
+            each.close()
+        for _ in range(50):
+            assert asked_over_tls(witness.port, "127.0.0.1") == 404
+
+
+def test_a_connection_counts_until_the_other_end_has_closed_it(tmp_path: Path, new_loop: NewLoop) -> None:
+    limits = ServerLimits(connections_of_one=2, request_s=1.0)
+    with serving(
+        tmp_path / "w", Log(), limits=limits, tls=certificate(tmp_path), new_loop=new_loop
+    ) as witness:
+        held = []
+        for _ in range(2):
+            sock = socket.create_connection(("127.0.0.1", witness.port), 30)
+            held.append(ssl._create_unverified_context().wrap_socket(sock))
+            held[-1].sendall(b"nonsense\r\n\r\n")
+            assert held[-1].recv(100).startswith(b"HTTP/1.1 400 ")
+        # They do not answer that the server closes.
+        assert asked_over_tls(witness.port, "127.0.0.1") == 0
+        for each in held:
+            each.settimeout(10)
+            with contextlib.suppress(OSError):
+                while each.recv(100):
+                    pass
+            each.close()
+        for _ in range(100):
+            if (status := asked_over_tls(witness.port, "127.0.0.1")) == 404:
+                break
+        assert status == 404
 
 
 def at_once(port: int, requests: list[bytes]) -> list[tuple[int, int]]:
