@@ -128,7 +128,12 @@ def format_policy(
     so of the others; names that would stand twice are numbered.
     """
     named, lines = _each_once(logs, {}, post_quantum)
-    lines += [f"log {key}" for key in named]
+    for key in named:
+        if key.to_size is not None:
+            lines.append(
+                f"# ended at {key.to_size} leaves, which a policy cannot say: for verifiers, and not for a witness"
+            )
+        lines.append(f"log {key}")
     held, taken, groups = dict[bytes, VerifierKey](), {NONE, _QUORUM}, list[str]()
     # First those of the parties, by which people know them.
     names = {party: _free_name(party, taken) for party in witnesses}

@@ -684,12 +684,19 @@ def policy_(
     post_quantum: Annotated[
         bool, typer.Option("--post-quantum", help="Only ML-DSA-44 keys: a verifier then demands them.")
     ] = False,
+    signing: Annotated[
+        bool,
+        typer.Option(
+            "--signing",
+            help="Only keys of logs that sign now, for a witness: it does not know up to where ended ones sign.",
+        ),
+    ] = False,
     bundle: Bundles = None,
 ) -> None:
     """Print a tlog-policy file of the trusted regions: their logs, their witnesses, any one of which is a quorum."""
     trust = trusted(bundle)
     regions = [trust.region(name) for name in trust.regions]
-    logs = [(region, key) for region in regions for key in region.logs]
+    logs = [(region, key) for region in regions for key in region.logs if key.to_size is None or not signing]
     # A key that a region names as a bridge's log, by itself, takes no line from a log that people compared.
     logs.sort(key=lambda each: each[1].public not in each[0].compared_keys)
     print(

@@ -7,12 +7,13 @@ import errno
 import logging
 import ssl
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
 
-from audit.note import VerifierKey
+from audit.note import Algorithm, VerifierKey
 from audit.witness_policy import WitnessPolicy
 from audit.witness_server import WitnessServer
 from audit.witness_service import WitnessService
@@ -64,7 +65,9 @@ def add_log(
     """Cosign a log from now on. A log with several keys is named once for each of them."""
     wanted = [VerifierKey.parse(text) for text in keys or []]
     if logs is not None:
-        wanted += WitnessPolicy.parse(read_file(logs, "The list of logs")).log_keys
+        listed = WitnessPolicy.parse(read_file(logs, "The list of logs")).log_keys
+        _require_one_each(logs, listed)
+        wanted += listed
     if not wanted:
         raise RequestError("No log is named.", hint="Give its verifier key, or a file with --from.")
     state = WitnessState.open(folder)
@@ -78,6 +81,19 @@ def add_log(
             out.print(f"{name}: {'cosigned from now on' if new else 'known already'}", markup=False)
     finally:
         state.close()
+
+
+def _require_one_each(file: Path, keys: Sequence[VerifierKey]) -> None:
+    """Raises RequestError where a list has two keys of one algorithm for a log: then one may have ended, perhaps because it leaked, and a list does not say
+    which. A witness that took both would cosign what either signs."""
+    held: dict[tuple[str, Algorithm], VerifierKey] = {}
+    for key in keys:
+        if held.setdefault((key.name, key.algorithm), key) is not key:
+            raise RequestError(
+                f"{file} has two keys of one algorithm for the log {key.name}: one of them may have ended, and a list does not say which.",
+                code=Code.CONFLICT,
+                hint="Have it printed by `felix audit policy --signing`, or name the keys that sign now.",
+            )
 
 
 @app.command("list")

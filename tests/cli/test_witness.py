@@ -11,20 +11,40 @@ from contextlib import chdir, closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from audit_log import STREAM, egress_appends, key, log_signer, region_bundle, witness_signer
+from audit_log import (
+    EGRESS_ORIGIN,
+    POLICY_SEEDS,
+    STREAM,
+    egress_appends,
+    key,
+    log_signer,
+    region_bundle,
+    witness_signer,
+)
 from e2e.command_mesh import Said, environment
 from typer.testing import CliRunner
 from witness_logs import Log, body, post
 
-from audit.note import VerifierKey, encode_note, parse_note, parse_signatures, verify_note
+from audit.note import (
+    Algorithm,
+    NoteSigner,
+    VerifierKey,
+    encode_note,
+    parse_note,
+    parse_signatures,
+    verify_note,
+)
 from audit.submission import Submission
 from audit.trail import Trail, TrailSettings
 from audit.witness_client import WitnessTarget
+from audit.witness_policy import WitnessPolicy
+from audit.witness_sqlite import WitnessState
 from cli.exits import exit_code
 from cli.main import app
 from felix.errors import FelixError
-from keys.bundle import sign_bundle
+from keys.bundle import AuditKey, sign_bundle
 
 
 class Served:
@@ -120,6 +140,40 @@ def test_a_witness_is_made_told_of_a_log_served_killed_and_served_again(tmp_path
     for words in (("serve", "--listen", "127.0.0.1:0"), ("list",), ("add-log", str(log.signer.key))):
         said = felix(tmp_path, "witness", *words, "--dir", str(folder), code=5).err
         assert "is lost" in said and "new witness" in said
+
+
+def test_a_witness_takes_no_ended_key_of_a_log_from_a_list(tmp_path: Path) -> None:
+    """A thief of the ended key would have another history cosigned, and the honest log none of its own any more."""
+    base = region_bundle("us-east")
+    old, new = (NoteSigner.from_key(EGRESS_ORIGIN, key(seed), Algorithm.ED25519).key for seed in (50, 51))
+    others = tuple(each for each in base.audit_keys if each.name != EGRESS_ORIGIN)
+    changed = (
+        AuditKey(EGRESS_ORIGIN, "log", old.public, to_size=5),
+        AuditKey(EGRESS_ORIGIN, "log", new.public, from_size=5),
+    )
+    bundle = sign_bundle(
+        msgspec.structs.replace(base, audit_keys=(*others, *changed)), key(POLICY_SEEDS["us-east"])
+    )
+    (tmp_path / "bundle").write_bytes(bundle.encode())
+    felix(tmp_path, "witness", "init", "w.example/1", "--dir", "w")
+    logs = tmp_path / "logs"
+    logs.write_text(felix(tmp_path, "audit", "policy", "--bundle", "bundle").out)
+    assert (
+        f"# ended at 5 leaves, which a policy cannot say: for verifiers, and not for a witness\nlog {old}"
+        in logs.read_text()
+    )
+    assert WitnessPolicy.parse(logs.read_bytes()).log_keys.count(old) == 1, "a verifier asks for it"
+    for more in ((), ("--in-place",)):
+        said = felix(tmp_path, "witness", "add-log", "--from", "logs", "--dir", "w", *more, code=1).err
+        assert "felix audit policy --signing" in " ".join(said.split())
+    assert felix(tmp_path, "witness", "list", "--dir", "w", "-o", "name").out.strip() == ""
+    logs.write_text(felix(tmp_path, "audit", "policy", "--signing", "--bundle", "bundle").out)
+    assert str(old) not in logs.read_text()
+    felix(tmp_path, "witness", "add-log", "--from", "logs", "--dir", "w")
+    state = WitnessState.open(tmp_path / "w")
+    with closing(state):
+        known = state.log(EGRESS_ORIGIN)
+    assert known is not None and known.keys == (new,)
 
 
 @pytest.fixture(scope="module")
