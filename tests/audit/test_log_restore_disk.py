@@ -104,12 +104,17 @@ def test_a_log_whose_disk_is_lost_goes_on_from_its_copy(log: Log, batches: int) 
     assert log.goes_on() == size
 
 
-def test_leaves_that_were_durable_behind_the_copy_come_along(log: Log) -> None:
+@pytest.mark.parametrize("kept", [("checkpoint", "wal"), ("wal",)])
+def test_leaves_that_were_durable_behind_the_copy_come_along(log: Log, kept: tuple[str, ...]) -> None:
     log.grow(2)
     copy = log.copy()
     size = note_size(log.trail.checkpoint())
     log.tear()
-    shutil.rmtree(log.path / "tile")
+    for each in log.path.iterdir():
+        if each.is_dir() and each.name not in kept:
+            shutil.rmtree(each)
+        elif each.name not in kept:
+            each.unlink()
     with pytest.raises(FelixError):
         log.open()
     was = {
