@@ -443,7 +443,7 @@ class RetireBroker(Request["Done"], frozen=True, tag="retire_broker"):
 
 class RecoverShard(Request["Done"], frozen=True, tag="recover_shard"):
     """Has `broker` lead a shard that nobody may lead by rule, although its copy may lack what was committed. `lost`: the brokers whose copies
-    are given up, all that may have more than it. `powered_off`: they surely run no more, so that none can still commit."""
+    are given up, all that are away and may have more than it, or would be cut; one that is alive and has more refuses it. `powered_off`: they surely run no more, so that none can still commit."""
 
     stream: Name
     shard: int

@@ -38,10 +38,12 @@ from felix.names import StreamName
 from region.audit_log import AuditLog
 from region.cluster import condition, registration, transactions
 from region.cluster.assignments import Leader
+from region.cluster.election import LogEnd, Unopened
 from region.cluster.member import ClusterMember
-from region.cluster.problems import Found, look, vacancy
+from region.cluster.problems import NOTHING_HEARD, Ends, Found, asks_for_ends, look, vacancy
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
+from region.copy_ends import CopyEnds
 from region.log.copies import Copies
 from region.log.epochs import elected_epoch
 from region.metadata.records import AUDIT_STREAM, Stream, is_replicated, one_copy_since
@@ -64,6 +66,8 @@ _RECOVER_HINTS: Final = {
     Reason.STILL_LEADS: "Nothing has to be recovered.",
     Reason.STILL_ALIVE: "It is elected by itself once its logs are open; wait for it.",
     Reason.NOT_REGISTERED: "Name a broker that is up and has a copy:",
+    Reason.BEHIND: "Name the copy that has the most with --from; `felix region status` gives the command.",
+    Reason.NO_REPORT: "Try again: it may be starting. If its copy is lost, stop it, and name it with --lost.",
 }
 MOVES_SHOWN: Final = 100
 """Of what a rebalancing would move: more than a person reads, and within one answer."""
@@ -107,6 +111,8 @@ class Clustered:
         """The copies of streams with more than one; None while the broker is being opened."""
         self.requests: PeerRequests | None = None
         """What is asked of the other brokers; None while the broker is being opened."""
+        self.ends: CopyEnds | None = None
+        """How far copies go, asked of the brokers that have them; None while the broker is being opened."""
         self.audit: AuditLog | None = None
         """The audit log, where brokers copy it."""
         self.receives: Callable[[StreamName], bool] = lambda name: False
@@ -206,14 +212,22 @@ class Clustered:
         """The brokers that have copies of the stream; empty before it is placed."""
         return frozenset(self.members(record, 0)[0])
 
-    def problems(self, records: Iterable[Stream]) -> Found:
+    async def hear_problems(self, records: Iterable[Stream]) -> Found:
+        """As `problems`, once the brokers that are alive have said how far their copies go of what nobody can lead by rule."""
+        streams = list(records)
+        shards = asks_for_ends(self.member.mirror.view, streams)
+        heard = await asyncio.gather(*map(self._hear_ends, shards))
+        return self.problems(streams, dict(zip(shards, heard, strict=True)))
+
+    def problems(self, records: Iterable[Stream], ends: Mapping[ShardId, Ends] = NOTHING_HEARD) -> Found:
         """What is wrong with the region, the most serious first, and what an operator has it be, as this broker knows: from the records, so each
-        broker says the same, and of the copies that it has itself. `records`: the catalog's streams."""
+        broker says the same, and of the copies that it has itself. `records`: the catalog's streams. `ends`: as was just heard."""
         own = self.member.audit.stream
         found = look(
             self.member.mirror.view,
             (*records, *([own] if own is not None else [])),
             self.member.region,
+            ends,
         )
         problems = [*self._store_troubles(), *found.problems]
         if self.replicas is not None:
@@ -435,6 +449,7 @@ class Clustered:
         member, shard = self.member, ShardId(record.incarnation, number)
         mirror = member.mirror
         while True:
+            ends = await self._hear_ends(shard)
             view = mirror.view
             if shard not in view.shards:
                 raise RequestError(f"{record.name} has no shard {number}.", code=Code.NOT_FOUND)
@@ -449,6 +464,7 @@ class Clustered:
                 silent_ms={name: member.controls.silent_ms(name) for name in lost},
                 detached_ms=DETACHED_MS if is_replicated(record.config) or len(before.members()) > 1 else 0,
                 powered_off=powered_off,
+                ends=ends,
             )
             if isinstance(made, Refusal):
                 hint = _RECOVER_HINTS.get(made.reason, "")
@@ -459,7 +475,7 @@ class Clustered:
             result = await mirror.commit(made)
             if result is not None and result.succeeded:
                 break
-        given_up = ", ".join(sorted(before.members().keys() - {winner})) or "none"
+        given_up = ", ".join(sorted({*before.members(), *lost} - {winner})) or "none"
         log.error(
             "%s has shard %d of %s led by broker %s in epoch %d, whatever was committed before: given up are the copies at %s",
             by,
@@ -469,10 +485,28 @@ class Clustered:
             epoch,
             given_up,
         )
+        own = ends.get(winner)
+        has = f" with {own}" if isinstance(own, LogEnd) else ""
+        cut = "".join(
+            f" {broker} cuts records {own.offset:,} to {end.offset - 1:,}."
+            for broker, end in sorted(ends.items())
+            if isinstance(own, LogEnd) and isinstance(end, LogEnd) and end.offset > own.offset
+        )
         return (
-            f"Broker {winner} leads shard {number} of {record.name} in epoch {epoch}. What its copy lacks is lost; where a copy that "
+            f"Broker {winner} leads shard {number} of {record.name} in epoch {epoch}{has}.{cut} What its copy lacks is lost; where a copy that "
             "was given up comes back, it counts and cuts what it had beyond that."
         )
+
+    async def _hear_ends(self, shard: ShardId) -> dict[str, LogEnd | Unopened]:
+        """How far the copies of a shard go at the brokers that are alive."""
+        view = self.member.mirror.view
+        record = view.shards.get(shard)
+        if record is None or self.ends is None:
+            return {}
+        living = [
+            broker for broker in {*record.replicas, *record.target} if view.brokers.registration(broker)
+        ]
+        return await self.ends.hear(shard, sorted(living))
 
     async def rebalance(self, *, dry_run: bool) -> ShardMoves:
         """Move copies until each broker has its share. Raises NotLeaderError where another broker is the controller."""

@@ -11,6 +11,7 @@ from felix.runtime.port import Runtime
 from felix.transport.port import Engine, TransportLimits
 from region.cluster.member import ClusterMember
 from region.copied_frames import CopiedFrames
+from region.copy_ends import CopyEnds
 from region.log.open_logs import OpenLogs
 from region.log.scrub import Scrub
 from region.log.seal import MakeSeal
@@ -79,6 +80,7 @@ class Peers:
             copy_rate=copy_rate,
         )
         frames.serve(self.replicas.host)
+        self.ends = CopyEnds(self.requests, self.replicas.host)
 
     def _linked(self, peer: str, up: bool) -> None:
         self.replicas.host.linked(peer, up)

@@ -579,7 +579,9 @@ class Requests:
         several = broker.clustered
         if several is not None and several.replicas is not None:
             gauges |= several.replicas.gauges()
-        found = NOTHING if several is None else several.problems(stream.record for stream in broker.streams)
+        found = NOTHING
+        if several is not None:
+            found = await several.hear_problems([stream.record for stream in broker.streams])
         return RegionState(
             broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size,
             [

@@ -338,7 +338,7 @@ async def open_broker(
             copy_rate=config.storage.copy_rate,
         )
         clustered.replicas = peers.replicas
-        clustered.requests = peers.requests
+        clustered.requests, clustered.ends = peers.requests, peers.ends
         stack.push_async_callback(peers.close)
     budgets = Budgets()
     streams = StreamTable(

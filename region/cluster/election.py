@@ -44,6 +44,29 @@ class LogEnd:
     last_epoch: int
     election: str
     end: tuple[int, int]
+    journals: tuple[tuple[int, tuple[int, int]], ...] = ()
+    """last epoch and end of each log beside the records, by their numbers"""
+
+    @property
+    def rank(self) -> tuple[object, ...]:
+        """The larger it is, the more there is of what was committed last (Raft, 5.4.1): the last epoch, then the end."""
+        return self.last_epoch, self.end, self.journals
+
+    @property
+    def offset(self) -> int:
+        """Of the next record."""
+        return self.end[0]
+
+    def __str__(self) -> str:
+        return f"records to {self.offset - 1:,}" if self.offset else "no records"
+
+
+@dataclass(frozen=True, slots=True)
+class Unopened:
+    """What a broker said under `registration` that has a shard's copy and cannot open it: why. It may have anything."""
+
+    registration: int
+    why: str
 
 
 def has_stopped(record: ShardRecord, alive: Mapping[str, BrokerRecord]) -> bool:

@@ -7,11 +7,13 @@ long; so whoever waits until there is no problem does not wait for ever.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from region.cluster import transactions
-from region.cluster.election import candidates, may_ask_for_ends
+from region.cluster.election import LogEnd, Unopened, candidates, may_ask_for_ends
+from region.cluster.membership import is_replaced
 from region.cluster.records import ShardId, ShardRecord
 from region.cluster.view import ClusterView
 from region.metadata.records import AUDIT_STREAM, Stream, is_replicated
@@ -30,6 +32,9 @@ class Found(NamedTuple):
 
 
 NOTHING: Final = Found([], [])
+Ends = Mapping[str, LogEnd | Unopened]
+"""How far the copies of a shard go, by broker; who did not say is left out."""
+NOTHING_HEARD: Final[Mapping[ShardId, Ends]] = MappingProxyType({})
 
 
 class _Shard(NamedTuple):
@@ -41,26 +46,45 @@ class _Shard(NamedTuple):
         return f"{self.stream.name} shard {self.id.number}"
 
 
-def look(view: ClusterView, streams: Iterable[Stream], region: str) -> Found:
-    """`streams`: all of the region, with those that stand in no catalog."""
-    shards = [
-        _Shard(stream, shard, view.shards.get(shard))
-        for stream in streams
-        for number in range(stream.config.shards)
-        for shard in (ShardId(stream.incarnation, number),)
-        if view.keys.shard(shard) not in view.unreadable
-    ]
+def look(
+    view: ClusterView,
+    streams: Iterable[Stream],
+    region: str,
+    ends: Mapping[ShardId, Ends] = NOTHING_HEARD,
+) -> Found:
+    """`streams`: all of the region, with those that stand in no catalog. `ends`: how far copies go, of shards that `asks_for_ends` named."""
+    shards = _shards(view, streams)
     away, away_remarks = _away(view)
     copies, copies_remarks = _copies(view, shards)
     problems = [
         *_frozen(view, region),
-        *_led_by_nobody(view, shards, region),
+        *_led_by_nobody(view, shards, region, ends),
         *_below_min(view, shards),
         *away,
         *copies,
         *(f"{key} cannot be read: {why}" for key, why in sorted(view.unreadable.items())),
     ]
     return Found(problems, [*away_remarks, *copies_remarks])
+
+
+def asks_for_ends(view: ClusterView, streams: Iterable[Stream]) -> list[ShardId]:
+    """Of which shards to hear how far their copies go: those for which a command is given that chooses one."""
+    groups, _ = _vacant(view, _shards(view, streams))
+    return [
+        found[0].id
+        for _, found in _largest(groups)
+        if found[0].record and len(_living(view, found[0].record)) > 1
+    ]
+
+
+def _shards(view: ClusterView, streams: Iterable[Stream]) -> list[_Shard]:
+    return [
+        _Shard(stream, shard, view.shards.get(shard))
+        for stream in streams
+        for number in range(stream.config.shards)
+        for shard in (ShardId(stream.incarnation, number),)
+        if view.keys.shard(shard) not in view.unreadable
+    ]
 
 
 def vacancy(view: ClusterView, shard: ShardId) -> str:
@@ -83,7 +107,8 @@ def _frozen(view: ClusterView, region: str) -> Iterator[str]:
         )
 
 
-def _led_by_nobody(view: ClusterView, shards: Iterable[_Shard], region: str) -> Iterator[str]:
+def _vacant(view: ClusterView, shards: Iterable[_Shard]) -> tuple[dict[str, list[_Shard]], list[_Shard]]:
+    """Shards that nobody can lead by rule, by the reason, and those that are about to be led."""
     groups: defaultdict[str, list[_Shard]] = defaultdict(list)
     soon: list[_Shard] = []
     for shard in shards:
@@ -96,19 +121,38 @@ def _led_by_nobody(view: ClusterView, shards: Iterable[_Shard], region: str) -> 
                 soon.append(shard)
             else:
                 groups[transactions.reasons_vacant(view, shard.id)].append(shard)
-    for why, found in sorted(groups.items(), key=lambda item: -len(item[1]))[:GROUPS_SHOWN]:
-        yield f"Nobody leads {_named(found)}: {why}. {_go_on(view, found[0], region)}".rstrip()
+    return groups, soon
+
+
+def _largest(groups: Mapping[str, list[_Shard]]) -> list[tuple[str, list[_Shard]]]:
+    return sorted(groups.items(), key=lambda item: -len(item[1]))[:GROUPS_SHOWN]
+
+
+def _led_by_nobody(
+    view: ClusterView, shards: Iterable[_Shard], region: str, ends: Mapping[ShardId, Ends]
+) -> Iterator[str]:
+    groups, soon = _vacant(view, shards)
+    for why, found in _largest(groups):
+        way = _go_on(view, found[0], region, ends.get(found[0].id, {}))
+        yield f"Nobody leads {_named(found)}: {why}. {way}".rstrip()
     if len(groups) > GROUPS_SHOWN:
         yield f"Nobody leads shards for {len(groups) - GROUPS_SHOWN:,} more reasons."
     if soon:
         yield f"Nobody leads {_named(soon)} yet: a broker is about to."
 
 
-def _go_on(view: ClusterView, shard: _Shard, region: str) -> str:
+def _living(view: ClusterView, record: ShardRecord) -> list[str]:
+    """The brokers that have copies and are alive."""
+    replicas = dict.fromkeys((*record.replicas, *record.target))
+    return [broker for broker in replicas if view.brokers.registration(broker)]
+
+
+def _go_on(view: ClusterView, shard: _Shard, region: str, ends: Ends) -> str:
     """What a person does about a shard that nobody can lead by rule."""
     record, brokers = shard.record, view.brokers
     assert record is not None
     members = sorted(record.members())
+    others = sorted({*record.replicas, *record.target} - {*members})
     away = [member for member in members if not brokers.registration(member)]
     failed = [member for member in members if member in record.failed and member not in away]
     is_audit_log = record.stream == str(AUDIT_STREAM)
@@ -120,21 +164,41 @@ def _go_on(view: ClusterView, shard: _Shard, region: str) -> str:
         bring = ""
     if is_audit_log:
         return f"{bring}: more than half of its copies are needed." if bring else ""
-    living = [
-        broker for broker in dict.fromkeys((*record.replicas, *record.target)) if brokers.registration(broker)
-    ]
+    living = _living(view, record)
     if living:
-        winner = min(living, key=lambda broker: broker not in members)
-        lost = "".join(f" --lost {member}" for member in members if member != winner)
+        told = {broker: end for broker in living if isinstance(end := ends.get(broker), LogEnd)}
+        winner = max(living, key=lambda broker: _preference(view, record, broker, told))
+        # Whoever follows the shard again later cuts what it has beyond that copy; who is alive says how much that is.
+        silent = [broker for broker in others if not brokers.registration(broker)]
+        longer = [
+            broker
+            for broker, end in told.items()
+            if winner in told and end.offset > told[winner].offset and broker not in members
+        ]
+        given_up = dict.fromkeys((*members, *silent, *longer))
+        lost = "".join(f" --lost {broker}" for broker in given_up if broker != winner)
         way = f"felix region recover-shard {record.stream} {shard.id.number} --from {winner}{lost} --accept-loss --region {region}"
-        return (
-            f"{bring}; only if what was there is lost: `{way}`."
-            if bring
-            else f"What was there was given up; without it goes on: `{way}`."
-        )
+        has = f"{', '.join(f'{broker} has {end}' for broker, end in sorted(told.items()))}. " if told else ""
+        if bring:
+            return f"{bring}; only if what was there is lost: `{way}`."
+        if silent:
+            return f"{has}Start {', '.join(silent)}, which may have more; only if that is lost, too: `{way}`."
+        return f"{has}What was there was given up; without it goes on: `{way}`."
     if len(away) == 1:
         return f"{bring}; only if its disk is lost: `felix region up {region} --broker {away[0]} --replace-folder`."
     return f"{bring}."
+
+
+def _preference(
+    view: ClusterView, record: ShardRecord, broker: str, told: Mapping[str, LogEnd]
+) -> tuple[object, ...]:
+    """Higher is better: a copy goes by what it has where that was heard. Else a member of the sets comes first, then one in a folder that was never replaced: whoever has
+    begun with an empty one may have nothing. Then the order of the replicas."""
+    end, node = told.get(broker), view.nodes[broker]
+    is_member = not is_replaced(node, record.members().get(broker, 0))
+    order = [*record.replicas, *record.target].index(broker)
+    rank = () if end is None else end.rank
+    return end is not None, rank, is_member, node.whole_since == 1, -order
 
 
 def _below_min(view: ClusterView, shards: Iterable[_Shard]) -> Iterator[str]:

@@ -12,12 +12,22 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
 
 from region.cluster import membership
-from region.cluster.election import candidates, has_stopped, has_yielded, may_ask_for_ends
+from region.cluster.election import (
+    Brokers,
+    LogEnd,
+    Unopened,
+    candidates,
+    has_stopped,
+    has_yielded,
+    is_eligible,
+    may_ask_for_ends,
+)
 from region.cluster.records import (
     ControllerRecord,
     FrozenRecord,
@@ -32,6 +42,10 @@ SHARDS_PER_TRANSACTION: Final = 60
 """With a compare for each shard and for each broker that it names, within a store's `OPERATIONS_MAX`."""
 
 
+NO_ENDS: Final[Mapping[str, LogEnd | Unopened]] = MappingProxyType({})
+"""Of a shard of which nobody was asked."""
+
+
 class Reason(StrEnum):
     """Why a transaction is not made."""
 
@@ -44,6 +58,7 @@ class Reason(StrEnum):
     STILL_ALIVE = "still alive"
     TOO_EARLY = "too early"
     NOT_NAMED = "not named"
+    BEHIND = "behind"
     SYSTEM_AUDIT = "system audit"
     OTHER_FOLDER = "other folder"
     OLD_FOLDER = "old folder"
@@ -307,11 +322,14 @@ def recover(
     silent_ms: Mapping[str, int],
     detached_ms: int,
     powered_off: bool = False,
+    ends: Mapping[str, LogEnd | Unopened] = NO_ENDS,
 ) -> Transaction | Refusal:
     """Elect outside the rules, accepting loss: `winner` leads although it may lack what was committed.
 
-    `dead`: the members whose data is given up; all but `winner` must be named, and none may be alive. `silent_ms`: for how long each has
-    had no lease; a leader may go on committing until `detached_ms` after it lost its own, unless it is `powered_off`.
+    `dead`: the brokers whose copies are given up; all that have one and are not alive must be named, and no member among them may be alive.
+    `silent_ms`: for how long each has had no lease; a leader may go on committing until `detached_ms` after it lost its own, unless it is
+    `powered_off`. `ends`: how far the copies go that are alive, as was just heard: `winner` leads only if none of them goes further, and what
+    one of them has beside it, or cannot open, must be named, too.
     """
     record = view.shards[shard]
     if record.stream.startswith("felix/system/audit"):
@@ -321,36 +339,111 @@ def recover(
         )
     if not leader_has_stopped(view, record):
         return Refusal(Reason.STILL_LEADS, f"{record.leader} leads the shard.")
-    given_up = sorted(record.members().keys() - {winner})
-    if missing := [member for member in given_up if member not in dead]:
+    brokers, replicas = view.brokers, {*record.replicas, *record.target}
+    given_up = sorted(
+        member
+        for member, recorded in record.members().items()
+        # What it had went with its folder, as an operator said.
+        if member != winner and not membership.is_replaced(view.nodes.get(member), recorded)
+    )
+    away = [broker for broker in replicas - {winner} if not brokers.registration(broker)]
+    if missing := [broker for broker in sorted({*given_up, *away}) if broker not in dead]:
         return Refusal(
             Reason.NOT_NAMED,
             f"{', '.join(missing)} may have all that is committed and must be named as lost, too.",
         )
-    if alive := [member for member in given_up if member in view.alive]:
+    # One that may not lead and has said what it has, or that it cannot open it, is compared below.
+    if alive := [
+        member
+        for member in given_up
+        if member in view.alive
+        and (is_eligible(record, member, brokers) or not _has_told(member, ends, brokers))
+    ]:
         return Refusal(
             Reason.STILL_ALIVE, f"{', '.join(alive)} may have all that is committed, and is alive."
         )
-    early = [member for member in given_up if silent_ms.get(member, 0) < detached_ms]
+    early = [
+        member for member in given_up if member not in view.alive and silent_ms.get(member, 0) < detached_ms
+    ]
     if early and not powered_off:
         return Refusal(
             Reason.TOO_EARLY,
             f"{', '.join(early)} may still commit what would be lost: a leader that is cut off stops {detached_ms} ms after its lease.",
             retry=True,
         )
-    registration = view.brokers.registration(winner)
-    if not registration or winner not in {*record.replicas, *record.target}:
+    registration = brokers.registration(winner)
+    if not registration or winner not in replicas:
         return Refusal(Reason.NOT_REGISTERED, f"{winner} is no living replica of the shard.", retry=True)
+    others = sorted(replicas - {winner, *away})
+    if refusal := _why_not_from(winner, others, dead, ends, brokers):
+        return refusal
     after = membership.elected_unclean(record, winner, registration, election)
     return Transaction(
         (
             *_stopped(view, shard),
-            *_nodes(view, [winner]),
-            *(Absent(view.keys.broker(member)) for member in given_up),
+            # Whoever comes, or comes back, meanwhile may have more.
+            *_nodes(view, replicas & view.nodes.keys()),
+            *(
+                unchanged(view, view.keys.broker(broker))
+                if broker in view.alive
+                else Absent(view.keys.broker(broker))
+                for broker in sorted({*given_up, *away})
+            ),
             Absent(view.keys.frozen),
         ),
         (_put(view, shard, after),),
     )
+
+
+def _has_told(broker: str, ends: Mapping[str, LogEnd | Unopened], brokers: Brokers) -> bool:
+    """Whether `broker` has said, under its present registration, how far its copy goes."""
+    end = ends.get(broker)
+    return end is not None and end.registration == brokers.registration(broker)
+
+
+def _why_not_from(
+    winner: str,
+    others: Sequence[str],
+    dead: Collection[str],
+    ends: Mapping[str, LogEnd | Unopened],
+    brokers: Brokers,
+) -> Refusal | None:
+    """Why `winner` is not to be the shard's copy while these, which are alive, have copies, too."""
+    told = {broker: ends[broker] for broker in (winner, *others) if _has_told(broker, ends, brokers)}
+    if not others:
+        return None
+    if silent := [
+        broker
+        for broker in (winner, *others)
+        if broker not in told and (broker == winner or broker not in dead)
+    ]:
+        return Refusal(
+            Reason.NO_REPORT,
+            f"{', '.join(silent)} is alive and has not said how far its copy goes.",
+            retry=True,
+        )
+    own = told[winner]
+    if isinstance(own, Unopened):
+        return Refusal(Reason.BEHIND, f"{winner} cannot open its copy: {own.why}")
+    known = {broker: end for broker in others if isinstance(end := told.get(broker), LogEnd)}
+    if more := [broker for broker, end in known.items() if end.rank > own.rank]:
+        lacks = max(known[broker].offset for broker in more) - own.offset
+        return Refusal(
+            Reason.BEHIND,
+            f"{winner} has {own}{f' and lacks {lacks:,} of them' if lacks > 0 else ''}: "
+            f"{', '.join(f'{broker} is alive and has {known[broker]}' for broker in more)}, the last of epoch "
+            f"{max(known[broker].last_epoch for broker in more)}; those of {winner} end with epoch {own.last_epoch}.",
+        )
+    cut = [broker for broker, end in known.items() if end.offset > own.offset and broker not in dead]
+    unopened = [broker for broker in others if isinstance(told.get(broker), Unopened) and broker not in dead]
+    if cut or unopened:
+        said = [
+            f"{broker} has records {own.offset:,} to {known[broker].offset - 1:,} of an earlier epoch, which would be cut"
+            for broker in cut
+        ]
+        said += [f"{broker} cannot open its copy, which may have more" for broker in unopened]
+        return Refusal(Reason.NOT_NAMED, f"{'; '.join(said)}: it must be named as lost, too.")
+    return None
 
 
 def freeze(view: ClusterView, broker: str, why: str) -> Transaction:

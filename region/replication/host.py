@@ -30,7 +30,7 @@ from felix.runtime.port import Runtime
 from felix.settings import Compaction
 from felix.storage.port import Files
 from felix.tasks import TaskSet, end_tasks
-from region.cluster.election import has_yielded
+from region.cluster.election import LogEnd, has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
@@ -213,6 +213,8 @@ class ReplicaHost:
         reads and writes what a shard's copies have in a store together."""
         self.alarms: dict[ShardId, str] = {}
         """what needs a person, the newest of each shard"""
+        self.unopened: dict[ShardId, str] = {}
+        """copies that are here and cannot be opened: why"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
         self.cut_records = 0
         """records that a leader before had written here and that were cut, since its successor did not have them"""
@@ -279,6 +281,7 @@ class ReplicaHost:
             await self._leave_sets(plan.shard, if_alone=False)
             record = self._mirror.view.shards.get(plan.shard)
             if record is None or not record.members().keys() - {self._broker}:
+                self.unopened[plan.shard] = error.sentence
                 raise
             disks = await self._loop.run_in_executor(
                 self._opening_pool, partial(self._open_logs_of, plan, anew=True)
@@ -315,6 +318,8 @@ class ReplicaHost:
             begin_task=partial(self._begin_task, hosted),
         )  # fmt: skip
         self._hosted[plan.shard] = hosted
+        if self.unopened.pop(plan.shard, ""):
+            self.alarms.pop(plan.shard, None)
         if self._is_started:
             self._step(hosted, Living(self._living))
             self._hear_records([plan.shard])
@@ -362,6 +367,7 @@ class ReplicaHost:
         hosted = self._hosted.pop(shard, None)
         self._ticking.pop(shard, None)
         self.alarms.pop(shard, None)
+        self.unopened.pop(shard, None)
         self._over.pop(shard, None)
         if hosted is not None:
             hosted.broken = "it is not here any more"
@@ -435,10 +441,29 @@ class ReplicaHost:
 
     # -- what others ask -------------------------------------------------------------------------------
 
+    @property
+    def registration(self) -> int:
+        """This start of the broker."""
+        return self._registration
+
     def replica(self, shard: ShardId) -> Replica | None:
         """What is known of a copy here; to be looked at only."""
         hosted = self._hosted.get(shard)
         return None if hosted is None else hosted.core.replica
+
+    def end_of(self, shard: ShardId) -> LogEnd | None:
+        """How far a copy here goes, led or not; None where it is not open."""
+        hosted = self._hosted.get(shard)
+        if hosted is None:
+            return None
+        found = []
+        for _, log in sorted(hosted.core.replica.logs.items()):
+            epoch = log.history.epoch_before(log.end)
+            found.append((epoch, (log.end.offset, log.end.note)))
+        history = hosted.core.replica.logs[RECORDS].history
+        (epoch, end), *journals = found
+        begun = history.find(epoch)
+        return LogEnd(self._registration, epoch, begun.election if begun else "", end, tuple(journals))
 
     @property
     def shards(self) -> list[ShardId]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from cluster.samples import KEYS, SHARD, STREAM, node, shard_record, view_of
+from cluster.samples import ELECTION, KEYS, SHARD, STREAM, node, shard_record, view_of
 
 from felix.settings import Durability
-from region.cluster.problems import Found, look, vacancy
+from region.cluster.election import LogEnd
+from region.cluster.problems import Found, asks_for_ends, look, vacancy
 from region.cluster.records import FrozenRecord, ShardId, ShardRecord
 from region.cluster.view import ClusterView
 from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
@@ -61,6 +62,38 @@ def test_a_shard_whose_folder_was_replaced_is_recovered_from_the_broker_that_has
         f"Nobody leads {NAME} shard 0: a has another folder. What was there was given up; without it goes on: "
         f"`felix region recover-shard {NAME} 0 --from a --accept-loss --region us-east`."
     ]
+
+
+def test_an_empty_new_folder_is_not_what_a_shard_is_recovered_from_while_another_copy_is_alive() -> None:
+    nodes = {"a": node(6, whole_since=6, kept_since=6), "b": node(), "c": node()}
+    view = view_of(nodes, shards={0: shard_record({}, leader="", min=1)})
+    assert asks_for_ends(view, [stream()]) == [SHARD]
+    (led, *_) = seen(view).problems
+    assert (
+        "no copy has all that is committed. What was there was given up" in led
+        and "--from b --accept-loss" in led
+    )
+    heard = {
+        "a": LogEnd(6, 0, "", (0, 0)),
+        "b": LogEnd(5, 7, ELECTION, (190, 0)),
+        "c": LogEnd(5, 7, ELECTION, (200, 0)),
+    }
+    (led, *_) = look(view, [stream()], "us-east", {SHARD: heard}).problems
+    assert "a has no records, b has records to 189, c has records to 199. What was there was given up" in led
+    assert "--from c --accept-loss" in led
+    # The last epoch counts first, and what would be cut for it is named.
+    heard["b"] = LogEnd(5, 8, ELECTION, (190, 0))
+    (led, *_) = look(view, [stream()], "us-east", {SHARD: heard}).problems
+    assert "--from b --lost c --accept-loss" in led
+
+
+def test_a_copy_that_is_away_is_to_be_started_before_another_one_is_the_shard() -> None:
+    nodes = {"a": node(6, whole_since=6, kept_since=6), "b": node(), "c": node()}
+    view = view_of(nodes, {"a": 6, "b": 5}, {0: shard_record({}, leader="", min=1)})
+    heard = {"a": LogEnd(6, 0, "", (0, 0)), "b": LogEnd(5, 7, ELECTION, (190, 0))}
+    (led, *_) = look(view, [stream()], "us-east", {SHARD: heard}).problems
+    assert "Start c, which may have more; only if that is lost, too: `" in led
+    assert "--from b --lost c --accept-loss" in led
 
 
 def test_of_members_that_are_away_each_is_named_as_lost_in_the_command() -> None:

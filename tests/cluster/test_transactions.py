@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from cluster.samples import DELETED, ELECTION, KEYS, SHARD, STREAM, changed, shard_record, view_of
 from cluster.stage import Stage, refused
 
 from region.cluster import membership, transactions
-from region.cluster.election import LogEnd, candidates, longest
+from region.cluster.election import LogEnd, Unopened, candidates, longest
 from region.cluster.records import Health, ShardId, Yielded
 from region.cluster.registration import FolderRecord
 from region.cluster.transactions import Reason, Refusal, Transaction
@@ -295,16 +297,25 @@ def test_r22_fsync_shards_and_replaced_folders_wait_for_whoever_has_everything()
         assert refused(transactions.elect_longest(stage.view(), SHARD, "a", ELECTION), Reason.CHANGED)
 
 
-def recover(stage: Stage, dead: str, *, silent_ms: int = 900_000, off: bool = False) -> Transaction | Refusal:
+def recover(
+    stage: Stage,
+    dead: str,
+    *,
+    silent_ms: int = 900_000,
+    off: bool = False,
+    winner: str = "c",
+    ends: Mapping[str, LogEnd | Unopened] | None = None,
+) -> Transaction | Refusal:
     return transactions.recover(
         stage.view(),
         SHARD,
-        "c",
+        winner,
         list(dead),
         ELECTION,
         silent_ms=dict.fromkeys(dead, silent_ms),
         detached_ms=900_000,
         powered_off=off,
+        ends=ends or {},
     )
 
 
@@ -324,6 +335,77 @@ def test_r12_recovery_names_every_member_as_lost_and_waits_until_none_can_commit
     assert stage.do(recover(stage, "ab"))
     record = stage.record()
     assert (record.leader, record.epoch, record.unclean, record.members()) == ("c", 8, 8, {"c": 1})
+
+
+def end(epoch: int, offset: int, registration: int = 1) -> LogEnd:
+    return LogEnd(registration, epoch, ELECTION, (offset, 0))
+
+
+def emptied() -> Stage:
+    """The leader, which was alone in sync, has come back in an empty folder; the others have what it had before."""
+    stage = Stage()
+    stage.place("a", min=1)
+    stage.die("a")
+    replaced(stage, "a")
+    assert stage.led() == ""
+    assert stage.do(transactions.take_out_replaced(stage.view(), SHARD))
+    assert not stage.record().members()
+    return stage
+
+
+def test_r12_a_copy_is_not_recovered_from_while_another_that_is_alive_has_more() -> None:
+    stage = emptied()
+    ends: dict[str, LogEnd | Unopened] = {"a": end(0, 0, 2), "b": end(7, 200), "c": end(7, 190)}
+    assert refused(recover(stage, "", winner="a"), Reason.NO_REPORT)
+    empty = recover(stage, "bc", winner="a", ends=ends)
+    assert refused(empty, Reason.BEHIND), "also where the others are named"
+    assert empty.sentence.startswith(  # type: ignore[union-attr]
+        "a has no records and lacks 200 of them: b is alive and has records to 199, c is alive and has records to 189"
+    )
+    assert refused(recover(stage, "", winner="c", ends=ends), Reason.BEHIND)
+    assert refused(recover(stage, "", winner="b", ends=ends | {"b": end(7, 200, 2)}), Reason.NO_REPORT)
+    decided = recover(stage, "", winner="b", ends=ends)
+    stage.die("c")
+    stage.start("c")
+    assert not stage.do(decided), "c was started since it was heard"
+    assert stage.do(recover(stage, "", winner="b", ends=ends | {"c": end(7, 190, 2)}))
+    assert (stage.record().leader, stage.record().isr) == ("b", {"b": 1})
+
+
+def test_r12_who_is_away_or_would_cut_or_cannot_open_its_copy_is_named() -> None:
+    stage = emptied()
+    ends: dict[str, LogEnd | Unopened] = {"a": end(0, 0, 2), "b": end(7, 200), "c": end(6, 300)}
+    told = recover(stage, "", winner="b", ends=ends)
+    assert refused(told, Reason.NOT_NAMED)
+    assert "c has records 200 to 299 of an earlier epoch, which would be cut" in told.sentence  # type: ignore[union-attr]
+    assert refused(recover(stage, "", winner="c", ends=ends), Reason.BEHIND), "the last epoch counts first"
+    unopened = ends | {"c": Unopened(1, "a segment does not hold")}
+    assert refused(recover(stage, "", winner="b", ends=unopened), Reason.NOT_NAMED)
+    assert refused(recover(stage, "ab", winner="c", ends=unopened), Reason.BEHIND)
+    assert isinstance(recover(stage, "c", winner="b", ends=unopened), Transaction)
+    assert isinstance(recover(stage, "c", winner="b", ends=ends), Transaction)
+    stage.die("c")
+    assert refused(recover(stage, "", winner="b", ends=ends), Reason.NOT_NAMED)
+    decided = recover(stage, "c", winner="b", ends=ends)
+    stage.start("c")
+    assert not stage.do(decided), "c is back in the last moment"
+
+
+def test_r12_a_member_that_is_alive_and_may_not_lead_is_given_up_once_it_has_said_what_it_has() -> None:
+    stage = Stage()
+    stage.place("a", min=1)
+    yielded = membership.with_yield(stage.record(), "corrupt")
+    assert stage.do(stage.change(yielded)) and stage.led() == ""
+    broken: dict[str, LogEnd | Unopened] = {
+        "a": Unopened(1, "it does not hold"),
+        "b": end(7, 0),
+        "c": end(7, 0),
+    }
+    assert refused(recover(stage, "a"), Reason.STILL_ALIVE)
+    assert refused(recover(stage, "", ends=broken), Reason.NOT_NAMED)
+    assert refused(recover(stage, "a", ends=broken | {"a": end(7, 9)}), Reason.BEHIND)
+    assert stage.do(recover(stage, "a", ends=broken))
+    assert stage.record().isr == {"c": 1}
 
 
 def test_r12_the_audit_log_is_not_recovered_with_loss() -> None:

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Final
 from simulation.store_model import Answer
 
 from region.cluster import transactions
+from region.cluster.election import LogEnd
 from region.cluster.records import ShardId
 from region.cluster.transactions import Refusal
 from region.cluster.view import ClusterView
 from region.metadata.transaction import Snapshot, TransactResult
+from region.replication.core import ReplicaCore
 from region.replication.leader import DETACHED_MS
 
 if TYPE_CHECKING:
@@ -25,6 +27,16 @@ CUT_OFF_MS: Final = 3_000
 TRIES_MS: Final = 400
 RECOVERED_AFTER_MS: Final = DETACHED_MS
 """So long after its lease a member may go on committing."""
+
+
+def told(core: ReplicaCore, registration: int) -> LogEnd:
+    """How far a broker says that its copy goes."""
+    ends = [
+        (log.history.epoch_before(log.end), (log.end.offset, log.end.note))
+        for _, log in sorted(core.replica.logs.items())
+    ]
+    (epoch, end), *journals = ends
+    return LogEnd(registration, epoch, "", end, tuple(journals))
 
 
 class Disaster:
@@ -100,6 +112,11 @@ class Disaster:
             silent_ms={name: world.now - since for name, since in self._silent_since.items()},
             detached_ms=RECOVERED_AFTER_MS,
             powered_off=not any(machine.up for machine in self.others),
+            ends={
+                machine.name: told(core, machine.registration)
+                for machine in world.machines
+                if machine.up and (core := machine.cores.get(shard)) is not None
+            },
         )
         if isinstance(made, Refusal):
             world.counts[f"not recovered: {made.reason}"] += 1

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import pytest
+from cluster import test_transactions
 from replication import test_follower, test_leader
 from simulation import (
     cluster_audit,
@@ -591,6 +592,18 @@ TWINS: Final = (
         "R12: nothing is recovered while somebody lives who has what was committed",
         171,
         patched(transactions, "recover", recover_whoever_lives),
+    ),
+    Twin(
+        "R12: nothing is recovered from a copy while another that is alive has more",
+        None,
+        patched(transactions, "_why_not_from", lambda *_: None),
+        test_transactions.test_r12_a_copy_is_not_recovered_from_while_another_that_is_alive_has_more,
+    ),
+    Twin(
+        "R12: whoever is away, or would be cut, is named as lost",
+        None,
+        patched(transactions, "_why_not_from", lambda *_: None),
+        test_transactions.test_r12_who_is_away_or_would_cut_or_cannot_open_its_copy_is_named,
     ),
     Twin(
         "F3: what was given up may be cut",

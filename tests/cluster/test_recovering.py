@@ -1,0 +1,86 @@
+"""A shard that nobody can lead by rule is recovered from the copy that has the most, on real brokers and a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from cluster.clustered_region import ClusteredRegion, serving
+from etcd_process import EtcdProcess, etcd_of_each_test
+from region_peer import payloads
+
+import felix
+from felix.errors import RequestError
+from region.cluster.records import ShardId, ShardRecord
+from region.node import Node
+
+__all__ = ["etcd_of_each_test"]  # the fixture
+
+pytestmark = pytest.mark.etcd
+STREAM = "acme/ops/orders"
+
+
+@pytest.fixture
+async def region(tmp_path: Path, etcd: EtcdProcess) -> AsyncIterator[ClusteredRegion]:
+    async with serving(tmp_path, etcd, 3) as region:
+        yield region
+
+
+def record_of(region: ClusteredRegion, name: str, number: int = 0) -> ShardRecord:
+    stream = region.nodes[name].broker.streams.get(felix.StreamName.parse(STREAM))
+    assert stream is not None
+    return region.clustered(name).member.mirror.view.shards[ShardId(stream.record.incarnation, number)]
+
+
+async def until_it(
+    region: ClusteredRegion, name: str, holds: Callable[[ShardRecord], bool], number: int = 0
+) -> None:
+    """Wait until a broker knows a record of the stream of which this holds."""
+    async with asyncio.timeout(60):
+        await region.clustered(name).member.until(lambda: holds(record_of(region, name, number)))
+
+
+async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are_left(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3, min_in_sync=1)
+        await region.in_sync("b1", STREAM)
+    leader = record_of(region, "b1").leader
+    others = [name for name in region.names if name != leader]
+    async with region.client(leader) as client:
+        for number in range(20):
+            await client.stream(STREAM).publish(b"%d" % number)
+        await region.stop(*others)
+        await client.stream(STREAM).publish(b"alone")
+    await region.stop(leader)
+    config = region.config.of_broker(leader)
+    shutil.rmtree(region.folder.root / config.data)
+    await region.start(*others)
+    region.nodes[leader] = await Node.start(region.folder, config, replace_folder=True)
+    await until_it(region, others[0], lambda record: not record.leader and not record.members())
+    async with region.client(others[0]) as client:
+
+        async def told() -> str:
+            problems = (await client.describe()).alarms
+            return next((each for each in problems if each.startswith(f"Nobody leads {STREAM}")), "")
+
+        said = ""
+        async with asyncio.timeout(30):
+            while said.count("has records to 19") < 2:
+                said = await told()
+                await asyncio.sleep(0.1)
+        assert f"{leader} has no records" in said
+        found = re.search(r"--from (\S+) --accept-loss", said)
+        assert found is not None and found[1] in others
+        with pytest.raises(RequestError, match=f"{leader} has no records and lacks 20 of them: "):
+            await client.recover_shard(STREAM, 0, leader)
+        with pytest.raises(RequestError, match="has no records and lacks 20 of them"):
+            await client.recover_shard(STREAM, 0, leader, lost=others, powered_off=True)
+        assert "with records to 19" in await client.recover_shard(STREAM, 0, found[1])
+        await region.in_sync(others[0], STREAM)
+        assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]
