@@ -134,10 +134,24 @@ class Clustered:
 
     def epochs(self, record: Stream) -> dict[int, int]:
         """The epoch of each shard, where this broker leads the stream; empty where it does not, or has not all committed yet that it had
-        when it was elected."""
-        if self.keeps(record) and (self.replicas is None or not self.replicas.serves(record)):
-            return {}
-        return self.member.assignments.epochs(record.incarnation, record.config.shards)
+        when it was elected. A shard that nobody can lead keeps no other from being served, and has none."""
+        stopped: frozenset[int] = frozenset()
+        if self.keeps(record):
+            stopped = self._stopped(record)
+            if self.replicas is None or not self.replicas.serves(record, stopped):
+                return {}
+        return self.member.assignments.epochs(record.incarnation, record.config.shards, stopped)
+
+    def _stopped(self, record: Stream) -> frozenset[int]:
+        """The shards of a stream that nobody leads, and nobody can by rule."""
+        view = self.member.mirror.view
+        return frozenset(
+            number
+            for number in range(record.config.shards)
+            for shard in (ShardId(record.incarnation, number),)
+            # While a leader that has stopped stands in the record, it may be about to be followed by another; that changes the record.
+            if (held := view.shards.get(shard)) is not None and not held.leader and vacancy(view, shard)
+        )
 
     def keeps(self, record: Stream) -> bool:
         """Whether this broker opens a stream's logs as copies only (region.replicas)."""

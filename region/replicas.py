@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -281,10 +281,12 @@ class Replicas:
         """Whether this broker opens a stream's logs as copies only: it is to have several, or had, or moves."""
         return is_replicated(record.config) or record.incarnation in self._adopted
 
-    def serves(self, record: Stream) -> bool:
-        """Whether all shards of a stream are led here, and all that they had at their elections is committed."""
+    def serves(self, record: Stream, stopped: Container[int] = ()) -> bool:
+        """Whether all shards of a stream but those that are `stopped` are led here, and all that they had at their elections is committed."""
         return all(
-            self.host.serves(ShardId(record.incarnation, number)) for number in range(record.config.shards)
+            self.host.serves(ShardId(record.incarnation, number))
+            for number in range(record.config.shards)
+            if number not in stopped
         )
 
     def gauges(self) -> dict[str, float]:

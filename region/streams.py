@@ -241,6 +241,9 @@ class HostedStream:
         found = self.replicas.get(number)
         if isinstance(found, ShardLog):
             return found
+        if isinstance(found, NotLeaderError) and self._leading is not None:
+            # What keeps it from being led may be another thing by now.
+            return self._leading.not_leader(self.record, number)
         if found is not None:
             return UnavailableError(
                 f"Shard {number} of {self.name} does not serve: {found}", code=Code.SHARD_STOPPED
@@ -527,6 +530,9 @@ class StreamTable:
         replicas: dict[int, Replica] = {}
 
         async def open_shard(number: int) -> None:
+            if self._leading is not None and number not in epochs:
+                replicas[number] = self._leading.not_leader(record, number)
+                return
             replicas[number] = await self._open_shard(name, record, number, epochs.get(number, 0))
 
         try:

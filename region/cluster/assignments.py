@@ -9,7 +9,7 @@ without an election.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import NamedTuple
 
 from region.cluster.election import has_yielded
@@ -33,10 +33,12 @@ class Assignments:
         self._broker = broker
         self._registration = registration
 
-    def epochs(self, incarnation: str, shards: int) -> dict[int, int]:
-        """The epoch of each shard of a stream that this broker leads as a whole; empty where it does not."""
+    def epochs(self, incarnation: str, shards: int, stopped: Container[int] = ()) -> dict[int, int]:
+        """The epoch of each shard of a stream that this broker leads as a whole, but for those that are `stopped`; empty where it does not."""
         found: dict[int, int] = {}
         for number in range(shards):
+            if number in stopped:
+                continue
             record = self._view.shards.get(ShardId(incarnation, number))
             if record is None or not self._is_ours(record):
                 return {}

@@ -159,12 +159,18 @@ def _go_on(view: ClusterView, shard: _Shard, region: str, ends: Ends) -> str:
     if away:
         bring = f"Start {', '.join(away)}"
     elif failed:
-        return f"Restart {', '.join(failed)}."
+        bring = f"Restart {', '.join(failed)}"
+        unopened = {broker: end.why for broker in failed if isinstance(end := ends.get(broker), Unopened)}
+        if len(unopened) < len(failed):
+            return f"{bring}."
+        # A repair of what the disk damaged is looked at when the broker starts.
+        why = " ".join(f"{broker} cannot open its copy: {why}" for broker, why in unopened.items())
+        bring = f"{why} If what is damaged there can be put back, do so and restart {', '.join(failed)}"
     else:
         bring = ""
     if is_audit_log:
         return f"{bring}: more than half of its copies are needed." if bring else ""
-    living = _living(view, record)
+    living = [broker for broker in _living(view, record) if broker not in failed]
     if living:
         told = {broker: end for broker in living if isinstance(end := ends.get(broker), LogEnd)}
         winner = max(living, key=lambda broker: _preference(view, record, broker, told))
@@ -179,6 +185,8 @@ def _go_on(view: ClusterView, shard: _Shard, region: str, ends: Ends) -> str:
         lost = "".join(f" --lost {broker}" for broker in given_up if broker != winner)
         way = f"felix region recover-shard {record.stream} {shard.id.number} --from {winner}{lost} --accept-loss --region {region}"
         has = f"{', '.join(f'{broker} has {end}' for broker, end in sorted(told.items()))}. " if told else ""
+        if failed and bring:
+            bring = has + bring + (f", and start {', '.join(silent)}, which may have more" if silent else "")
         if bring:
             return f"{bring}; only if what was there is lost: `{way}`."
         if silent:

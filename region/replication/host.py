@@ -154,8 +154,6 @@ class Hosted:
     """per log the epoch that it is about to begin"""
     broken: str = ""
     """why nothing is done any more: our own mistake"""
-    is_yielding: bool = False
-    """while the store is told that a broken copy does not lead"""
 
     @property
     def answers_early(self) -> bool:
@@ -235,6 +233,8 @@ class ReplicaHost:
         self._listeners: list[Callable[[ShardId], None]] = []
         self._open_logs = OpenLogs() if open_logs is None else open_logs
         self._hosted: dict[ShardId, Hosted] = {}
+        self._yielding: set[ShardId] = set()
+        """while the store is told that a copy that is broken, or cannot be opened, does not lead"""
         self._ticking: dict[ShardId, Hosted] = {}
         """those that are not quiescent"""
         self._living: dict[str, int] = {}
@@ -282,6 +282,8 @@ class ReplicaHost:
             record = self._mirror.view.shards.get(plan.shard)
             if record is None or not record.members().keys() - {self._broker}:
                 self.unopened[plan.shard] = error.sentence
+                if self._is_started:
+                    self._hear_records([plan.shard])
                 raise
             disks = await self._loop.run_in_executor(
                 self._opening_pool, partial(self._open_logs_of, plan, anew=True)
@@ -297,10 +299,11 @@ class ReplicaHost:
                 for disk in disks.values():
                     await self._loop.run_in_executor(self._commit_pool, disk.abandon)
                 raise
+        record = self._mirror.view.shards.get(plan.shard)
         replica = Replica(
             self._broker, self._registration, self._folder, self._registered_at, plan.durability,
             {number: disk.beginning() for number, disk in disks.items()}, lease=self._broker_lease, lost=bool(lost),
-            answers_early=plan.answers_early,
+            lost_in=0 if record is None else record.epoch, answers_early=plan.answers_early,
         )  # fmt: skip
         hosted = Hosted(plan.shard, ReplicaCore(replica), {})
         for number, disk in disks.items():
@@ -417,7 +420,7 @@ class ReplicaHost:
         self._is_started = True
         self._read_lease(self._now())
         self._know_peers()
-        self._hear_records(list(self._hosted))
+        self._hear_records([*self._hosted, *self.unopened])
         self._ticks = self._loop.create_task(self._tick(), name="replication ticks")
         self.repairs.start()
 
@@ -871,23 +874,22 @@ class ReplicaHost:
             worker.halt(hosted.broken)
         self._depose(hosted, not_leader(hosted.shard))
         self._tell(hosted)
-        self._yield_broken(hosted)
+        self._yield_broken(hosted.shard, "failed")
 
-    def _yield_broken(self, hosted: Hosted) -> None:
-        if not hosted.is_yielding and not self._is_closed:
-            hosted.is_yielding = True
-            self._begin_task(hosted, self._yield_until_heard(hosted))
+    def _yield_broken(self, shard: ShardId, why: YieldReason) -> None:
+        if shard not in self._yielding and not self._is_closed:
+            self._yielding.add(shard)
+            self._tasks.begin(self._yield_until_heard(shard, why), name="replication")
 
-    async def _yield_until_heard(self, hosted: Hosted) -> None:
-        """Say in the store that this copy cannot serve, while its record says that it leads: its core cannot any more."""
-        shard = hosted.shard
+    async def _yield_until_heard(self, shard: ShardId, why: YieldReason) -> None:
+        """Say in the store that this copy cannot serve, while its record says that it leads: its core cannot any more, or it has none."""
         try:
             while (record := self._mirror.view.shards.get(shard)) is not None and (
                 record.leader == self._broker and not has_yielded(record)
             ):
                 view = self._mirror.view
                 revision = view.revision_of(view.keys.shard(shard))
-                made = change(view, shard, self._broker, record, revision, with_yield(record, "failed"))
+                made = change(view, shard, self._broker, record, revision, with_yield(record, why))
                 if not isinstance(made, Refusal):
                     try:
                         await self._mirror.commit(made)
@@ -897,7 +899,7 @@ class ReplicaHost:
                         )
                 await asyncio.sleep(RETRY_MS / 1_000)
         finally:
-            hosted.is_yielding = False
+            self._yielding.discard(shard)
 
     def _carry_out(self, hosted: Hosted, ready: Ready) -> None:
         workers = hosted.workers
@@ -1137,7 +1139,7 @@ class ReplicaHost:
         keys = self._mirror.view.keys
         if isinstance(known, Snapshot):
             self._know_peers()
-            self._hear_records(list(self._hosted))
+            self._hear_records([*self._hosted, *self.unopened])
             return
         names = {event.key for event in known.events}
         self._hear_records([keys.shard_of(name) for name in names if name.startswith(keys.shards)])
@@ -1148,9 +1150,9 @@ class ReplicaHost:
         view = self._mirror.view
         for shard in shards:
             hosted, record = self._hosted.get(shard), view.shards.get(shard)
-            if hosted is not None and hosted.broken:
+            if (hosted is not None and hosted.broken) or shard in self.unopened:
                 # Elected as one of its sets: nobody else knows that it is broken.
-                self._yield_broken(hosted)
+                self._yield_broken(shard, "failed" if hosted else "corrupt")
             elif hosted is not None and record is not None:
                 key = view.keys.shard(shard)
                 self._step(hosted, RecordRead(record, view.revision_of(key), view.revision))

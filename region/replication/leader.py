@@ -300,6 +300,8 @@ class LeaderCore:
                 self._settled(now, ready)
         if self.phase is Phase.IDLE and self._may_lead(record):
             self._elect(record, event.revision, now, ready)
+            if record.unclean == record.epoch > self.replica.lost_in:
+                self.replica.lost = False
             if self.replica.lost:
                 ready.begin.clear()
                 self._stop("corrupt", now, ready)

@@ -143,7 +143,10 @@ class Replica:
     """logs that are being replaced by copies of the leader's"""
     lease: BrokerLease = field(default_factory=BrokerLease)
     lost: bool = False
-    """what was acknowledged here is gone from this copy: it leads nothing before a leader has let it into the in-sync set again"""
+    """what was acknowledged here is gone from this copy: it leads nothing before a leader has let it into the in-sync set again, or an operator
+    has it lead although it lacks that"""
+    lost_in: int = 0
+    """the record's epoch when that was found: what an operator does comes later"""
     answers_early: bool = False
     """`acks: leader`: an append may be answered once it is durable on the leader, before it is committed"""
 

@@ -29,6 +29,9 @@ def assignments(*records: ShardRecord, of: str = "a", registration: int = 5) -> 
 def test_a_broker_leads_a_stream_whose_shards_all_name_it() -> None:
     found = assignments(led("a", epoch=7), led("a", epoch=9))
     assert found.epochs(STREAM, 2) == {0: 7, 1: 9}
+    assert found.epochs(STREAM, 3) == {} and found.epochs(STREAM, 3, {2}) == {0: 7, 1: 9}, (
+        "of those that are led"
+    )
     assert found.leader(STREAM, 1) == Leader("a", "h1:7443", 9)
 
 

@@ -6,7 +6,7 @@ import pytest
 from cluster.samples import ELECTION, KEYS, SHARD, STREAM, node, shard_record, view_of
 
 from felix.settings import Durability
-from region.cluster.election import LogEnd
+from region.cluster.election import LogEnd, Unopened
 from region.cluster.problems import Found, asks_for_ends, look, vacancy
 from region.cluster.records import FrozenRecord, ShardId, ShardRecord
 from region.cluster.view import ClusterView
@@ -113,6 +113,25 @@ def test_a_copy_that_failed_wants_a_restart_and_the_audit_log_is_never_recovered
     lost = shard_record({"a": 5}, stream=str(AUDIT_STREAM))
     (led, *_) = seen(view_of(WHOLE, {"b": 5, "c": 5}, {0: lost}), name=str(AUDIT_STREAM)).problems
     assert led.endswith("a is not alive. Start a: more than half of its copies are needed.")
+
+
+def test_a_copy_that_cannot_be_opened_is_put_right_or_given_up_for_another_one() -> None:
+    failed = shard_record({"a": 5}, leader="", failed={"a": 5})
+    view = view_of(WHOLE, shards={0: failed})
+    heard = {
+        "a": Unopened(5, "byte 9 does not hold."),
+        "b": LogEnd(5, 0, "", (0, 0)),
+        "c": LogEnd(5, 7, ELECTION, (9, 0)),
+    }
+    assert asks_for_ends(view, [stream()]) == [SHARD]
+    assert seen(view).problems[0].endswith("a has a copy that failed. Restart a."), (
+        "its disk may have, and not its copy"
+    )
+    assert look(view, [stream()], "us-east", {SHARD: heard}).problems[0] == (
+        f"Nobody leads {NAME} shard 0: a has a copy that failed. b has no records, c has records to 8. a cannot open its copy: byte 9 does not "
+        "hold. If what is damaged there can be put back, do so and restart a; only if what was there is lost: "
+        f"`felix region recover-shard {NAME} 0 --from c --lost a --accept-loss --region us-east`."
+    )
 
 
 def test_what_is_about_to_be_led_or_placed_is_said_as_such() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
-from region_peer import payloads
+from region_peer import payloads, take
 
 import felix
 from felix.errors import RequestError
@@ -84,3 +84,59 @@ async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are
         assert "with records to 19" in await client.recover_shard(STREAM, 0, found[1])
         await region.in_sync(others[0], STREAM)
         assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]
+
+
+def damage(region: ClusteredRegion, name: str, number: int, where: float) -> None:
+    """Change some bytes of the segment that a broker's copy of a shard ends with."""
+    data = region.folder.root / region.config.of_broker(name).data / "streams"
+    (segment,) = data.glob(f"acme~ops~orders~*/{number:05}/*.seg")
+    with segment.open("r+b") as file:
+        at = int(segment.stat().st_size * where)
+        file.seek(at)
+        found = file.read(8)
+        file.seek(at)
+        file.write(bytes(byte ^ 0xFF for byte in found))
+
+
+async def test_a_shard_that_its_leader_cannot_open_stops_alone_and_is_recovered_from_another_copy(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, shards=2, replicas=3)
+        await region.in_sync("b1", STREAM)
+        for number in range(40):
+            await client.stream(STREAM).publish(b"%d" % number, shard=number % 2)
+    await region.stop()
+    for place, name in enumerate(region.names):
+        damage(region, name, 1, 0.2 + place * 0.3)
+    await region.start(*region.names)
+    await until_it(region, "b1", lambda record: not record.leader and bool(record.failed), 1)
+    (failed,) = record_of(region, "b1", 1).failed
+    other = next(name for name in region.names if name != failed)
+    async with region.client(other) as client:
+        # The others go on: their copies are whole.
+        async with asyncio.timeout(30):
+            assert await client.stream(STREAM).publish(b"more", shard=0) == 20
+        async with asyncio.timeout(30):
+            async with client.stream(STREAM).subscribe(start="earliest", shards=[0]) as records:
+                read = [bytes(record.payload) for record in await take(records, 21)]
+        assert read == [*(b"%d" % number for number in range(0, 40, 2)), b"more"]
+        state = await client.describe_stream(STREAM)
+        assert state.state[0].stopped == "" and "No broker leads" in state.state[1].stopped
+        async with asyncio.timeout(30):
+            said = ""
+            while f"{failed} cannot open its copy" not in said:
+                await asyncio.sleep(0.1)
+                said = (await client.describe()).alarms[0]
+        assert said.startswith(f"Nobody leads {STREAM} shard 1: {failed} has a copy that failed.")
+        found = re.search(r"--from (\S+) --lost (\S+) --accept-loss", said)
+        assert found is not None and found[2] == failed != found[1]
+        with pytest.raises(RequestError, match="must be named as lost, too"):
+            await client.recover_shard(STREAM, 1, found[1])
+        with pytest.raises(RequestError, match=f"{failed} cannot open its copy"):
+            await client.recover_shard(STREAM, 1, failed)
+        assert "leads shard 1" in await client.recover_shard(STREAM, 1, found[1], lost=[failed])
+        await region.in_sync(other, STREAM)
+        async with asyncio.timeout(30):
+            assert await client.stream(STREAM).publish(b"anew", shard=1) == 0
+            assert await client.stream(STREAM).publish(b"more", shard=0) == 21

@@ -274,6 +274,14 @@ def test_r6_nobody_leads_who_was_not_elected_under_this_registration(isr: str) -
     assert shard.leader.phase is Phase.IDLE
 
 
+def test_j9_a_copy_that_lost_what_it_acknowledged_leads_only_where_an_operator_accepts_that() -> None:
+    for unclean, leads in ((0, False), (1, False), (2, True)):
+        shard = Shard("a")
+        shard.replica.lost, shard.replica.lost_in = True, 1
+        ready = shard.read(record(epoch=max(unclean, 1), unclean=unclean, isr="a1", minimum=1))
+        assert bool(ready.begin) is leads and (ready.swap is None) is leads
+
+
 def test_r6_an_epoch_is_led_once() -> None:
     shard = serving()
     shard.tell(Living({"a": 1, "b": 1, "c": 1}))

@@ -683,6 +683,8 @@ class ClusterWorld:
             if shard not in machine.disk.damaged:
                 core = machine.cores[shard] = self._core(machine, shard, revision)
                 core.replica.lost = shard in ill
+                held = machine.view.shards.get(shard)
+                core.replica.lost_in = 0 if held is None else held.epoch
         self._load(machine)
         self.on(machine, TICK_MS, lambda: self._tick(machine))
         self.on(machine, PULSE_MS, lambda: self._pulse(machine))
