@@ -474,9 +474,11 @@ class DiskLog:
         """See LogReader."""
         return self._log_reader.read(offset, max_bytes, limit)
 
-    def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
+    def read_frames(
+        self, point: LogPoint, max_bytes: int, limit: LogPoint, *, is_guessed: bool = False
+    ) -> list[Frame]:
         """See LogReader."""
-        return self._log_reader.read_frames(point, max_bytes, limit)
+        return self._log_reader.read_frames(point, max_bytes, limit, is_guessed=is_guessed)
 
     def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
         """See LogReader."""

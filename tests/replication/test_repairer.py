@@ -87,7 +87,7 @@ class Copies:
             raise RequestError("It was compacted.", code=Code.UNSUPPORTED)
         log = self.other.log
         annotations = log.annotations_at(wanted.begin) if wanted.with_annotations else {}
-        return Fetched(annotations, log.read_frames(wanted.begin, 300, wanted.end))
+        return Fetched(annotations, log.read_frames(wanted.begin, 300, wanted.end, is_guessed=True))
 
     def damage(self) -> SegmentDamagedError:
         """The first segment's, as whoever reads finds it."""
@@ -161,11 +161,10 @@ async def test_a_repair_that_is_done_after_its_log_was_closed_changes_nothing() 
     with repairing() as asked:
         here, segment = asked.copies.here, asked.copies.here.log.segments[0]
         asked.copies.damage()
-        fetched = await asked.copies.fetch("b", Wanted(SHARD, 0, LogPoint(0), segment.end_point, True))
-        repair = here.begin_repair(segment, fetched.annotations)
-        repair.take(fetched.frames)
-        while not repair.is_whole:
-            repair.take(asked.copies.other.log.read_frames(repair.reached, 300, segment.end_point))
+        repair = here.begin_repair(segment)
+        repair.survey()
+        while repair.part:
+            repair.take(asked.copies.other.log.read_frames(repair.reached, 300, segment.end_point), {})
         here.close()
         with pytest.raises(WorkEndedError):
             here.finish_repair(repair)
@@ -242,7 +241,7 @@ async def says_compacted(peer: str, wanted: Wanted) -> Fetched:
 
 
 async def of_another_segment(peer: str, wanted: Wanted) -> Fetched:
-    return Fetched({}, [entry(5, 1)])
+    return Fetched({}, [entry(wanted.begin.offset + 5, 1)])
 
 
 @pytest.mark.parametrize("ill", [no_answer, refused_answer, says_compacted, of_another_segment])
