@@ -456,8 +456,13 @@ class Repairer:
         of them is asked first in turn: one of them alone may have given something else."""
         part = repair.part
         for first in asked.peers:
-            gave, is_misfit = set[str](), False
-            for peer in (first, *(one for one in asked.peers if one != first)):
+            gave, is_misfit, order = set[str](), False, [first, *(one for one in asked.peers if one != first)]
+            missed = 0
+            while missed < len(order) and not is_misfit:
+                # Around, until none of them has more: one may go on again behind what another one filled.
+                peer = order[0]
+                order = [*order[1:], peer]
+                missed += 1
                 if peer in asked.out:
                     continue
                 begun = repair.reached
@@ -469,6 +474,7 @@ class Repairer:
                     self._refused(peer, asked, error)
                     if repair.reached != begun:
                         gave.add(peer)
+                        missed = 0
                     is_misfit = error.code == Code.CONFLICT
                     if not gave - {peer} if is_misfit else error.code not in _HAS_NOT:
                         asked.out.add(peer)
@@ -476,8 +482,6 @@ class Repairer:
                     await self._run(repair.reset)
                 if repair.part is not part:
                     return True
-                if is_misfit:
-                    break
             if not is_misfit:
                 return False
         return False

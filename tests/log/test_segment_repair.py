@@ -323,12 +323,17 @@ def test_readers_get_all_but_a_batch_that_is_damaged() -> None:
         before = copies.log.read(segment.base_offset, 1 << 20, segment.next_offset)
         assert [one.header.base_offset for one in before] == [segment.base_offset, lost - 1]
         behind = copies.log.read(lost + 1, 1 << 20, segment.next_offset)
-        assert behind[0].header.base_offset == lost + 1 and behind[-1].header.next_offset == segment.next_offset
+        assert (
+            behind[0].header.base_offset == lost + 1 and behind[-1].header.next_offset == segment.next_offset
+        )
         assert len(copies.log.read_frames(segment.base_point, 1 << 20, segment.end_point)) == 2
         behind_it = copies.log.read_frames(LogPoint(lost + 1), 1 << 20, segment.end_point, is_guessed=True)
         assert behind_it[0].base_offset == lost + 1
         assert copies.log.read_frames(LogPoint(lost + 2), 1 << 20, segment.end_point)
-        for read in (copies.log.read, lambda *_: copies.log.read_frames(LogPoint(lost), 1, segment.end_point)):
+        for read in (
+            copies.log.read,
+            lambda *_: copies.log.read_frames(LogPoint(lost), 1, segment.end_point),
+        ):
             with pytest.raises(SegmentDamagedError) as found:
                 read(lost, 1 << 20, segment.next_offset)
             assert found.value.position == places(segment, had)[2]
