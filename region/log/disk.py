@@ -470,9 +470,11 @@ class DiskLog:
 
     # Reading: region.log.log_reader, any thread.
 
-    def read(self, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+    def read(
+        self, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
+    ) -> list[SealedBatch]:
         """See LogReader."""
-        return self._log_reader.read(offset, max_bytes, limit)
+        return self._log_reader.read(offset, max_bytes, limit, around_damage=around_damage)
 
     def read_frames(
         self, point: LogPoint, max_bytes: int, limit: LogPoint, *, is_guessed: bool = False

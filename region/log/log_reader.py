@@ -31,7 +31,9 @@ class LogReader:
         self._segments = segments
         self._reader = reader
 
-    def read(self, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+    def read(
+        self, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
+    ) -> list[SealedBatch]:
         """Whole batches from the one that holds `offset` on, below offset `limit`: at least one where there is one,
         then up to `max_bytes`, all of one segment and usually of one read.
 
@@ -46,7 +48,7 @@ class LogReader:
                 return []
             segment = segments[bisect_right(segments, offset, key=base_offset) - 1]
             try:
-                found = self._reader.read(segment, offset, max_bytes, limit)
+                found = self._reader.read(segment, offset, max_bytes, limit, around_damage=around_damage)
             except FileNotFoundError:
                 # Retention or compaction was faster; the segments that there are now say so above.
                 if self._segments.now is segments:

@@ -59,18 +59,28 @@ class SegmentReader:
         self._lock = Lock()
         """readers come from several threads"""
 
-    def read(self, segment: SegmentState, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+    def read(
+        self, segment: SegmentState, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
+    ) -> list[SealedBatch]:
         """Whole batches from the one that holds `offset` on, below offset `limit`: at least one where the segment has one there, then up
-        to `max_bytes`, usually of one read. Raises CorruptionError, NotLocalError, FileNotFoundError.
+        to `max_bytes`, usually of one read. `around_damage`: what is before damage is given, and what is behind it is found, where a copy may give
+        the rest; else a read that meets damage gives nothing. Raises CorruptionError, NotLocalError, FileNotFoundError.
         """
         descriptor = self._open(segment)
         try:
-            return self._batches(descriptor, segment, offset, max_bytes, limit)
+            return self._batches(descriptor, segment, offset, max_bytes, limit, around_damage=around_damage)
         finally:
             self._files.close(descriptor)
 
     def _batches(
-        self, descriptor: int, segment: SegmentState, offset: int, max_bytes: int, limit: int
+        self,
+        descriptor: int,
+        segment: SegmentState,
+        offset: int,
+        max_bytes: int,
+        limit: int,
+        *,
+        around_damage: bool,
     ) -> list[SealedBatch]:
         found: list[SealedBatch] = []
         size = 0
@@ -128,11 +138,11 @@ class SegmentReader:
                 position += index
                 wanted = max(wanted, error.needed)
             except EntryDamagedError as error:
-                if found:
+                if found and around_damage:
                     return found
                 at = position + index
                 behind = None
-                if not compacted and not skipped:
+                if around_damage and not compacted and not skipped:
                     behind = next_entry(
                         self._files, descriptor, segment.header, at + 1, segment.segment_bytes
                     )

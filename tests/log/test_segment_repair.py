@@ -320,9 +320,9 @@ def test_readers_get_all_but_a_batch_that_is_damaged() -> None:
         copies.disk.flip(segment.path, bit)
         lost = had[2].base_offset
         assert [part[2:4] for part in copies.lost(segment)] == [(LogPoint(lost), lost + 1)]
-        before = copies.log.read(segment.base_offset, 1 << 20, segment.next_offset)
+        before = copies.log.read(segment.base_offset, 1 << 20, segment.next_offset, around_damage=True)
         assert [one.header.base_offset for one in before] == [segment.base_offset, lost - 1]
-        behind = copies.log.read(lost + 1, 1 << 20, segment.next_offset)
+        behind = copies.log.read(lost + 1, 1 << 20, segment.next_offset, around_damage=True)
         assert (
             behind[0].header.base_offset == lost + 1 and behind[-1].header.next_offset == segment.next_offset
         )
@@ -332,7 +332,7 @@ def test_readers_get_all_but_a_batch_that_is_damaged() -> None:
         assert copies.log.read_frames(LogPoint(lost + 2), 1 << 20, segment.end_point)
         for read in (
             copies.log.read,
-            lambda *_: copies.log.read_frames(LogPoint(lost), 1, segment.end_point),
+            lambda at, size, _, end=segment.end_point: copies.log.read_frames(LogPoint(at), size, end),
         ):
             with pytest.raises(SegmentDamagedError) as found:
                 read(lost, 1 << 20, segment.next_offset)

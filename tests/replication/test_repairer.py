@@ -352,7 +352,10 @@ async def test_what_no_copy_has_is_refused_alone_and_filled_once_one_has_it(
         async def read(offset: int) -> int:
             """Up to where batches come from here."""
             found = await asked.repairs.reading(
-                SHARD, 0, lambda: log.read(offset, 1 << 20, segment.next_offset), asked.repairs._pool
+                SHARD,
+                0,
+                lambda: log.read(offset, 1 << 20, segment.next_offset, around_damage=True),
+                asked.repairs._pool,
             )
             return found[-1].header.next_offset
 
@@ -361,9 +364,9 @@ async def test_what_no_copy_has_is_refused_alone_and_filled_once_one_has_it(
         assert "offsets 2 to 2 of log 0" in asked.alarms[-1]
         assert (await read(0), await read(1), await read(3)) == (2, 2, segment.next_offset)
         damage = asked.repairs.note(SHARD, 0, SegmentDamagedError(segment.path, 0, 2, ""))
-        assert damage is not None and not asked.repairs.repaired
+        assert damage is not None and not damage.is_over
         others.hurt("b", 2)
-        while not damage.is_over:
+        while asked.repairs.damaged:  # noqa: ASYNC110 - its news were told already
             await asyncio.sleep(0.01)
         assert asked.repairs.repaired == 1 and await read(0) == segment.next_offset
         await asked.repairs.close()
