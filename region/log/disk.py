@@ -470,13 +470,17 @@ class DiskLog:
 
     # Reading: region.log.log_reader, any thread.
 
-    def read(self, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+    def read(
+        self, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
+    ) -> list[SealedBatch]:
         """See LogReader."""
-        return self._log_reader.read(offset, max_bytes, limit)
+        return self._log_reader.read(offset, max_bytes, limit, around_damage=around_damage)
 
-    def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
+    def read_frames(
+        self, point: LogPoint, max_bytes: int, limit: LogPoint, *, is_guessed: bool = False
+    ) -> list[Frame]:
         """See LogReader."""
-        return self._log_reader.read_frames(point, max_bytes, limit)
+        return self._log_reader.read_frames(point, max_bytes, limit, is_guessed=is_guessed)
 
     def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
         """See LogReader."""

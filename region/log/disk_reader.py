@@ -97,7 +97,8 @@ class DiskReader:
 
         Raises CorruptionError, which stops the shard unless it is a store's copy that is damaged, and UnavailableError.
         """
-        batches = await self._perform(self._disk.read, offset, max_bytes, below)
+        read = partial(self._disk.read, around_damage=self._repair is not None)
+        batches = await self._perform(read, offset, max_bytes, below)
         self._counters.disk_reads += 1
         self._counters.disk_read_bytes += sum(len(batch.data) for batch in batches)
         return batches

@@ -47,6 +47,7 @@ class SegmentDamagedError(CorruptionError):
             hint="The shard does not serve. Restore the file from a replica or a backup; nothing was changed.",
         )
         self.path = path
+        self.position = position
         self.offset = offset
 
 

@@ -31,7 +31,9 @@ class LogReader:
         self._segments = segments
         self._reader = reader
 
-    def read(self, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+    def read(
+        self, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
+    ) -> list[SealedBatch]:
         """Whole batches from the one that holds `offset` on, below offset `limit`: at least one where there is one,
         then up to `max_bytes`, all of one segment and usually of one read.
 
@@ -46,7 +48,7 @@ class LogReader:
                 return []
             segment = segments[bisect_right(segments, offset, key=base_offset) - 1]
             try:
-                found = self._reader.read(segment, offset, max_bytes, limit)
+                found = self._reader.read(segment, offset, max_bytes, limit, around_damage=around_damage)
             except FileNotFoundError:
                 # Retention or compaction was faster; the segments that there are now say so above.
                 if self._segments.now is segments:
@@ -74,9 +76,11 @@ class LogReader:
                 if self._segments.now is segments:
                     raise damaged(first.path, 0, first.base_offset, "the file is gone") from None
 
-    def read_frames(self, point: LogPoint, max_bytes: int, limit: LogPoint) -> list[Frame]:
+    def read_frames(
+        self, point: LogPoint, max_bytes: int, limit: LogPoint, *, is_guessed: bool = False
+    ) -> list[Frame]:
         """The frames from `point` on, none that ends behind `limit`: at least one where there is one, then up to `max_bytes`, all of
-        one segment. Each as it stands: sealed, with its leader's epoch.
+        one segment, up to what is damaged. Each as it stands: sealed, with its leader's epoch. `is_guessed`: as `SegmentReader.read_frames` has it.
 
         Raises OffsetOutOfRangeError where the log does not hold `point`, RequestError(UNSUPPORTED) where what follows was compacted
         (its closed segments are to be copied), NotLocalError, CorruptionError.
@@ -91,7 +95,7 @@ class LogReader:
             if segment.header.span:
                 raise compacted(segment, point.offset)
             try:
-                return self._reader.read_frames(segment, point, max_bytes, limit)
+                return self._reader.read_frames(segment, point, max_bytes, limit, is_guessed=is_guessed)
             except FileNotFoundError:
                 if self._segments.now is segments:
                     raise damaged(segment.path, 0, point.offset, "the file is gone") from None

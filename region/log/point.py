@@ -35,6 +35,11 @@ class PointCounter:
         """After the last entry that was followed."""
         return LogPoint(self.offset, self.note)
 
+    def stand_at(self, point: LogPoint) -> None:
+        """Go on from here, where one of the log's own entries begins."""
+        self.offset, self.note = point
+        self._carried = 0
+
     def follow(self, entry: SegmentEntry) -> bool:
         """Whether `entry` is one of the log's own; False for a copy of an annotation that the segment begins with."""
         if entry.header is not None:

@@ -357,6 +357,19 @@ def find_entries(data: Buffer, *, at: int, salt: int, shard: int, whole: bool) -
     return found
 
 
+def find_entry(data: Buffer, *, salt: int, shard: int) -> int | None:
+    """Where in `data` the first entry begins whose head decodes."""
+    raw, index = bytes(data), 0
+    while (index := raw.find(_ENTRY_MAGIC, index)) >= 0:
+        try:
+            decode_entry(raw, index, at=0, salt=salt, shard=shard, verify_body=False)
+        except EntryDamagedError:
+            index += 1
+        else:
+            return index
+    return None
+
+
 def segment_name(base_offset: int, generation: int = 0) -> str:
     """The file name of the segment that begins at this offset; names sort as offsets do.
 

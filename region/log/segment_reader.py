@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
@@ -17,7 +18,7 @@ from felix.batch import HEADER_BYTES, Batch, body_checksum
 from felix.bounded import BoundedMap
 from felix.storage.port import Files
 from felix.storage.small_file import read_file
-from region.log.errors import NotLocalError, OffsetOutOfRangeError
+from region.log.errors import NotLocalError, OffsetOutOfRangeError, SegmentDamagedError
 from region.log.frame import Frame, SealedBatch
 from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
 from region.log.point import LogPoint, PointCounter
@@ -31,6 +32,7 @@ from region.log.segment import (
 )
 from region.log.segment_scan import annotate, count_batch, damaged, scan_bytes, scan_file
 from region.log.segment_state import SegmentState, write_index
+from region.log.segment_survey import next_entry
 
 _INDEXES_HELD_MAX: Final = 16
 """Indexes of closed segments in memory per shard, about 100 KiB each."""
@@ -57,18 +59,28 @@ class SegmentReader:
         self._lock = Lock()
         """readers come from several threads"""
 
-    def read(self, segment: SegmentState, offset: int, max_bytes: int, limit: int) -> list[SealedBatch]:
+    def read(
+        self, segment: SegmentState, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
+    ) -> list[SealedBatch]:
         """Whole batches from the one that holds `offset` on, below offset `limit`: at least one where the segment has one there, then up
-        to `max_bytes`, usually of one read. Raises CorruptionError, NotLocalError, FileNotFoundError.
+        to `max_bytes`, usually of one read. `around_damage`: what is before damage is given, and what is behind it is found, where a copy may give
+        the rest; else a read that meets damage gives nothing. Raises CorruptionError, NotLocalError, FileNotFoundError.
         """
         descriptor = self._open(segment)
         try:
-            return self._batches(descriptor, segment, offset, max_bytes, limit)
+            return self._batches(descriptor, segment, offset, max_bytes, limit, around_damage=around_damage)
         finally:
             self._files.close(descriptor)
 
     def _batches(
-        self, descriptor: int, segment: SegmentState, offset: int, max_bytes: int, limit: int
+        self,
+        descriptor: int,
+        segment: SegmentState,
+        offset: int,
+        max_bytes: int,
+        limit: int,
+        *,
+        around_damage: bool,
     ) -> list[SealedBatch]:
         found: list[SealedBatch] = []
         size = 0
@@ -78,6 +90,7 @@ class SegmentReader:
         compacted = segment.header.span is not None
         wanted = INDEX_INTERVAL_BYTES + max_bytes
         reached = -1
+        skipped, lost = False, 0
         while True:
             window = memoryview(self._files.pread(descriptor, wanted, position))
             index = 0
@@ -91,6 +104,13 @@ class SegmentReader:
                         shard=self._shard,
                         verify_body=False,
                     )
+                    if skipped:
+                        # Behind what cannot be read: as if it began there, where nothing of what is wanted is missing.
+                        if entry.base_offset > max(offset, reached):
+                            raise EntryDamagedError(
+                                f"what stands before offset {entry.base_offset} cannot be read"
+                            )
+                        reached, skipped = entry.base_offset, False
                     if reached >= 0 and entry.base_offset != reached:
                         if not compacted or entry.base_offset < reached:
                             raise EntryDamagedError(f"offset {entry.base_offset} where {reached} is next")
@@ -118,30 +138,71 @@ class SegmentReader:
                 position += index
                 wanted = max(wanted, error.needed)
             except EntryDamagedError as error:
-                raise damaged(segment.path, position + index, max(reached, 0), str(error)) from error
+                if found and around_damage:
+                    return found
+                at = position + index
+                behind = None
+                if around_damage and not compacted and not skipped:
+                    behind = next_entry(
+                        self._files, descriptor, segment.header, at + 1, segment.segment_bytes
+                    )
+                if behind is None:
+                    raise damaged(
+                        segment.path, lost if skipped else at, max(reached, 0), str(error)
+                    ) from error
+                lost, position, skipped = at, behind, True
 
     def read_frames(
-        self, segment: SegmentState, point: LogPoint, max_bytes: int, limit: LogPoint
+        self,
+        segment: SegmentState,
+        point: LogPoint,
+        max_bytes: int,
+        limit: LogPoint,
+        *,
+        is_guessed: bool = False,
     ) -> list[Frame]:
-        """The frames from `point` on, none that ends behind `limit`: at least one, then up to `max_bytes`. Raises OffsetOutOfRangeError
-        where the segment has no entry that begins there, CorruptionError, NotLocalError, FileNotFoundError.
+        """The frames from `point` on, none that ends behind `limit`: at least one, then up to `max_bytes`, and up to what is damaged. Raises
+        OffsetOutOfRangeError where the segment has no entry that begins there, CorruptionError, NotLocalError, FileNotFoundError.
+
+        `is_guessed`: where all between the batch before the point and the next entry is damaged, the entry counts as the one that begins
+        there; whoever asks looks at whether it fits.
         """
         descriptor = self._open(segment)
         try:
-            return self._frames(descriptor, segment, point, max_bytes, limit)
+            # From the batch that ends at the point, so that the positions behind it are counted.
+            within = point.offset > segment.base_offset
+            position = self.index(segment).position_for_offset(point.offset - 1) if within else segment.start
+            counter = PointCounter(segment.header, segment.base_note)
+            is_exact = position == segment.start
+            try:
+                return self._frames(
+                    descriptor, segment, point, max_bytes, limit, position, counter, is_exact=is_exact
+                )
+            except SegmentDamagedError:
+                at = self._behind_damage(descriptor, segment, point, position, is_guessed=is_guessed)
+                if at is None:
+                    raise
+                counter.stand_at(point)
+                return self._frames(descriptor, segment, point, max_bytes, limit, at, counter, is_exact=True)
         finally:
             self._files.close(descriptor)
 
     def _frames(
-        self, descriptor: int, segment: SegmentState, point: LogPoint, max_bytes: int, limit: LogPoint
+        self,
+        descriptor: int,
+        segment: SegmentState,
+        point: LogPoint,
+        max_bytes: int,
+        limit: LogPoint,
+        position: int,
+        counter: PointCounter,
+        *,
+        is_exact: bool,
     ) -> list[Frame]:
+        """`is_exact`: whether the counter says where `position` is."""
         found: list[Frame] = []
         size = 0
-        # From the batch that ends at the point, so that the positions behind it are counted.
-        within = point.offset > segment.base_offset
-        position = self.index(segment).position_for_offset(point.offset - 1) if within else segment.start
-        counter = PointCounter(segment.header, segment.base_note)
-        reached = counter.point if position == segment.start else None
+        reached = counter.point if is_exact else None
         try:
             for entry, data in scan_bytes(
                 self._files,
@@ -175,10 +236,46 @@ class SegmentReader:
                     size += entry.length
                 reached = counter.point
         except EntryDamagedError as error:
-            raise damaged(segment.path, position, counter.offset, str(error)) from error
+            if not found:
+                raise damaged(segment.path, position, counter.offset, str(error)) from error
         if not found:
             raise OffsetOutOfRangeError(point.offset, segment.base_offset, limit.offset)
         return found
+
+    def _behind_damage(
+        self, descriptor: int, segment: SegmentState, point: LogPoint, position: int, *, is_guessed: bool
+    ) -> int | None:
+        """Where the entry stands that begins at `point`, from `position` on and behind what is damaged before it; None where it is not known."""
+        counter = PointCounter(segment.header, segment.base_note)
+        is_exact, end = position == segment.start, segment.segment_bytes
+        while position < end:
+            try:
+                for entry in scan_file(
+                    self._files, descriptor, segment.header, position, end, verify_bodies=False
+                ):
+                    before = counter.point
+                    is_own = counter.follow(entry)
+                    if is_own and is_exact and before == point:
+                        return entry.position
+                    if (
+                        is_own
+                        and is_guessed
+                        and not is_exact
+                        and point == LogPoint(entry.base_offset)
+                        and entry.leader_epoch
+                    ):
+                        return entry.position
+                    if entry.base_offset > point.offset:
+                        return None
+                    if entry.header is not None:
+                        is_exact = True
+                    position = entry.end
+            except EntryDamagedError:
+                behind = next_entry(self._files, descriptor, segment.header, position + 1, end)
+                if behind is None:
+                    return None
+                position, is_exact = behind, False
+        return None
 
     def first_since(self, segment: SegmentState, time_ms: int) -> int | None:
         """Base offset of the segment's first batch that was appended at or after `time_ms`. Raises as `read` does."""
@@ -192,15 +289,17 @@ class SegmentReader:
             self._files.close(descriptor)
         return None
 
-    def _entries(self, descriptor: int, segment: SegmentState, position: int) -> list[SegmentEntry]:
+    def _entries(self, descriptor: int, segment: SegmentState, position: int) -> Iterator[SegmentEntry]:
         """The entries of one index interval and the batch after it: enough to find a place within."""
         index = self.index(segment)
         at = bisect_right(index.positions, position)
         end = index.positions[at + 1] if at + 1 < len(index.positions) else segment.segment_bytes
         try:
-            return list(
-                scan_file(self._files, descriptor, segment.header, position, end, verify_bodies=False)
-            )
+            for entry in scan_file(
+                self._files, descriptor, segment.header, position, end, verify_bodies=False
+            ):
+                position = entry.end
+                yield entry
         except EntryDamagedError as error:
             raise damaged(segment.path, position, segment.base_offset, str(error)) from error
 
@@ -245,6 +344,7 @@ class SegmentReader:
                 header = entry.header
                 if header and header.producer_id and header.base_offset >= begin:
                     count_batch(producers, header)
+                position = entry.end
         except EntryDamagedError as error:
             raise damaged(segment.path, position, begin, str(error)) from error
         finally:

@@ -1,19 +1,23 @@
-"""A closed segment whose file is damaged, written anew from the frames of another copy of the log. Blocking: threads only.
+"""A closed segment whose file is damaged, written anew: with what it has that holds, and the frames of other copies of the log for what does not.
+Blocking: threads only.
 
 Invariants:
 - the new file has the header, and so the salt, of the old one, and every entry stands where it stood: whoever reads meanwhile, and every
   index, goes on with it;
-- of what can still be read of the old file nothing may differ, before and behind the damage: the salt tells an entry that was written from anything
-  else, so one that decodes at a place has to be the new one's at that place, with every byte; what comes ends where the segment ends, in log points
-  and in bytes;
-- the old file stays until the new one is whole, verified and synced.
+- what holds of the old file is taken from it, byte for byte. A lost part (region.log.segment_survey) is filled whole, or stays as it is: what comes
+  has to begin and end where the part does, in log points and in bytes, and of what can still be read within the part nothing may differ: the salt
+  tells an entry that was written from anything else, so one that decodes at a place has to be the new one's at that place, with every byte;
+- the old file stays until the new one is verified and synced.
 """
 
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
+from typing import Final
 
 from felix.batch import HEADER_BYTES, BatchHeader, body_checksum, decode_header
 from felix.errors import Code, RequestError
@@ -31,41 +35,215 @@ from region.log.segment import (
     find_entries,
 )
 from region.log.segment_check import SegmentCheck
+from region.log.segment_scan import damaged
 from region.log.segment_state import SegmentState
+from region.log.segment_survey import LostPart, lost_parts
+
+COPY_BYTES: Final = 1 << 20
+"""Of the old file, in memory at once."""
 
 
 class SegmentRepair:
-    """Of one segment: `take` all of its frames, `verify`, then `finish`; `abandon` in the end, whatever became of it."""
+    """Of one segment: `survey`, unless its lost parts are known; then `take` frames for each `part`, or `leave` it; `verify`, then `finish`; `abandon`
+    in the end, whatever became of it."""
 
     def __init__(
-        self, log: DiskLog, files: Files, segment: SegmentState, annotations: Mapping[int, bytes]
+        self, log: DiskLog, files: Files, segment: SegmentState, parts: Sequence[LostPart] = ()
     ) -> None:
-        """`annotations`: those in force where the segment begins. Raises RequestError(CONFLICT) as `take` does. Does not block."""
+        """`parts`: of the file as it is now, where they are known. Does not block."""
         assert segment.header.span is None
-        self.reached = segment.base_point
-        """up to where its frames were taken"""
+        self.left: list[LostPart] = []
+        """parts that were not filled"""
+        self.filled = 0
+        """parts"""
+        self.reached = LogPoint(0)
+        """up to where frames of the part were taken"""
         self._log = log
         self._files = files
         self._segment = segment
+        self._parts: deque[LostPart] = deque(parts)
         self._epoch = 0
         self._aside = segment.path.with_name(segment.path.name + TEMPORARY_SUFFIX)
-        self._annotations = annotations
         self._descriptor = -1
         """of the file aside; -1 before anything was taken"""
         self._old = -1
-        """of the damaged file; -1 before anything was taken, and where it is gone"""
+        """of the damaged file; -1 before it was looked at, and where it is gone"""
         self._position = 0
+        """up to where the part is filled"""
+        self._is_misshapen = False
+        """whether the file's header or length is not what it was"""
+        self._is_verified = False
+        self._begin_part()
+
+    def survey(self) -> None:
+        """Find the parts that are lost. Raises OSError."""
+        segment = self._segment
+        self._open_old()
+        encoded = segment.header.encode()
+        self._is_misshapen = (
+            self._old < 0
+            or self._files.size(self._old) != segment.segment_bytes
+            or self._files.pread(self._old, len(encoded), 0) != encoded
+        )
+        self._parts = deque(lost_parts(self._files, self._old, segment))
+        self._begin_part()
+
+    @property
+    def part(self) -> LostPart | None:
+        """Which is to be filled; None once there is none any more."""
+        return self._parts[0] if self._parts else None
+
+    @property
+    def limit(self) -> LogPoint:
+        """Up to where frames are of use: the end of the part, and of those that follow it at once."""
+        limit = self._parts[0]
+        for part in islice(self._parts, 1, None):
+            if part.position != limit.end or part.begin != limit.limit:
+                break
+            limit = part
+        return limit.limit
+
+    @property
+    def wants_annotations(self) -> bool:
+        """Whether those in force at `reached` have to come with the next frames."""
+        return bool(self._parts) and self._parts[0].has_copies and self._position == self._parts[0].position
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether there is anything to be put in the old file's place."""
+        return self.filled > 0 or self._is_misshapen
+
+    def take(self, frames: Sequence[Frame], annotations: Mapping[int, bytes]) -> None:
+        """The next ones of the part, from `reached` on, and what they have of those that follow it at once; `annotations`: where they are wanted.
+        Raises OSError; RequestError(CONFLICT) where they are not those that the segment had: `reset` the part then."""
+        if self._descriptor < 0:
+            self._begin()
+        if self.wants_annotations:
+            self._take_annotations(annotations)
+        at = 0
+        while self._parts:
+            part = self._parts[0]
+            at = self._take(part, frames, at)
+            if self._position < part.end:
+                return
+            has_notes = part.limit.offset > part.next_offset
+            if self.reached.offset != part.next_offset or (self.reached != part.limit and not has_notes):
+                raise self._other(f"it goes on to {self.reached}, where {part.next_offset} is next")
+            if self._epoch > part.next_epoch:
+                raise self._other(f"epoch {part.next_epoch} follows epoch {self._epoch}")
+            self._parts.popleft()
+            self.filled += 1
+            reached = self.reached
+            self._begin_part()
+            if at == len(frames) or not self._parts or self._parts[0].begin != reached:
+                return
+
+    def reset(self) -> None:
+        """Begin the part once more. Raises OSError."""
+        part = self._parts[0]
+        if self._descriptor >= 0 and self._position > part.position:
+            self._copy(part.position, part.end)
+        self._begin_part()
+
+    def leave(self) -> None:
+        """Nobody has the part: it stays as it is in the old file. Raises OSError."""
+        self.reset()
+        self.left.append(self._parts.popleft())
+        self._begin_part()
+
+    def verify(self) -> None:
+        """Bring all that was written to the disk, and look at it. Raises OSError; SegmentDamagedError where the disk damages this one, too, or what was
+        known of the old one does not hold any more."""
+        segment = self._segment
+        assert not self._parts
+        if self._descriptor < 0:
+            self._begin()
+        self._files.sync(self._descriptor)
+        written = SegmentState(
+            self._aside,
+            segment.header,
+            segment.start,
+            segment.next_offset,
+            segment.segment_bytes,
+            segment.last_time_ms,
+            None,
+            base_note=segment.base_note,
+            end_note=segment.end_note,
+        )
+        if self.left:
+            for part in lost_parts(self._files, self._descriptor, written):
+                if not any(one.position <= part.position and part.end <= one.end for one in self.left):
+                    raise damaged(self._aside, part.position, part.begin.offset, "it was damaged meanwhile")
+        else:
+            check = SegmentCheck(self._files, written)
+            while not check.step():
+                pass
+        self._is_verified = True
+
+    def finish(self) -> bool:
+        """Put what was verified in the damaged file's place; False where the log has the segment no more, or has cut it. Whoever asks holds the
+        log's writer. Raises OSError, StorageFailedError."""
+        return self._is_verified and self._log.restore_segment(self._segment, self._aside)
+
+    def abandon(self) -> None:
+        """Let go of what is not in place. Raises OSError."""
+        if self._old >= 0:
+            self._files.close(self._old)
+            self._old = -1
+        if self._descriptor < 0:
+            return
+        self._files.close(self._descriptor)
+        self._descriptor = -1
+        if self._files.exists(self._aside):
+            self._files.remove(self._aside)
+
+    def _begin_part(self) -> None:
+        if self._parts:
+            part = self._parts[0]
+            self.reached, self._position, self._epoch = part.begin, part.position, part.epoch
+
+    def _open_old(self) -> None:
+        if self._old < 0:
+            with suppress(FileNotFoundError):
+                self._old = self._files.open(self._segment.path, os.O_RDONLY)
+
+    def _begin(self) -> None:
+        """Write all that the old file has, also what does not hold."""
+        self._open_old()
+        self._descriptor = self._files.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        encoded = self._segment.header.encode()
+        write_all(self._files, self._descriptor, (encoded,), 0)
+        self._copy(len(encoded), self._segment.segment_bytes)
+
+    def _copy(self, position: int, end: int) -> None:
+        while position < end:
+            wanted = min(COPY_BYTES, end - position)
+            had = b"" if self._old < 0 else self._files.pread(self._old, wanted, position)
+            position = write_all(
+                self._files, self._descriptor, (had or bytes(wanted),), position
+            )  # where the file is shorter than it was, zeros
+
+    def _take_annotations(self, annotations: Mapping[int, bytes]) -> None:
+        """Write what the segment begins with: of a copied annotation that can still be read the place is the order's, which is each copy's own."""
+        segment, part = self._segment, self._parts[0]
         head = segment.header.head
         if head is not None and head.carried != len(annotations):
             raise self._other(f"{len(annotations)} annotations where it begins with {head.carried}")
+        copies = encode_beginning(segment.header, annotations)[1:]
+        ends = part.position + sum(map(len, copies))
+        if ends > part.end:
+            raise self._other(f"what it begins with ends at byte {ends}")
+        for entry in self._readable(self._had(part.position, ends), part.position, ends):
+            if annotations.get(entry.slot) != entry.annotation or entry.header or entry.is_note:
+                raise self._other(f"what it begins with has another annotation {entry.slot}")
+        self._position = write_all(self._files, self._descriptor, copies, part.position)
 
-    def take(self, frames: Sequence[Frame]) -> None:
-        """The next ones, from `reached` on. Raises OSError; RequestError(CONFLICT) where they are not those that the segment had."""
-        if self._descriptor < 0:
-            self._begin()
+    def _take(self, part: LostPart, frames: Sequence[Frame], at: int) -> int:
+        """Fill the part with frames from index `at` on; up to which they were taken."""
         segment, buffers = self._segment, list[bytes | memoryview]()
         point, position, placed = self.reached, self._position, dict[int, Frame]()
-        for frame in frames:
+        while at < len(frames) and position < part.end:
+            frame = frames[at]
             if (
                 wrong := misfit(frame, point.offset, segment.header.identity.shard)
             ) or frame.leader_epoch < self._epoch:
@@ -92,73 +270,14 @@ class SegmentRepair:
             else:
                 point = LogPoint(point.offset, point.note + 1)
             self._epoch = frame.leader_epoch
-        if point > segment.end_point or position > segment.segment_bytes:
-            raise self._other(f"it goes on to {point}, and {segment.end_point} is its end")
+            at += 1
+        if point.offset > part.next_offset or position > part.end:
+            raise self._other(f"it goes on to {point}, and {part.next_offset} is next")
         self._compare(placed, position)
         if buffers:
             self._position = write_all(self._files, self._descriptor, buffers, self._position)
         self.reached = point
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all of its frames were taken."""
-        return self.reached == self._segment.end_point
-
-    @property
-    def _is_all(self) -> bool:
-        """Whether what was written ends where the segment does, in log points and in bytes."""
-        return self.is_whole and self._position == self._segment.segment_bytes
-
-    def verify(self) -> None:
-        """Bring all that was written to the disk, and look at it. Raises OSError; RequestError(CONFLICT) as `take` does; SegmentDamagedError
-        where the disk damages this one, too."""
-        segment = self._segment
-        if not self._is_all:
-            raise self._other(
-                f"{self._position} bytes up to {self.reached}, where it has {segment.segment_bytes} up to {segment.end_point}"
-            )
-        self._files.sync(self._descriptor)
-        written = SegmentState(
-            self._aside,
-            segment.header,
-            segment.start,
-            segment.next_offset,
-            segment.segment_bytes,
-            segment.last_time_ms,
-            None,
-        )
-        check = SegmentCheck(self._files, written)
-        while not check.step():
-            pass
-
-    def finish(self) -> bool:
-        """Put what was verified in the damaged file's place; False where the log has the segment no more, or has cut it. Whoever asks holds the
-        log's writer. Raises OSError, StorageFailedError."""
-        return self._is_all and self._log.restore_segment(self._segment, self._aside)
-
-    def abandon(self) -> None:
-        """Let go of what is not in place. Raises OSError."""
-        if self._old >= 0:
-            self._files.close(self._old)
-            self._old = -1
-        if self._descriptor < 0:
-            return
-        self._files.close(self._descriptor)
-        if self._files.exists(self._aside):
-            self._files.remove(self._aside)
-
-    def _begin(self) -> None:
-        """Write what the segment begins with: of a copied annotation that can still be read the place is the order's, which is each copy's own."""
-        segment = self._segment
-        beginning = encode_beginning(segment.header, self._annotations)
-        with suppress(FileNotFoundError):
-            self._old = self._files.open(segment.path, os.O_RDONLY)
-        ends = segment.start + sum(map(len, beginning[1:]))
-        for entry in self._readable(self._had(segment.start, ends), segment.start, ends):
-            if self._annotations.get(entry.slot) != entry.annotation or entry.header or entry.is_note:
-                raise self._other(f"what it begins with has another annotation {entry.slot}")
-        self._descriptor = self._files.open(self._aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
-        self._position = write_all(self._files, self._descriptor, beginning, 0)
+        return at
 
     def _had(self, begin: int, end: int) -> memoryview:
         """What the old file has from `begin` on, and behind `end` as much as tells whether an entry begins before it."""

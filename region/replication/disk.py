@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,7 @@ from region.log.segment_list import first_local
 from region.log.segment_repair import SegmentRepair
 from region.log.segment_scan import count_batch
 from region.log.segment_state import SegmentState
+from region.log.segment_survey import LostPart
 from region.replication.history import BEGINNING, EpochStart, History
 from region.replication.messages import Frame
 from region.replication.origin import Beginning, Closed
@@ -505,9 +506,9 @@ class ReplicaDisk:
                 raise WorkEndedError
             return self.log.close_active(segment, self._runtime.clock.now_ms())
 
-    def begin_repair(self, segment: SegmentState, annotations: Mapping[int, bytes]) -> SegmentRepair:
-        """Write a damaged segment anew, aside. Raises as `SegmentRepair` does."""
-        return SegmentRepair(self.log, self._files, segment, annotations)
+    def begin_repair(self, segment: SegmentState, parts: Sequence[LostPart] = ()) -> SegmentRepair:
+        """Write a damaged segment anew, aside; `parts`: those of it that are lost, where they are known."""
+        return SegmentRepair(self.log, self._files, segment, parts)
 
     def finish_repair(self, repair: SegmentRepair) -> bool:
         """Put what was written in its place, also beside a pass of compaction; False where the log has the segment no more. Raises as

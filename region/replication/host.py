@@ -669,8 +669,15 @@ class ReplicaHost:
         disk = hosted.workers[number].disk
 
         def read() -> Fetched:
-            annotations = disk.log.annotations_at(begin) if with_annotations else {}
-            return Fetched(annotations, disk.log.read_frames(begin, FETCH_BYTES, end))
+            if not with_annotations:
+                return Fetched({}, disk.log.read_frames(begin, FETCH_BYTES, end, is_guessed=True))
+            annotations = disk.log.annotations_at(begin)
+            try:
+                return Fetched(annotations, disk.log.read_frames(begin, FETCH_BYTES, end))
+            except SegmentDamagedError as error:
+                # They are of use without the frames, which another copy may have.
+                self._loop.call_soon_threadsafe(self.repairs.note, shard, number, error)
+                return Fetched(annotations, ())
 
         try:
             return await self._loop.run_in_executor(self._read_pool, read)

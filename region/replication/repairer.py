@@ -6,6 +6,8 @@ leader hands over first.
 
 Invariants:
 - bytes that do not hold are given to nobody; whoever wants them waits for the repair, REPAIR_WAIT_S at most, or is told that no copy has them;
+- what holds of a segment stays, and each part of it that is lost is filled by whoever has it: one copy goes on where another one stopped. What nobody
+  has stays as it is on the disk, and its offsets alone are refused;
 - one segment is repaired at a time, from one answer at a time, and a copy that takes longer than it may, or answers what it should not, is
   asked after the others from then on: no copy keeps another one from being asked;
 - what a copy says of itself moves no leadership and lets go of no log, unless the stream is compacted and no copy says anything else;
@@ -37,7 +39,9 @@ from region.log.point import LogPoint
 from region.log.scrub import Scrub
 from region.log.segment import parse_segment_name
 from region.log.segment_check import SegmentCheck
+from region.log.segment_repair import SegmentRepair
 from region.log.segment_state import SegmentState
+from region.log.segment_survey import LostPart
 from region.replication.disk import ReplicaDisk
 
 log = logging.getLogger("felix.region.replication")
@@ -54,6 +58,10 @@ FROM_ONE_S: Final = 10.0
 """A copy has so long to give a segment, and as long as FROM_ONE_RATE takes for its bytes."""
 FROM_ONE_RATE: Final = 4 << 20
 """Bytes a second; of the largest segments it makes a minute."""
+PARTS_MISSED_MAX: Final = 64
+"""Parts of a segment that nobody can give are asked for in one attempt; in the next one those behind them."""
+OFFSETS_SHOWN_MAX: Final = 3
+"""Ranges that a sentence names."""
 SCRUB_SHARE: Final = 0.1
 """Of a thread's time that the scrub takes at most: lone records of 100 bytes cost a core 30 ms for a megabyte, and publishers come first."""
 SCRUB_LOOK_S: Final = 60.0
@@ -124,6 +132,10 @@ class Copies(Protocol):
         """Have the whole log copied from its leader, which is another one soon where this broker leads; False where nobody has another copy."""
 
 
+def _offsets(begin: int, end: int) -> str:
+    return f"{begin} to {end - 1}" if begin < end else f"between {begin - 1} and {begin}"
+
+
 class Outcome(Enum):
     """What came of one attempt at a repair."""
 
@@ -148,11 +160,39 @@ class Damage:
     is_copied: bool = False
     """whether that is because the whole log is copied"""
     is_over: bool = False
+    parts: list[LostPart] = field(default_factory=list)
+    """which of it nobody could give; empty before the first attempt has ended"""
+    missed: int = 0
+    """how many of these were asked for since the first of them was; they are asked for again after the others"""
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """Which offsets are damaged: from one, and before another."""
+        if not self.parts:
+            return [(self.segment.base_offset, self.segment.next_offset)]
+        found = list[tuple[int, int]]()
+        for part in self.parts:
+            begin, end = part.begin.offset, part.next_offset
+            if found and found[-1][1] == begin:
+                found[-1] = found[-1][0], end
+            else:
+                found.append((begin, end))
+        return found
 
     @property
     def offsets(self) -> str:
         """Which are damaged, as a sentence has them."""
-        return f"{self.segment.base_offset} to {self.segment.next_offset - 1}"
+        shown = [_offsets(*one) for one in self.ranges]
+        more = len(shown) - OFFSETS_SHOWN_MAX
+        return ", ".join(shown[:OFFSETS_SHOWN_MAX]) + (f" and {more} more ranges" if more > 0 else "")
+
+    def offsets_at(self, position: int) -> str | None:
+        """Those around this byte of its file that nobody could give; None where there is none."""
+        part = next((one for one in self.parts if one.position <= position < one.end), None)
+        if part is None:
+            return None if self.parts else self.offsets
+        at = part.begin.offset
+        return next(_offsets(begin, end) for begin, end in self.ranges if begin <= at <= end)
 
     def is_being_copied(self) -> UnavailableError:
         """The answer to a reader that need not wait for more than time."""
@@ -161,6 +201,27 @@ class Damage:
             "copied from another one.",
             retry_after_ms=int(REPAIR_SOON_S * 1_000),
         )
+
+
+_HAS_NOT: Final = frozenset({Code.CORRUPTION, Code.OFFSET_OUT_OF_RANGE})
+"""A copy that answers with one of these does not have what it was asked for, and may have something else of the segment."""
+
+
+class _Asked:
+    """Who is asked in one attempt, and what became of it."""
+
+    def __init__(self, damage: Damage, segment: SegmentState, peers: Sequence[str]) -> None:
+        self.damage = damage
+        self.peers = peers
+        self.left_s = dict.fromkeys(peers, FROM_ONE_S + segment.segment_bytes / FROM_ONE_RATE)
+        """how long each is waited for yet"""
+        self.out = set[str]()
+        """who is asked no more"""
+        self.failed = set[str]()
+        """who refused something"""
+        self.refused: list[FelixError] = []
+        self.missed = 0
+        """parts that nobody could give"""
 
 
 class Repairer:
@@ -252,6 +313,7 @@ class Repairer:
             # Cut, compacted or let go of meanwhile: there is something else to be read.
             await asyncio.sleep(0)
             return
+        has_waited = not damage.why
         try:
             async with asyncio.timeout(REPAIR_WAIT_S):
                 while not damage.is_over and not damage.why:
@@ -262,8 +324,14 @@ class Repairer:
             return
         if damage.is_copied:
             raise damage.is_being_copied()
+        offsets = damage.offsets_at(found.position)
+        if offsets is None:
+            if has_waited:
+                # What the reader found was filled, and something else of the segment was not.
+                return
+            raise damage.is_being_copied()
         raise CorruptionError(
-            f"Offsets {damage.offsets} of shard {shard.number} cannot be read: they are damaged on this broker's "
+            f"Offsets {offsets} of shard {shard.number} cannot be read: they are damaged on this broker's "
             f"disk, and no copy in sync could give them ({damage.why}).",
             hint="They are asked for again every ten seconds: start the brokers that have other copies, or read on behind them. "
             "All else of the shard is served.",
@@ -278,12 +346,14 @@ class Repairer:
     # Repairs
 
     async def _repair_until_done(self, key: tuple[ShardId, int, int, int], damage: Damage) -> None:
+        told = ""
         try:
             while True:
                 outcome, why = await self._attempt(damage)
                 if outcome in (Outcome.REPAIRED, Outcome.GONE):
                     break
-                if outcome is not Outcome.SOON and not damage.why:
+                if outcome is not Outcome.SOON and told != damage.offsets:
+                    told = damage.offsets
                     self._tell(damage, why)
                 if outcome is not Outcome.SOON:
                     damage.why, damage.is_copied = why, outcome is Outcome.COPIED
@@ -340,56 +410,114 @@ class Repairer:
     async def _from_others(
         self, damage: Damage, disk: ReplicaDisk, segment: SegmentState
     ) -> tuple[Outcome, str]:
-        refused: list[FelixError] = []
-        peers = self._copies.in_sync(damage.shard)
-        for peer in sorted(peers, key=lambda peer: self._failed.get(peer, 0)):
-            try:
-                done = await self._from(peer, damage, disk, segment)
-            except WorkEndedError:
-                raise
-            except FelixError as error:
-                log.warning(
-                    "shard %s: broker %s cannot give what is damaged here: %s", damage.shard, peer, error
-                )
-                refused.append(error)
-                self._failed[peer] = self._failed.get(peer, 0) + 1
-            else:
-                self._failed.pop(peer, None)
-                return Outcome.REPAIRED if done else Outcome.GONE, ""
-        if (
-            refused
-            and all(error.code == Code.UNSUPPORTED for error in refused)
-            and self._copies.may_be_compacted(damage.shard, damage.number)
-        ):
-            return self._copy_anew(damage, "it was compacted elsewhere")
-        return Outcome.LATER, refused[-1].sentence.rstrip(".") if refused else "no other copy is in sync"
-
-    async def _from(self, peer: str, damage: Damage, disk: ReplicaDisk, segment: SegmentState) -> bool:
-        """Write the segment anew with the frames of a peer; False where the log has it no more."""
-        until = self._loop.time() + FROM_ONE_S + segment.segment_bytes / FROM_ONE_RATE
-
-        async def fetch(begin: LogPoint, *, with_annotations: bool) -> Fetched:
-            wanted = Wanted(damage.shard, damage.number, begin, segment.end_point, with_annotations)
-            try:
-                async with asyncio.timeout_at(until):
-                    return await self._source.fetch(peer, wanted)
-            except TimeoutError:
-                raise UnavailableError(f"Broker {peer} takes too long to give it.") from None
-
-        fetched = await fetch(segment.base_point, with_annotations=True)
-        repair = disk.begin_repair(segment, fetched.annotations)
+        """Fill each part that is lost from whoever has it, and put what was filled in its place."""
+        peers = sorted(self._copies.in_sync(damage.shard), key=lambda peer: self._failed.get(peer, 0))
+        asked = _Asked(damage, segment, peers)
+        repair = disk.begin_repair(segment, damage.parts)
+        known, skipped = bool(damage.parts), damage.missed
         try:
-            while True:
-                await self._run(repair.take, fetched.frames)
-                if repair.is_whole:
-                    break
-                if not fetched.frames:
-                    raise UnavailableError(f"Broker {peer} has no more of it.")
-                fetched = await fetch(repair.reached, with_annotations=False)
-            return await self._run(disk.finish_repair, repair)
+            if not known:
+                await self._run(repair.survey)
+            for _ in range(skipped):
+                await self._run(repair.leave)
+            while repair.part is not None:
+                if asked.missed < PARTS_MISSED_MAX and await self._fill(repair, asked):
+                    continue
+                asked.missed += asked.missed < PARTS_MISSED_MAX
+                await self._run(repair.leave)
+            if repair.is_changed or not repair.left:
+                try:
+                    if not await self._run(disk.finish_repair, repair):
+                        return Outcome.GONE, ""
+                except FelixError:
+                    damage.parts, damage.missed = [], 0
+                    raise
         finally:
             with suppress(OSError):
                 await self._run(repair.abandon)
+        damage.parts = repair.left
+        damage.missed = skipped + asked.missed if asked.missed == PARTS_MISSED_MAX else 0
+        if damage.missed >= len(damage.parts):
+            damage.missed = 0
+        if not repair.left:
+            return Outcome.REPAIRED, ""
+        if (
+            asked.refused
+            and not repair.filled
+            and all(error.code == Code.UNSUPPORTED for error in asked.refused)
+            and self._copies.may_be_compacted(damage.shard, damage.number)
+        ):
+            return self._copy_anew(damage, "it was compacted elsewhere")
+        why = asked.refused[-1].sentence.rstrip(".") if asked.refused else "no other copy is in sync"
+        return Outcome.LATER, why
+
+    async def _fill(self, repair: SegmentRepair, asked: _Asked) -> bool:
+        """Whether the part was filled, by several copies one after the other where each has another piece of it. Where what they gave does not fit, each
+        of them is asked first in turn: one of them alone may have given something else."""
+        part = repair.part
+        for first in asked.peers:
+            gave, is_misfit, order = set[str](), False, [first, *(one for one in asked.peers if one != first)]
+            missed = 0
+            while missed < len(order) and not is_misfit:
+                # Around, until none of them has more: one may go on again behind what another one filled.
+                peer = order[0]
+                order = [*order[1:], peer]
+                missed += 1
+                if peer in asked.out:
+                    continue
+                begun = repair.reached
+                try:
+                    await self._give(peer, repair, asked)
+                except WorkEndedError:
+                    raise
+                except FelixError as error:
+                    self._refused(peer, asked, error)
+                    if repair.reached != begun:
+                        gave.add(peer)
+                        missed = 0
+                    is_misfit = error.code == Code.CONFLICT
+                    if not gave - {peer} if is_misfit else error.code not in _HAS_NOT:
+                        asked.out.add(peer)
+                if is_misfit and repair.part is not None:
+                    await self._run(repair.reset)
+                if repair.part is not part:
+                    return True
+            if not is_misfit:
+                return False
+        return False
+
+    def _refused(self, peer: str, asked: _Asked, error: FelixError) -> None:
+        asked.refused.append(error)
+        if peer not in asked.failed:
+            asked.failed.add(peer)
+            self._failed[peer] = self._failed.get(peer, 0) + 1
+            log.warning(
+                "shard %s: broker %s cannot give what is damaged here: %s", asked.damage.shard, peer, error
+            )
+
+    async def _give(self, peer: str, repair: SegmentRepair, asked: _Asked) -> None:
+        """Take what a peer has of the part. Raises what it refuses the rest with; UnavailableError where it takes too long."""
+        part, damage = repair.part, asked.damage
+        while repair.part is part:
+            begin, with_annotations = repair.reached, repair.wants_annotations
+            wanted = Wanted(damage.shard, damage.number, begin, repair.limit, with_annotations)
+            asked_s = self._loop.time()
+            try:
+                async with asyncio.timeout(asked.left_s[peer]):
+                    fetched = await self._source.fetch(peer, wanted)
+            except TimeoutError:
+                raise UnavailableError(f"Broker {peer} takes too long to give it.") from None
+            finally:
+                asked.left_s[peer] -= self._loop.time() - asked_s
+            await self._run(repair.take, fetched.frames, fetched.annotations)
+            if (
+                repair.part is part
+                and repair.reached == begin
+                and repair.wants_annotations == with_annotations
+            ):
+                raise UnavailableError(f"Broker {peer} has no more of it.", code=Code.OFFSET_OUT_OF_RANGE)
+        if peer not in asked.failed:
+            self._failed.pop(peer, None)
 
     async def _run(self, work: Callable[..., _T], *arguments: object) -> _T:
         """What `work` returns, done in a thread; it has ended on return, also where this is cancelled: two threads never have one file."""

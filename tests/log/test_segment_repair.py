@@ -21,6 +21,7 @@ from region.log.segment_check import SegmentCheck
 from region.log.segment_limits import SegmentLimits
 from region.log.segment_repair import SegmentRepair
 from region.log.segment_state import SegmentState
+from region.log.segment_survey import LostPart, lost_parts
 
 FLIPS = count(400, 10_000)
 
@@ -73,6 +74,13 @@ class Copies:
         while not check.step():
             pass
 
+    def lost(self, segment: SegmentState) -> list[LostPart]:
+        descriptor = self.files.open(segment.path, 0)
+        try:
+            return lost_parts(self.files, descriptor, segment)
+        finally:
+            self.files.close(descriptor)
+
     def bytes_of(self, segment: SegmentState) -> bytes:
         descriptor = self.files.open(segment.path, 0)
         try:
@@ -85,11 +93,12 @@ class Copies:
             return repair.finish()
 
     def repair(self, segment: SegmentState) -> bool:
-        annotations = self.other.annotations_at(segment.base_point)
-        repair = SegmentRepair(self.log, self.files, segment, annotations)
+        repair = SegmentRepair(self.log, self.files, segment)
         try:
-            while not repair.is_whole:
-                repair.take(self.other.read_frames(repair.reached, 300, segment.end_point))
+            repair.survey()
+            while repair.part:
+                annotations = self.other.annotations_at(repair.reached)
+                repair.take(self.other.read_frames(repair.reached, 300, repair.limit), annotations)
             repair.verify()
             return self.finish(repair)
         finally:
@@ -137,27 +146,21 @@ def test_every_flipped_bit_is_found_and_repaired() -> None:
 
 def test_frames_that_are_not_those_that_were_written_are_refused_and_nothing_is_changed() -> None:
     copies = Copies(Random(2))
-    segment = copies.log.segments[2]
+    segment = next(
+        one for one in copies.log.segments if frames_of(copies.log, one.base_point, one.end_point)[-1].batch
+    )
     copies.disk.flip(segment.path, (segment.segment_bytes - 3) * 8)
     before = copies.bytes_of(segment)
-    had = copies.other.read_frames(segment.base_point, 1 << 20, segment.end_point)
-    at = next(number for number, frame in enumerate(had) if frame.batch is not None)
-    batch = had[at].batch
-    assert batch is not None
-    changed = entry(had[at].base_offset, had[at].leader_epoch, batch.header.records, payload=b"another")
-    for wrong in ([*had[:at], changed, *had[at + 1 :]], had[at + 1 :]):
-        repair = SegmentRepair(
-            copies.log, copies.files, segment, copies.other.annotations_at(segment.base_point)
-        )
-        with pytest.raises(RequestError) as refused:
-            repair.take(wrong)
-        repair.abandon()
-        assert refused.value.code == Code.CONFLICT
-    repair = SegmentRepair(copies.log, copies.files, segment, copies.other.annotations_at(segment.base_point))
-    repair.take(had[:at])
-    with pytest.raises(RequestError, match="does not have what"):
-        repair.verify()
-    assert not copies.finish(repair)
+    last = frames_of(copies.other, segment.base_point, segment.end_point)[-1]
+    assert last.batch is not None
+    changed = entry(last.base_offset, last.leader_epoch, last.batch.header.records, payload=b"another")
+    for wrong in ([changed], [forged(last)], [entry(last.base_offset + 1, last.leader_epoch, 1)]):
+        assert refuses(copies, segment, {}, [wrong])
+    repair = SegmentRepair(copies.log, copies.files, segment)
+    repair.survey()
+    repair.take([], {})
+    repair.leave()
+    assert not repair.part and len(repair.left) == 1 and not repair.is_changed
     repair.abandon()
     assert copies.bytes_of(segment) == before
     assert not [name for name in copies.files.names(Path("/shard")) if name.endswith(".tmp")]
@@ -175,14 +178,16 @@ def forged(frame: Frame) -> Frame:
 def refuses(
     copies: Copies, segment: SegmentState, annotations: dict[int, bytes], answers: list[list[Frame]]
 ) -> str:
-    """How a repair with these answers is refused."""
-    repair = SegmentRepair(copies.log, copies.files, segment, annotations)
+    """How a repair with these answers is refused; empty where they fit."""
+    repair = SegmentRepair(copies.log, copies.files, segment)
     try:
-        with pytest.raises(RequestError) as refused:
-            for answer in answers:
-                repair.take(answer)
-        assert refused.value.code == Code.CONFLICT
-        return str(refused.value)
+        repair.survey()
+        for answer in answers:
+            repair.take(answer, annotations)
+        return ""
+    except RequestError as refused:
+        assert refused.code == Code.CONFLICT
+        return str(refused)
     finally:
         repair.abandon()
 
@@ -201,24 +206,26 @@ def places(segment: SegmentState, had: list[Frame]) -> list[int]:
 
 
 def test_of_what_can_still_be_read_another_copy_changes_nothing_before_and_behind_the_damage() -> None:
-    """Each entry damaged in turn, and each other one forged by whoever is asked, given as one answer and frame by frame."""
+    """Each entry damaged in turn, and each that is asked for forged by whoever is asked, given as one answer and frame by frame."""
     random, tried = Random(4), 0
     copies = Copies(random)
     for segment in copies.log.segments[:-1]:
         had = frames_of(copies.other, segment.base_point, segment.end_point)
-        annotations = copies.other.annotations_at(segment.base_point)
         for damaged, at in enumerate(places(segment, had)):
-            bit = (at + random.choice((0, 13, 41))) * 8
-            copies.disk.flip(segment.path, bit)
-            for other, frame in enumerate(had):
-                if other == damaged and frame.batch is None:
+            copies.disk.flip(segment.path, (at + random.choice((0, 13, 41))) * 8)
+            (part,) = copies.lost(segment)
+            assert part.position == at
+            asked = frames_of(copies.other, part.begin, part.limit)
+            holds = part.limit.offset - part.next_offset > 0  # the batch behind the part is not taken
+            for other, frame in enumerate(asked[: len(asked) - holds]):
+                if other == 0 and frame.batch is None:
                     continue  # nothing of it can be read
-                given = [*had[:other], forged(frame), *had[other + 1 :]]
+                given = [*asked[:other], forged(frame), *asked[other + 1 :]]
                 for answers in ([given], [[one] for one in given]):
-                    assert refuses(copies, segment, annotations, answers)
+                    assert refuses(copies, segment, {}, answers), damaged
                     tried += 1
             assert copies.repair(segment)
-    assert tried > 300
+    assert tried > 50
     assert all_of(copies.log) == all_of(copies.other)
 
 
@@ -234,7 +241,7 @@ def test_entries_that_begin_elsewhere_than_what_can_still_be_read_are_refused() 
         entry(rest[-1].base_offset, 1, payload=b"." * 50),
     ]
     for answers in ([shifted], [[frame] for frame in shifted]):
-        assert "another entry begins" in refuses(copies, segment, {}, answers)
+        assert refuses(copies, segment, {}, answers)
     assert copies.repair(segment)
 
 
@@ -244,9 +251,9 @@ def test_annotations_that_differ_from_what_a_segment_begins_with_are_refused() -
         one for one in copies.log.segments[1:-1] if len(copies.other.annotations_at(one.base_point)) > 1
     )
     annotations = copies.other.annotations_at(segment.base_point)
-    copies.disk.flip(segment.path, (segment.segment_bytes - 3) * 8)
+    copies.disk.flip(segment.path, (segment.start + 20) * 8)
     had = copies.other.read_frames(segment.base_point, 1 << 20, segment.end_point)
-    for slot, annotation in annotations.items():
+    for slot, annotation in list(annotations.items())[1:]:
         changed = annotations | {slot: bytes([annotation[0] ^ 1]) + annotation[1:]}
         assert f"another annotation {slot}" in refuses(copies, segment, changed, [had])
 
@@ -254,11 +261,81 @@ def test_annotations_that_differ_from_what_a_segment_begins_with_are_refused() -
 def test_a_segment_that_was_let_go_of_meanwhile_is_not_put_back() -> None:
     copies = Copies(Random(3))
     segment = copies.log.segments[0]
-    repair = SegmentRepair(copies.log, copies.files, segment, {})
-    repair.take(copies.other.read_frames(segment.base_point, 1 << 20, segment.end_point))
+    copies.disk.flip(segment.path, (segment.start + 20) * 8)
+    repair = SegmentRepair(copies.log, copies.files, segment)
+    repair.survey()
+    repair.take(copies.other.read_frames(repair.reached, 1 << 20, repair.limit), {})
     repair.verify()
     with copies.log.writer:
         copies.log.trim(segment.next_offset, 1_000)
     assert not copies.finish(repair)
     repair.abandon()
     assert not copies.files.exists(segment.path)
+
+
+def test_lost_parts_are_all_that_does_not_hold_and_what_is_filled_is_as_it_was() -> None:
+    """Stretches of a segment overwritten, a part of them filled: nothing else changes, and what is left is filled later."""
+    random = Random(6)
+    copies = Copies(random)
+    whole = all_of(copies.other)
+    for _ in range(count(60, 2_000)):
+        segment = random.choice(copies.log.segments[:-1])
+        was = copies.bytes_of(segment)
+        for _ in range(random.randrange(1, 4)):
+            begin = random.randrange(segment.segment_bytes)
+            for at in range(begin, min(begin + random.randrange(1, 200), segment.segment_bytes)):
+                copies.disk.flip(segment.path, at * 8 + random.randrange(8))
+        damaged = copies.bytes_of(segment)
+        repair, left = SegmentRepair(copies.log, copies.files, segment), 0
+        repair.survey()
+        while repair.part:
+            part = repair.part
+            assert damaged[part.position : part.end] != was[part.position : part.end]
+            if left < 1 and random.random() < 0.5:
+                repair.leave()
+                left += 1
+                continue
+            annotations = copies.other.annotations_at(repair.reached)
+            repair.take(copies.other.read_frames(repair.reached, 100, part.limit), annotations)
+        if repair.is_changed:
+            repair.verify()
+            assert copies.finish(repair)
+        repair.abandon()
+        assert len(repair.left) == left
+        assert [part[:5] for part in copies.lost(segment)] == [part[:5] for part in repair.left]
+        # Between the parts that were left nothing is damaged any more; in them nothing was changed.
+        for part in repair.left:
+            now = copies.bytes_of(segment)
+            assert now[part.position : part.end] == damaged[part.position : part.end]
+        assert copies.repair(segment)
+        copies.check(segment)
+    assert all_of(copies.log) == whole
+
+
+def test_readers_get_all_but_a_batch_that_is_damaged() -> None:
+    copies = Copies(Random(1), [entry(at, 1, payload=b"." * 60) for at in range(40)])
+    segment = copies.log.segments[1]
+    had = frames_of(copies.log, segment.base_point, segment.end_point)
+    for place in (20, ENTRY_HEADER_BYTES + 100):  # of the entry's head, and of its body
+        bit = (places(segment, had)[2] + place) * 8
+        copies.disk.flip(segment.path, bit)
+        lost = had[2].base_offset
+        assert [part[2:4] for part in copies.lost(segment)] == [(LogPoint(lost), lost + 1)]
+        before = copies.log.read(segment.base_offset, 1 << 20, segment.next_offset, around_damage=True)
+        assert [one.header.base_offset for one in before] == [segment.base_offset, lost - 1]
+        behind = copies.log.read(lost + 1, 1 << 20, segment.next_offset, around_damage=True)
+        assert (
+            behind[0].header.base_offset == lost + 1 and behind[-1].header.next_offset == segment.next_offset
+        )
+        assert len(copies.log.read_frames(segment.base_point, 1 << 20, segment.end_point)) == 2
+        behind_it = copies.log.read_frames(LogPoint(lost + 1), 1 << 20, segment.end_point, is_guessed=True)
+        assert behind_it[0].base_offset == lost + 1
+        assert copies.log.read_frames(LogPoint(lost + 2), 1 << 20, segment.end_point)
+        for read in (
+            copies.log.read,
+            lambda at, size, _, end=segment.end_point: copies.log.read_frames(LogPoint(at), size, end),
+        ):
+            with pytest.raises(SegmentDamagedError) as found:
+                read(lost, 1 << 20, segment.next_offset)
+            assert found.value.position == places(segment, had)[2]
+        copies.disk.flip(segment.path, bit)

@@ -10,12 +10,14 @@ import pytest
 from long_runs import count
 from replication.replicated_region import LOGS, NAMES, SimulatedRegion, frames_of, play, sealed
 
-from felix.batch import NewRecord, encode_batch
+from felix.batch import HEADER_BYTES, NewRecord, encode_batch
 from felix.errors import CorruptionError, FelixError
 from felix.settings import Compaction
 from region.cluster.records import ShardId
 from region.log.scrub import Scrub
+from region.log.segment import ENTRY_HEADER_BYTES, SegmentEntry
 from region.log.segment_check import SegmentCheck
+from region.log.segment_scan import scan_file
 from region.replication import repairer
 from region.replication.disk import ReplicaDisk
 
@@ -190,6 +192,82 @@ def test_what_no_copy_has_is_refused_and_nothing_else_stops(annotated: bool) -> 
         await region.no_more_appends()
 
     play(scene, 4)
+
+
+def batches_of(region: SimulatedRegion, name: str, offset: int) -> list[SegmentEntry]:
+    """Those of the closed segment that has this offset, with where they stand in its file."""
+    segment = next(one for one in disk_of(region, name).log.segments if one.next_offset > offset)
+    files = region.running[name]._files
+    descriptor = files.open(segment.path, 0)
+    try:
+        entries = scan_file(
+            files, descriptor, segment.header, segment.start, segment.segment_bytes, verify_bodies=True
+        )
+        return [entry for entry in entries if entry.header]
+    finally:
+        files.close(descriptor)
+
+
+def flip_batch(region: SimulatedRegion, name: str, offset: int, *, behind: int = 20) -> None:
+    """Flip eight bytes of the batch that has this offset."""
+    batch = next(one for one in batches_of(region, name, offset) if one.next_offset > offset)
+    segment = next(one for one in disk_of(region, name).log.segments if one.next_offset > offset)
+    disk = region.machines[name].disk
+    assert disk is not None
+    for byte in range(8):
+        disk.flip(segment.path, (batch.position + behind + byte) * 8)
+
+
+async def all_copies_closed(region: SimulatedRegion) -> list[int]:
+    """Offsets of three batches that all copies have in one closed segment."""
+    await has_closed_segments(region)
+    await region.no_more_appends()
+    await region.well()
+    batches = batches_of(region, "a", disk_of(region, "a").log.segments[1].base_offset)
+    assert len(batches) > 3
+    return [batches[at].base_offset for at in (0, len(batches) // 2, len(batches) - 1)]
+
+
+def test_copies_with_different_bad_batches_lose_nothing() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        offsets = await all_copies_closed(region)
+        shard, leader = region.shards[0], leader_of(region)
+        whole = await read_all(region, shard)
+        for name, offset in zip(NAMES, offsets, strict=True):
+            flip_batch(region, name, offset)
+        assert await read_all(region, shard) == whole
+        await region.until(lambda: all(is_whole(region, name) for name in NAMES))
+        assert leader_of(region) == leader and not region.running[leader].host.alarms
+        region.check()
+
+    play(scene, 8, scrub=OFTEN)
+
+
+@pytest.mark.parametrize("behind", [20, ENTRY_HEADER_BYTES + HEADER_BYTES], ids=["head", "body"])
+def test_one_bad_batch_at_the_same_place_of_all_copies_is_all_that_is_refused(behind: int) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        _, lost, _ = await all_copies_closed(region)
+        shard, leader = region.shards[0], leader_of(region)
+        whole = await read_all(region, shard)
+        for name in NAMES:
+            flip_batch(region, name, lost, behind=behind)
+        log, found, at = region.running[leader].log(shard, 0), list[tuple[int, bytes]](), 0
+        refused = set[int]()
+        while at < log.high_watermark:
+            try:
+                for one in await log.read_sealed(at, 2_000):
+                    found.append((one.base_offset, bytes(one.data)))
+                    at = one.next_offset
+            except CorruptionError as error:
+                assert f"Offsets {lost} to " in str(error)
+                refused.add(at)
+                at += 1
+        begins = [offset for offset, _ in whole]
+        assert refused == set(range(lost, begins[begins.index(lost) + 1]))
+        assert found == [one for one in whole if one[0] != lost]
+        assert f"offsets {lost} to {max(refused)} of log 0" in region.running[leader].host.alarms[shard]
+
+    play(scene, 8)
 
 
 def test_a_copy_that_is_behind_gets_what_its_leader_had_to_repair_first() -> None:

@@ -15,7 +15,7 @@ from threading import Event, current_thread, main_thread
 import pytest
 from replication.sealed import IDENTITY, entry
 
-from felix.errors import Code, ProtocolError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, ProtocolError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from region.cluster.records import ShardId
@@ -87,7 +87,7 @@ class Copies:
             raise RequestError("It was compacted.", code=Code.UNSUPPORTED)
         log = self.other.log
         annotations = log.annotations_at(wanted.begin) if wanted.with_annotations else {}
-        return Fetched(annotations, log.read_frames(wanted.begin, 300, wanted.end))
+        return Fetched(annotations, log.read_frames(wanted.begin, 300, wanted.end, is_guessed=True))
 
     def damage(self) -> SegmentDamagedError:
         """The first segment's, as whoever reads finds it."""
@@ -161,11 +161,10 @@ async def test_a_repair_that_is_done_after_its_log_was_closed_changes_nothing() 
     with repairing() as asked:
         here, segment = asked.copies.here, asked.copies.here.log.segments[0]
         asked.copies.damage()
-        fetched = await asked.copies.fetch("b", Wanted(SHARD, 0, LogPoint(0), segment.end_point, True))
-        repair = here.begin_repair(segment, fetched.annotations)
-        repair.take(fetched.frames)
-        while not repair.is_whole:
-            repair.take(asked.copies.other.log.read_frames(repair.reached, 300, segment.end_point))
+        repair = here.begin_repair(segment)
+        repair.survey()
+        while repair.part:
+            repair.take(asked.copies.other.log.read_frames(repair.reached, 300, segment.end_point), {})
         here.close()
         with pytest.raises(WorkEndedError):
             here.finish_repair(repair)
@@ -242,7 +241,7 @@ async def says_compacted(peer: str, wanted: Wanted) -> Fetched:
 
 
 async def of_another_segment(peer: str, wanted: Wanted) -> Fetched:
-    return Fetched({}, [entry(5, 1)])
+    return Fetched({}, [entry(wanted.begin.offset + 5, 1)])
 
 
 @pytest.mark.parametrize("ill", [no_answer, refused_answer, says_compacted, of_another_segment])
@@ -289,4 +288,85 @@ async def test_a_copy_that_says_that_it_was_compacted_has_no_log_copied_while_an
         assert damage is not None
         await damage.news.wait()
         assert not damage.is_over and not damage.is_copied and not copies.copied_anew and asked.alarms
+        await asked.repairs.close()
+
+
+def hurt(disk: MemoryDisk, replica: ReplicaDisk, *numbers: int) -> None:
+    """Flip a bit in these batches of the first segment, which are as long as each other."""
+    segment = replica.log.segments[0]
+    each = (segment.segment_bytes - segment.start) // (segment.next_offset - segment.base_offset)
+    for number in numbers:
+        disk.flip(segment.path, (segment.start + number * each + 20) * 8)
+
+
+class Elsewhere:
+    """Two more copies, which have damage of their own."""
+
+    def __init__(self, copies: Copies) -> None:
+        copies.peers = ["b", "c"]
+        self.disks = {name: MemoryDisk() for name in copies.peers}
+        self.replicas = {name: replica(disk.mount()) for name, disk in self.disks.items()}
+
+    def hurt(self, name: str, *numbers: int) -> None:
+        hurt(self.disks[name], self.replicas[name], *numbers)
+
+    async def fetch(self, peer: str, wanted: Wanted) -> Fetched:
+        log = self.replicas[peer].log
+        annotations = log.annotations_at(wanted.begin) if wanted.with_annotations else {}
+        return Fetched(annotations, log.read_frames(wanted.begin, 300, wanted.end, is_guessed=True))
+
+
+async def test_copies_that_are_each_damaged_elsewhere_repair_one_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The damage here spans two batches, of which each other copy has another one."""
+    with repairing() as asked:
+        copies, others = asked.copies, Elsewhere(asked.copies)
+        monkeypatch.setattr(copies, "fetch", others.fetch)
+        others.hurt("b", 1)
+        others.hurt("c", 2)
+        hurt(copies.disk, copies.here, 0, 1, 2)
+        segment = copies.here.log.segments[0]
+        await asked.repairs.repair(
+            SHARD, 0, SegmentDamagedError(segment.path, segment.start, 0, "a bit flipped")
+        )
+        assert asked.repairs.repaired == 1 and not asked.alarms
+        read = copies.here.log.read_frames(segment.base_point, 1 << 20, segment.end_point)
+        whole = copies.other.log.read_frames(segment.base_point, 1 << 20, segment.end_point)
+        assert [one[1:6] for one in read] == [one[1:6] for one in whole]
+        await asked.repairs.close()
+
+
+async def test_what_no_copy_has_is_refused_alone_and_filled_once_one_has_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repairer, "REPAIR_AGAIN_S", 0.01)
+    with repairing() as asked:
+        copies, others = asked.copies, Elsewhere(asked.copies)
+        monkeypatch.setattr(copies, "fetch", others.fetch)
+        others.hurt("b", 0, 2)
+        others.hurt("c", 2)
+        hurt(copies.disk, copies.here, 0, 2)
+        log, segment = copies.here.log, copies.here.log.segments[0]
+
+        async def read(offset: int) -> int:
+            """Up to where batches come from here."""
+            found = await asked.repairs.reading(
+                SHARD,
+                0,
+                lambda: log.read(offset, 1 << 20, segment.next_offset, around_damage=True),
+                asked.repairs._pool,
+            )
+            return found[-1].header.next_offset
+
+        with pytest.raises(CorruptionError, match="Offsets 2 to 2 of shard 0 cannot be read"):
+            await read(2)
+        assert "offsets 2 to 2 of log 0" in asked.alarms[-1]
+        assert (await read(0), await read(1), await read(3)) == (2, 2, segment.next_offset)
+        damage = asked.repairs.note(SHARD, 0, SegmentDamagedError(segment.path, 0, 2, ""))
+        assert damage is not None and not damage.is_over
+        others.hurt("b", 2)
+        while asked.repairs.damaged:  # noqa: ASYNC110 - its news were told already
+            await asyncio.sleep(0.01)
+        assert asked.repairs.repaired == 1 and await read(0) == segment.next_offset
         await asked.repairs.close()
