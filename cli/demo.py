@@ -197,8 +197,8 @@ def _set_up(home: Path, brokers: int) -> str:
     issue_identity(source, load_config(source.config), "bridge", BRIDGE, now_ms())
     for folder in (source, destination):
         issue_identity(folder, load_config(folder.config), APPROVER, APPROVER_NAME, now_ms())
-    trust_region(source, decode_bundle(destination.bundle.read_bytes()))
-    trust_region(destination, decode_bundle(source.bundle.read_bytes()))
+    trust_region(source, decode_bundle(destination.bundle.read_bytes()), now_ms())
+    trust_region(destination, decode_bundle(source.bundle.read_bytes()), now_ms())
     for region in (SOURCE, DESTINATION):
         folder = RegionFolder.of(region)
         state = start_detached(

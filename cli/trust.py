@@ -27,6 +27,7 @@ from keys.bundle import (
     decode_bundle,
 )
 from keys.offer import SignedOffer, decode_offer, is_offer
+from keys.pin import SignedPin
 from region.folder import RegionFolder
 from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
 
@@ -116,11 +117,13 @@ def trust(
     if not yes and not asked:
         _ask(folder, received, bool(fingerprint))
     # Pinned first: the broker takes what was compared, whatever it trusted before.
-    trust_region(folder, received.bundle)
+    pin = trust_region(folder, received.bundle, now_ms(), is_compared=bool(fingerprint) or asked)
     if received.offer is not None:
         keep_offer(folder, received.offer)
+    if not folder.policy_key.exists():
+        note(f"there is no policy key in {folder.secrets}: only brokers with this folder believe it.")
     if read_state(folder.broker_pid) is not None:
-        run(_put_bundle(config.region, received.bundle.encode()))
+        run(_put(config.region, received.bundle, pin))
     out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
 
 
@@ -302,6 +305,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
     return True
 
 
-async def _put_bundle(region: str, body: bytes) -> None:
+async def _put(region: str, bundle: SignedBundle, pin: SignedPin | None) -> None:
+    request = PutDocument("bundle", bundle.encode()) if pin is None else PutDocument("pin", pin.encode())
     async with connect(region) as client:
-        await client.request(PutDocument("bundle", body))
+        await client.request(request)

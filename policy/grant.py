@@ -79,6 +79,7 @@ from policy.residency import Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
     Purpose,
     SignatureError,
+    SignedDocument,
     Trusted,
     canonical,
     decode_body,
@@ -257,6 +258,7 @@ class GrantBook:
     """All grants that one region knows. A changed grant book is a new object (`including`)."""
 
     __slots__ = (
+        "_accepted",
         "_anchors",
         "_beyond",
         "_carried",
@@ -282,9 +284,11 @@ class GrantBook:
         trusted: Trusted | None = None,
         anchors: TrustBundle | None = None,
         *,
+        accepted: frozenset[Document] = frozenset(),
         documents_max: int | None = None,
     ) -> None:
-        """Verifies every document once. `trusted`: the policy keys of both regions, this one's included; `anchors`: their
+        """Verifies every document once, but for the standings and deny entries in `accepted`: that their region signed them was verified when they
+        came, under whichever keys it had then. `trusted`: the policy keys of both regions, this one's included; `anchors`: their
         roots, under which their approvers' certificates stand. What is more than `documents_max` (DOCUMENTS_MAX) is in `left_out`."""
         self._documents_max = DOCUMENTS_MAX if documents_max is None else documents_max
         every = tuple(dict.fromkeys(documents))
@@ -294,6 +298,7 @@ class GrantBook:
         if len(chosen) < len(every):
             held = set(chosen)
             self._beyond = tuple(document for document in every if document not in held)
+        self._accepted = accepted
         self._trusted: Trusted = trusted or {}
         self._anchors = anchors or TrustBundle()
         self._groups: dict[str, dict[Document, None]] = {}
@@ -342,10 +347,16 @@ class GrantBook:
         """A grant book with these documents in addition."""
         return self.changed((), documents)
 
-    def changed(self, gone: Iterable[Document], come: Iterable[Document]) -> Self:
+    def changed(
+        self,
+        gone: Iterable[Document],
+        come: Iterable[Document],
+        accepted: frozenset[Document] | None = None,
+    ) -> Self:
         """The book without `gone` and with `come`, under the same keys: equal to a new one of all these documents, but only the
-        grants and deny entries that these documents concern are rebuilt.
+        grants and deny entries that these documents concern are rebuilt. `accepted`: None for those of before.
         """
+        accepted = self._accepted if accepted is None else accepted
         groups = dict(self._groups)
         touched: dict[str, None] = {}
         beyond = dict.fromkeys(self._beyond)
@@ -365,12 +376,15 @@ class GrantBook:
         count = sum(map(len, groups.values()))
         if self._beyond or count > self._documents_max or len(touched) * ANEW_FROM > len(groups):
             every = (*(document for group in groups.values() for document in group), *beyond)
-            return type(self)(every, self._trusted, self._anchors, documents_max=self._documents_max)
+            return type(self)(
+                every, self._trusted, self._anchors, accepted=accepted, documents_max=self._documents_max
+            )
         made = self._copy()
+        made._accepted = accepted
         made._groups = {group: held for group, held in groups.items() if held}
         for group in touched:
             made._leave_group(group, self._groups.get(group, {}))
-            part = type(self)(groups[group], self._trusted, self._anchors)
+            part = type(self)(groups[group], self._trusted, self._anchors, accepted=accepted)
             made._join(part)
         return made
 
@@ -449,10 +463,10 @@ class GrantBook:
                 accepted = open_import(document, self._trusted)
                 self._entry(accepted.grant).imports.setdefault(document.region, []).append(accepted)
             case Purpose.STANDING:
-                verify(document, self._trusted)
+                self._verify_word(document)
                 self._stand(decode_body(document, Standing, Purpose.STANDING), document.region)
             case Purpose.DENY:
-                verify(document, self._trusted)
+                self._verify_word(document)
                 entry_ = decode_body(document, DenyEntry, Purpose.DENY)
                 if entry_.region != document.region:
                     raise SignatureError(f"A deny entry of {entry_.region} is signed by {document.region}.")
@@ -462,6 +476,10 @@ class GrantBook:
                     self._denies[key] = entry_
             case Purpose.POLICY | Purpose.APPROVAL:
                 raise SignatureError(f"A {document.purpose} is no grant document.")
+
+    def _verify_word(self, document: SignedDocument) -> None:
+        if document not in self._accepted:
+            verify(document, self._trusted)
 
     def _entry(self, grant: str) -> _Entry:
         return self._entries.setdefault(grant, _Entry(grant))

@@ -34,11 +34,13 @@ from keys.key_file import (
     save_signing_key,
 )
 from keys.keyring import create_keyring
+from keys.pin import Pin, SignedPin, sign_pin
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from policy.documents import decode_document
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
+from region.trusted_bundles import read_pin
 
 OPERATOR: Final = "operator"
 _COUNTRY: Final = re.compile("[A-Z]{2}")
@@ -296,8 +298,27 @@ def add_log_keys(folder: RegionFolder, config: RegionConfig, now_ms: int) -> Sig
     return signed
 
 
-def trust_region(folder: RegionFolder, signed: SignedBundle) -> Path:
-    """Store another region's bundle among the trusted ones. A running broker must be notified separately (PutDocument)."""
-    path = folder.trusted / f"{signed.bundle.region}.json"
-    replace_file(path, signed.encode(), PUBLIC)
-    return path
+def trust_region(
+    folder: RegionFolder, signed: SignedBundle, now_ms: int, *, is_compared: bool = True
+) -> SignedPin | None:
+    """Store another region's bundle among the trusted ones, and sign its pin with the region's policy key. A running broker must be notified
+    separately (PutDocument "pin"; "bundle", where there is no new one).
+
+    `is_compared`: people did it now. Else the bundle was trusted here before, or follows one that was: the pin that stands is kept; where none was
+    signed yet, the bundle's time of issue is its number, below that of whatever is compared later elsewhere. None without a new pin, as where the
+    folder has no policy key: then this folder's broker alone believes the bundle.
+    """
+    bundle = signed.bundle
+    replace_file(folder.trusted / f"{bundle.region}.json", signed.encode(), PUBLIC)
+    if not folder.policy_key.exists():
+        return None
+    own = decode_bundle(folder.bundle.read_bytes()).bundle
+    before = read_pin(folder, own, bundle.region)
+    if before is not None and not is_compared:
+        return None
+    least = 1 if before is None else before.pin.number + 1
+    number = max(least, now_ms if is_compared else bundle.issued_ms)
+    pin = Pin(by=own.region, mesh=own.mesh, number=number, bundle=signed)
+    made = sign_pin(pin, load_signing_key(folder.policy_key))
+    replace_file(folder.pin(bundle.region), made.encode(), PUBLIC)
+    return made

@@ -8,7 +8,7 @@
     secrets/           policy, import, receipt, audit and witness keys   region init; broker, cli
     keys/              key file and root keys of the data                region init; broker
     identities/        certificate chain and key, one file an identity   region init, identity issue
-    trusted/           bundles of other regions                          region trust
+    trusted/           bundles of other regions, and signed pins         region trust
     offers/            offers of other regions                           region trust
     data/              streams, metadata, audit logs                     broker
     run/               process id and log of a detached broker           region up
@@ -114,6 +114,10 @@ class RegionFolder:
     @property
     def trusted(self) -> Path:
         return self.root / "trusted"
+
+    def pin(self, region: str) -> Path:
+        """This region's signed pin of another one's bundle, beside that bundle: what a broker puts into the metadata store."""
+        return self.trusted / f"{region}.pin"
 
     def offer(self, region: str) -> Path:
         """What another region said of itself: where it is reached, which entity runs it."""

@@ -590,7 +590,7 @@ class Requests:
             ],
             broker.bridges() if several is None else await several.bridges(broker.bridges()),
             [] if several is None else several.states(stream.record for stream in broker.streams),
-            found.problems,
+            [*found.problems, *self._governance.problems],
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,
             found.remarks,

@@ -269,7 +269,7 @@ async def open_broker(
     mirror = CatalogMirror(store, config.region, runtime)
     await mirror.start()
     stack.push_async_callback(mirror.close)
-    await offer_bundles(folder, catalog, mirror)
+    await offer_bundles(folder, own, catalog, mirror)
     cosigned = WitnessMemory(
         store, config.region, DiskWitnessStore(data / "witness", machine.evidence), runtime
     )

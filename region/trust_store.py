@@ -1,4 +1,4 @@
-"""Documents that a region must not lose: those that forbid, and the newest residency policy; in files beside the log.
+"""What a region must not lose: documents that forbid, the newest residency policy, and whose bundles it believed; in files beside the log.
 
 Brokers read documents from the metadata store, whose administrator could remove one, restore an older one, or exchange one for
 another. The documents are signed by the regions, so a broker that has once accepted one keeps a copy in its data folder and
@@ -6,9 +6,9 @@ keeps applying it, also after a restart: every revocation, and per key the newes
 and of deny entries and liftings (region, pattern, peer). So only a newer signed document of the same region lifts a document
 that forbids. Only a policy's successors replace it.
 
-Invariants: nothing is believed because it stands here: the grant book and the policy's own check verify it again, and what
-cannot be verified now (its region's bundle was taken away) is kept for when it can. `keep*` returns at once and writes in
-a thread of its own; what could not be written is said in the log, and is kept in memory.
+Invariants: what stands here was verified before it was kept, so a document that forbids or lifts holds whatever keys its region has now; a
+policy is verified again. `keep*` returns at once and writes in a thread of its own; what could not be written is said in the log, and is kept in
+memory.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ _DOCUMENT: Final = ".document"
 _REVOCATION: Final = ".revocation"
 """as version 0.1 named them"""
 _POLICY: Final = "policy"
+_TRUSTED: Final = "trusted"
+"""whose bundles were believed (region.governance.trusted_regions)"""
 
 Key = tuple[str, ...]
 Rank = tuple[int, bool, bytes]
@@ -107,10 +109,12 @@ class Newest:
 
 
 class Remembered(NamedTuple):
-    """Signed documents as they came: those that forbid or lift, and the newest policy."""
+    """Signed documents as they came: those that forbid or lift, and the newest policy. `trusted`: what was kept of the regions that were
+    believed; None where a release that kept nothing of them has served here."""
 
     documents: list[bytes]
     policy: bytes | None
+    trusted: bytes | None = b""
 
     def every(self) -> list[bytes]:
         """All of them."""
@@ -130,7 +134,13 @@ class Memory:
         files, folder = self._files, self.folder
         names = files.names(folder) if files.is_folder(folder) else []
         found = (read_file(files, folder / name) for name in names if name.endswith((_REVOCATION, _DOCUMENT)))
-        return Remembered([data for data in found if data is not None], read_file(files, folder / _POLICY))
+        documents = [data for data in found if data is not None]
+        trusted = read_file(files, folder / _TRUSTED)
+        if trusted is None and not names:
+            # From its first start on, a broker believes no region because the store has it.
+            trusted = b""
+            self._write(_TRUSTED, trusted)
+        return Remembered(documents, read_file(files, folder / _POLICY), trusted)
 
     def keep(self, key: Key, document: bytes) -> None:
         """Keep the newest document of this key, in place of the one before."""
@@ -141,6 +151,10 @@ class Memory:
     def keep_policy(self, document: bytes) -> None:
         """Keep the policy that is in force, in place of the one before."""
         self._writer.submit(self._write, _POLICY, document)
+
+    def keep_trusted(self, believed: bytes) -> None:
+        """Keep whose bundles are believed, in place of what was kept before."""
+        self._writer.submit(self._write, _TRUSTED, believed)
 
     def _write(self, name: str, document: bytes) -> None:
         try:

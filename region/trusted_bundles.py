@@ -7,7 +7,8 @@ import logging
 from pathlib import Path
 
 from felix.errors import Code, FelixError, RequestError
-from keys.bundle import RegionBundle, SignedBundle, decode_bundle
+from keys.bundle import RegionBundle, SignedBundle, check_update, decode_bundle
+from keys.pin import SignedPin, decode_pin
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
@@ -50,17 +51,62 @@ def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
     return {signed.bundle.region: signed.bundle for _, signed in _trusted_files(folder)}
 
 
-async def offer_bundles(folder: RegionFolder, catalog: Catalog, mirror: CatalogMirror) -> None:
+def read_pin(folder: RegionFolder, own: RegionBundle, region: str) -> SignedPin | None:
+    """The signed pin of a region in the folder; None where there is none that holds. Blocks."""
+    path = folder.pin(region)
+    try:
+        return decode_pin(_read(path), own) if path.exists() else None
+    except FelixError as error:
+        log.error("%s is not believed: %s", path, error)
+        return None
+
+
+async def offer_bundles(
+    folder: RegionFolder, own: RegionBundle, catalog: Catalog, mirror: CatalogMirror
+) -> None:
     """Put into the catalog what it does not know yet: what was trusted while no broker ran."""
     for path, signed in await asyncio.to_thread(_trusted_files, folder):
         region = signed.bundle.region
-        if not _is_newer(signed.bundle, mirror.trusted().get(region)):
-            continue
-        log.info("trusting %s, from %s", region, path)
-        revision = await catalog.put_trusted(
-            region, signed.encode(), revision=mirror.trusted_revision(region)
-        )
-        await mirror.wait_for(revision)
+        pin = await asyncio.to_thread(read_pin, folder, own, region)
+        if pin is not None and pin.pin.number > _number_of(mirror.pins().get(region), own):
+            log.info("pinning %s, from %s", region, folder.pin(region))
+            await mirror.wait_for(await put_pin(pin, catalog, mirror))
+        elif _is_newer(signed.bundle, mirror.trusted().get(region)):
+            log.info("trusting %s, from %s", region, path)
+            revision = await catalog.put_trusted(
+                region, signed.encode(), revision=mirror.trusted_revision(region)
+            )
+            await mirror.wait_for(revision)
+
+
+async def put_pin(pin: SignedPin, catalog: Catalog, mirror: CatalogMirror) -> int:
+    """Put a verified pin into the catalog, then its bundle, unless a successor that needs no comparing stands there. Returns the revision
+    that has both. Raises RequestError(CONFLICT)."""
+    region, held = pin.bundle.region, mirror.trusted()
+    revision = await catalog.put_pin(region, pin.encode(), revision=mirror.pin_revision(region))
+    if not _continues(pin.bundle, held.get(region)):
+        bundle = pin.pin.bundle.encode()
+        revision = await catalog.put_trusted(region, bundle, revision=mirror.trusted_revision(region))
+    return revision
+
+
+def _number_of(data: bytes | None, own: RegionBundle) -> int:
+    """Of the pin that the store holds; 0 where none holds."""
+    try:
+        return 0 if data is None else decode_pin(data, own).pin.number
+    except FelixError:
+        return 0
+
+
+def _continues(bundle: RegionBundle, held: bytes | None) -> bool:
+    """Whether the store holds this bundle, or what may follow it."""
+    try:
+        signed = None if held is None else decode_bundle(held)
+        if signed is not None and signed.bundle != bundle:
+            check_update(bundle, signed)
+    except FelixError:
+        return False
+    return signed is not None
 
 
 def _is_newer(bundle: RegionBundle, held: bytes | None) -> bool:

@@ -150,8 +150,8 @@ def found_regions(home: Path, at_ms: int) -> tuple[RegionFolder, RegionFolder]:
     issue_identity(us, load_config(us.config), "bridge", BRIDGE, at_ms)
     for folder in (us, eu):
         issue_identity(folder, load_config(folder.config), "approver", APPROVER, at_ms)
-    trust_region(us, decode_bundle(eu.bundle.read_bytes()))
-    trust_region(eu, decode_bundle(us.bundle.read_bytes()))
+    trust_region(us, decode_bundle(eu.bundle.read_bytes()), at_ms)
+    trust_region(eu, decode_bundle(us.bundle.read_bytes()), at_ms)
     return us, eu
 
 

@@ -304,8 +304,8 @@ class Border:
             )
         source, destination = self._source, self._destination
         issue_identity(source, load_config(source.config), "bridge", BRIDGE, now_ms())
-        trust_region(source, decode_bundle(destination.bundle.read_bytes()))
-        trust_region(destination, decode_bundle(source.bundle.read_bytes()))
+        trust_region(source, decode_bundle(destination.bundle.read_bytes()), now_ms())
+        trust_region(destination, decode_bundle(source.bundle.read_bytes()), now_ms())
 
     def _prepare(self) -> None:
         source, destination = self._source, self._destination

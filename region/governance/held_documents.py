@@ -126,13 +126,15 @@ class HeldDocuments:
                     found[half.digest] = one
         return found
 
-    def _is_genuine(self, document: Document) -> bool:
-        """Whether the region that it names signed it, by what this broker believes of that region, and has a say in it."""
+    def _is_genuine(self, document: Document, is_accepted: bool = False) -> bool:
+        """Whether the region that it names signed it, by what this broker believes of that region, and has a say in it. `is_accepted`: that it
+        signed it was verified when it was accepted."""
         try:
             if isinstance(document, Approval):
                 open_approval(document, self._regions.trust)
             else:
-                verify(document, self._regions.believed_policy_keys())
+                if not is_accepted:
+                    verify(document, self._regions.believed_policy_keys())
                 self._require_own_word(document)
         except FelixError:
             return False

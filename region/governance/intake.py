@@ -14,6 +14,7 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId
 from felix.pace import Pace
 from keys.bundle import decode_bundle
+from keys.pin import decode_pin
 from policy.approval import (
     APPROVERS_MAX,
     CLOCK_SKEW_MS,
@@ -60,6 +61,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
+from region.trusted_bundles import put_pin
 
 SIGNED_AGAIN_MAX: Final = 8
 """How often another region may sign one half again, as it does after a new policy; each time is a leaf, and may be a file, for ever."""
@@ -120,6 +122,8 @@ class DocumentIntake:
         """Verify a signed document and put it in force. Returns a sentence for a person. Raises the refusal."""
         if kind == "bundle":
             return await self._put_bundle(body)
+        if kind == "pin":
+            return await self._put_pin(body)
         require_size(kind, body)
         document = parse_document(body)
         if document.purpose is not _PURPOSES.get(kind):
@@ -261,12 +265,33 @@ class DocumentIntake:
         held = self._regions.bundles.get(bundle.region)
         if held == bundle:
             return f"{bundle.region} is trusted already."
-        if held is not None and not await asyncio.to_thread(self._regions.is_pinned, bundle):
+        if not await asyncio.to_thread(self._regions.is_pinned, bundle):
+            if held is None:
+                raise RequestError(
+                    f"Nobody compared this bundle of {bundle.region} for {self._own.region}.",
+                    code=Code.FORBIDDEN,
+                    hint=f"Where {self._own.region}'s policy key is, compare its fingerprint: felix region trust FILE.",
+                )
             self._regions.check_update(held, signed)
         self._regions.check_new(signed)
         revision = self._mirror.trusted_revision(bundle.region)
         await self._catalog.put_trusted(bundle.region, body, revision=revision)
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
+
+    async def _put_pin(self, body: bytes) -> str:
+        pin = decode_pin(body, self._own)
+        region = pin.bundle.region
+        if not self._regions.is_later(pin):
+            if self._regions.bundles.get(region) == pin.bundle:
+                return f"{region} is trusted already."
+            raise RequestError(
+                f"{self._own.region} has compared another bundle of {region}, or this one, later than this pin says.",
+                code=Code.CONFLICT,
+                hint="If this is the bundle to trust, compare it again: felix region trust FILE --fingerprint …, under a clock that is right.",
+            )
+        self._regions.check_new(pin.pin.bundle)
+        await self._judgement.follow_to(await put_pin(pin, self._catalog, self._mirror))
+        return f"{region} is trusted, fingerprint {pin.bundle.fingerprint()}."
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:
         trust, now = self._regions.trust, self._broker.clock_ms()

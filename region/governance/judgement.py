@@ -88,7 +88,7 @@ class Judgement:
     def _changed(self, change: MirrorChange) -> None:
         if self._closed:
             return
-        if change.section in ("grants", "revocations", "denies", "policy", "trusted"):
+        if change.section in ("grants", "revocations", "denies", "policy", "trusted", "pins"):
             try:
                 self.reload()
             finally:
@@ -119,7 +119,8 @@ class Judgement:
         self._waiting |= {digest_of(document) for document in waiting if not counts_at_once(document)}
         self._made = make_book(
             before,
-            (*documents, *self.held.lasting.newest),
+            documents,
+            tuple(self.held.lasting.newest),
             self.regions.believed_policy_keys(),
             dict(self.regions.bundles),
             self.regions.trust,

@@ -1,4 +1,9 @@
-"""What forbids, and what lifts it: of each key the newest document counts, also where the store has it no more."""
+"""What forbids, and what lifts it: of each key the newest document counts, also where the store has it no more.
+
+Invariant: what was once accepted (this broker kept it, or it has its leaf in the region's audit log) stays its region's word, whatever keys that
+region has now, and where it is not trusted any more: its signature was verified when it was accepted, and whoever administers the store
+writes neither into the log nor into this broker's folder.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +48,11 @@ class LastingDocuments:
         self._kept = frozenset(self._unverified)
         self._taken: set[bytes] = set()
 
-    def take(self, held: Iterable[HeldDocument], is_genuine: Callable[[Document], bool]) -> list[Document]:
-        """Take what forbids of these and of what was kept, and what lifts it once it has its leaf, into `newest`. Returns those without a leaf."""
+    def take(
+        self, held: Iterable[HeldDocument], is_genuine: Callable[[Document, bool], bool]
+    ) -> list[Document]:
+        """Take what forbids of these and of what was kept, and what lifts it once it has its leaf, into `newest`. Returns those without a leaf.
+        `is_genuine` is told whether the document was accepted before."""
         self._unverified |= {
             each.digest: each.document
             for each in held
@@ -52,7 +60,7 @@ class LastingDocuments:
         }
         waiting: list[Document] = []
         for digest, document in list(self._unverified.items()):
-            if not is_genuine(document):
+            if not is_genuine(document, digest in self._kept or digest in self._logged):
                 # Its region's bundle may come back: what was kept here is kept until then.
                 if digest not in self._kept:
                     del self._unverified[digest]

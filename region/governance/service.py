@@ -5,9 +5,9 @@ verified against the keys of the region that must have signed them, and only the
 broker's mirror takes them: `judgement` reads `trusted_regions`, `policy_in_force` and `held_documents` at each change, has `leaves`
 written for what the audit log lacks, and rebuilds the `book` of grants.
 
-Invariants: nothing is believed because it stands in the store: the book verifies each document again; what a broker once
-knew of cannot be taken back there, also by way of its restart (region.trust_store): a revocation stays, a policy gives way only to a newer one, and a
-region's bundle only to one that its own policy key signed; what cannot be read allows nothing; a refusal
+Invariants: nothing is believed because it stands in the store: the book verifies each document again, and another region's bundle counts once
+this one's operator compared it; what a broker once knew of cannot be taken back there, also by way of its restart (region.trust_store): a revocation
+stays, a policy gives way only to a newer one, and a region's bundle only to its own successor or a later pin; what cannot be read allows nothing; a refusal
 that concerns residency is handed to the audit log as a DENY leaf before it is answered; without an audit log that can
 be written, nothing is let in or out.
 """
@@ -54,7 +54,7 @@ from region.witnessing import Witnessing
 
 SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
-DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle")
+DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle", "pin")
 """Names of the kinds of documents in PutDocument and ListDocuments."""
 LISTS_PER_S: Final = 100.0
 """Pages of documents for all bridges of one other region: an agent lists six kinds where something changed, once a second at most."""
@@ -114,8 +114,9 @@ class Governance:
         self.watch = DocumentWatch(self._shown)
         self._lists = Pace(LISTS_PER_S, LISTS_BURST, LISTERS_MAX, broker.runtime.clock.monotonic)
         regions = TrustedRegions(
-            own, mirror, pinned, witnessing.witness.follow_all, lambda: trail.checkpoints.witnesses
-        )
+            own, mirror, pinned, witnessing.witness.follow_all, memory, remembered.trusted,
+            lambda: trail.checkpoints.witnesses,
+        )  # fmt: skip
         lasting, policies = read_remembered(remembered)
         self._judgement = Judgement(
             broker, mirror, trail, regions,
@@ -166,6 +167,11 @@ class Governance:
     def bundles(self) -> Mapping[str, RegionBundle]:
         """This region's bundle and those it trusts, by region."""
         return MappingProxyType(self._judgement.regions.bundles)
+
+    @property
+    def problems(self) -> list[str]:
+        """Regions that the store names and this broker does not believe, with the command to go on with."""
+        return list(self._judgement.regions.problems.values())
 
     def trust_of(self, region: str) -> RegionTrust:
         """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""
@@ -285,6 +291,8 @@ class Governance:
         self._require_may_list(identity, kind)
         if kind == "bundle":
             return self._mirror.trusted()
+        if kind == "pin":
+            return self._mirror.pins()
         if kind == "policy":
             policy = self._mirror.policy
             if identity.kind == "bridge" and policy is not None and self.policy is not None:

@@ -411,6 +411,10 @@ class Catalog:
         """Trust another region's authorities; `revision` as in put_document. Answers the new revision."""
         return await self._put(self.keys.trusted(region), bundle, revision)
 
+    async def put_pin(self, region: str, pin: bytes, *, revision: int = 0) -> int:
+        """Pin another region's bundle; `revision` as in put_document. Answers the new revision."""
+        return await self._put(self.keys.pin(region), pin, revision)
+
     async def trusted(self) -> dict[str, bytes]:
         """Bundle by region."""
         return await self._opaque("trusted/")

@@ -63,6 +63,7 @@ Section = Literal[
     "denies",
     "policy",
     "trusted",
+    "pins",
     "quotas",
     "namespaces",
 ]
@@ -76,6 +77,7 @@ _SECTIONS: Final = (
     "denies",
     "policy",
     "trusted",
+    "pins",
     "quotas",
     "namespaces",
 )
@@ -195,6 +197,15 @@ class CatalogMirror:
     def trusted(self) -> dict[str, bytes]:
         """Bundles of other regions' authorities, by region."""
         return self._under("trusted/")
+
+    def pin_revision(self, region: str) -> int:
+        """The revision at which a region's pin was written; 0 where there is none."""
+        entry = self._raw.get(self._keys.pin(region))
+        return 0 if entry is None else entry.mod_revision
+
+    def pins(self) -> dict[str, bytes]:
+        """This region's pins of other regions' bundles, by region."""
+        return self._under("pins/")
 
     @property
     def quotas(self) -> Mapping[tuple[Scope, str], QuotaLimits]:

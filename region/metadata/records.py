@@ -410,6 +410,10 @@ class Keys:
         """Of another region's bundle of authorities."""
         return f"{self.prefix}trusted/{parse_region(region)}"
 
+    def pin(self, region: str) -> str:
+        """Of the pin that this region signed of another one's bundle."""
+        return f"{self.prefix}pins/{parse_region(region)}"
+
     def stream_key(self, incarnation: str) -> str:
         """Of the wrapped key of a stream, where several brokers share it; empty: what all of them begin with."""
         return f"{self.prefix}keys/streams/{incarnation}"

@@ -15,8 +15,8 @@ from felix.runtime.port import Clock
 
 COPY_RATE_BYTES: Final = 16 << 20
 """A second: decision 0136 has what publishers notice of it."""
-BURST_S: Final = 0.05
-"""What may come at once after a pause, in time of the rate: copies that lack little are not held up."""
+BURST_S: Final = 0.004
+"""What may come at once after a pause, in time of the rate: one message of a copy. More of them in a row hold the event loop for as long as publishers notice."""
 TURN_S_MAX: Final = 2.0
 """Nothing waits longer, however many copies are made at once: a follower gives up a leader that does not answer (COPY_MS)."""
 

@@ -45,7 +45,9 @@ from bridge.agent import load_quorum
 from bridge.config import BridgeConfig
 from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.messages import PutDocument
+from felix.runtime.real import now_ms
 from keys.bundle import AuditKey, RegionBundle, decode_bundle, sign_bundle
+from region.bootstrap import trust_region
 
 EU = witness_signer()
 BATCHES = 3
@@ -210,7 +212,9 @@ async def test_a_region_trusts_no_bundle_with_anothers_witness_key(tmp_path: Pat
             with pytest.raises(
                 FelixError, match="cosigns for the region us-east and for the region ap-south"
             ):
-                await client.request(PutDocument("bundle", signed.encode()))
+                pin = trust_region(mesh.eu, signed, now_ms())
+                assert pin is not None
+                await client.request(PutDocument("pin", pin.encode()))
         assert "ap-south" not in mesh.nodes["eu-west"].services.governance.bundles
         assert isinstance(mesh, Mesh) and mesh.trust.regions == ("eu-west", "us-east")
 

@@ -39,6 +39,7 @@ from audit.witness import MemoryWitnessStore, Witness
 from bridge.agent import Agent
 from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.messages import PutDocument
+from felix.runtime.real import now_ms
 from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.hybrid import HybridKeyPair
 from keys.key_file import load_signing_key
@@ -251,8 +252,9 @@ async def test_no_witness_learns_another_key_for_a_log_and_pins_hold(mesh: Mesh,
         with pytest.raises(FelixError, match="other receipt keys"):
             await client.request(PutDocument("bundle", update.encode()))
         # Once an operator compared the fingerprint and pinned it, the same bundle is taken.
-        trust_region(mesh.eu, update)
-        await client.request(PutDocument("bundle", update.encode()))
+        pin = trust_region(mesh.eu, update, now_ms())
+        assert pin is not None
+        await client.request(PutDocument("pin", pin.encode()))
     await until(lambda: node.services.governance.bundles["us-east"] == changed, "the pinned bundle")
     own = msgspec.structs.replace(
         mesh.bundle("eu-west"), receipt_keys=(other,), issued_ms=held.issued_ms + 10_000

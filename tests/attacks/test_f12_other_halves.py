@@ -17,10 +17,11 @@ from felix.identity_file import load_identity
 from felix.messages import PutDocument
 from felix.names import StreamName
 from felix.runtime.real import now_ms
+from keys.bundle import decode_bundle
 from keys.key_file import load_signing_key
 from policy.grant import GrantState, ImportGrant
 from policy.signed import Purpose, SignedDocument, canonical, sign
-from region.bootstrap import issue_identity
+from region.bootstrap import issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
 
@@ -39,8 +40,10 @@ async def third(mesh: Mesh) -> RegionFolder:
     """ap-south: trusted by us-east, with a bridge of its own."""
     folder = make_region(mesh.home, "ap-south")
     issue_identity(folder, load_config(folder.config), "bridge", "mallory", now_ms())
+    pin = trust_region(mesh.us, decode_bundle(folder.bundle.read_bytes()), now_ms())
+    assert pin is not None
     async with mesh.operator("us-east") as client:
-        await client.request(PutDocument("bundle", folder.bundle.read_bytes()))
+        await client.request(PutDocument("pin", pin.encode()))
     return folder
 
 

@@ -187,7 +187,7 @@ class Border:
         self.folder = fixed_region(home, extra=f"engine: {engine}\n")
         other = make_region(home, "eu-west")
         issue_identity(other, load_config(other.config), "bridge", "eu-to-us", now_ms())
-        trust_region(self.folder, decode_bundle(other.bundle.read_bytes()))
+        trust_region(self.folder, decode_bundle(other.bundle.read_bytes()), now_ms())
         self.identity = load_identity(other.identity("eu-to-us"))
         self.process = BrokerProcess(self.folder, home)
         self.address = ("127.0.0.1", int(self.process.wait()["address"].rpartition(":")[2]))

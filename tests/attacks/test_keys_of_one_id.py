@@ -35,6 +35,7 @@ from felix.identity_file import load_identity
 from felix.messages import PutDocument
 from felix.names import SpiffeId
 from felix.profile import Profile
+from felix.runtime.real import now_ms
 from keys.bundle import (
     AuditKey,
     RegionBundle,
@@ -373,7 +374,7 @@ async def test_a_broker_starts_with_such_a_bundle_of_before_and_takes_no_new_one
         policy,
     )
     own = decode_bundle(us.bundle.read_bytes()).bundle
-    trust_region(us, before)
+    trust_region(us, before, made.issued_ms)
     async with running(us) as node:
         trail = node.services.governance.trail
         witness = Witness(TWO, RegionTrust(own).logs, MemoryWitnessStore(), lambda: 1_790_000_000)
@@ -394,7 +395,7 @@ async def test_a_broker_starts_with_such_a_bundle_of_before_and_takes_no_new_one
     audit = us.root / load_config(us.config).data / "audit"
     for bundle in (before, after):
         # Also where somebody had trusted the other order, before there was this rule.
-        trust_region(us, bundle)
+        trust_region(us, bundle, now_ms())
         async with running(us) as node:
             (cosigned, *_) = node.services.governance.trail.checkpoints.cosigned()
             assert [by.key for by in cosigned.cosigned] == [TWO.key]

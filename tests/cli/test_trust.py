@@ -24,6 +24,7 @@ from region.bootstrap import issue_identity, write_profile
 from region.config import RegionConfig
 from region.config import load_config as load_region
 from region.offers import keep_offer, kept_offer, make_offer
+from region.trusted_bundles import read_pin
 
 
 class Sides:
@@ -89,6 +90,33 @@ def test_an_offer_is_compared_once_and_its_updates_are_taken_as_far_as_they_may(
     assert region("trust", "third", "--yes").exit_code == 0
     kept = kept_offer(sides.us, "eu-west")
     assert kept is not None and kept.entity == "Initech"
+
+
+def test_what_was_compared_is_signed_and_what_needs_no_comparing_is_not_signed_again(sides: Sides) -> None:
+    own = decode_bundle(sides.us.bundle.read_bytes()).bundle
+    fingerprint = sides.offer("first")
+    assert region("trust", "first", "--fingerprint", fingerprint).exit_code == 0
+    signed = read_pin(sides.us, own, "eu-west")
+    assert signed is not None and signed.bundle.fingerprint() == fingerprint
+    issue_identity(sides.eu, load_region(sides.eu.config), "bridge", "eu-to-us", now_ms())
+    sides.offer("second")
+    assert region("trust", "second").exit_code == 0
+    assert read_pin(sides.us, own, "eu-west") == signed
+    # As in a folder of before.
+    sides.us.pin("eu-west").unlink()
+    assert region("trust", "second").exit_code == 0
+    renewed = read_pin(sides.us, own, "eu-west")
+    assert renewed is not None and renewed.pin.number == renewed.bundle.issued_ms
+    assert region("trust", "second", "--fingerprint", fingerprint).exit_code == 0
+    compared = read_pin(sides.us, own, "eu-west")
+    assert compared is not None and compared.pin.number > renewed.pin.number
+
+
+def test_a_folder_without_a_policy_key_says_that_it_signs_nothing(sides: Sides) -> None:
+    sides.us.policy_key.unlink()
+    said = region("trust", "first", "--fingerprint", sides.offer("first"))
+    assert said.exit_code == 0 and "no policy key" in said.output
+    assert not sides.us.pin("eu-west").exists() and (sides.us.trusted / "eu-west.json").exists()
 
 
 def test_a_contact_is_kept_in_the_configuration_and_offered_again(sides: Sides) -> None:

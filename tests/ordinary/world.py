@@ -216,9 +216,10 @@ class World:
         for region in self.regions:
             for other in self.others(region):
                 file = self.folder(other).bundle.read_bytes()
-                trust_region(self.folder(region), decode_bundle(file))
+                pin = trust_region(self.folder(region), decode_bundle(file), now_ms())
+                assert pin is not None
                 if self.is_up(region):
-                    await (await self.client(region)).request(PutDocument("bundle", file))
+                    await (await self.client(region)).request(PutDocument("pin", pin.encode()))
 
     def write_policy(self, region: str) -> ResidencyPolicy:
         """A newer one than all before."""

@@ -95,7 +95,7 @@ async def test_each_wrong_identity_is_refused_in_its_own_words(
 async def test_a_trusted_region_s_client_is_not_let_in_either(folder: RegionFolder, tmp_path: Path) -> None:
     own = make_region(tmp_path / "own", "us-east")
     other = make_region(tmp_path / "other", "eu-west")
-    trust_region(own, decode_bundle(other.bundle.read_bytes()))
+    trust_region(own, decode_bundle(other.bundle.read_bytes()), now_ms())
     async with running(own) as node:
         error = await refused(node, load_identity(other.identity("operator")))
         assert error.code is Code.WRONG_REGION

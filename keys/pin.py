@@ -1,0 +1,94 @@
+"""A region's pin of another one: the bundle that its operator compared, signed with this region's own policy key.
+
+It stands in the metadata store, where every broker of the region reads it: whom a region trusts is compared once, and whoever
+administers the store can add nobody (region.governance.trusted_regions). The file is JSON as a bundle is. The signature is Ed25519, for
+the purpose `region-pin`, over the body as JSON with sorted names. Pure.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Final, Literal
+
+import msgspec
+
+from felix.errors import Code, RequestError, TamperError
+from felix.names import trust_domain
+from keys.bundle import BUNDLE_BYTES_MAX, RegionBundle, SignedBundle, check_holds
+from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
+
+PIN_BYTES_MAX: Final = 2 * BUNDLE_BYTES_MAX
+"""A bundle, laid out for people with more white space, and some lines beside it."""
+NUMBER_MAX: Final = (1 << 53) - 1
+_PURPOSE: Final = "region-pin"
+
+
+class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the region `by` of `mesh` compared. Of two pins of one region the later holds: that with the higher `number`, in milliseconds
+    since 1970."""
+
+    format: Literal[1] = 1
+    by: str
+    mesh: str
+    number: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)]
+    bundle: SignedBundle
+
+    def signed_bytes(self) -> bytes:
+        """What the signature is over."""
+        return msgspec.json.encode(self, order="sorted")
+
+
+class SignedPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A pin and the signature of a policy key of the region that compared."""
+
+    pin: Pin
+    signature: Annotated[bytes, msgspec.Meta(min_length=SIGNATURE_BYTES, max_length=SIGNATURE_BYTES)]
+
+    @property
+    def bundle(self) -> RegionBundle:
+        """What is pinned."""
+        return self.pin.bundle.bundle
+
+    def encode(self) -> bytes:
+        """The file, laid out for people."""
+        return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
+
+
+_decoder: Final = msgspec.json.Decoder(SignedPin)
+
+
+def sign_pin(pin: Pin, policy_key: SigningKey) -> SignedPin:
+    """With the policy key of the region that compared."""
+    return SignedPin(pin, policy_key.sign(_PURPOSE, pin.signed_bytes()))
+
+
+def decode_pin(data: bytes, own: RegionBundle) -> SignedPin:
+    """A pin that this region signed, of another one of its mesh. Raises RequestError for its shape or whose it is, TamperError for a
+    signature."""
+    if len(data) > PIN_BYTES_MAX:
+        raise RequestError(f"A pin of {len(data)} bytes; {PIN_BYTES_MAX} are allowed.")
+    # 1. the shape
+    try:
+        signed = _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"This is not a region's pin: {error}.", code=Code.INVALID) from error
+    # 2. whose it is, and of whom
+    pin, bundle = signed.pin, signed.bundle
+    if (pin.by, pin.mesh) != (own.region, own.mesh):
+        raise RequestError(
+            f"A pin by {trust_domain(pin.by, pin.mesh)}; this is {trust_domain(own.region, own.mesh)}.",
+            code=Code.WRONG_REGION,
+        )
+    if bundle.region == own.region or bundle.mesh != own.mesh:
+        raise RequestError(
+            f"{own.region} pins other regions of mesh {own.mesh}, not {trust_domain(bundle.region, bundle.mesh)}.",
+            code=Code.WRONG_REGION,
+        )
+    # 3. the signature, and the bundle's own
+    message = pin.signed_bytes()
+    if not any(VerifyKey(public).holds(_PURPOSE, message, signed.signature) for public in own.policy_keys):
+        raise TamperError(
+            f"The pin of {bundle.region} is not signed by a policy key of {own.region}.",
+            hint=f"Where that key was changed, trust {bundle.region} again: felix region trust FILE. Else find out who wrote it.",
+        )
+    check_holds(pin.bundle)
+    return signed

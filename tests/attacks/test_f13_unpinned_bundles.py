@@ -1,0 +1,347 @@
+"""F13: the metadata store's administrator puts a bundle of his own in place of another region's. No broker believes it, whichever machine it is on."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+from bridge_mesh import ACCEPTED_BY, APPROVER, POLICIES, STREAM, Mesh, two_regions, until
+from region_home import make_region
+
+from felix.errors import Code, FelixError, RequestError
+from felix.identity_file import load_identity
+from felix.messages import DescribeRegion, PutDocument
+from felix.names import StreamName
+from felix.runtime.real import now_ms
+from keys.bundle import RegionBundle, SignedBundle, decode_bundle, sign_bundle
+from keys.key_file import load_signing_key, save_signing_key
+from keys.pin import Pin, sign_pin
+from keys.signing import SigningKey
+from policy.approval import sign_approval
+from policy.grant import (
+    DenyEntry,
+    Standing,
+    StandingAction,
+    open_export,
+    sign_deny,
+    sign_export,
+    sign_import,
+    sign_standing,
+)
+from policy.residency import parse_policy
+from region.bootstrap import issue_identity, trust_region
+from region.config import load_config
+from region.folder import RegionFolder
+from region.governance.service import Governance
+from region.metadata.transaction import Delete, Put, Write
+
+Tally = Callable[[str, int], None]
+NAME = StreamName.parse(STREAM)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with two_regions(tmp_path) as mesh:
+        await mesh.create()
+        yield mesh
+
+
+def governance(mesh: Mesh) -> Governance:
+    return mesh.nodes["us-east"].services.governance
+
+
+def allowed(mesh: Mesh, grant: str) -> Code | None:
+    """Why us-east's broker hands nothing out; None where it does."""
+    try:
+        governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
+    except FelixError as error:
+        return error.code
+    return None
+
+
+async def write(mesh: Mesh, *writes: Write) -> None:
+    """As whoever administers us-east's metadata store."""
+    catalog = mesh.nodes["us-east"].broker.catalog
+    for each in writes:
+        await catalog.store.transact([], [each])
+    revision = (await catalog.store.load(catalog.keys.prefix)).revision
+    await mesh.nodes["us-east"].services.requests._mirror.wait_for(revision)
+
+
+async def on_another_machine(
+    mesh: Mesh, *, files: bool = False, copies: bool = False, pin: bool = False
+) -> None:
+    """us-east's broker starts with the same store, where its folder was copied before `felix region trust`. What is left of the machine
+    on which that ran: its pin `files`, the broker's own `copies`, the `pin` in the store."""
+    if not pin:
+        await write(mesh, Delete(keys(mesh).pin("eu-west")))
+    await mesh.stop("us-east")
+    for name in ("eu-west.json", "eu-west.pin"):
+        if not files:
+            (mesh.us.trusted / name).unlink()
+    if not copies:
+        shutil.rmtree(mesh.us.root / "data" / "governance")
+    await mesh.start("us-east")
+
+
+def keys(mesh: Mesh):  # type: ignore[no-untyped-def]
+    return mesh.nodes["us-east"].broker.catalog.keys
+
+
+class Forger:
+    """Whoever administers the store, with a region of his own that he calls eu-west."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.folder = make_region(mesh.home / "forged", "eu-west")
+        issue_identity(self.folder, load_config(self.folder.config), "approver", APPROVER, now_ms())
+        self.bundle = decode_bundle(self.folder.bundle.read_bytes())
+        self.key = load_signing_key(self.folder.policy_key)
+
+    def bundle_in_its_place(self) -> Put:
+        return Put(keys(self.mesh).trusted("eu-west"), self.bundle.encode())
+
+    def pin(self, number: int, by: str = "us-east") -> Put:
+        pin = Pin(by=by, mesh="acme", number=number, bundle=self.bundle)
+        return Put(keys(self.mesh).pin("eu-west"), sign_pin(pin, self.key).encode())
+
+    async def grant(self) -> str:
+        """us-east's own half and approval, and the forger's for eu-west; each is put where it is taken."""
+        mesh = self.mesh
+        us, eu = (parse_policy(POLICIES[name], name) for name in ("us-east", "eu-west"))
+        export = sign_export(mesh.terms(), us, mesh.key("us-east"), now_ms())
+        trusted = {"us-east": mesh.bundle("us-east").policy_keys, "eu-west": self.bundle.bundle.policy_keys}
+        body = open_export(export, trusted)
+        await mesh.put("us-east", "export", export)
+        await mesh.put("us-east", "approval", mesh.sign_approval("us-east", body.terms_hash))
+        accepted = sign_import(export, eu, self.key.private_key, trusted, ACCEPTED_BY, now_ms())
+        approver = load_identity(self.folder.identity(APPROVER))
+        approval = sign_approval(bytes.fromhex(body.terms_hash), approver, now_ms())
+        for kind, document in (("import", accepted), ("approval", approval)):
+            with pytest.raises(FelixError):
+                await mesh.put("us-east", kind, document)
+        return body.grant
+
+
+@pytest.mark.parametrize("pinned_too", [False, True], ids=["a bundle", "a bundle and a pin"])
+@pytest.mark.parametrize("left", ["nothing", "files", "copies", "pin"])
+async def test_a_forged_bundle_is_believed_nowhere(
+    mesh: Mesh, left: str, pinned_too: bool, tally: Tally
+) -> None:
+    forger = Forger(mesh)
+    await on_another_machine(mesh, **{} if left == "nothing" else {left: True})
+    await write(
+        mesh, forger.bundle_in_its_place(), *([forger.pin(now_ms() + 3_600_000)] if pinned_too else [])
+    )
+    for _ in ("running", "restarted"):
+        grant = await forger.grant()
+        assert allowed(mesh, grant) is not None
+        held = governance(mesh).bundles.get("eu-west")
+        assert held == (None if left == "nothing" else mesh.bundle("eu-west"))
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+    tally("forged bundles", 2)
+
+
+async def test_who_is_not_believed_is_a_problem_until_somebody_trusts_it(mesh: Mesh) -> None:
+    await on_another_machine(mesh)
+    async with mesh.operator("us-east") as client:
+        (problem,) = (await client.request(DescribeRegion())).alarms
+        assert (
+            "eu-west is not trusted here" in problem and "felix region trust FILE --region us-east" in problem
+        )
+        with pytest.raises(RequestError, match="Nobody compared") as refused:
+            await client.request(PutDocument("bundle", mesh.eu.bundle.read_bytes()))
+        assert "felix region trust" in refused.value.hint
+        pin = trust_region(mesh.us, decode_bundle(mesh.eu.bundle.read_bytes()), now_ms())
+        assert pin is not None
+        await client.request(PutDocument("pin", pin.encode()))
+        assert not (await client.request(DescribeRegion())).alarms
+    assert governance(mesh).bundles["eu-west"] == mesh.bundle("eu-west")
+
+
+async def test_a_pin_reaches_brokers_that_have_no_file_and_no_copy(mesh: Mesh) -> None:
+    body, export, accepted = mesh.sign_grant()
+    await mesh.agree("us-east", body, export, accepted)
+    await on_another_machine(mesh, pin=True)
+    assert governance(mesh).bundles["eu-west"] == mesh.bundle("eu-west")
+    await until(lambda: allowed(mesh, body.grant) is None, "the grant")
+
+
+# -- keys that change ------------------------------------------------------------------------------------
+
+
+def change_policy_key(mesh: Mesh) -> SignedBundle:
+    """eu-west signs with another policy key from now on; its bundle as people compare it again."""
+    folder: RegionFolder = mesh.eu
+    key, before = SigningKey.generate(), mesh.bundle("eu-west")
+    folder.policy_key.unlink()
+    save_signing_key(key, folder.policy_key)
+    changed = msgspec.structs.replace(
+        before, issued_ms=before.issued_ms + 10_000, policy_keys=(key.verify_key.public,)
+    )
+    signed = sign_bundle(changed, key)
+    folder.bundle.write_bytes(signed.encode())
+    return signed
+
+
+async def trust(mesh: Mesh, bundle: SignedBundle, machine: RegionFolder | None = None) -> None:
+    """`felix region trust` on a machine, us-east's broker up on another one; None: on the same."""
+    pin = trust_region(machine or mesh.us, bundle, now_ms())
+    assert pin is not None
+    async with mesh.operator("us-east") as client:
+        await client.request(PutDocument("pin", pin.encode()))
+
+
+async def test_a_machine_with_an_older_pin_takes_the_one_compared_later_and_never_goes_back(
+    mesh: Mesh,
+) -> None:
+    catalog = mesh.nodes["us-east"].broker.catalog
+    store = {name: await catalog.store.get(name) for name in (keys(mesh).pin("eu-west"), keys(mesh).trusted("eu-west"))}  # fmt: skip
+    elsewhere = RegionFolder(mesh.home / "elsewhere")
+    shutil.copytree(mesh.us.root, elsewhere.root, ignore=shutil.ignore_patterns("data", "run"))
+    new = change_policy_key(mesh)
+    await trust(mesh, new, elsewhere)
+    assert governance(mesh).bundles["eu-west"] == new.bundle
+    old = decode_bundle((mesh.us.trusted / "eu-west.json").read_bytes()).bundle
+    assert old != new.bundle, "this machine's file is the older one"
+    await mesh.stop("us-east")
+    await mesh.start("us-east")
+    assert governance(mesh).bundles["eu-west"] == new.bundle
+    await write(mesh, *(Put(name, entry.value) for name, entry in store.items() if entry is not None))
+    for _ in ("running", "restarted"):
+        assert governance(mesh).bundles["eu-west"] == new.bundle
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+    async with mesh.operator("us-east") as client:
+        with pytest.raises(RequestError, match="later than this pin says"):
+            await client.request(PutDocument("pin", (mesh.us.trusted / "eu-west.pin").read_bytes()))
+    # Nor where the older file is trusted again there, and nobody compares.
+    mesh.us.pin("eu-west").unlink()
+    held = decode_bundle((mesh.us.trusted / "eu-west.json").read_bytes())
+    pin = trust_region(mesh.us, held, now_ms() + 1_000, is_compared=False)
+    assert pin is not None and pin.pin.number == held.bundle.issued_ms
+    async with mesh.operator("us-east") as client:
+        with pytest.raises(RequestError, match="later than this pin says"):
+            await client.request(PutDocument("pin", pin.encode()))
+    await mesh.stop("us-east")
+    await mesh.start("us-east")
+    assert governance(mesh).bundles["eu-west"] == new.bundle
+
+
+@pytest.mark.parametrize("then", ["runs", "restarts", "lost its copies", "lost copies and snapshot"])
+@pytest.mark.parametrize("what", ["pause", "deny", "revoke"])
+async def test_what_a_region_forbade_stays_forbidden_when_its_keys_change(
+    mesh: Mesh, what: str, then: str
+) -> None:
+    body, export, accepted = mesh.sign_grant()
+    await mesh.agree("us-east", body, export, accepted)
+    await until(lambda: allowed(mesh, body.grant) is None, "the grant")
+    if what == "deny":
+        entry = DenyEntry(streams="acme/ops/*", peer="*", region="eu-west", sequence=1, at=now_ms(), by="a")
+        await mesh.put("us-east", "deny", sign_deny(entry, mesh.key("eu-west")))
+    else:
+        standing = Standing(
+            grant=body.grant, action=StandingAction(what), region="eu-west", sequence=1, at=now_ms(), by="a"
+        )
+        await mesh.put("us-east", "standing", sign_standing(standing, mesh.key("eu-west")))
+    refused = allowed(mesh, body.grant)
+    assert refused is not None
+    await trust(mesh, change_policy_key(mesh))
+    # eu-west accepts the same terms again, under its new key.
+    trusted = {name: mesh.bundle(name).policy_keys for name in ("us-east", "eu-west")}
+    policy = parse_policy(POLICIES["eu-west"], "eu-west")
+    again = sign_import(export, policy, mesh.key("eu-west"), trusted, ACCEPTED_BY, now_ms() + 1)
+    await mesh.put("us-east", "import", again)
+    if then != "runs":
+        await mesh.stop("us-east")
+        forgets = {"restarts": "none", "lost its copies": "*.document"}.get(then, "*")
+        for path in (mesh.us.root / "data" / "governance").glob(forgets):
+            path.unlink()
+        await mesh.start("us-east")
+    assert allowed(mesh, body.grant) is refused
+    if what == "pause":
+        await mesh.stand("us-east", body.grant, StandingAction.RESUME, 2)
+        assert allowed(mesh, body.grant) is Code.PAUSED, "us-east's own word lifts nothing of eu-west's"
+        resume = Standing(
+            grant=body.grant, action=StandingAction.RESUME, region="eu-west", sequence=2, at=now_ms(), by="a"
+        )
+        await mesh.put("us-east", "standing", sign_standing(resume, mesh.key("eu-west")))
+        await until(lambda: allowed(mesh, body.grant) is None, "the newer word under the new key")
+
+
+async def test_a_former_key_says_nothing_new(mesh: Mesh) -> None:
+    """Who has the key that eu-west gave up, and writes the store: what eu-west said before stays, and nothing comes to it."""
+    body, export, accepted = mesh.sign_grant()
+    await mesh.agree("us-east", body, export, accepted)
+    await mesh.stand("us-east", body.grant, StandingAction.RESUME, 1)
+    former = mesh.key("eu-west")
+    standing = Standing(
+        grant=body.grant, action=StandingAction.PAUSE, region="eu-west", sequence=1, at=now_ms(), by="a"
+    )
+    await mesh.put("us-east", "standing", sign_standing(standing, former))
+    await trust(mesh, change_policy_key(mesh))
+    lifted = msgspec.structs.replace(standing, action=StandingAction.RESUME, sequence=2)
+    place = keys(mesh).document("revocations", "state", "lifted")
+    await write(mesh, Put(place, sign_standing(lifted, former).encode_file()))
+    assert allowed(mesh, body.grant) is not None
+    await mesh.stop("us-east")
+    await mesh.start("us-east")
+    assert allowed(mesh, body.grant) is not None
+
+
+# -- from a release that signed no pins ------------------------------------------------------------------
+
+
+async def from_before(mesh: Mesh, *, files: bool) -> None:
+    """The store has bundles and no pins; the broker has copies, but none of whom it believed."""
+    await write(mesh, Delete(keys(mesh).pin("eu-west")))
+    await mesh.stop("us-east")
+    (mesh.us.trusted / "eu-west.pin").unlink()
+    (mesh.us.root / "data" / "governance" / "trusted").unlink()
+    if not files:
+        (mesh.us.trusted / "eu-west.json").unlink()
+    await mesh.start("us-east")
+
+
+@pytest.mark.parametrize("files", [True, False], ids=["with a file", "without"])
+async def test_a_region_of_before_goes_on_with_what_it_believed_and_takes_nothing_more(
+    mesh: Mesh, files: bool
+) -> None:
+    body, export, accepted = mesh.sign_grant()
+    await mesh.agree("us-east", body, export, accepted)
+    await from_before(mesh, files=files)
+    await until(lambda: allowed(mesh, body.grant) is None, "the grant")
+    forger, real = Forger(mesh), mesh.bundle("eu-west")
+    third = make_region(mesh.home, "ap-south")
+    await write(
+        mesh,
+        forger.bundle_in_its_place(),
+        Put(keys(mesh).trusted("ap-south"), third.bundle.read_bytes()),
+    )
+    for _ in ("running", "restarted"):
+        assert governance(mesh).bundles.get("eu-west") == real
+        assert "ap-south" not in governance(mesh).bundles
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+    # Signed once, as the upgrade asks for, it holds on every machine.
+    await trust(mesh, decode_bundle(mesh.eu.bundle.read_bytes()))
+    shutil.rmtree(mesh.us.trusted)
+    mesh.us.trusted.mkdir()
+    await mesh.stop("us-east")
+    shutil.rmtree(mesh.us.root / "data" / "governance")
+    await mesh.start("us-east")
+    assert governance(mesh).bundles.get("eu-west") == real
+
+
+async def test_a_file_that_was_put_there_by_hand_counts_as_before(mesh: Mesh) -> None:
+    """A folder without a policy key, or of a release that signed no pins."""
+    await from_before(mesh, files=True)
+    new: RegionBundle = change_policy_key(mesh).bundle
+    shutil.copy(mesh.eu.bundle, mesh.us.trusted / "eu-west.json")
+    async with mesh.operator("us-east") as client:
+        await client.request(PutDocument("bundle", mesh.eu.bundle.read_bytes()))
+    await until(lambda: governance(mesh).bundles["eu-west"] == new, "the pinned bundle")
