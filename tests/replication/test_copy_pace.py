@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from felix.runtime.simulated import SimulatedLoop, simulated
-from region.replication.copy_pace import BURST_S, TURN_S_MAX, CopyPace
+from region.replication.copy_pace import BURST_S, COPY_RATE_BYTES, TURN_S_MAX, CopyPace
+from region.replication.leader import COPY_BYTES_MAX
 
 RATE = 1 << 20
 PIECE = 1 << 18
@@ -47,7 +48,11 @@ def test_all_copies_together_come_at_the_rate(takers: int) -> None:
 
 
 def test_what_lacks_little_waits_for_nothing() -> None:
-    assert played(1, 100, read=100)[-1] == 0
+    assert played(1, 100, read=40)[-1] == 0
+
+
+def test_after_a_pause_no_more_than_two_messages_leave_in_a_row() -> None:
+    assert COPY_RATE_BYTES * BURST_S <= 1.05 * COPY_BYTES_MAX, "one of the burst, and one that goes into debt"
 
 
 def test_nothing_waits_for_more_than_its_turn_however_many_copies_are_made() -> None:
