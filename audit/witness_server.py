@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 from audit.witness_protocol import ADD_CHECKPOINT, REQUEST_BYTES_MAX
 from audit.witness_service import Answer, WitnessService
 from felix.runtime.real import REAL
+from felix.structs import prepare_structs
 
 log = logging.getLogger("felix.audit.witness")
 
@@ -90,6 +91,7 @@ class WitnessServer:
 
     async def start(self) -> None:
         """Listen; `port` is the one that was taken. Raises OSError where the address cannot be used."""
+        prepare_structs()
         sockets = await _listen(self._host, self.port)
         self.port = sockets[0].getsockname()[1]
         loop = asyncio.get_running_loop()

@@ -70,6 +70,7 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files
+from felix.structs import prepare_structs
 from felix.tasks import end_tasks
 from felix.transport.port import Engine
 from keys.bundle import RegionBundle, decode_bundle
@@ -293,6 +294,7 @@ class Agent:
         """Read the files and begin. `base` is the folder of bridge.yaml, `storage` what the egress log is in. Raises RequestError
         where the files are not as they must be.
         """
+        prepare_structs()
         files = await asyncio.to_thread(load_files, config, paths_of(config, base))
         quorum = None
         if config.require_quorum is not None:

@@ -439,7 +439,7 @@ class SyncRegion(BlockingRegion):
         self, stream: str, shard: int, broker: str, *, lost: Sequence[str] = (), powered_off: bool = False
     ) -> str:
         """Have `broker` lead a shard that nobody may lead by rule; what its copy lacks is lost. Returns the broker's note. Raises
-        RequestError(CONFLICT, NOT_FOUND) where a copy that may have more is alive, or is not named in `lost`."""
+        RequestError(CONFLICT, NOT_FOUND) where a copy that is alive has more, or one that is away or would be cut is not named in `lost`."""
         return self._background.call(
             self._inner.recover_shard(stream, shard, broker, lost=lost, powered_off=powered_off)
         )

@@ -18,6 +18,7 @@ from felix.messages import Goodbye
 from felix.periodic import every
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.structs import prepare_structs
 from felix.tasks import end_tasks
 from felix.transport.driver import check_address
 from felix.transport.port import Listener, engine_named
@@ -97,6 +98,7 @@ class Node:
         replace_folder: bool = False,
     ) -> Node:
         """Open everything and listen. What was opened before a failure is closed again. `replace_folder`: as `open_broker` has it."""
+        prepare_structs()
         stack = AsyncExitStack()
         try:
             if replace_folder and machine.engine is None:

@@ -369,6 +369,7 @@ class Reading(AuditLog):
     def __init__(self, checkpoints: Checkpoints, broker: Broker) -> None:
         trail = SimpleNamespace(
             checkpoint=lambda: OWN,
+            checkpoints=SimpleNamespace(read=lambda note: note),
             status=lambda: SimpleNamespace(durable=0),
             check_continues=lambda note: None,
         )
