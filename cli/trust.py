@@ -116,6 +116,12 @@ def trust(
     asked = _compare(folder, received.bundle, fingerprint, _known(folder, config, others))
     if not yes and not asked:
         _ask(folder, received, bool(fingerprint))
+    if not folder.policy_key.exists() and folder.pin(other.region).exists():
+        raise RequestError(
+            f"{other.region} is trusted by a pin that {config.region} signed, and there is no policy key in {folder.secrets} to sign another one.",
+            code=Code.CONFLICT,
+            hint="Run it on the machine that has the key; all brokers learn of it. Nothing was changed.",
+        )
     # Pinned first: the broker takes what was compared, whatever it trusted before.
     pin = trust_region(folder, received.bundle, now_ms(), is_compared=bool(fingerprint) or asked)
     if received.offer is not None:

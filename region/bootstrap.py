@@ -309,7 +309,10 @@ def trust_region(
     folder has no policy key: then this folder's broker alone believes the bundle.
     """
     bundle = signed.bundle
-    replace_file(folder.trusted / f"{bundle.region}.json", signed.encode(), PUBLIC)
+    path = folder.trusted / f"{bundle.region}.json"
+    # What people compared; a successor's own time is the word of whoever has the other region's key.
+    held = decode_bundle(path.read_bytes()).bundle if path.exists() and not is_compared else bundle
+    replace_file(path, signed.encode(), PUBLIC)
     if not folder.policy_key.exists():
         return None
     own = decode_bundle(folder.bundle.read_bytes()).bundle
@@ -317,7 +320,7 @@ def trust_region(
     if before is not None and not is_compared:
         return None
     least = 1 if before is None else before.pin.number + 1
-    number = max(least, now_ms if is_compared else bundle.issued_ms)
+    number = max(least, now_ms if is_compared else held.issued_ms)
     pin = Pin(by=own.region, mesh=own.mesh, number=number, bundle=signed)
     made = sign_pin(pin, load_signing_key(folder.policy_key))
     replace_file(folder.pin(bundle.region), made.encode(), PUBLIC)

@@ -123,7 +123,7 @@ from region.transactions.participants import QueueParticipant, SubscriptionParti
 from region.transactions.service import TransactionService
 from region.transactions.stream_leaders import StreamLeaders
 from region.trust_store import Memory
-from region.trusted_bundles import offer_bundles, own_bundle, pinned_bundles
+from region.trusted_bundles import offer_bundles, own_bundle, pinned_bundles, signed_pins
 from region.views.together import places_together
 from region.witness_memory import WitnessMemory
 from region.witnessing import Witnessing
@@ -401,6 +401,7 @@ async def open_broker(
         own,
         lambda: pinned_bundles(folder),
         memory, remembered, logged, landings.drained, audit, arrivals, neighbours,
+        await asyncio.to_thread(signed_pins, folder, own),
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)

@@ -51,6 +51,12 @@ def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
     return {signed.bundle.region: signed.bundle for _, signed in _trusted_files(folder)}
 
 
+def signed_pins(folder: RegionFolder, own: RegionBundle) -> list[SignedPin]:
+    """The signed pins in the folder that hold. Blocks."""
+    found = (read_pin(folder, own, region) for region in pinned_bundles(folder))
+    return [pin for pin in found if pin is not None]
+
+
 def read_pin(folder: RegionFolder, own: RegionBundle, region: str) -> SignedPin | None:
     """The signed pin of a region in the folder; None where there is none that holds. Blocks."""
     path = folder.pin(region)
@@ -68,7 +74,7 @@ async def offer_bundles(
     for path, signed in await asyncio.to_thread(_trusted_files, folder):
         region = signed.bundle.region
         pin = await asyncio.to_thread(read_pin, folder, own, region)
-        if pin is not None and pin.pin.number > _number_of(mirror.pins().get(region), own):
+        if pin is not None and pin.pin.number > number_of(mirror.pins().get(region), own):
             log.info("pinning %s, from %s", region, folder.pin(region))
             await mirror.wait_for(await put_pin(pin, catalog, mirror))
         elif _is_newer(signed.bundle, mirror.trusted().get(region)):
@@ -90,7 +96,7 @@ async def put_pin(pin: SignedPin, catalog: Catalog, mirror: CatalogMirror) -> in
     return revision
 
 
-def _number_of(data: bytes | None, own: RegionBundle) -> int:
+def number_of(data: bytes | None, own: RegionBundle) -> int:
     """Of the pin that the store holds; 0 where none holds."""
     try:
         return 0 if data is None else decode_pin(data, own).pin.number

@@ -411,7 +411,13 @@ def _why_not_from(
     """Why `winner` is not to be the shard's copy while these, which are alive, have copies, too."""
     told = {broker: ends[broker] for broker in (winner, *others) if _has_told(broker, ends, brokers)}
     if not others:
-        return None
+        # Alone: who has not said is taken; who says that there is nothing to lead from is not.
+        alone = told.get(winner)
+        return (
+            Refusal(Reason.BEHIND, f"{winner} cannot open its copy: {alone.why}")
+            if isinstance(alone, Unopened)
+            else None
+        )
     if silent := [
         broker
         for broker in (winner, *others)

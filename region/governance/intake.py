@@ -61,7 +61,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
-from region.trusted_bundles import put_pin
+from region.trusted_bundles import number_of, put_pin
 
 SIGNED_AGAIN_MAX: Final = 8
 """How often another region may sign one half again, as it does after a new policy; each time is a leaf, and may be a file, for ever."""
@@ -283,6 +283,9 @@ class DocumentIntake:
         region = pin.bundle.region
         if not self._regions.is_later(pin):
             if self._regions.bundles.get(region) == pin.bundle:
+                if number_of(self._mirror.pins().get(region), self._own) < pin.pin.number:
+                    # Of a key that this region gave up: a broker that begins anew would believe nobody.
+                    await self._judgement.follow_to(await put_pin(pin, self._catalog, self._mirror))
                 return f"{region} is trusted already."
             raise RequestError(
                 f"{self._own.region} has compared another bundle of {region}, or this one, later than this pin says.",

@@ -14,7 +14,7 @@ be written, nothing is let in or out.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -27,6 +27,7 @@ from felix.names import SpiffeId, StreamName
 from felix.pace import Pace
 from felix.peer import Peer, verify_peer
 from keys.bundle import RegionBundle
+from keys.pin import SignedPin
 from policy.access import Verb
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
@@ -100,8 +101,9 @@ class Governance:
         audit: AuditPort | None = None,
         arrivals: ArrivalLog | None = None,
         neighbours: Neighbours | None = None,
+        signed: Iterable[SignedPin] = (),
     ) -> None:
-        """`audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
+        """`signed`: pins of other regions that stand in this region's folder. `audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
         compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
         that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
         self.broker = broker
@@ -115,7 +117,7 @@ class Governance:
         self._lists = Pace(LISTS_PER_S, LISTS_BURST, LISTERS_MAX, broker.runtime.clock.monotonic)
         regions = TrustedRegions(
             own, mirror, pinned, witnessing.witness.follow_all, memory, remembered.trusted,
-            lambda: trail.checkpoints.witnesses,
+            lambda: trail.checkpoints.witnesses, signed,
         )  # fmt: skip
         lasting, policies = read_remembered(remembered)
         self._judgement = Judgement(

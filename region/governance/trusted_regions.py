@@ -52,11 +52,12 @@ class TrustedRegions:
         memory: Memory,
         kept: bytes | None = b"",
         witnesses: Callable[[], Iterable[VerifierKey]] = tuple,
+        signed: Iterable[SignedPin] = (),
     ) -> None:
         """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints compared.
         `follow_logs` is told the audit logs of each region that is trusted. `memory` keeps what is believed, `kept` is what it kept before: None
         where a release has served here that kept nothing, whose belief is taken over once. `witnesses`: all that cosign this region's log, outside ones
-        among them."""
+        among them. `signed`: the pins in this region's folder."""
         self.own = own
         self.bundles: dict[str, RegionBundle] = {own.region: own}
         """this region's and those it trusts, by region"""
@@ -73,6 +74,10 @@ class TrustedRegions:
         for region, bundle in pinned().items():
             if not self._number_of(region):
                 self._believed[region] = Believed(bundle)
+        for pin in signed:
+            # In this broker's own folder: the store may have an earlier one.
+            if self.is_later(pin):
+                self._believed[pin.bundle.region] = Believed(pin.bundle, pin.pin.number)
         self._pins: dict[str, bytes] = {}
         """those that were read, as they stand in the store"""
         self._follow_logs = follow_logs

@@ -454,7 +454,7 @@ class Repairer:
     async def _fill(self, repair: SegmentRepair, asked: _Asked) -> bool:
         """Whether the part was filled, by several copies one after the other where each has another piece of it. Where what they gave does not fit, each
         of them is asked first in turn: one of them alone may have given something else."""
-        part = repair.part
+        part, misfits = repair.part, set[str]()
         for first in asked.peers:
             gave, is_misfit, order = set[str](), False, [first, *(one for one in asked.peers if one != first)]
             missed = 0
@@ -463,7 +463,7 @@ class Repairer:
                 peer = order[0]
                 order = [*order[1:], peer]
                 missed += 1
-                if peer in asked.out:
+                if peer in asked.out or peer in misfits:
                     continue
                 begun = repair.reached
                 try:
@@ -476,7 +476,10 @@ class Repairer:
                         gave.add(peer)
                         missed = 0
                     is_misfit = error.code == Code.CONFLICT
-                    if not gave - {peer} if is_misfit else error.code not in _HAS_NOT:
+                    if is_misfit and not gave - {peer}:
+                        # Of this part alone: it may have guessed, and has the next one.
+                        misfits.add(peer)
+                    elif not is_misfit and error.code not in _HAS_NOT:
                         asked.out.add(peer)
                 if is_misfit and repair.part is not None:
                     await self._run(repair.reset)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -18,7 +20,7 @@ from felix.names import StreamName
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_signing_key
-from keys.pin import Pin, sign_pin
+from keys.pin import Pin, decode_pin, sign_pin
 from keys.signing import SigningKey
 from policy.approval import sign_approval
 from policy.grant import (
@@ -36,7 +38,9 @@ from region.bootstrap import issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
 from region.governance.service import Governance
+from region.governance.trusted_regions import TrustedRegions
 from region.metadata.transaction import Delete, Put, Write
+from region.trusted_bundles import pinned_bundles, signed_pins
 
 Tally = Callable[[str, int], None]
 NAME = StreamName.parse(STREAM)
@@ -230,6 +234,44 @@ async def test_a_machine_with_an_older_pin_takes_the_one_compared_later_and_neve
     await mesh.stop("us-east")
     await mesh.start("us-east")
     assert governance(mesh).bundles["eu-west"] == new.bundle
+
+
+async def test_a_successor_by_a_former_key_takes_the_place_of_nothing_that_was_compared_since(
+    mesh: Mesh,
+) -> None:
+    elsewhere = RegionFolder(mesh.home / "elsewhere")
+    shutil.copytree(mesh.us.root, elsewhere.root, ignore=shutil.ignore_patterns("data", "run"))
+    elsewhere.pin("eu-west").unlink()
+    former = load_signing_key(mesh.eu.policy_key)
+    held = decode_bundle((elsewhere.trusted / "eu-west.json").read_bytes()).bundle
+    new = change_policy_key(mesh)
+    await trust(mesh, new)
+    forged = sign_bundle(msgspec.structs.replace(held, issued_ms=now_ms() + 3_600_000), former)
+    pin = trust_region(elsewhere, forged, now_ms() + 3_600_000, is_compared=False)
+    assert pin is not None and pin.pin.number == held.issued_ms, "the time of what people compared there"
+    async with mesh.operator("us-east") as client:
+        with pytest.raises(RequestError, match="later than this pin says"):
+            await client.request(PutDocument("pin", pin.encode()))
+    assert governance(mesh).bundles["eu-west"] == new.bundle
+
+
+async def test_a_pin_in_the_brokers_own_folder_counts_against_an_earlier_one_in_the_store(
+    mesh: Mesh,
+) -> None:
+    own, keep = mesh.bundle("us-east"), SimpleNamespace(keep_trusted=lambda kept: None)
+    before = decode_pin((mesh.us.trusted / "eu-west.pin").read_bytes(), own)
+    new = change_policy_key(mesh)
+    after = trust_region(mesh.us, new, now_ms())
+    assert after is not None
+    store = SimpleNamespace(
+        pins=lambda: {"eu-west": before.encode()}, trusted=lambda: {"eu-west": before.pin.bundle.encode()}
+    )
+    regions = TrustedRegions(
+        own, cast(Any, store), lambda: pinned_bundles(mesh.us), lambda logs: None, cast(Any, keep),
+        signed=signed_pins(mesh.us, own),
+    )  # fmt: skip
+    regions.read()
+    assert regions.bundles["eu-west"] == new.bundle
 
 
 @pytest.mark.parametrize("then", ["runs", "restarts", "lost its copies", "lost copies and snapshot"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from threading import Event, current_thread, main_thread
 
 import pytest
-from replication.sealed import IDENTITY, entry
+from replication.sealed import IDENTITY, entry, position
 
 from felix.errors import Code, CorruptionError, ProtocolError, RequestError, UnavailableError
 from felix.runtime.real import REAL
@@ -24,6 +25,7 @@ from region.log.errors import SegmentDamagedError
 from region.log.point import LogPoint
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
+from region.log.segment_scan import scan_file
 from region.replication import repairer
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import EpochStart
@@ -369,4 +371,49 @@ async def test_what_no_copy_has_is_refused_alone_and_filled_once_one_has_it(
         while asked.repairs.damaged:  # noqa: ASYNC110 - its news were told already
             await asyncio.sleep(0.01)
         assert asked.repairs.repaired == 1 and await read(0) == segment.next_offset
+        await asked.repairs.close()
+
+
+async def test_a_copy_that_guessed_wrongly_before_a_part_that_nobody_has_still_gives_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def with_position(files: MemoryFiles) -> ReplicaDisk:
+        found = ReplicaDisk.open(PLAN, files=files)
+        starts = (EpochStart(1, f"{1:016x}", LogPoint(0)),)
+        for at in range(12):
+            found.write(found.log.end_point, [entry(at, 1, payload=b"." * 60)], starts, now_ms=1_000)
+            if at == 1:
+                found.write(found.log.end_point, [position(2, 1, b"position", 1)], starts, now_ms=1_000)
+        found.sync()
+        return found
+
+    def flip(disk: MemoryDisk, of: ReplicaDisk, *numbers: int) -> None:
+        """In the heads of these entries, counted as they stand in the file."""
+        segment = of.log.segments[0]
+        file = of.log._files.open(segment.path, os.O_RDONLY)
+        entries = scan_file(
+            of.log._files, file, segment.header, segment.start, segment.segment_bytes, verify_bodies=False
+        )
+        for at in [each.position for number, each in enumerate(entries) if number in numbers]:
+            disk.flip(segment.path, (at + 6) * 8)
+
+    monkeypatch.setattr(sys.modules[__name__], "replica", with_position)
+    monkeypatch.setattr(repairer, "REPAIR_AGAIN_S", 0.01)
+    with repairing() as asked:
+        copies, others = asked.copies, Elsewhere(asked.copies)
+        monkeypatch.setattr(copies, "fetch", others.fetch)
+        # Nobody has the position, and b, which lacks what stands in front of it as well, cannot know of it. It has batch 3.
+        flip(copies.disk, copies.here, 2, 4)
+        flip(others.disks["b"], others.replicas["b"], 1, 2)
+        flip(others.disks["c"], others.replicas["c"], 2, 4)
+        segment = copies.here.log.segments[0]
+        damage = asked.repairs.note(
+            SHARD, 0, SegmentDamagedError(segment.path, segment.start, 0, "a bit flipped")
+        )
+        assert damage is not None
+        async with asyncio.timeout(30):
+            while len(damage.parts) != 1:  # noqa: ASYNC110 - each attempt is news of its own
+                await asyncio.sleep(0.01)
+        (frame,) = copies.here.log.read_frames(LogPoint(3), 1, segment.end_point)
+        assert frame.base_offset == 3
         await asked.repairs.close()
