@@ -15,7 +15,7 @@ from cli.agent import config_text
 from cli.bridge import app as bridge_app
 from cli.region import app as region_app
 from felix.address import Address
-from felix.errors import Code, FelixError
+from felix.errors import Code, FelixError, RequestError
 from felix.runtime.real import now_ms
 from keys.bundle import AuditKey, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
@@ -117,6 +117,19 @@ def test_a_folder_without_a_policy_key_says_that_it_signs_nothing(sides: Sides) 
     said = region("trust", "first", "--fingerprint", sides.offer("first"))
     assert said.exit_code == 0 and "no policy key" in said.output
     assert not sides.us.pin("eu-west").exists() and (sides.us.trusted / "eu-west.json").exists()
+
+
+def test_where_a_pin_was_signed_nobody_is_trusted_without_the_policy_key(sides: Sides) -> None:
+    fingerprint = sides.offer("first")
+    assert region("trust", "first", "--fingerprint", fingerprint).exit_code == 0
+    files = {path: path.read_bytes() for path in sides.us.trusted.iterdir()}
+    sides.us.policy_key.unlink()
+    said = region("trust", "first", "--fingerprint", fingerprint)
+    assert (
+        isinstance(said.exception, RequestError)
+        and "Run it on the machine that has the key" in said.exception.hint
+    )
+    assert files == {path: path.read_bytes() for path in sides.us.trusted.iterdir()}
 
 
 def test_a_contact_is_kept_in_the_configuration_and_offered_again(sides: Sides) -> None:

@@ -372,6 +372,16 @@ def test_r12_a_copy_is_not_recovered_from_while_another_that_is_alive_has_more()
     assert (stage.record().leader, stage.record().isr) == ("b", {"b": 1})
 
 
+def test_r12_nobody_leads_with_the_only_living_copy_where_that_cannot_be_opened() -> None:
+    stage = Stage()
+    stage.place("ab")
+    for broker in "ab":
+        stage.die(broker)
+    damaged = recover(stage, "ab", winner="c", ends={"c": Unopened(1, "a segment does not hold")})
+    assert refused(damaged, Reason.BEHIND)
+    assert damaged.sentence == "c cannot open its copy: a segment does not hold"  # type: ignore[union-attr]
+
+
 def test_r12_who_is_away_or_would_cut_or_cannot_open_its_copy_is_named() -> None:
     stage = emptied()
     ends: dict[str, LogEnd | Unopened] = {"a": end(0, 0, 2), "b": end(7, 200), "c": end(6, 300)}
