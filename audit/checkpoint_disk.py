@@ -169,8 +169,7 @@ class CheckpointFiles:
             # A size that the log does not have is made up.
             is_ahead = self._offered.checkpoint.size < at_least <= newest.checkpoint.size
             shown = newest if is_ahead else self._offered
-        own = (line for line in shown.note.signatures if line.name == shown.checkpoint.origin)
-        return encode_note(shown.note._replace(signatures=tuple(own)))
+        return encode_note(shown.note.signed_by(shown.checkpoint.origin))
 
     def offer_newest(self) -> None:
         """Begin a new round with the newest."""
@@ -221,8 +220,7 @@ class CheckpointFiles:
         if same is None:
             # Whoever brings it may have left out lines of the log.
             own = newest if newest.note.text == added.note.text else added
-            lines = [line for line in own.note.signatures if line.name == added.checkpoint.origin]
-            same = self.read(encode_note(Note(added.note.text, tuple(lines))))
+            same = self.read(encode_note(own.note.signed_by(added.checkpoint.origin)))
         merged = self._merge(self._with_own_lines(same) if signs else same, added)
         if merged.note == same.note:
             return None

@@ -14,7 +14,7 @@ from audit.note import parse_note
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, WAL_FOLDER
 from audit.tile_disk import Folder
 from audit.wal_disk import Recovery, segment_name, segments
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, RequestError
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files
 
@@ -45,10 +45,7 @@ def become_copied(path: Path, size: int, root: bytes, files: Files = SHARED_FILE
     and `root`, or where it has leaves behind that; CorruptionError where its write-ahead file is damaged.
     """
     folder = Folder(path, files)
-    try:
-        lock = files.lock(path)
-    except UnavailableError as error:
-        raise RequestError(f"The audit log {path} is open in another process.", code=Code.CONFLICT) from error
+    lock = folder.lock()
     try:
         if folder.read(COPIED_PATH) is None:
             note = folder.read(CHECKPOINT_PATH)

@@ -30,7 +30,7 @@ from audit.tile import CHECKPOINT_PATH, COPIED_PATH, WAL_FOLDER, Files, TileHash
 from audit.tile_disk import Folder
 from audit.trust import LogTrust, Trust
 from audit.wal_disk import Recovery, encode_append, segment_name
-from felix.errors import Code, CorruptionError, RequestError, TamperError, UnavailableError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 from felix.storage import port
 from felix.storage.disk import LOCK_NAME, SHARED_FILES
 from felix.storage.port import write_all
@@ -84,14 +84,7 @@ def restore_log(
     if origin and origin != log.name:
         raise _another(path, origin, log)
     before = [log.open_kept(note).checkpoint for note in remembered]
-    try:
-        lock = files.lock(path)
-    except UnavailableError as error:
-        raise RequestError(
-            f"The audit log {path} is open in another process.",
-            code=Code.CONFLICT,
-            hint="Stop the broker, or the bridge, that writes it.",
-        ) from error
+    lock = Folder(path, files).lock(hint="Stop the broker, or the bridge, that writes it.")
     try:
         standing = _standing(path, files)
         if standing is not None:

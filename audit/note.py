@@ -85,6 +85,10 @@ class Note(NamedTuple):
     text: str
     signatures: tuple[Signature, ...]
 
+    def signed_by(self, name: str) -> Note:
+        """The same text with the lines under this name alone."""
+        return Note(self.text, tuple(line for line in self.signatures if line.name == name))
+
     def with_signatures(self, more: Iterable[Signature]) -> Note:
         """The same text with further signatures; one of the same key replaces the older one."""
         kept = {(signature.name, signature.key_id): signature for signature in self.signatures}

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from audit.file_size import file_bytes_max, too_long
-from felix.errors import TamperError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.storage.disk import SHARED_FILES
-from felix.storage.port import Files, write_all
+from felix.storage.port import Files, FolderLock, write_all
 from felix.storage.small_file import read_file
 
 _TEMPORARY: Final = ".new"
@@ -36,6 +36,15 @@ class Folder:
     def beside(self) -> Folder:
         """The same folder, for another thread: what it writes it flushes itself."""
         return Folder(self.path, self.storage)
+
+    def lock(self, hint: str = "") -> FolderLock:
+        """Have the log to oneself. Raises RequestError(CONFLICT), with this hint, where another process has it open."""
+        try:
+            return self.storage.lock(self.path)
+        except UnavailableError as error:
+            raise RequestError(
+                f"The audit log {self.path} is open in another process.", code=Code.CONFLICT, hint=hint
+            ) from error
 
     def read(self, path: str) -> bytes | None:
         """The file's bytes, None where there is none. Raises TamperError of a longer one than any of its kind, and of what is no file."""

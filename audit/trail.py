@@ -211,16 +211,9 @@ class Trail:
         assert len({each.key.name for each in signers}) == 1, "a log's keys have one name"
         keys = LogKeys(signers, tuple(key for key in earlier if all(key != each.key for each in signers)))
         known = tuple(witnesses)
+        folder = Folder(path, files)
+        lock = folder.lock(hint="Stop that one first; a log has one writer.")
         try:
-            lock = files.lock(path)
-        except UnavailableError as error:
-            raise RequestError(
-                f"The audit log {path} is open in another process.",
-                code=Code.CONFLICT,
-                hint="Stop that one first; a log has one writer.",
-            ) from error
-        try:
-            folder = Folder(path, files)
             require_kind(folder, copied=copied)
             opening = Opening(folder, keys, known, runtime.clock)
             state = opening.open(tuple(cosigned), copied=copied)

@@ -70,8 +70,7 @@ async def cosign_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: s
         ):
             return
         # The others' lines are nothing to the witness.
-        own = Checkpoint.parse(note.text).origin
-        bare = note._replace(signatures=tuple(line for line in note.signatures if line.name == own))
+        bare = note.signed_by(Checkpoint.parse(note.text).origin)
         try:
             cosigned = await witness.connection().request(Cosign(encode_note(bare), answer.proof))
         except FelixError as error:

@@ -1,6 +1,6 @@
 """msgspec's knowledge of structs, made before threads need it.
 
-msgspec (0.22 and before) learns how a struct is decoded at the first time that somebody decodes it, and shows what it has learned so far to other
+msgspec (0.22) learns how a struct is decoded at the first time that somebody decodes it, and shows what it has learned so far to other
 threads: two that decode structs with one in common for the first time, at once, may crash the process.
 """
 

@@ -40,7 +40,7 @@ from region.cluster import condition, registration, transactions
 from region.cluster.assignments import Leader
 from region.cluster.election import LogEnd, Unopened
 from region.cluster.member import ClusterMember
-from region.cluster.problems import NOTHING_HEARD, Ends, Found, asks_for_ends, look, vacancy
+from region.cluster.problems import NOTHING_HEARD, Ends, Found, asks_for_ends, living_copies, look, vacancy
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.copy_ends import CopyEnds
@@ -517,10 +517,7 @@ class Clustered:
         record = view.shards.get(shard)
         if record is None or self.ends is None:
             return {}
-        living = [
-            broker for broker in {*record.replicas, *record.target} if view.brokers.registration(broker)
-        ]
-        return await self.ends.hear(shard, sorted(living))
+        return await self.ends.hear(shard, sorted(living_copies(view, record)))
 
     async def rebalance(self, *, dry_run: bool) -> ShardMoves:
         """Move copies until each broker has its share. Raises NotLeaderError where another broker is the controller."""

@@ -73,7 +73,7 @@ def asks_for_ends(view: ClusterView, streams: Iterable[Stream]) -> list[ShardId]
     return [
         found[0].id
         for _, found in _largest(groups)
-        if found[0].record and len(_living(view, found[0].record)) > 1
+        if found[0].record and len(living_copies(view, found[0].record)) > 1
     ]
 
 
@@ -141,7 +141,7 @@ def _led_by_nobody(
         yield f"Nobody leads {_named(soon)} yet: a broker is about to."
 
 
-def _living(view: ClusterView, record: ShardRecord) -> list[str]:
+def living_copies(view: ClusterView, record: ShardRecord) -> list[str]:
     """The brokers that have copies and are alive."""
     replicas = dict.fromkeys((*record.replicas, *record.target))
     return [broker for broker in replicas if view.brokers.registration(broker)]
@@ -170,7 +170,7 @@ def _go_on(view: ClusterView, shard: _Shard, region: str, ends: Ends) -> str:
         bring = ""
     if is_audit_log:
         return f"{bring}: more than half of its copies are needed." if bring else ""
-    living = [broker for broker in _living(view, record) if broker not in failed]
+    living = [broker for broker in living_copies(view, record) if broker not in failed]
     if living:
         told = {broker: end for broker in living if isinstance(end := ends.get(broker), LogEnd)}
         winner = max(living, key=lambda broker: _preference(view, record, broker, told))

@@ -410,14 +410,15 @@ def _why_not_from(
 ) -> Refusal | None:
     """Why `winner` is not to be the shard's copy while these, which are alive, have copies, too."""
     told = {broker: ends[broker] for broker in (winner, *others) if _has_told(broker, ends, brokers)}
+    own = told.get(winner)
+    unopened_own = (
+        Refusal(Reason.BEHIND, f"{winner} cannot open its copy: {own.why}")
+        if isinstance(own, Unopened)
+        else None
+    )
     if not others:
         # Alone: who has not said is taken; who says that there is nothing to lead from is not.
-        alone = told.get(winner)
-        return (
-            Refusal(Reason.BEHIND, f"{winner} cannot open its copy: {alone.why}")
-            if isinstance(alone, Unopened)
-            else None
-        )
+        return unopened_own
     if silent := [
         broker
         for broker in (winner, *others)
@@ -428,9 +429,9 @@ def _why_not_from(
             f"{', '.join(silent)} is alive and has not said how far its copy goes.",
             retry=True,
         )
-    own = told[winner]
-    if isinstance(own, Unopened):
-        return Refusal(Reason.BEHIND, f"{winner} cannot open its copy: {own.why}")
+    if unopened_own is not None:
+        return unopened_own
+    assert isinstance(own, LogEnd)
     known = {broker: end for broker in others if isinstance(end := told.get(broker), LogEnd)}
     if more := [broker for broker, end in known.items() if end.rank > own.rank]:
         lacks = max(known[broker].offset for broker in more) - own.offset

@@ -160,7 +160,7 @@ def lost_parts(files: Files, descriptor: int, segment: SegmentState) -> list[Los
                 break  # it stands whole at the beginning of the next window
             if entry is None or not survey.fits(entry):
                 survey.lost(position + index, None)
-                index = _next(files, descriptor, header, position + index + 1, end) - position
+                index = (next_entry(files, descriptor, header, position + index + 1, end) or end) - position
                 break
             if _body_holds(window, index, entry):
                 survey.holds(entry)
@@ -178,10 +178,6 @@ def _body_holds(window: memoryview, index: int, entry: SegmentEntry) -> bool:
         return True
     body = window[index + entry.length - header.body_length : index + entry.length]
     return len(body) == header.body_length and body_checksum(body) == header.body_checksum
-
-
-def _next(files: Files, descriptor: int, header: SegmentHeader, position: int, end: int) -> int:
-    return next_entry(files, descriptor, header, position, end) or end
 
 
 def next_entry(files: Files, descriptor: int, header: SegmentHeader, position: int, end: int) -> int | None:

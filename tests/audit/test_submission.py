@@ -49,6 +49,19 @@ def until(true: Callable[[], bool], what: str) -> None:
 
 
 @contextmanager
+def witnessed_log(folder: Path, leaves: int) -> Iterator[tuple[Trail, Running]]:
+    """A log of so many leaves, all checkpointed, and a witness that takes it."""
+    with (
+        closing(Trail.open(folder / "log", log_signer(), settings=BRISK)) as trail,
+        serving(folder / "w") as running,
+    ):
+        running.state.add_log(trail.key.name, trail.key)
+        append(trail, leaves)
+        trail.publish()
+        yield trail, running
+
+
+@contextmanager
 def submitting(trail: Trail, *targets: WitnessTarget) -> Iterator[Submissions]:
     submissions = Submissions(trail, targets)
     for each in submissions._all:
@@ -85,13 +98,7 @@ def test_checkpoints_are_cosigned_by_all_witnesses_as_the_log_grows(tmp_path: Pa
 
 
 def test_a_log_catches_up_with_a_witness_that_knows_another_size(tmp_path: Path) -> None:
-    with (
-        closing(Trail.open(tmp_path / "log", log_signer(), settings=BRISK)) as trail,
-        serving(tmp_path / "w") as running,
-    ):
-        running.state.add_log(trail.key.name, trail.key)
-        append(trail, 3)
-        trail.publish()
+    with witnessed_log(tmp_path, leaves=3) as (trail, running):
         first = Submission(trail, target(running))
         trail.checkpoints.trust_witnesses(keys(running))
         first.submit()
@@ -113,13 +120,7 @@ def test_a_witness_is_asked_for_lines_that_somebody_else_left_out_and_for_none_t
         asked.append(request)
         return call(client, request)
 
-    with (
-        closing(Trail.open(tmp_path / "log", log_signer(), settings=BRISK)) as trail,
-        serving(tmp_path / "w") as running,
-    ):
-        running.state.add_log(trail.key.name, trail.key)
-        append(trail, 3)
-        trail.publish()
+    with witnessed_log(tmp_path, leaves=3) as (trail, running):
         submission = Submission(trail, target(running))
         trail.checkpoints.trust_witnesses(keys(running))
         # A stranger was first, and brings the log the Ed25519 line alone.
@@ -147,13 +148,7 @@ def test_a_witness_is_asked_for_lines_that_somebody_else_left_out_and_for_none_t
 
 def test_a_witness_that_has_more_than_the_log_is_reported_and_asked_again_later(tmp_path: Path) -> None:
     """The log was put back to an earlier copy; its own key signs another history."""
-    with (
-        closing(Trail.open(tmp_path / "log", log_signer(), settings=BRISK)) as trail,
-        serving(tmp_path / "w") as running,
-    ):
-        running.state.add_log(trail.key.name, trail.key)
-        append(trail, 9)
-        trail.publish()
+    with witnessed_log(tmp_path, leaves=9) as (trail, running):
         trail.checkpoints.trust_witnesses(keys(running))
         Submission(trail, target(running)).submit()
         with closing(Trail.open(tmp_path / "again", log_signer(), settings=BRISK)) as shorter:
