@@ -332,8 +332,12 @@ class Region:
     # -- what tests look at ----------------------------------------------------------------------------
 
     async def until(self, holds: Callable[[], object], seconds: float = 120) -> None:
+        """Raises what a client got that it must not get, as soon as there is such a thing."""
         async with asyncio.timeout(seconds):
-            while not holds():  # noqa: ASYNC110 - no event is set for it
+            while not holds():
+                for task in self._tasks:
+                    if task.done():
+                        task.result()
                 await asyncio.sleep(0.05)
 
     def record(self, shard: ShardId) -> ShardRecord | None:
@@ -418,6 +422,11 @@ class Region:
         self._clients_end.set()
         for task in self._tasks:
             await task
+
+    async def end_clients(self) -> None:
+        """However far they are: a scene that failed leaves no task with an exception behind, which the collector would log in
+        the middle of any later test."""
+        await end_tasks(*self._tasks)
 
     def acknowledged(self) -> int:
         return sum(len(client.acknowledged) for client in self.clients)
@@ -610,7 +619,10 @@ def play(
         region = SimulatedRegion(loop, store, shards, answers_early=answers_early, scrub=scrub)
         await region.start()
         await region.well()
-        await scene(region)
+        try:
+            await scene(region)
+        finally:
+            await region.end_clients()
         for broker in list(region.running.values()):
             await broker.close()
         await store.close()
