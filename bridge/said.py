@@ -131,7 +131,8 @@ def _newest(listed: Iterable[Document]) -> dict[tuple[str, _Key], Any]:
 
 def _place_of(document: Document) -> tuple[_Key, Any] | None:
     """What a document is about, and its rank there as whoever verifies a log ranks it; None for one that no later word replaces, and for
-    one that cannot be read."""
+    one that cannot be read. A word that stops or lets go on is of the key that signed it, too: where its region gave that key up, whoever verifies
+    believes it no more, and it takes the place of none under the next."""
     if isinstance(document, Approval):
         return None
     try:
@@ -149,10 +150,10 @@ def _place_of(document: Document) -> tuple[_Key, Any] | None:
                     # Of several the first holds, and any of them ends the grant.
                     return ("revoke", standing.grant), ()
                 if standing.action in (StandingAction.PAUSE, StandingAction.RESUME):
-                    return ("stand", standing.grant), standing_rank(standing)
+                    return ("stand", standing.grant, document.key), standing_rank(standing)
             case Purpose.DENY:
                 entry = decode_body(document, DenyEntry, Purpose.DENY)
-                return ("deny", entry.streams, entry.peer), deny_rank(entry)
+                return ("deny", entry.streams, entry.peer, document.key), deny_rank(entry)
     except FelixError:
         pass
     return None

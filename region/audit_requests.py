@@ -111,7 +111,9 @@ class PassedTold(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeavesStand(msgspec.Struct, frozen=True, array_like=True):
-    """The documents that have their leaf, and those whose leaf is being written: it may stand already."""
+    """The documents that have their leaf, and those whose leaf is being written: it may stand already. `leaves`: by document the index of its leaf,
+    of those that forbid or lift; none by a broker of an earlier release."""
 
     digests: list[bytes]
     writing: list[bytes] = []
+    leaves: dict[bytes, int] = {}

@@ -353,7 +353,9 @@ class AuditServer:
                         await self._logged.news.following.wait()
                         if enough > 1:
                             await asyncio.sleep(COLLECT_S)
-        return LeavesStand(stand(), list(filter(self._logged.may_stand, asked.digests)))
+        found = stand()
+        leaves = {digest: leaf for digest in found if (leaf := self._logged.leaf_of(digest)) is not None}
+        return LeavesStand(found, list(filter(self._logged.may_stand, asked.digests)), leaves)
 
 
 def _shard_of(group: list[EncodedLeaf]) -> ShardName | None:

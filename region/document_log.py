@@ -125,9 +125,15 @@ class DocumentLog:
         """By the SHA-256 of the document's file."""
         return digest in self._documents
 
-    def learn(self, digest: bytes) -> None:
-        """A document has its durable leaf: here, or as the broker that has the log says."""
+    def leaf_of(self, digest: bytes) -> int | None:
+        """The index of the leaf of a document that lasts; None where it has none, or it is not known which."""
+        return self._lasting.get(digest)
+
+    def learn(self, digest: bytes, leaf: int | None = None) -> None:
+        """A document has its durable leaf: here, or as the broker that has the log says. `leaf`: its index, of a document that lasts."""
         self._documents.add(digest)
+        if leaf is not None:
+            self._lasting.setdefault(digest, leaf)
         self._writing.pop(digest, None)
         self.news.tell()
 
@@ -157,14 +163,15 @@ class DocumentLog:
             await asyncio.to_thread(self._trail.keep_document, document)
             self._writing.setdefault(digest, self._clock.boot_ms())
             try:
-                await self._trail.append([leaf()])
+                made = leaf()
+                index = await self._trail.append([made])
             except UnavailableError:
                 # It may stand all the same.
                 raise
             except Exception:
                 self.lacks(digest)
                 raise
-            self.learn(digest)
+            self.learn(digest, index if made.header.kind in LASTING else None)
             return True
 
     async def close(self) -> None:

@@ -175,6 +175,10 @@ class HomeLeaves:
         """Never asked here."""
         raise AssertionError("the log is here")
 
+    def leaf_of(self, digest: bytes) -> int | None:
+        """Nobody else says it."""
+        return None
+
 
 class MovingLeaves:
     """`governance.leaves.Neighbours` where brokers copy the log, and any of them may go on with it."""
@@ -196,6 +200,10 @@ class MovingLeaves:
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
         """As the broker that is home says."""
         return await self._elsewhere.has_leaf(digest, passed=passed)
+
+    def leaf_of(self, digest: bytes) -> int | None:
+        """As the broker that is home said."""
+        return self._elsewhere.leaf_of(digest)
 
     def written(self, digest: bytes) -> None:
         """It has its leaf."""

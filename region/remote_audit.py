@@ -386,12 +386,18 @@ class RemoteLeaves:
     def __init__(self, home: _Home) -> None:
         self._home = home
         self._asked: dict[bool, dict[bytes, asyncio.Future[bool | None]]] = {}
+        self._leaves: dict[bytes, int] = {}
+        """indexes of leaves of which nobody here was told yet"""
         self._tasks = TaskSet()
 
     async def all_passed(
         self, digest: bytes, leads_to: Callable[[StreamName], bool], is_stored: Callable[[], bool]
     ) -> None:
         """Nothing: the broker that writes the leaf waits for the others."""
+
+    def leaf_of(self, digest: bytes) -> int | None:
+        """As the broker that wrote it said; once."""
+        return self._leaves.pop(digest, None)
 
     def written(self, digest: bytes) -> None:
         """Nothing: nobody told this broker anything."""
@@ -416,6 +422,7 @@ class RemoteLeaves:
             "which documents have their leaf waits",
         )
         stand, writing = set(answer.digests), set(answer.writing)
+        self._leaves |= {digest: leaf for digest, leaf in answer.leaves.items() if digest in asked}
         for digest, waiting in asked.items():
             if not waiting.done():
                 waiting.set_result(None if digest in writing else digest in stand)

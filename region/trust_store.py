@@ -2,11 +2,12 @@
 
 Brokers read documents from the metadata store, whose administrator could remove one, restore an older one, or exchange one for
 another. The documents are signed by the regions, so a broker that has once accepted one keeps a copy in its data folder and
-keeps applying it, also after a restart: every revocation, and per key the newest of pauses and resumptions (grant and region)
-and of deny entries and liftings (region, pattern, peer). So only a newer signed document of the same region lifts a document
-that forbids. Only a policy's successors replace it.
+keeps applying it, also after a restart: every revocation, and per place the newest of pauses and resumptions (grant and region)
+and of deny entries and liftings (region, pattern, peer) that each policy key of the region signed. So only a newer signed document of the
+same region lifts a document that forbids. Only a policy's successors replace it.
 
-Invariants: what stands here was verified before it was kept, so a document that forbids or lifts holds whatever keys its region has now; a
+Invariants: what stands here was verified before it was kept, so a document that forbids or lifts holds whatever keys its region has now; what
+forbids under a key that its region gave up is lifted only by a word under a key that it has now, whose leaf stands behind it; a
 policy is verified again. `keep*` returns at once and writes in a thread of its own; what could not be written is said in the log, and is kept in
 memory.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -25,12 +26,12 @@ from felix.storage.disk import PRIVATE_FILES
 from felix.storage.port import Files
 from felix.storage.small_file import read_file, replace_durably
 from policy.grant import DenyEntry, Standing, StandingAction
-from policy.signed import Purpose, SignedDocument, decode_body
+from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, decode_body, verify
 
 log = logging.getLogger("felix.region.governance")
 
 NEWEST_MAX: Final = 100_000
-"""Keys: of each another region can make 5,000 by its bridge; more come only through the store's administrator."""
+"""Documents: of places another region can make 5,000 by its bridge; more come only through the store's administrator."""
 _DOCUMENT: Final = ".document"
 _REVOCATION: Final = ".revocation"
 """as version 0.1 named them"""
@@ -72,40 +73,110 @@ def forbids(document: SignedDocument) -> bool:
     return found is not None and found[1][1]
 
 
+class _Word(NamedTuple):
+    rank: Rank
+    document: SignedDocument
+
+
 class Newest:
-    """The newest document of each key. Each was verified by the caller that added it, or waits until it can be."""
+    """What regions said in each place: of each policy key that signed there the newest word. Each was verified by the caller that added it.
+
+    Of one key's words the highest number counts, and so of those under the keys that the region has now. A word that forbids under a key that
+    it gave up stays in force beside them, until one under a key of now lifts it: one whose leaf stands behind its own in this region's log.
+    No number says that, for whoever had the former key chose it; and what lifts under a former key lifts nothing of another one.
+    """
 
     def __init__(self) -> None:
-        self._held: dict[Key, tuple[Rank, SignedDocument]] = {}
+        self._held: dict[Key, dict[str, _Word]] = {}
+        """by place, and by the key that signed; a revocation holds whoever signed it first"""
+        self._count = 0
 
-    def __iter__(self) -> Iterator[SignedDocument]:
-        return (document for _, document in self._held.values())
+    def in_force(
+        self, trusted: Trusted, leaf_of: Callable[[SignedDocument], int | None]
+    ) -> Iterator[SignedDocument]:
+        """Of each place the word that counts. `trusted`: the policy keys that regions have now. `leaf_of`: the index of a document's leaf."""
+        for words in self._held.values():
+            if len(words) == 1:
+                yield next(iter(words.values())).document
+            else:
+                yield _in_force(words, trusted, leaf_of)
 
     def has(self, document: SignedDocument) -> bool:
         """Whether something is held in this document's place, be it this one or another."""
         found = place_of(document)
         return found is not None and found[0] in self._held
 
-    def outranks(self, document: SignedDocument) -> bool:
-        """Whether a later word of the same region stands in this document's place: nothing comes of it any more."""
+    def is_of_several_keys(self, document: SignedDocument) -> bool:
+        """Whether words under several keys stand in its place."""
         found = place_of(document)
-        held = None if found is None else self._held.get(found[0])
-        return found is not None and held is not None and held[0] > found[1]
+        return found is not None and len(self._held.get(found[0], ())) > 1
+
+    def outranks(self, document: SignedDocument, trusted: Trusted) -> bool:
+        """Whether a later word of the same region stands in this document's place: nothing comes of it any more, as long as its region has these keys."""
+        found = place_of(document)
+        if found is None:
+            return False
+        key, rank = found
+        words = self._held.get(key, {})
+        signer = _signer(key, document)
+        if signer in words and words[signer].rank > rank:
+            return True
+        later = [word.document for name, word in words.items() if name != signer and word.rank > rank]
+        return (
+            bool(later) and _is_present(document, trusted) and any(_is_present(one, trusted) for one in later)
+        )
 
     def take(self, document: SignedDocument) -> Key | None:
-        """Take a document that has a place; its key where it is now the newest, None where it is not."""
+        """Take a document that has a place; what to keep it under where it is now the newest of its key there, None where it is not."""
         found = place_of(document)
         assert found is not None
         key, rank = found
-        held = self._held.get(key)
+        signer = _signer(key, document)
+        words = self._held.get(key, {})
         # Of several revocations the first holds: it ranks as high as any.
-        if held is not None and held[0] >= rank:
+        if signer in words and words[signer].rank >= rank:
             return None
-        if held is None and len(self._held) >= NEWEST_MAX:
-            log.error("%d documents that forbid are kept, the most; %s is not", NEWEST_MAX, "/".join(key))
-            return None
-        self._held[key] = (rank, document)
-        return key
+        if signer not in words:
+            if self._count >= NEWEST_MAX:
+                log.error("%d documents that forbid are kept, the most; %s is not", NEWEST_MAX, "/".join(key))
+                return None
+            self._count += 1
+        self._held.setdefault(key, words)[signer] = _Word(rank, document)
+        return (*key, signer) if signer else key
+
+
+def _signer(key: Key, document: SignedDocument) -> str:
+    return "" if key[0] == "revoke" else document.key
+
+
+def _is_present(document: SignedDocument, trusted: Trusted) -> bool:
+    """Whether a key that its region has now signed it."""
+    try:
+        verify(document, trusted)
+    except SignatureError:
+        return False
+    return True
+
+
+def _in_force(
+    words: Mapping[str, _Word], trusted: Trusted, leaf_of: Callable[[SignedDocument], int | None]
+) -> SignedDocument:
+    """Of the words of several keys in one place the one that counts."""
+    present = [word for word in words.values() if _is_present(word.document, trusted)]
+    newest = max(present, key=lambda word: word.rank, default=None)
+    if newest is not None and newest.rank[1]:
+        return newest.document
+    lifted_at = None if newest is None else leaf_of(newest.document)
+
+    def is_lifted(word: _Word) -> bool:
+        said_at = leaf_of(word.document)
+        return lifted_at is not None and said_at is not None and said_at < lifted_at
+
+    former = [word for word in words.values() if word not in present]
+    forbids = [word for word in former if word.rank[1] and not is_lifted(word)]
+    if forbids:
+        return max(forbids, key=lambda word: word.rank).document
+    return (newest or max(former, key=lambda word: word.rank)).document
 
 
 class Remembered(NamedTuple):
@@ -143,7 +214,7 @@ class Memory:
         return Remembered(documents, read_file(files, folder / _POLICY), trusted)
 
     def keep(self, key: Key, document: bytes) -> None:
-        """Keep the newest document of this key, in place of the one before."""
+        """Keep a document under what `Newest.take` says, in place of the one before."""
         # Named by what it is about: what the store calls it is the store's administrator's choice.
         name = hashlib.sha256("\0".join(key).encode()).hexdigest() + _DOCUMENT
         self._writer.submit(self._write, name, document)

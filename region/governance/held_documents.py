@@ -67,7 +67,7 @@ class HeldDocuments:
         self._bytes_of: Counter[str] = Counter()
 
     def sort(self) -> tuple[list[Document], list[Document]]:
-        """What the store holds: the documents of the book, besides those that `lasting.newest` holds, and those whose leaf is missing.
+        """What the store holds: the documents of the book, besides those that `lasting` holds, and those whose leaf is missing.
 
         What forbids is in force at once; what allows, once its leaf stands in the audit log.
         """
@@ -242,7 +242,7 @@ class HeldDocuments:
             and held.document.region == region
             and held.digest in self._logged
             and isinstance(held.document, SignedDocument)
-            and self.lasting.newest.outranks(held.document)
+            and self.lasting.outranks_for_good(held.document)
         ]
 
 

@@ -392,7 +392,7 @@ class DocumentIntake:
         UnavailableError(LIMIT_RATE) where another region replaces its words without end."""
         if (
             document.region != self._own.region
-            and self._held.lasting.newest.has(document)
+            and self._held.lasting.has(document)
             and digest_of(document) not in self._logged
         ):
             wait_ms = self._superseded.take(document.region)
@@ -403,7 +403,7 @@ class DocumentIntake:
                     hint="Bring this one later.",
                     retry_after_ms=wait_ms,
                 )
-        if not self._held.lasting.newest.outranks(document):
+        if not self._held.lasting.outranks(document):
             return False
         self._leaves.name_actor(document, actor)
         await self._leaves.log(document)
@@ -416,7 +416,7 @@ class DocumentIntake:
         if region == self._own.region or self._held.has_room(document):
             return
         await self._compact(region)
-        replaces = isinstance(document, SignedDocument) and self._held.lasting.newest.has(document)
+        replaces = isinstance(document, SignedDocument) and self._held.lasting.has(document)
         if not replaces and not self._held.has_room(document):
             documents, size = self._held.taken_by(region)
             raise UnavailableError(

@@ -120,7 +120,7 @@ class Judgement:
         self._made = make_book(
             before,
             documents,
-            tuple(self.held.lasting.newest),
+            self.held.lasting.in_force(),
             self.regions.believed_policy_keys(),
             dict(self.regions.bundles),
             self.regions.trust,
@@ -160,6 +160,8 @@ class Judgement:
         if counts_at_once(document):
             # In force since it came; with its leaf it is shown to bridges, too.
             self.watch.changed()
+            if isinstance(document, SignedDocument) and self.held.lasting.is_of_several_keys(document):
+                self._reload_soon()
         else:
             self._reload_soon()
 

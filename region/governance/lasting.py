@@ -1,8 +1,9 @@
-"""What forbids, and what lifts it: of each key the newest document counts, also where the store has it no more.
+"""What forbids, and what lifts it: in each place the newest document counts, also where the store has it no more.
 
-Invariant: what was once accepted (this broker kept it, or it has its leaf in the region's audit log) stays its region's word, whatever keys that
+Invariants: what was once accepted (this broker kept it, or it has its leaf in the region's audit log) stays its region's word, whatever keys that
 region has now, and where it is not trusted any more: its signature was verified when it was accepted, and whoever administers the store
-writes neither into the log nor into this broker's folder.
+writes neither into the log nor into this broker's folder. What forbids under a key that its region gave up is lifted by no word under such
+a key, and by one under a key of now where it came later (region.trust_store.Newest).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterable
 
 from felix.errors import FelixError
 from policy.approval import Document
-from policy.signed import Purpose, SignedDocument
+from policy.signed import Purpose, SignedDocument, Trusted
 from region.document_log import DocumentLog
 from region.held_document import HeldDocument, digest_of
 from region.trust_store import Memory, Newest, Remembered, forbids, place_of
@@ -39,19 +40,49 @@ def read_remembered(remembered: Remembered) -> tuple[list[SignedDocument], list[
 class LastingDocuments:
     """One per broker."""
 
-    def __init__(self, logged: DocumentLog, memory: Memory, remembered: Iterable[SignedDocument]) -> None:
-        """`logged`: the documents that have a leaf; `memory` keeps what must not be taken back; `remembered`: what it kept before."""
-        self.newest = Newest()
+    def __init__(
+        self,
+        logged: DocumentLog,
+        memory: Memory,
+        remembered: Iterable[SignedDocument],
+        trusted: Callable[[], Trusted],
+    ) -> None:
+        """`logged`: the documents that have a leaf; `memory` keeps what must not be taken back; `remembered`: what it kept before. `trusted`: the
+        policy keys that regions have now."""
+        self._newest = Newest()
+        self._trusted = trusted
         self._logged = logged
         self._memory = memory
         self._unverified = {digest_of(document): document for document in remembered}
         self._kept = frozenset(self._unverified)
         self._taken: set[bytes] = set()
 
+    def in_force(self) -> tuple[SignedDocument, ...]:
+        """Of each place the word that counts."""
+        return tuple(
+            self._newest.in_force(self._trusted(), lambda document: self._logged.leaf_of(digest_of(document)))
+        )
+
+    def has(self, document: SignedDocument) -> bool:
+        """Whether something is held in this document's place, be it this one or another."""
+        return self._newest.has(document)
+
+    def outranks(self, document: SignedDocument) -> bool:
+        """Whether a later word of the same region stands in this document's place: nothing comes of it any more."""
+        return self._newest.outranks(document, self._trusted())
+
+    def outranks_for_good(self, document: SignedDocument) -> bool:
+        """The same, whatever keys its region gives up."""
+        return self._newest.outranks(document, {})
+
+    def is_of_several_keys(self, document: SignedDocument) -> bool:
+        """Whether its leaf decides which word counts in its place."""
+        return self._newest.is_of_several_keys(document)
+
     def take(
         self, held: Iterable[HeldDocument], is_genuine: Callable[[Document, bool], bool]
     ) -> list[Document]:
-        """Take what forbids of these and of what was kept, and what lifts it once it has its leaf, into `newest`. Returns those without a leaf.
+        """Take what forbids of these and of what was kept, and what lifts it once it has its leaf. Returns those without a leaf.
         `is_genuine` is told whether the document was accepted before."""
         self._unverified |= {
             each.digest: each.document
@@ -72,7 +103,7 @@ class LastingDocuments:
                     continue
             del self._unverified[digest]
             self._taken.add(digest)
-            key = self.newest.take(document)
+            key = self._newest.take(document)
             if key is not None:
                 self._memory.keep(key, document.encode_file())
         return waiting

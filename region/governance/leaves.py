@@ -69,6 +69,9 @@ class Neighbours(Protocol):
         """Where it is written elsewhere: whether it stands; None where it may. `passed`: what the document stops here has its leaves; then the answer waits for the
         leaf, for less than KNOWN_MS_MAX."""
 
+    def leaf_of(self, digest: bytes) -> int | None:
+        """The index of the leaf that stands, as whoever wrote it said; None where it was not said, or is known here."""
+
     def written(self, digest: bytes) -> None:
         """A document has its leaf."""
 
@@ -86,6 +89,10 @@ class Alone:
     async def has_leaf(self, digest: bytes, *, passed: bool) -> bool | None:
         """Never asked."""
         raise AssertionError("the log is here")
+
+    def leaf_of(self, digest: bytes) -> int | None:
+        """Nobody else says it."""
+        return None
 
     def written(self, digest: bytes) -> None:
         """There is nobody to tell."""
@@ -268,7 +275,7 @@ class DocumentLeaves:
                 asked_ms = self._now_ms()
                 stands = await self._neighbours.has_leaf(digest, passed=passed)
                 if stands:
-                    self._logged.learn(digest)
+                    self._logged.learn(digest, self._neighbours.leaf_of(digest))
                     return True
                 if stands is False:
                     self._logged.lacks(digest)

@@ -123,7 +123,7 @@ class Governance:
         self._judgement = Judgement(
             broker, mirror, trail, regions,
             PolicyInForce(own, mirror, logged, memory, policies),
-            HeldDocuments(regions, mirror, logged, LastingDocuments(logged, memory, lasting)),
+            HeldDocuments(regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys)),
             self.watch, logged, drain, neighbours or Alone(),
         )  # fmt: skip
         self._intake = DocumentIntake(broker, self._judgement, catalog, mirror, logged)

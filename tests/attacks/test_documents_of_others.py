@@ -80,9 +80,9 @@ def sorted_by(own: str, stored: list[Document]) -> tuple[set[bytes], set[bytes]]
     mirror: Any = SimpleNamespace(documents=lambda section, side: sections.get((section, side), {}))
     memory: Any = SimpleNamespace(keep=lambda *_: None)
     logged: Any = set()
-    lasting = LastingDocuments(logged, memory, [])
+    lasting = LastingDocuments(logged, memory, [], regions.believed_policy_keys)
     documents, waiting = HeldDocuments(regions, mirror, logged, lasting).sort()
-    held = {digest_of(each) for each in (*documents, *lasting.newest)}
+    held = {digest_of(each) for each in (*documents, *lasting.in_force())}
     return held, {digest_of(each) for each in waiting}
 
 

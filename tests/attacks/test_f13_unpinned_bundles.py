@@ -25,6 +25,7 @@ from keys.signing import SigningKey
 from policy.approval import sign_approval
 from policy.grant import (
     DenyEntry,
+    ExportGrant,
     Standing,
     StandingAction,
     open_export,
@@ -34,6 +35,7 @@ from policy.grant import (
     sign_standing,
 )
 from policy.residency import parse_policy
+from policy.signed import SignedDocument
 from region.bootstrap import issue_identity, trust_region
 from region.config import load_config
 from region.folder import RegionFolder
@@ -387,3 +389,155 @@ async def test_a_file_that_was_put_there_by_hand_counts_as_before(mesh: Mesh) ->
     async with mesh.operator("us-east") as client:
         await client.request(PutDocument("bundle", mesh.eu.bundle.read_bytes()))
     await until(lambda: governance(mesh).bundles["eu-west"] == new, "the pinned bundle")
+
+
+# -- what a thief of a policy key said with the highest number --------------------------------------------
+
+HIGHEST = (1 << 53) - 1
+
+
+class Words:
+    """What eu-west says of one grant, by pauses or by deny entries, under one key or another, and us-east keeps."""
+
+    def __init__(self, mesh: Mesh, what: str, body: ExportGrant, export: SignedDocument) -> None:
+        self.mesh, self.what, self.body, self.export = mesh, what, body, export
+
+    def sign(self, key: SigningKey, number: int, *, forbids: bool) -> SignedDocument:
+        if self.what == "deny":
+            entry = DenyEntry(
+                streams="acme/ops/*", peer="*", region="eu-west", sequence=number, at=now_ms(), by="a", lifted=not forbids
+            )  # fmt: skip
+            return sign_deny(entry, key.private_key)
+        action = StandingAction.PAUSE if forbids else StandingAction.RESUME
+        standing = Standing(
+            grant=self.body.grant, action=action, region="eu-west", sequence=number, at=now_ms(), by="a"
+        )
+        return sign_standing(standing, key.private_key)
+
+    async def say(self, key: SigningKey, number: int, *, forbids: bool) -> None:
+        kind = "deny" if self.what == "deny" else "standing"
+        await self.mesh.put("us-east", kind, self.sign(key, number, forbids=forbids))
+
+    async def into_store(self, key: SigningKey, number: int, *, forbids: bool) -> None:
+        section = ("denies" if self.what == "deny" else "revocations", "state", f"x{number}{forbids}")
+        document = self.sign(key, number, forbids=forbids)
+        await write(self.mesh, Put(keys(self.mesh).document(*section), document.encode_file()))
+
+    async def change_key(self) -> SigningKey:
+        """Another key from now on: us-east compared it, and eu-west accepted the terms again."""
+        await trust(self.mesh, change_policy_key(self.mesh))
+        await self.accept_again()
+        return load_signing_key(self.mesh.eu.policy_key)
+
+    async def accept_again(self) -> None:
+        trusted = {name: self.mesh.bundle(name).policy_keys for name in ("us-east", "eu-west")}
+        policy = parse_policy(POLICIES["eu-west"], "eu-west")
+        again = sign_import(self.export, policy, self.mesh.key("eu-west"), trusted, ACCEPTED_BY, now_ms() + 1)
+        await self.mesh.put("us-east", "import", again)
+
+    def refused(self) -> Code | None:
+        return allowed(self.mesh, self.body.grant)
+
+    async def again(self, then: str) -> None:
+        if then != "runs":
+            await self.mesh.stop("us-east")
+            forgets = {"restarts": "none", "lost its copies": "*.document"}.get(then, "*")
+            for path in (self.mesh.us.root / "data" / "governance").glob(forgets):
+                path.unlink()
+            await self.mesh.start("us-east")
+
+
+@pytest.fixture(params=["pause", "deny"])
+async def words(mesh: Mesh, request: pytest.FixtureRequest) -> Words:
+    body, export, accepted = mesh.sign_grant()
+    await mesh.agree("us-east", body, export, accepted)
+    await until(lambda: allowed(mesh, body.grant) is None, "the grant")
+    return Words(mesh, request.param, body, export)
+
+
+THEN = pytest.mark.parametrize("then", ["runs", "restarts", "lost its copies", "lost copies and snapshot"])
+
+
+@THEN
+async def test_a_region_lifts_under_its_new_key_what_a_thief_of_the_former_one_forbade(
+    words: Words, then: str
+) -> None:
+    former = load_signing_key(words.mesh.eu.policy_key)
+    await words.say(former, HIGHEST, forbids=True)
+    refused = words.refused()
+    assert refused is not None
+    new = await words.change_key()
+    await words.again(then)
+    assert words.refused() is refused, "until eu-west speaks again"
+    await words.into_store(former, HIGHEST, forbids=False)
+    assert words.refused() is refused, "who has the former key lifts nothing"
+    await words.say(new, 1, forbids=False)
+    await until(lambda: words.refused() is None, "the word under the new key")
+    await words.again(then)
+    await until(lambda: words.refused() is None, "the word under the new key")
+    # What is said from now on goes by the numbers of the new key's words.
+    await words.say(new, 2, forbids=True)
+    assert words.refused() is refused
+    await words.into_store(former, HIGHEST, forbids=False)
+    await words.again(then)
+    assert words.refused() is refused
+    await words.say(new, 3, forbids=False)
+    await until(lambda: words.refused() is None, "the next word")
+
+
+@THEN
+async def test_what_a_thief_lifted_while_its_key_was_trusted_lifts_nothing_that_comes_under_the_next(
+    words: Words, then: str
+) -> None:
+    former = load_signing_key(words.mesh.eu.policy_key)
+    await words.say(former, HIGHEST, forbids=False)
+    new = await words.change_key()
+    await words.say(new, 1, forbids=True)
+    refused = words.refused()
+    assert refused is not None
+    await words.again(then)
+    assert words.refused() is refused
+    await words.change_key()
+    assert words.refused() is refused, "neither of the two is a key of now"
+    await words.again(then)
+    assert words.refused() is refused
+
+
+@THEN
+async def test_a_key_that_comes_back_lifts_nothing_by_what_it_said_before(words: Words, then: str) -> None:
+    before = words.mesh.eu.bundle.read_bytes()
+    former, pem = load_signing_key(words.mesh.eu.policy_key), words.mesh.eu.policy_key.read_bytes()
+    await words.say(former, 9, forbids=False)
+    new = await words.change_key()
+    await words.say(new, 1, forbids=True)
+    refused = words.refused()
+    assert refused is not None
+    await trust(words.mesh, decode_bundle(before))
+    words.mesh.eu.bundle.write_bytes(before)
+    words.mesh.eu.policy_key.chmod(0o600)
+    words.mesh.eu.policy_key.write_bytes(pem)
+    await words.accept_again()
+    assert words.refused() is refused
+    await words.again(then)
+    assert words.refused() is refused
+    await words.say(former, 10, forbids=False)
+    await until(lambda: words.refused() is None, "the later word")
+
+
+async def test_two_keys_that_a_region_has_at_once_go_by_their_numbers(words: Words) -> None:
+    """And whichever is given up, nothing opens by that alone."""
+    one, two = load_signing_key(words.mesh.eu.policy_key), SigningKey.generate()
+    bundle = words.mesh.bundle("eu-west")
+    both = msgspec.structs.replace(
+        bundle, issued_ms=bundle.issued_ms + 1, policy_keys=(one.verify_key.public, two.verify_key.public)
+    )
+    await trust(words.mesh, sign_bundle(both, one))
+    await words.say(two, 5, forbids=False)
+    await words.say(one, 6, forbids=True)
+    refused = words.refused()
+    assert refused is not None
+    await words.say(two, 4, forbids=False)
+    assert words.refused() is refused
+    left = msgspec.structs.replace(both, issued_ms=both.issued_ms + 1, policy_keys=both.policy_keys[1:])
+    await trust(words.mesh, sign_bundle(left, two))
+    assert words.refused() is not None

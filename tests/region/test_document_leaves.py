@@ -76,6 +76,9 @@ class Others:
         await self.reached.wait()
         return self.answers[passed]
 
+    def leaf_of(self, digest: bytes) -> int | None:
+        return 7
+
     def written(self, digest: bytes) -> None:
         pass
 
@@ -124,6 +127,7 @@ async def test_who_put_a_document_is_forgotten_once_another_broker_has_written_i
     await broker.leaves.log(DOCUMENT)
     assert DIGEST in broker.logged and broker.leaves.is_current
     assert not broker.leaves._actors and not broker.leaves._lacked
+    assert broker.logged.leaf_of(DIGEST) == 7, "as whoever wrote it said"
 
 
 async def test_what_was_not_heard_for_too_long_lets_nothing_cross(broker: Broker) -> None:

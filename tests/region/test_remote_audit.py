@@ -315,8 +315,9 @@ async def test_a_documents_leaf_waits_until_the_other_broker_has_let_pass_what_i
     follows = asyncio.ensure_future(region.remote.leaves.has_leaf(digest, passed=True))
     await waiting
     assert not follows.done(), "the leaf does not stand yet"
-    region.logged.learn(digest)
+    region.logged.learn(digest, 7)
     assert await follows
+    assert region.remote.leaves.leaf_of(digest) == 7, "where it stands"
     assert await region.remote.leaves.has_leaf(digest, passed=False)
 
 
