@@ -20,11 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from felix.errors import Code, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
-from felix.storage.port import Files
-from felix.storage.small_file import read_file, replace_durably
+from felix.storage.port import Files, is_full
+from felix.storage.small_file import TEMPORARY_SUFFIX, read_file, replace_durably
 from policy.grant import DenyEntry, Standing, StandingAction
 from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, decode_body, verify
 
@@ -201,16 +202,24 @@ class Memory:
         self._writer = runtime.pool(1, "governance")
 
     def load(self) -> Remembered:
-        """What is kept. Blocking."""
+        """What is kept. Blocking. Raises UnavailableError where this is the first start and the disk does not take that it was."""
         files, folder = self._files, self.folder
         names = files.names(folder) if files.is_folder(folder) else []
         found = (read_file(files, folder / name) for name in names if name.endswith((_REVOCATION, _DOCUMENT)))
         documents = [data for data in found if data is not None]
         trusted = read_file(files, folder / _TRUSTED)
-        if trusted is None and not names:
-            # From its first start on, a broker believes no region because the store has it.
+        if trusted is None and all(name.endswith(TEMPORARY_SUFFIX) for name in names):
+            # From its first start on, a broker believes no region because the store has it. Without this file the next start
+            # would take what this one keeps for copies of a release from before.
             trusted = b""
-            self._write(_TRUSTED, trusted)
+            try:
+                self._put(_TRUSTED, trusted)
+            except OSError as error:
+                raise UnavailableError(
+                    f"The broker cannot begin: its first file, {folder / _TRUSTED}, could not be written: {error.strerror or error}.",
+                    code=Code.DISK_FULL if is_full(error) else Code.UNAVAILABLE,
+                    hint="Make room on the disk, or look after the folder and its permissions, then start the broker again.",
+                ) from error
         return Remembered(documents, read_file(files, folder / _POLICY), trusted)
 
     def keep(self, key: Key, document: bytes) -> None:
@@ -227,11 +236,14 @@ class Memory:
         """Keep whose bundles are believed, in place of what was kept before."""
         self._writer.submit(self._write, _TRUSTED, believed)
 
+    def _put(self, name: str, document: bytes) -> None:
+        self._files.make_folder(self.folder)
+        self._files.sync_folder(self.folder.parent)
+        replace_durably(self._files, self.folder / name, document)
+
     def _write(self, name: str, document: bytes) -> None:
         try:
-            self._files.make_folder(self.folder)
-            self._files.sync_folder(self.folder.parent)
-            replace_durably(self._files, self.folder / name, document)
+            self._put(name, document)
         except OSError as error:
             log.error("%s could not be kept in %s: %s", name, self.folder, error)
 

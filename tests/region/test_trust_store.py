@@ -1,14 +1,19 @@
-"""Which of the words of several policy keys of a region counts, and what a broker keeps of them over a restart."""
+"""Which of the words of several policy keys of a region counts, what a broker keeps of them over a restart, and its first start."""
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 from itertools import permutations
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import pytest
 
+from felix.errors import Code, UnavailableError
+from felix.storage.disk import PRIVATE_FILES
+from felix.storage.port import Files
 from keys.signing import SigningKey
 from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_standing
 from policy.signed import SignedDocument
@@ -131,3 +136,50 @@ def test_the_newest_word_of_each_key_is_kept_over_a_restart(tmp_path: Path) -> N
     found = Memory(tmp_path / "governance").load().documents
     assert sorted(found) == sorted(document.encode_file() for document in kept)
     assert {place_of(document) for document in kept} != {None}
+
+
+class Faulty:
+    """The disk, which refuses one kind of call."""
+
+    def __init__(self, call: str, number: int) -> None:
+        self._call, self._number = call, number
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._call:
+            return self._refuse
+        return getattr(PRIVATE_FILES, name)
+
+    def _refuse(self, *given: Any) -> int:
+        if self._call == "open" and not given[1] & os.O_CREAT:
+            return PRIVATE_FILES.open(*given)
+        raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize("call", ["make_folder", "open", "sync", "rename", "sync_folder"])
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, Code.DISK_FULL), (errno.EACCES, Code.UNAVAILABLE)]
+)
+def test_a_first_start_that_cannot_be_recorded_does_not_begin(
+    tmp_path: Path, call: str, number: int, code: Code
+) -> None:
+    folder = tmp_path / "governance"
+    faulty = Memory(folder, files=cast("Files", Faulty(call, number)))
+    with pytest.raises(UnavailableError) as refused:
+        faulty.load()
+    faulty.close()
+    assert refused.value.code is code
+    assert (
+        str(folder / "trusted") in refused.value.sentence and "start the broker again" in refused.value.hint
+    )
+    again = Memory(folder)
+    assert again.load().trusted == b"", "not from before"
+    again.close()
+
+
+def test_a_first_start_that_was_killed_while_it_wrote_is_no_start_of_before(tmp_path: Path) -> None:
+    folder = tmp_path / "governance"
+    folder.mkdir()
+    (folder / "trusted.tmp").write_bytes(b"")
+    memory = Memory(folder)
+    assert memory.load().trusted == b""
+    memory.close()
