@@ -34,9 +34,10 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from audit.checkpoint import claimed_size, note_size
-from audit.document_disk import keep_document
+from audit.document_disk import keep_document, read_named
 from audit.document_leaf import DOCUMENTS_FOLDER, document_path
 from audit.errors import RolledBackError
+from audit.leaf import LEAF_BYTES_MAX
 from audit.note import encode_note
 from audit.tile import read_entries
 from audit.tile_disk import Folder
@@ -355,6 +356,17 @@ def _batch_from(files: Folder, at: int, end: int) -> Batch:
     return encode_batch(records)
 
 
+def _keep_beside(files: Folder, digest: bytes, document: bytes) -> None:
+    """Where it does not stand there already, whatever stands in its place. Raises OSError."""
+    path = document_path(digest)
+    try:
+        if files.read(path) != document:
+            keep_document(files, document)
+    except TamperError as error:
+        # No file: nothing takes its place without a person. A leaf that names it lacks its document on this broker.
+        log.error("a document of the audit log cannot be kept: %s", error)
+
+
 def _leaves_of(files: Folder, begin: int, end: int, size: int) -> list[bytes]:
     return [bytes(leaf) for _, leaf in read_entries(files, begin, end, size)]
 
@@ -424,6 +436,8 @@ class AuditLog:
         self._parts: dict[bytes, dict[int, bytes]] = {}
         self._long: tuple[int, list[bytes]] | None = None
         """the newest append that was too long for a batch: its first leaf's index, and its leaves"""
+        self._has_unread = False
+        """whether a record among the documents could not be read, which may have been of such an append"""
         self._newest: bytes | None = None
         """the newest checkpoint that was read and not shown here"""
         self._cosigned: list[bytes] = []
@@ -577,7 +591,8 @@ class AuditLog:
         await self._compare(at, before)
         if not at:
             for name in await asyncio.to_thread(files.names, DOCUMENTS_FOLDER):
-                document = await asyncio.to_thread(files.read, f"{DOCUMENTS_FOLDER}/{name}")
+                # What is none is no leaf's, and was reported (region.stray_documents).
+                document = await asyncio.to_thread(read_named, files, name)
                 for part in _parts(document or b"", -1):
                     await logs[DOCUMENTS].append(encode_batch([NewRecord(payload=part)]))
         while at < size:
@@ -650,12 +665,32 @@ class AuditLog:
                 f"The audit log has {end} leaves, and {signed} were signed: it was rolled back.",
                 hint="Bring back the brokers that have the others, and run `felix audit verify` on each one's copy.",
             )
+        if (
+            self._has_unread
+            and end > signed
+            and not self._is_of_long(end)
+            and await self._may_have_begun(end)
+        ):
+            raise CorruptionError(
+                f"The audit log's last leaves, up to {end}, may be the beginning of an append whose rest cannot be read: a record among its documents is none.",
+                hint="Run `felix audit verify` on the copies of the other brokers, and ask for help: what is signed is whole.",
+            )
         if self._long is not None and await self._has_begun(*self._long):
             first, whole = self._long
             await finish(leaves, first, _batches(whole))
             end = leaves.committed_offset
         self._long = None
         await self._take_leaves(end)
+
+    def _is_of_long(self, end: int) -> bool:
+        """Whether the append that was read last, whole, is what the log ends with."""
+        return self._long is not None and self._long[0] < end <= self._long[0] + len(self._long[1])
+
+    async def _may_have_begun(self, end: int) -> bool:
+        """Whether the log may end amid an append: any batch of one but its last has no room for one more leaf."""
+        at = await self._append_around(end - 1)
+        (_, leaves), *_ = await self._read(LEAVES, LogPoint(at))
+        return sum(map(len, leaves)) + LEAF_BYTES_MAX > BATCH_BYTES
 
     async def _has_begun(self, first: int, leaves: list[bytes]) -> bool:
         """Whether the first batch of a long append stands where it was to stand."""
@@ -805,22 +840,39 @@ class AuditLog:
             self._witnessed.clear()
 
     async def _read_documents(self) -> None:
-        files = self._trail.files
         async for payload in self._payloads(DOCUMENTS):
-            part = _part.decode(payload)
-            if part.parts > PARTS_MAX:
-                raise CorruptionError(f"What stands beside the audit log's leaves has {part.parts} parts.")
-            held = self._parts.setdefault(part.digest, {})
-            held[part.number] = part.data
-            if len(held) == part.parts:
-                document = b"".join(held[number] for number in range(part.parts))
-                if part.first >= 0:
-                    self._long = part.first, _leaves.decode(document)
-                elif not files.storage.exists(files.path / document_path(part.digest)):
-                    await asyncio.to_thread(keep_document, files, document)
-            if len(held) == part.parts or len(self._parts) > PARTS_MAX:
-                # Of one that was never finished, too: its leaf was not written.
-                self._parts.pop(part.digest if len(held) == part.parts else next(iter(self._parts)))
+            try:
+                part = _part.decode(payload)
+                whole = self._take_part(part)
+                if whole is None:
+                    continue
+                leaves = _leaves.decode(whole) if part.first >= 0 else None
+            except (msgspec.DecodeError, CorruptionError) as error:
+                # Nobody writes it again. Whether it was of an append that has begun is asked before this broker goes on with the log.
+                log.error("a record among the audit log's documents is none, and is skipped: %s", error)
+                self._has_unread = True
+                continue
+            if leaves is not None:
+                self._long = part.first, leaves
+            else:
+                await asyncio.to_thread(_keep_beside, self._trail.files, part.digest, whole)
+
+    def _take_part(self, part: _Part) -> bytes | None:
+        """The whole that this was the last part of; None where others are missing. Raises CorruptionError for what is no part of anything."""
+        if not (0 <= part.number < part.parts <= PARTS_MAX):
+            raise CorruptionError(f"It is part {part.number} of {part.parts}.")
+        held = self._parts.setdefault(part.digest, {})
+        held[part.number] = part.data
+        if held.keys() != set(range(part.parts)):
+            if len(self._parts) > PARTS_MAX:
+                # Of one that was never finished: its leaf was not written.
+                del self._parts[next(iter(self._parts))]
+            return None
+        del self._parts[part.digest]
+        whole = b"".join(held[number] for number in range(part.parts))
+        if sha256(whole).digest() != part.digest:
+            raise CorruptionError(f"Its parts are not those of {part.digest.hex()}.")
+        return whole
 
     async def _payloads(self, kind: int) -> AsyncIterator[bytes]:
         """What a log has behind what was read of it before."""

@@ -460,6 +460,8 @@ async def open_broker(
 
     follower = StreamFollower(streams, mirror, landings.opened)
     governance.follow()
+    governance.strays.start()
+    stack.push_async_callback(governance.strays.close)
     _follow_settings(broker, mirror)
     if clustered is not None:
         clustered.receives = governance.receives

@@ -50,6 +50,7 @@ from region.key_service import KeyService
 from region.listing import fitting
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
+from region.stray_documents import StrayDocuments
 from region.trust_store import Memory, Remembered
 from region.witnessing import Witnessing
 
@@ -113,6 +114,7 @@ class Governance:
         self.keys = keys
         self.witnessing = witnessing
         self.logged = logged
+        self.strays = StrayDocuments(lambda: trail.files)
         self.watch = DocumentWatch(self._shown)
         self._lists = Pace(LISTS_PER_S, LISTS_BURST, LISTERS_MAX, broker.runtime.clock.monotonic)
         regions = TrustedRegions(
@@ -172,8 +174,9 @@ class Governance:
 
     @property
     def problems(self) -> list[str]:
-        """Regions that the store names and this broker does not believe, with the command to go on with."""
-        return list(self._judgement.regions.problems.values())
+        """Regions that the store names and this broker does not believe, with the command to go on with; and what stands beside the audit log
+        and is no document of it."""
+        return [*self._judgement.regions.problems.values(), *self.strays.problems]
 
     def trust_of(self, region: str) -> RegionTrust:
         """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""

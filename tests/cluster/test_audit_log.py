@@ -320,3 +320,25 @@ def root_of(leaves: Sequence[bytes]) -> bytes:
     for leaf in leaves:
         tree.add(leaf_hash(leaf))
     return tree.root()
+
+
+async def test_a_record_among_its_documents_that_is_none_stops_no_broker(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 3) as region:
+        trail = trail_of(region, home := await home_of(region))
+        await trail.append([key_leaf(0)])
+        leading = region.clustered(home).audit._leading
+        assert leading is not None
+        await leading._write(audit_log.DOCUMENTS, [b"\xc1", msgspec.msgpack.encode([1, 2])])
+        document = b"long" * 20_000
+        await asyncio.to_thread(trail.keep_document, document)
+        await trail.append([key_leaf(1)])
+        for name in region.nodes:
+            await shows(region, name, 2)
+            await until((log_of(region, name).path / document_path(sha256(document).digest())).exists)
+        await region.stop(home)
+        other = await home_of(region)
+        assert await trail_of(region, other).append([key_leaf(2)]) == 2
+        await region.start(home)
+        await shows(region, home, 3)
