@@ -16,7 +16,13 @@ from typing import Final
 from ordinary.evidence import only_in, size_of
 from ordinary.world import World
 
+from audit import log_copy_disk
+from audit.errors import RolledBackError
+from audit.log_copy_disk import Copied
+from audit.log_restore_disk import restore_log
 from audit.origin import egress_origin, region_origin
+from audit.tile_disk import Folder
+from audit.verify import verify_log
 
 ALARM_S: Final = 10.0
 """How long links may take to open, under a log that was put back, until the operator has seen what they say."""
@@ -144,6 +150,94 @@ async def restore_agent(world: World) -> str | None:
     await _copy(newest, log.parent)
     await world.start_agent(source)
     return f"{said}; {', '.join(sorted(knowing))} cosigned more: the newest copy was put back"
+
+
+async def copy_log(world: World) -> str | None:
+    """`felix audit copy` of a log that is written, into the folder of its last copy."""
+    origin, _ = world.random.choice(_written(world))
+    made = await _copy_log(world, origin)
+    return f"{origin}, {made.size} leaves, {made.size - made.before} of them new"
+
+
+async def restore_copy(world: World) -> str | None:
+    """A log's disk is lost, or its files are damaged, or it only seems so; `felix audit restore` puts a copy back: one of some time ago, of just before
+    its owner stopped, or of just after. What it refuses because more was signed comes back by the newest folder, as a disk does from a repair."""
+    origin, log = world.random.choice(_written(world))
+    of = world.random.choice(("before", "running", "stopped"))
+    harm = world.random.choice(("lost", "damaged", "whole"))
+    if of == "before" and origin not in world.copies:
+        return None
+    region, source = _owner(world, origin)
+    if of == "running":
+        await _copy_log(world, origin)
+    await (world.stop_agent(source) if source else world.stop(region))
+    if of == "stopped":
+        await _copy_log(world, origin)
+    copy = world.copies[origin]
+    newest = world.home / f"newest-{copy.name}"
+    await _copy(log, newest)
+    if harm == "lost":
+        await asyncio.to_thread(shutil.rmtree, log)
+    elif harm == "damaged":
+        for path in log.glob("tile/**/*"):
+            if path.is_file() and world.random.random() < 0.5:
+                path.write_bytes(path.read_bytes()[:-1])
+    said = f"{origin}, {harm}, {size_of(copy)} of {size_of(newest)} leaves, copied {of}"
+    known = [int(note.split(b"\n", 2)[1]) for note in world.notes_of(origin)]
+    known += [] if harm == "lost" else [size_of(newest)]
+    try:
+        made = await asyncio.to_thread(
+            restore_log, Folder(copy), log, world.trust, world.notes_of(origin), origin=origin
+        )
+    except RolledBackError as error:
+        if max(known, default=0) <= size_of(copy):
+            world.wrong.append(f"a copy was refused though nobody knows of more: {said}: {error}")
+        await _copy(newest, log)
+        said += "; more was signed: the newest folder was put back"
+    else:
+        if max(known, default=0) > size_of(copy):
+            world.wrong.append(f"a copy was put back though more was signed: {said}")
+        report = await asyncio.to_thread(
+            verify_log, Folder(log), world.trust, origin=origin, cosignatures_min=0, remembered=world.notes_of(origin)
+        )  # fmt: skip
+        world.wrong += [f"{said}, put back: {found.sentence}" for found in report.findings]
+        if made.missing:
+            world.wrong.append(f"{said}, put back: {made.missing} documents are missing")
+        if made.replaced is not None:
+            await asyncio.to_thread(shutil.rmtree, made.replaced)
+        world.lost |= only_in(newest, copy)
+        said += "; it was put back"
+    await (world.start_agent(source) if source else world.start(region))
+    return said
+
+
+def _written(world: World) -> list[tuple[str, Path]]:
+    """The logs of one writer each that go on, with their folders."""
+    own = [(region_origin(region, "acme"), world.audit_log(region)) for region in world.alone]
+    return own + [(_egress(world, source), world.egress_log(source)) for source in world.sources]
+
+
+def _owner(world: World, origin: str) -> tuple[str, str]:
+    """The region whose broker writes a log, or the source whose agent does."""
+    for region in world.alone:
+        if region_origin(region, "acme") == origin:
+            return region, ""
+    return "", next(source for source in world.sources if _egress(world, source) == origin)
+
+
+async def _copy_log(world: World, origin: str) -> Copied:
+    region, source = _owner(world, origin)
+    log = world.egress_log(source) if source else world.audit_log(region)
+    to = world.home / f"copy-{source or region}-{world.bridges[source] if source else 'audit'}"
+    while True:
+        try:
+            made = await asyncio.to_thread(log_copy_disk.copy_log, Folder(log), Folder(to), world.trust)
+        except RolledBackError:
+            # The log was put back since, or went on from less: the copy of before is another history's, or longer.
+            await asyncio.to_thread(shutil.rmtree, to)
+            continue
+        world.copies[origin] = to
+        return made
 
 
 async def replace_bridge(world: World) -> str | None:

@@ -163,6 +163,8 @@ class World:
         self._sequence = 0
         self.backups: dict[str, Path] = {}
         """Cold copies, by the region or the egress log that they are of."""
+        self.copies: dict[str, Path] = {}
+        """What `felix audit copy` made, by the log that it is of."""
         self.lost: set[Envelope] = set()
         """What stood in the part of a log that is gone for good: the others' logs show it, and this one does not."""
         self.forked: set[str] = set()
