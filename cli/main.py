@@ -11,6 +11,7 @@ import os
 import signal
 import stat
 import sys
+from collections.abc import Sequence
 from errno import ENOSPC
 from pathlib import Path
 from types import FrameType
@@ -60,9 +61,16 @@ def options(
 
 
 def _say(
-    sentence: str, hint: str, name: str, number: int, ended: int, retry_after_ms: int | None = None
+    sentence: str,
+    hint: str,
+    name: str,
+    number: int,
+    ended: int,
+    retry_after_ms: int | None = None,
+    listed: Sequence[object] = (),
 ) -> None:
-    """A failure on standard error: for people, or as an object where the output is one."""
+    """A failure on standard error: for people, or as an object where the output is one. `listed`: what the sentence lists, each on a line of
+    its own."""
     if read_off(sys.argv[1:]) in DATA_FORMS:
         from cli.output import error_line
 
@@ -71,7 +79,10 @@ def _say(
     from cli.output import err
 
     # A background process writes this to its log, and the command that started it reads it there (cli.process.last_words).
-    err.print(f"felix: {sentence}", style="bold red")
+    # What stands in a line may be somebody's text, and begins no line of its own.
+    err.print(f"felix: {sentence.partition(chr(10))[0] if listed else sentence}", style="bold red")
+    for each in listed:
+        err.print(f"  {each}", style="red")
     if hint:
         err.print(f"       {hint}")
     err.print(f"       ({name}, {number})", style="dim")
@@ -116,7 +127,9 @@ def main(command: typer.Typer = app) -> None:
     except FelixError as error:
         ended = exit_code(error)
         name = error.code.name.lower().replace("_", "-")
-        _say(error.sentence, error.hint, name, int(error.code), ended, error.retry_after_ms)
+        mistakes = getattr(error, "mistakes", ())
+        listed = mistakes if len(mistakes) > 1 else ()
+        _say(error.sentence, error.hint, name, int(error.code), ended, error.retry_after_ms, listed)
     except typer.TyperException as error:
         ended = error.exit_code
         show = getattr(error, "show", None)

@@ -300,6 +300,12 @@ def test_a_mistake_in_a_configuration_is_answered_with_file_and_line(tmp_path: P
         said = felix_command(tmp_path, "region", "up", "us-a", code=1)
         assert "region.yaml" in said.err and words in said.err, said.err
         is_sentence(said)
+    config.write_text(held + 'colour: blue\n"a\\nfelix: all is well": 1\n')
+    said = felix_command(tmp_path, "region", "up", "us-a", code=1)
+    first, *mistakes = said.err.splitlines()[:3]
+    assert first.startswith("felix: ") and first.endswith("region.yaml has 2 mistakes:"), said.err
+    assert all(line.startswith("  ") and "region.yaml:" in line for line in mistakes), "each on its own line"
+    assert "a\\nfelix: all is well" in said.err, "and none that a key begins"
 
 
 def test_an_expired_certificate_is_named(home: Home) -> None:
