@@ -22,6 +22,7 @@ import msgspec
 import typer
 from rich.progress import Progress, TaskID
 
+from audit.checkpoint import claimed_size
 from audit.leaf import Kind, decode_leaf
 from audit.note import parse_note
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, read_entries
@@ -72,6 +73,8 @@ CATCH_UP_IDLE_S: Final = 120.0
 COSIGNED_S: Final = 60.0
 """Each region cosigns the other's logs every few seconds; where another broker has just gone on with a log, somewhat later. Behind this the
 demo verifies what there is."""
+STILL_S: Final = 1.0
+"""How long all logs stand as they are before the demo goes by that: a leaf is in a checkpoint much sooner."""
 
 
 @dataclass(slots=True)
@@ -439,12 +442,26 @@ def _attempt_refused(figures: Figures) -> None:
 
 
 def _await_cosignatures(home: Path) -> None:
-    """Wait until every log has been cosigned once."""
+    """Wait until every log is cosigned as it is, down to the refusal that came last; no longer than COSIGNED_S."""
     until = time.monotonic() + COSIGNED_S
-    while time.monotonic() < until:
-        if all(Folder(path).read(COSIGNED_PATH) is not None for path in _logs(home).values()):
+    seen, since = _signed_and_cosigned(home), time.monotonic()
+    while (now := time.monotonic()) < until:
+        if (sizes := _signed_and_cosigned(home)) != seen:
+            seen, since = sizes, now
+        elif now - since >= STILL_S and all(0 < signed <= cosigned for signed, cosigned in sizes):
             return
         time.sleep(0.2)
+
+
+def _signed_and_cosigned(home: Path) -> list[tuple[int, int]]:
+    """The sizes of each log's newest checkpoint, and of the newest that another region cosigned."""
+    return [
+        (
+            claimed_size(Folder(path).read(CHECKPOINT_PATH) or b""),
+            claimed_size(Folder(path).read(COSIGNED_PATH) or b""),
+        )
+        for path in _logs(home).values()
+    ]
 
 
 # -- verify, report, reconcile -------------------------------------------------------------------------
