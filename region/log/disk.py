@@ -477,10 +477,10 @@ class DiskLog:
         return self._log_reader.read(offset, max_bytes, limit, around_damage=around_damage)
 
     def read_frames(
-        self, point: LogPoint, max_bytes: int, limit: LogPoint, *, is_guessed: bool = False
+        self, point: LogPoint, max_bytes: int, limit: LogPoint, *, beside: int = 0, is_guessed: bool = False
     ) -> list[Frame]:
         """See LogReader."""
-        return self._log_reader.read_frames(point, max_bytes, limit, is_guessed=is_guessed)
+        return self._log_reader.read_frames(point, max_bytes, limit, beside=beside, is_guessed=is_guessed)
 
     def read_notes(self, offset: int, wanted: Callable[[bytes], bool]) -> list[bytes]:
         """See LogReader."""

@@ -77,10 +77,11 @@ class LogReader:
                     raise damaged(first.path, 0, first.base_offset, "the file is gone") from None
 
     def read_frames(
-        self, point: LogPoint, max_bytes: int, limit: LogPoint, *, is_guessed: bool = False
+        self, point: LogPoint, max_bytes: int, limit: LogPoint, *, beside: int = 0, is_guessed: bool = False
     ) -> list[Frame]:
-        """The frames from `point` on, none that ends behind `limit`: at least one where there is one, then up to `max_bytes`, all of
-        one segment, up to what is damaged. Each as it stands: sealed, with its leader's epoch. `is_guessed`: as `SegmentReader.read_frames` has it.
+        """The frames from `point` on, none that ends behind `limit`: at least one where there is one, then up to `max_bytes`, of which each takes
+        `beside` more than it has, all of one segment, up to what is damaged. Each as it stands: sealed, with its leader's epoch. `is_guessed`: as
+        `SegmentReader.read_frames` has it.
 
         Raises OffsetOutOfRangeError where the log does not hold `point`, RequestError(UNSUPPORTED) where what follows was compacted
         (its closed segments are to be copied), NotLocalError, CorruptionError.
@@ -95,7 +96,9 @@ class LogReader:
             if segment.header.span:
                 raise compacted(segment, point.offset)
             try:
-                return self._reader.read_frames(segment, point, max_bytes, limit, is_guessed=is_guessed)
+                return self._reader.read_frames(
+                    segment, point, max_bytes, limit, beside=beside, is_guessed=is_guessed
+                )
             except FileNotFoundError:
                 if self._segments.now is segments:
                     raise damaged(segment.path, 0, point.offset, "the file is gone") from None

@@ -24,7 +24,6 @@ from region.log.index import INDEX_INTERVAL_BYTES, SparseIndex, decode_index
 from region.log.point import LogPoint, PointCounter
 from region.log.producers import ProducerTable
 from region.log.segment import (
-    ENTRY_BYTES_MAX,
     EntryDamagedError,
     EntryIncompleteError,
     SegmentEntry,
@@ -159,9 +158,11 @@ class SegmentReader:
         max_bytes: int,
         limit: LogPoint,
         *,
+        beside: int = 0,
         is_guessed: bool = False,
     ) -> list[Frame]:
-        """The frames from `point` on, none that ends behind `limit`: at least one, then up to `max_bytes`, and up to what is damaged. Raises
+        """The frames from `point` on, none that ends behind `limit`: at least one, then up to `max_bytes`, of which each takes `beside` more than
+        it has, and up to what is damaged. Raises
         OffsetOutOfRangeError where the segment has no entry that begins there, CorruptionError, NotLocalError, FileNotFoundError.
 
         `is_guessed`: where all between the batch before the point and the next entry is damaged, the entry counts as the one that begins
@@ -176,14 +177,16 @@ class SegmentReader:
             is_exact = position == segment.start
             try:
                 return self._frames(
-                    descriptor, segment, point, max_bytes, limit, position, counter, is_exact=is_exact
+                    descriptor, segment, point, max_bytes, limit, beside, position, counter, is_exact=is_exact
                 )
             except SegmentDamagedError:
                 at = self._behind_damage(descriptor, segment, point, position, is_guessed=is_guessed)
                 if at is None:
                     raise
                 counter.stand_at(point)
-                return self._frames(descriptor, segment, point, max_bytes, limit, at, counter, is_exact=True)
+                return self._frames(
+                    descriptor, segment, point, max_bytes, limit, beside, at, counter, is_exact=True
+                )
         finally:
             self._files.close(descriptor)
 
@@ -194,6 +197,7 @@ class SegmentReader:
         point: LogPoint,
         max_bytes: int,
         limit: LogPoint,
+        beside: int,
         position: int,
         counter: PointCounter,
         *,
@@ -211,12 +215,12 @@ class SegmentReader:
                 position,
                 segment.segment_bytes,
                 verify_bodies=True,
-                window_bytes=ENTRY_BYTES_MAX + INDEX_INTERVAL_BYTES + max_bytes,
+                window_bytes=INDEX_INTERVAL_BYTES + max_bytes,
             ):
                 position = entry.end
                 if not counter.follow(entry):
                     continue
-                if counter.point > limit or (found and size + entry.length > max_bytes):
+                if counter.point > limit or (found and size + entry.length + beside > max_bytes):
                     break
                 if counter.point > point:
                     if not found and reached != point:
@@ -233,7 +237,7 @@ class SegmentReader:
                             entry.is_note,
                         )
                     )
-                    size += entry.length
+                    size += entry.length + beside
                 reached = counter.point
         except EntryDamagedError as error:
             if not found:

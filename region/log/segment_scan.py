@@ -15,7 +15,7 @@ from region.log.segment import (
     EntryIncompleteError,
     SegmentEntry,
     SegmentHeader,
-    scan_window,
+    decode_entry,
 )
 
 WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX
@@ -72,27 +72,35 @@ def scan_bytes(
     verify_bodies: bool,
     window_bytes: int = WINDOW_BYTES,
 ) -> Iterator[tuple[SegmentEntry, memoryview]]:
-    """As `scan_file`, with each entry's bytes; of a body that was not verified perhaps only a part. `window_bytes`, read at a time,
-    hold the largest entry."""
-    position = start
+    """As `scan_file`, with each entry's bytes; of a body that was not verified perhaps only a part. `window_bytes` are read at a time, and what an entry
+    needs that is longer. An entry is decoded when it is asked for: who stops early pays for what was taken."""
+    position, wanted = start, window_bytes
     while position < end:
-        window = files.pread(descriptor, min(window_bytes, end - position), position)
+        window = memoryview(files.pread(descriptor, min(wanted, end - position), position))
         if not window:
             raise EntryIncompleteError("the file is shorter than it was", 1)
-        entries, stopped = scan_window(
-            window, at=position, salt=segment.salt, shard=segment.identity.shard, verify_body=verify_bodies
-        )
-        view, begin = memoryview(window), position
-        for entry in entries:
+        asked, wanted = wanted, window_bytes
+        begin, index = position, 0
+        while index < len(window):
+            try:
+                entry = decode_entry(
+                    window,
+                    index,
+                    at=begin,
+                    salt=segment.salt,
+                    shard=segment.identity.shard,
+                    verify_body=verify_bodies,
+                )
+            except EntryIncompleteError as cut:
+                # What only the window cuts off stands whole in the next one.
+                if position + cut.needed > end or (index == 0 and cut.needed <= asked):
+                    raise
+                wanted = max(window_bytes, cut.needed)
+                break
             if entry.end > end:
                 raise EntryIncompleteError(
                     f"{end - entry.position} bytes of an entry's {entry.length}", entry.length
                 )
-            yield entry, view[entry.position - begin : entry.end - begin]
+            yield entry, window[index : index + entry.length]
+            index += entry.length
             position = entry.end
-        # An entry that only the window cuts off stands whole at the beginning of the next one.
-        cut_by_window = (
-            isinstance(stopped, EntryIncompleteError) and entries and position + stopped.needed <= end
-        )
-        if stopped and not cut_by_window:
-            raise stopped

@@ -326,9 +326,9 @@ class ReplicaDisk:
         place = Place.FIRST if self.log.begins_segment(begin) else Place.LATER
         return (entries[0]._replace(place=place), *entries[1:])
 
-    def read_placed(self, begin: LogPoint, size: int, end: LogPoint) -> tuple[Frame, ...]:
-        """As `read`, for another copy."""
-        return frames_from(begin, self.placed(begin, self.log.read_frames(begin, size, end)))
+    def read_placed(self, begin: LogPoint, size: int, end: LogPoint, beside: int = 0) -> tuple[Frame, ...]:
+        """As `read`, for another copy. Each frame counts `beside` bytes more than it has."""
+        return frames_from(begin, self.placed(begin, self.log.read_frames(begin, size, end, beside=beside)))
 
     # Copies
 

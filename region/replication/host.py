@@ -1043,7 +1043,8 @@ class ReplicaHost:
                 await self._disk_failed(hosted, DiskFailed(read.log, why))
                 return
         if read.paced:
-            self._pace.give_back(min(read.paced, read.size - sum(frame.size for frame in frames)))
+            cost = sum(frame.size + read.beside for frame in frames)
+            self._pace.give_back(min(read.paced, read.size - cost))
         self._step(hosted, FramesRead(read.peer, read.ask, read.log, read.begin, frames))
 
     async def _read_repaired(self, hosted: Hosted, read: Read, cuts: int) -> tuple[Frame, ...]:
@@ -1054,7 +1055,7 @@ class ReplicaHost:
         while True:
             try:
                 return await self._loop.run_in_executor(
-                    self._read_pool, disk.read_placed, read.begin, read.size, read.end
+                    self._read_pool, disk.read_placed, read.begin, read.size, read.end, read.beside
                 )
             except (SegmentDamagedError, NotLocalError) as error:
                 follower = hosted.core.leader.followers.get(read.peer)

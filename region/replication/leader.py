@@ -21,7 +21,7 @@ follower's frames in flight are within IN_FLIGHT_GROUPS_MAX and IN_FLIGHT_BYTES_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, ClassVar, Final
@@ -117,6 +117,8 @@ APPEND_BYTES_MAX: Final = 2 << 20
 """Frames of one message."""
 COPY_BYTES_MAX: Final = 64 << 10
 """The same, of a copy that nobody waits for: the event loop is at it for a millisecond or two, in which nobody is answered."""
+FRAME_COST_BYTES: Final = 4 << 10
+"""What a frame of such a copy costs beside its bytes, in bytes that cost as much: read, checked, encoded, decoded, checked and written one by one."""
 COPY_IN_FLIGHT_BYTES_MAX: Final = 1 << 20
 """Of such a copy: where its disk, the link or the processors are slow, it waits for them, and publishers not behind it."""
 
@@ -131,11 +133,16 @@ class Phase(Enum):
     YIELDED = "yielded"
 
 
+def cost_of(frames: Sequence[Frame]) -> int:
+    """What frames of a copy that nobody waits for count at its pace, in bytes."""
+    return sum(frame.size for frame in frames) + FRAME_COST_BYTES * len(frames)
+
+
 @dataclass(slots=True)
 class FollowerLog:
     """A follower's copy of one log, as far as its leader knows. `durable`: acknowledged since it was placed. `sent`: frames up to there
-    were sent. `told`: the commit point that it was told. `reading`: frames are being read for it. `written`: bytes of frames written since it was placed
-    that were not sent when they were, and were not read for it yet."""
+    were sent. `told`: the commit point that it was told. `reading`: frames are being read for it. `written`: what frames cost (`cost_of`) that were written
+    since it was placed, were not sent when they were, and were not read for it yet."""
 
     durable: LogPoint
     sent: LogPoint
@@ -455,7 +462,7 @@ class LeaderCore:
             if may_send and copy.sent == event.prev and not copy.reading and copy.has_room():
                 self._append(peer, follower, log, copy, event.frames, size, ready)
             else:
-                copy.written += size
+                copy.written += cost_of(event.frames)
         self._sync(log, now, ready)
 
     def _sync(self, log: Log, now: int, ready: Ready) -> None:
@@ -513,13 +520,13 @@ class LeaderCore:
         copy = follower.logs[log.number]
         if copy.sent == log.end or copy.reading:
             return
-        size, paced = APPEND_BYTES_MAX, 0
+        size, beside, paced = APPEND_BYTES_MAX, 0, 0
         if self._is_paced(peer):
-            size = COPY_BYTES_MAX
+            size, beside = COPY_BYTES_MAX, FRAME_COST_BYTES
             paced = max(0, size - copy.written)
         if copy.has_room(COPY_IN_FLIGHT_BYTES_MAX if paced else IN_FLIGHT_BYTES_MAX):
             copy.reading = True
-            ready.read.append(Read(peer, follower.ask, log.number, copy.sent, log.end, size, paced))
+            ready.read.append(Read(peer, follower.ask, log.number, copy.sent, log.end, size, paced, beside))
 
     def _is_paced(self, peer: str) -> bool:
         """Whether nobody waits for this copy: it is not in sync, and enough others are."""
@@ -539,7 +546,7 @@ class LeaderCore:
             self._forget(event.peer, follower, now, ready)
             return
         size = sum(frame.size for frame in event.frames)
-        copy.written = max(0, copy.written - size)
+        copy.written = max(0, copy.written - cost_of(event.frames))
         self._append(event.peer, follower, log, copy, event.frames, size, ready)
         self._catch_up(event.peer, follower, log, ready)
 

@@ -64,7 +64,8 @@ class Sync(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Read at most `size` bytes of frames, one frame at least; answer with `FramesRead`. `paced`: so many of them wait for the pace of copies."""
+    """Read at most `size` bytes of frames, one frame at least; answer with `FramesRead`. Each counts `beside` bytes more than it has. `paced`: so many
+    of them wait for the pace of copies."""
 
     peer: str
     ask: int
@@ -73,6 +74,7 @@ class Read(NamedTuple):
     end: LogPoint
     size: int
     paced: int = 0
+    beside: int = 0
 
 
 class CopyFrom(NamedTuple):

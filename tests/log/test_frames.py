@@ -10,7 +10,18 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from log.building import IDENTITY, append, batch_of, compact, keyed, open_disk, payloads_of, placed, serving
+from log.building import (
+    IDENTITY,
+    append,
+    batch_of,
+    compact,
+    keyed,
+    open_disk,
+    payloads_of,
+    placed,
+    serving,
+    write_batches,
+)
 from long_runs import count
 
 from felix.batch import Batch, NewRecord, encode_batch
@@ -22,6 +33,7 @@ from region.log.disk import DiskLog
 from region.log.epochs import EpochHistory, EpochStart
 from region.log.errors import OffsetOutOfRangeError
 from region.log.frame import Frame, note_frames, note_pieces
+from region.log.index import INDEX_INTERVAL_BYTES
 from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.producers import ProducerTable, Remembered
@@ -471,3 +483,41 @@ def test_what_was_compacted_is_not_given_out_as_frames(tmp_path: Path) -> None:
         assert refused.value.code is Code.UNSUPPORTED
     assert len(log.read_frames(LogPoint(2), 100, log.end_point)) == 1
     log.close()
+
+
+class CountingFiles(DiskFiles):
+    """Counts the bytes that are asked for."""
+
+    asked = 0
+
+    def pread(self, descriptor: int, size: int, position: int) -> bytes:
+        self.asked += size
+        return super().pread(descriptor, size, position)
+
+
+def test_a_read_of_frames_takes_from_the_file_what_it_gives_and_finds_long_ones_whole(tmp_path: Path) -> None:
+    files = CountingFiles()
+    log = open_disk(tmp_path / "log", files)
+    long = (200_000, 900_000)
+    sizes = [*[100] * 4_000, *long, *[100] * 4_000]
+    write_batches(log, [placed(batch_of(bytes(size)), at) for at, size in enumerate(sizes)])
+    at, reads, given = log.start_point, 0, 0
+    files.asked = 0
+    while frames := log.read_frames(at, 10_000, log.end_point):
+        size = sum(frame.batch.header.total_length for frame in frames if frame.batch)
+        assert size <= 10_000 or len(frames) == 1
+        for frame in frames:
+            at = after(at, frame)
+        reads, given = reads + 1, given + len(frames)
+    assert given == len(sizes)
+    # Each from the index's entry before its point on, and once more what its window cut off: a long one at the end of the read before it, too.
+    assert files.asked <= reads * 2.5 * INDEX_INTERVAL_BYTES + 3 * sum(long)
+
+
+def test_frames_that_count_for_more_than_they_have_are_fewer_and_one_at_least(tmp_path: Path) -> None:
+    log = open_disk(tmp_path / "log")
+    write_batches(log, [placed(batch_of(bytes(100)), at) for at in range(50)])
+    everything = log.read_frames(log.start_point, 20_000, log.end_point)
+    assert len(everything) == 50
+    for beside, wanted in ((0, 50), (1_700, 10), (30_000, 1)):
+        assert len(log.read_frames(log.start_point, 20_000, log.end_point, beside=beside)) == wanted

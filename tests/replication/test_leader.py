@@ -15,6 +15,7 @@ from region.replication.leader import (
     COPY_IN_FLIGHT_BYTES_MAX,
     DETACHED_MS,
     EXPAND_BACKOFF_MS,
+    FRAME_COST_BYTES,
     HAND_OVER_MS,
     HUNG_MS,
     IN_FLIGHT_GROUPS_MAX,
@@ -573,7 +574,9 @@ def test_a_copy_that_nobody_waits_for_is_read_in_small_pieces_at_the_pace_of_cop
     shard.write(3)
     ready = shard.tell(FramesRead("c", 1, 0, LogPoint(0), frames(1, 0, 2)))
     # Two frames were read for it, and three were written that it was not sent.
-    assert [(read.size, read.paced) for read in ready.read] == [(COPY_BYTES_MAX, COPY_BYTES_MAX - 10)]
+    assert [(read.size, read.paced, read.beside) for read in ready.read] == [
+        (COPY_BYTES_MAX, COPY_BYTES_MAX - 10 - FRAME_COST_BYTES, FRAME_COST_BYTES)
+    ]
 
 
 def test_what_is_written_faster_than_it_is_copied_is_not_paced() -> None:
@@ -605,7 +608,7 @@ def test_a_copy_that_waits_for_its_turn_is_not_asked_to_ask_anew() -> None:
 @pytest.mark.parametrize(("isr", "minimum"), [("a1 b1 c1", 2), ("a1", 2), ("a1 b1", 3)])
 def test_a_copy_that_publishers_wait_for_is_not_paced(isr: str, minimum: int) -> None:
     _, ready = behind(isr, minimum)
-    assert [(read.size, read.paced) for read in ready.read] == [(APPEND_BYTES_MAX, 0)]
+    assert [(read.size, read.paced, read.beside) for read in ready.read] == [(APPEND_BYTES_MAX, 0, 0)]
 
 
 def test_a_follower_that_asks_for_what_was_let_go_of_is_told_to_copy() -> None:
