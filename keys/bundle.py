@@ -44,6 +44,9 @@ KEYS_MAX: Final = 16
 """Keys of one kind: the one in use, and some that it takes over from or hands over to."""
 AUDIT_KEYS_MAX: Final = 32
 """Half of them ML-DSA-44 keys, of 1.8 kB in base64 each: the region's log and witness, and the logs of 14 bridges."""
+ISSUED_AHEAD_MS_MAX: Final = 600_000
+"""How far ahead of this machine's clock a successor that nobody compares may be issued: two clocks that are wrong by minutes. What is later keeps all
+honest successors out."""
 _PURPOSE: Final = "region-bundle"
 _FOUNDING: Final = b"felix region founding\n"
 """Stands before what the fingerprint is over, so that it is the digest of nothing else."""
@@ -384,4 +387,14 @@ def check_update(trusted: RegionBundle, update: SignedBundle, known: Known = NOB
             f"The new bundle of {new.region} has {', '.join(changed)}.",
             hint=f"Ask {new.region}'s operator. If it is so, compare the fingerprint and trust it again: "
             "felix region trust FILE --fingerprint ….",
+        )
+
+
+def check_not_ahead(bundle: RegionBundle, now_ms: int) -> None:
+    """That a successor is not issued in the future: none that comes later would be newer. Raises RequestError(CONFLICT)."""
+    if bundle.issued_ms > now_ms + ISSUED_AHEAD_MS_MAX:
+        raise RequestError(
+            f"The bundle of {bundle.region} is issued {(bundle.issued_ms - now_ms) // 60_000} minutes ahead of the clock here.",
+            code=Code.CONFLICT,
+            hint=f"Compare the clocks. If they are right, ask {bundle.region}'s operator who signed it.",
         )

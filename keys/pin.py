@@ -19,12 +19,14 @@ from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 PIN_BYTES_MAX: Final = 2 * BUNDLE_BYTES_MAX
 """A bundle, laid out for people with more white space, and some lines beside it."""
 NUMBER_MAX: Final = (1 << 53) - 1
+UNCOMPARED: Final = 1
+"""The number of a pin of what was trusted before there were pins: below that of whatever people compared since."""
 _PURPOSE: Final = "region-pin"
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the region `by` of `mesh` compared. Of two pins of one region the later holds: that with the higher `number`, in milliseconds
-    since 1970."""
+    since 1970; 1 where nobody compared when it was signed."""
 
     format: Literal[1] = 1
     by: str
@@ -57,20 +59,17 @@ _decoder: Final = msgspec.json.Decoder(SignedPin)
 
 
 def sign_pin(pin: Pin, policy_key: SigningKey) -> SignedPin:
-    """With the policy key of the region that compared."""
-    return SignedPin(pin, policy_key.sign(_PURPOSE, pin.signed_bytes()))
+    """With the policy key of the region that compared. Raises RequestError where nobody could read it."""
+    signed = SignedPin(pin, policy_key.sign(_PURPOSE, pin.signed_bytes()))
+    _decode(signed.encode())
+    return signed
 
 
 def decode_pin(data: bytes, own: RegionBundle) -> SignedPin:
     """A pin that this region signed, of another one of its mesh. Raises RequestError for its shape or whose it is, TamperError for a
     signature."""
-    if len(data) > PIN_BYTES_MAX:
-        raise RequestError(f"A pin of {len(data)} bytes; {PIN_BYTES_MAX} are allowed.")
     # 1. the shape
-    try:
-        signed = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestError(f"This is not a region's pin: {error}.", code=Code.INVALID) from error
+    signed = _decode(data)
     # 2. whose it is, and of whom
     pin, bundle = signed.pin, signed.bundle
     if (pin.by, pin.mesh) != (own.region, own.mesh):
@@ -92,3 +91,13 @@ def decode_pin(data: bytes, own: RegionBundle) -> SignedPin:
         )
     check_holds(pin.bundle)
     return signed
+
+
+def _decode(data: bytes) -> SignedPin:
+    """Raises RequestError where it has not the shape of a pin."""
+    if len(data) > PIN_BYTES_MAX:
+        raise RequestError(f"A pin of {len(data)} bytes; {PIN_BYTES_MAX} are allowed.")
+    try:
+        return _decoder.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise RequestError(f"This is not a region's pin: {error}.", code=Code.INVALID) from error

@@ -34,7 +34,7 @@ from keys.key_file import (
     save_signing_key,
 )
 from keys.keyring import create_keyring
-from keys.pin import Pin, SignedPin, sign_pin
+from keys.pin import UNCOMPARED, Pin, SignedPin, sign_pin
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from policy.documents import decode_document
@@ -305,23 +305,25 @@ def trust_region(
     separately (PutDocument "pin"; "bundle", where there is no new one).
 
     `is_compared`: people did it now. Else the bundle was trusted here before, or follows one that was: the pin that stands is kept; where none was
-    signed yet, the bundle's time of issue is its number, below that of whatever is compared later elsewhere. None without a new pin, as where the
-    folder has no policy key: then this folder's broker alone believes the bundle.
+    signed yet, its number is below that of whatever was compared elsewhere: a bundle's own time of issue is the word of whoever has the other
+    region's key. None without a new pin, as where the folder has no policy key: then this folder's broker alone believes the bundle. Raises
+    RequestError where no pin can be signed; then nothing was stored.
     """
     bundle = signed.bundle
     path = folder.trusted / f"{bundle.region}.json"
-    # What people compared; a successor's own time is the word of whoever has the other region's key.
-    held = decode_bundle(path.read_bytes()).bundle if path.exists() and not is_compared else bundle
+    made = _sign_pin(folder, signed, now_ms if is_compared else None) if folder.policy_key.exists() else None
     replace_file(path, signed.encode(), PUBLIC)
-    if not folder.policy_key.exists():
-        return None
-    own = decode_bundle(folder.bundle.read_bytes()).bundle
-    before = read_pin(folder, own, bundle.region)
-    if before is not None and not is_compared:
-        return None
-    least = 1 if before is None else before.pin.number + 1
-    number = max(least, now_ms if is_compared else held.issued_ms)
-    pin = Pin(by=own.region, mesh=own.mesh, number=number, bundle=signed)
-    made = sign_pin(pin, load_signing_key(folder.policy_key))
-    replace_file(folder.pin(bundle.region), made.encode(), PUBLIC)
+    if made is not None:
+        replace_file(folder.pin(bundle.region), made.encode(), PUBLIC)
     return made
+
+
+def _sign_pin(folder: RegionFolder, signed: SignedBundle, compared_ms: int | None) -> SignedPin | None:
+    """The pin of a bundle that people compared then, later than the one in the folder; None: of one that was trusted already, unless that has one."""
+    own = decode_bundle(folder.bundle.read_bytes()).bundle
+    before = read_pin(folder, own, signed.bundle.region)
+    if compared_ms is None and before is not None:
+        return None
+    number = UNCOMPARED if compared_ms is None else max(compared_ms, before.pin.number + 1 if before else 0)
+    pin = Pin(by=own.region, mesh=own.mesh, number=number, bundle=signed)
+    return sign_pin(pin, load_signing_key(folder.policy_key))

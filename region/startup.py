@@ -123,7 +123,13 @@ from region.transactions.participants import QueueParticipant, SubscriptionParti
 from region.transactions.service import TransactionService
 from region.transactions.stream_leaders import StreamLeaders
 from region.trust_store import Memory
-from region.trusted_bundles import offer_bundles, own_bundle, pinned_bundles, signed_pins
+from region.trusted_bundles import (
+    offer_bundles,
+    own_bundle,
+    pinned_bundles,
+    signed_pins,
+    trusted_files,
+)
 from region.views.together import places_together
 from region.witness_memory import WitnessMemory
 from region.witnessing import Witnessing
@@ -269,7 +275,6 @@ async def open_broker(
     mirror = CatalogMirror(store, config.region, runtime)
     await mirror.start()
     stack.push_async_callback(mirror.close)
-    await offer_bundles(folder, own, catalog, mirror)
     cosigned = WitnessMemory(
         store, config.region, DiskWitnessStore(data / "witness", machine.evidence), runtime
     )
@@ -305,7 +310,9 @@ async def open_broker(
     witnesses = config.audit.witnesses if has_audit_log else ()
     submissions = Submissions(trail, [each.target(folder.root) for each in witnesses], runtime)
     # One note is to have the cosignatures of them all, and of the regions that bridges may lead to.
-    trail.checkpoints.expect_cosigners(len(mirror.trusted()) + len(config.audit.witnesses))
+    files = await asyncio.to_thread(trusted_files, folder)
+    known = {*mirror.trusted(), *(signed.bundle.region for signed in files)}
+    trail.checkpoints.expect_cosigners(len(known) + len(config.audit.witnesses))
     submissions.start()
     stack.push_async_callback(asyncio.to_thread, submissions.stop)
 
@@ -460,6 +467,8 @@ async def open_broker(
 
     follower = StreamFollower(streams, mirror, landings.opened)
     governance.follow()
+    # Of the store's pins and this broker's own, the later ones are known now.
+    await offer_bundles(*governance.lacking(files), catalog, mirror)
     governance.strays.start()
     stack.push_async_callback(governance.strays.close)
     _follow_settings(broker, mirror)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from collections.abc import Coroutine, Iterable
 from pathlib import Path
 
 from felix.errors import Code, FelixError, RequestError
@@ -30,8 +30,9 @@ def own_bundle(folder: RegionFolder, config: RegionConfig) -> RegionBundle:
     return bundle
 
 
-def _trusted_files(folder: RegionFolder) -> list[tuple[Path, SignedBundle]]:
-    return [(path, _read_bundle(path)) for path in sorted(folder.trusted.glob("*.json"))]
+def trusted_files(folder: RegionFolder) -> list[SignedBundle]:
+    """Other regions' bundles in the folder, as they were signed. Blocks. Raises RequestError, which names the file."""
+    return [_read_bundle(path) for path in sorted(folder.trusted.glob("*.json"))]
 
 
 def _read_bundle(path: Path) -> SignedBundle:
@@ -48,7 +49,7 @@ def _read_bundle(path: Path) -> SignedBundle:
 
 def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
     """Other regions' bundles as an operator put them into the folder. Blocks."""
-    return {signed.bundle.region: signed.bundle for _, signed in _trusted_files(folder)}
+    return {signed.bundle.region: signed.bundle for signed in trusted_files(folder)}
 
 
 def signed_pins(folder: RegionFolder, own: RegionBundle) -> list[SignedPin]:
@@ -68,21 +69,29 @@ def read_pin(folder: RegionFolder, own: RegionBundle, region: str) -> SignedPin 
 
 
 async def offer_bundles(
-    folder: RegionFolder, own: RegionBundle, catalog: Catalog, mirror: CatalogMirror
+    pins: Iterable[SignedPin], bundles: Iterable[SignedBundle], catalog: Catalog, mirror: CatalogMirror
 ) -> None:
-    """Put into the catalog what it does not know yet: what was trusted while no broker ran."""
-    for path, signed in await asyncio.to_thread(_trusted_files, folder):
+    """Put into the catalog what it does not know yet, or not any more: `pins` that it lacks, never an earlier one than this broker goes by; and `bundles`,
+    which this broker believes, where the catalog's are older."""
+    for pin in pins:
+        log.info("pinning %s: the metadata store has no pin of it, or an earlier one", pin.bundle.region)
+        await _offer(put_pin(pin, catalog, mirror), mirror)
+    for signed in bundles:
         region = signed.bundle.region
-        pin = await asyncio.to_thread(read_pin, folder, own, region)
-        if pin is not None and pin.pin.number > number_of(mirror.pins().get(region), own):
-            log.info("pinning %s, from %s", region, folder.pin(region))
-            await mirror.wait_for(await put_pin(pin, catalog, mirror))
-        elif _is_newer(signed.bundle, mirror.trusted().get(region)):
-            log.info("trusting %s, from %s", region, path)
-            revision = await catalog.put_trusted(
-                region, signed.encode(), revision=mirror.trusted_revision(region)
-            )
-            await mirror.wait_for(revision)
+        if _is_newer(signed.bundle, mirror.trusted().get(region)):
+            log.info("trusting %s, from the region's folder", region)
+            put = catalog.put_trusted(region, signed.encode(), revision=mirror.trusted_revision(region))
+            await _offer(put, mirror)
+
+
+async def _offer(put: Coroutine[None, None, int], mirror: CatalogMirror) -> None:
+    try:
+        await mirror.wait_for(await put)
+    except RequestError as error:
+        if error.code not in (Code.CONFLICT, Code.ALREADY_EXISTS):
+            raise
+        # What the store has then is judged as it comes.
+        log.info("another broker was first: %s", error.sentence)
 
 
 async def put_pin(pin: SignedPin, catalog: Catalog, mirror: CatalogMirror) -> int:

@@ -282,10 +282,12 @@ class DocumentIntake:
         pin = decode_pin(body, self._own)
         region = pin.bundle.region
         if not self._regions.is_later(pin):
-            if self._regions.bundles.get(region) == pin.bundle:
-                if number_of(self._mirror.pins().get(region), self._own) < pin.pin.number:
-                    # Of a key that this region gave up: a broker that begins anew would believe nobody.
-                    await self._judgement.follow_to(await put_pin(pin, self._catalog, self._mirror))
+            held = self._regions.pin_of(region)
+            if pin == held or self._regions.bundles.get(region) == pin.bundle:
+                later = pin if held is None else held
+                if number_of(self._mirror.pins().get(region), self._own) < later.pin.number:
+                    # The store lost it, or it is of a key that this region gave up: a broker that begins anew would believe nobody.
+                    await self._judgement.follow_to(await put_pin(later, self._catalog, self._mirror))
                 return f"{region} is trusted already."
             raise RequestError(
                 f"{self._own.region} has compared another bundle of {region}, or this one, later than this pin says.",

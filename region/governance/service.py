@@ -56,6 +56,8 @@ from region.witnessing import Witnessing
 
 SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
 """What a bridge may list, and bring from the other region: the region that signed it is what counts, not who carries it."""
+OWN_KINDS: Final = ("policy", "pin")
+"""And what a bridge of this region may list besides: what it signs its leaves by, and whose bundles it goes by."""
 DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle", "pin")
 """Names of the kinds of documents in PutDocument and ListDocuments."""
 LISTS_PER_S: Final = 100.0
@@ -119,7 +121,7 @@ class Governance:
         self._lists = Pace(LISTS_PER_S, LISTS_BURST, LISTERS_MAX, broker.runtime.clock.monotonic)
         regions = TrustedRegions(
             own, mirror, pinned, witnessing.witness.follow_all, memory, remembered.trusted,
-            lambda: trail.checkpoints.witnesses, signed,
+            lambda: trail.checkpoints.witnesses, signed, broker.clock_ms,
         )  # fmt: skip
         lasting, policies = read_remembered(remembered)
         self._judgement = Judgement(
@@ -134,6 +136,8 @@ class Governance:
         self.follow = self._judgement.follow
         self.decide_again = self._judgement.reload
         """after the log has got leaves of other brokers"""
+        self.lacking = self._judgement.regions.lacking
+        """the pins and bundles that the store lacks, once this broker judges"""
         self.passed_here = self._judgement.leaves.passed_here
         self.receives = self._judgement.leaves.may_arrive
         self.denials = Denials(broker, self.audit, own.region, lambda: self.book, lambda: self.bundles)
@@ -297,7 +301,7 @@ class Governance:
         if kind == "bundle":
             return self._mirror.trusted()
         if kind == "pin":
-            return self._mirror.pins()
+            return self._judgement.regions.pins()
         if kind == "policy":
             policy = self._mirror.policy
             if identity.kind == "bridge" and policy is not None and self.policy is not None:
@@ -325,8 +329,8 @@ class Governance:
         }
 
     def _require_may_list(self, identity: SpiffeId, kind: str) -> None:
-        own_policy = kind == "policy" and identity.region == self._own.region
-        if identity.kind != "bridge" or not (kind in SYNCED_KINDS or own_policy):
+        is_own = kind in OWN_KINDS and identity.region == self._own.region
+        if identity.kind != "bridge" or not (kind in SYNCED_KINDS or is_own):
             self.broker.require_operator(identity, f"list {kind} documents")
         if kind not in DOCUMENT_KINDS:
             raise RequestError(
@@ -357,7 +361,7 @@ class Governance:
         """All that an identity may list, by kind."""
         kinds: tuple[str, ...] = DOCUMENT_KINDS
         if identity.kind == "bridge":
-            kinds = (*SYNCED_KINDS, "policy") if identity.region == self._own.region else SYNCED_KINDS
+            kinds = (*SYNCED_KINDS, *OWN_KINDS) if identity.region == self._own.region else SYNCED_KINDS
         return {kind: self.documents(identity, kind) for kind in kinds}
 
     def audit_state(self) -> tuple[str, int]:

@@ -5,6 +5,8 @@ Whose bundle a region is by, people compare; what stands in the store is believe
 2. without one, a bundle that an operator put into this broker's folder;
 3. what this broker believed before its restart.
 
+What this broker believes by a pin it keeps with that pin, as it was signed: so it can put it back where the store has an earlier one or none.
+
 Invariants: a bundle gives way only to a later pin, to one that an operator put into the folder of a region without a signed pin, or to its own successor
 (keys.bundle.check_update); no pin gives way to an earlier one, also over a restart (region.trust_store); the region's own bundle is never read
 from the store.
@@ -14,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
-from typing import Annotated, Final
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
@@ -22,7 +24,15 @@ from audit.note import VerifierKey
 from audit.trust import RegionTrust, check_cosigner_keys, parties_of, witnesses_of
 from felix.errors import Code, FelixError, RequestError
 from felix.peer import TrustBundle
-from keys.bundle import RegionBundle, SignedBundle, check_bundle, check_update, decode_bundle
+from felix.runtime.real import now_ms
+from keys.bundle import (
+    RegionBundle,
+    SignedBundle,
+    check_bundle,
+    check_not_ahead,
+    check_update,
+    decode_bundle,
+)
 from keys.pin import SignedPin, decode_pin
 from region.metadata.mirror import CatalogMirror
 from region.trust_store import Memory
@@ -31,10 +41,23 @@ log = logging.getLogger("felix.region.governance")
 
 
 class Believed(msgspec.Struct, frozen=True):
-    """The bundle of a region that this broker goes by. `number`: of the signed pin that it rests on; 0 without one."""
+    """The bundle of a region that this broker goes by. `number`: of the signed pin that it rests on; 0 without one. `pin`: that pin; None where
+    a release kept the number alone, or under a policy key that this region gave up."""
 
     bundle: RegionBundle
     number: Annotated[int, msgspec.Meta(ge=0)] = 0
+    pin: SignedPin | None = None
+
+    @classmethod
+    def by(cls, pin: SignedPin) -> Believed:
+        return cls(pin.bundle, pin.pin.number, pin)
+
+
+class _StoredPin(NamedTuple):
+    """What the store has as a region's pin. `pin`: None where it does not hold."""
+
+    data: bytes
+    pin: SignedPin | None
 
 
 _decoder: Final = msgspec.json.Decoder(dict[str, Believed])
@@ -53,40 +76,46 @@ class TrustedRegions:
         kept: bytes | None = b"",
         witnesses: Callable[[], Iterable[VerifierKey]] = tuple,
         signed: Iterable[SignedPin] = (),
+        clock_ms: Callable[[], int] = now_ms,
     ) -> None:
         """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints compared.
         `follow_logs` is told the audit logs of each region that is trusted. `memory` keeps what is believed, `kept` is what it kept before: None
         where a release has served here that kept nothing, whose belief is taken over once. `witnesses`: all that cosign this region's log, outside ones
-        among them. `signed`: the pins in this region's folder."""
+        among them. `signed`: the pins in this region's folder. `clock_ms`: no successor is believed that is issued in the future."""
         self.own = own
         self.bundles: dict[str, RegionBundle] = {own.region: own}
         """this region's and those it trusts, by region"""
         self.trust = TrustBundle()
         """of these bundles, once the catalog was read"""
         self.problems: dict[str, str] = {}
-        """what a person has to do about regions that the store names and nobody compared, by region"""
+        """what a person has to do about regions that the store names and nobody compared, or of which it has an earlier pin, by region"""
         self._mirror = mirror
         self._pinned = pinned
         self._memory = memory
         self._is_first_after_update = kept is None
-        self._kept = _decode(kept or b"")
+        self._clock_ms = clock_ms
+        self._kept = _decode(kept or b"", own)
         self._believed = dict(self._kept)
         for region, bundle in pinned().items():
             if not self._number_of(region):
                 self._believed[region] = Believed(bundle)
         for pin in signed:
             # In this broker's own folder: the store may have an earlier one.
-            if self.is_later(pin):
-                self._believed[pin.bundle.region] = Believed(pin.bundle, pin.pin.number)
-        self._pins: dict[str, bytes] = {}
-        """those that were read, as they stand in the store"""
+            self._take(pin)
+        self._pins: dict[str, _StoredPin] = {}
+        """by region, as they stand in the store"""
         self._follow_logs = follow_logs
         self._witnesses = witnesses
 
     def read(self) -> None:
         """Take in the pins and bundles that the store holds now."""
         self._read_pins()
-        self.bundles = self._read_bundles()
+        self.bundles, problems = self._read_bundles()
+        problems |= self._lagging_pins()
+        for region, problem in problems.items():
+            if self.problems.get(region) != problem:
+                log.error("%s", problem)
+        self.problems = problems
         self.trust = TrustBundle(bundle.anchor() for bundle in self.bundles.values())
         if self._believed != self._kept or self._is_first_after_update:
             self._kept = dict(self._believed)
@@ -104,27 +133,89 @@ class TrustedRegions:
 
     def _read_pins(self) -> None:
         """What this region's own policy key signed takes the place of whatever was believed before, but never of a later pin's."""
+        before, self._pins = self._pins, {}
         for region, data in self._mirror.pins().items():
-            if self._pins.get(region) == data:
-                continue
-            self._pins[region] = data
-            try:
-                pin = decode_pin(data, self.own)
-                if pin.bundle.region != region:
-                    raise RequestError(f"It is of {pin.bundle.region}.")
-                RegionTrust(pin.bundle)
-            except FelixError as error:
-                log.error("the pin of %s in the metadata store is not believed: %s", region, error)
-                continue
-            if self.is_later(pin):
-                self._believed[region] = Believed(pin.bundle, pin.pin.number)
-            elif pin.pin.number < self._number_of(region):
-                log.error(
-                    "the metadata store holds an earlier pin of %s than before; it changes nothing", region
-                )
+            held = before.get(region)
+            # Verified once.
+            stored = held if held is not None and held.data == data else self._read_pin(region, data)
+            self._pins[region] = stored
+            if stored.pin is not None and stored is not held:
+                self._take(stored.pin)
 
-    def _read_bundles(self) -> dict[str, RegionBundle]:
-        """Bundles of the regions that the store trusts; what was believed before gives way only to its own successor."""
+    def _read_pin(self, region: str, data: bytes) -> _StoredPin:
+        try:
+            pin = decode_pin(data, self.own)
+            if pin.bundle.region != region:
+                raise RequestError(f"It is of {pin.bundle.region}.")
+            RegionTrust(pin.bundle)
+        except FelixError as error:
+            log.error("the pin of %s in the metadata store is not believed: %s", region, error)
+            return _StoredPin(data, None)
+        return _StoredPin(data, pin)
+
+    def _take(self, pin: SignedPin) -> None:
+        """A pin that holds, where it is later than what is believed."""
+        region = pin.bundle.region
+        held = self._believed.get(region)
+        if self.is_later(pin):
+            self._believed[region] = Believed.by(pin)
+        elif held is not None and held.pin is None and held.number == pin.pin.number:
+            self._believed[region] = msgspec.structs.replace(held, pin=pin)
+
+    def _is_behind(self, region: str, held: Believed) -> bool:
+        """Whether a broker that begins anew would believe by the store an earlier pin than this one does, or none."""
+        there = self._stored_pin(region)
+        if there is None:
+            return held.number > 0
+        same = (held.bundle, None if held.pin is None else held.pin.bundle)
+        return there.pin.number < held.number and there.bundle not in same
+
+    def _stored_pin(self, region: str) -> SignedPin | None:
+        stored = self._pins.get(region)
+        return None if stored is None else stored.pin
+
+    def lacking(self, files: Iterable[SignedBundle]) -> tuple[list[SignedPin], list[SignedBundle]]:
+        """Of what this broker goes by, the pins that the store has not, nor the like; and the bundles of `files`, those in the region's folder. Once
+        `read` took in what the store holds."""
+        pins = [
+            held.pin
+            for region, held in self._believed.items()
+            if held.pin is not None and self._is_behind(region, held)
+        ]
+        return pins, [signed for signed in files if self._goes_by(signed)]
+
+    def _goes_by(self, signed: SignedBundle) -> bool:
+        """Whether this broker believes a bundle, or would if it came."""
+        held = self._believed.get(signed.bundle.region)
+        try:
+            if held is not None and held.bundle != signed.bundle:
+                self.check_update(held.bundle, signed)
+        except FelixError:
+            return False
+        return held is not None
+
+    def pins(self) -> dict[str, bytes]:
+        """The pins of other regions, by region: as this broker believes them, else as they stand in the store."""
+        held = {region: each.pin.encode() for region, each in self._believed.items() if each.pin is not None}
+        return self._mirror.pins() | held
+
+    def pin_of(self, region: str) -> SignedPin | None:
+        """The pin by which this broker believes a region; None where it goes by none."""
+        held = self._believed.get(region)
+        return None if held is None else held.pin
+
+    def _lagging_pins(self) -> dict[str, str]:
+        """What a person has to know about regions of which the store has an earlier pin, or none any more."""
+        named = self._mirror.trusted().keys() | self._pins.keys()
+        return {
+            region: _earlier_pin(region, self.own.region, held, self._stored_pin(region))
+            for region, held in self._believed.items()
+            if region in named and self._is_behind(region, held)
+        }
+
+    def _read_bundles(self) -> tuple[dict[str, RegionBundle], dict[str, str]]:
+        """Bundles of the regions that the store trusts; what was believed before gives way only to its own successor. And the problems of those that
+        nobody compared."""
         bundles, problems = {self.own.region: self.own}, {}
         for region, data in self._mirror.trusted().items():
             if region == self.own.region:
@@ -148,20 +239,17 @@ class TrustedRegions:
                         "%s is trusted as before the update; have it pinned: felix region trust FILE", region
                     )
                 held = bundle
-                self._believed[region] = Believed(bundle, self._number_of(region))
+                self._believed[region] = Believed(bundle, self._number_of(region), self.pin_of(region))
             except FelixError as error:
                 log.error("the bundle of %s in the metadata store is not believed: %s", region, error)
             if held is not None:
                 bundles[region] = held
                 self._follow_logs(RegionTrust(held).logs)
-        for region, problem in problems.items():
-            if region not in self.problems:
-                log.error("%s", problem)
-        self.problems = problems
-        return bundles
+        return bundles, problems
 
     def check_update(self, held: RegionBundle, signed: SignedBundle) -> None:
         """That this bundle may take the place of the one that is held without people comparing it. Raises RequestError, TamperError."""
+        check_not_ahead(signed.bundle, self._clock_ms())
         believed = {region: each.bundle for region, each in self._believed.items()} | self.bundles
         others = (bundle for region, bundle in believed.items() if region != held.region)
         check_update(held, signed, parties_of(others, self._witnesses()))
@@ -198,13 +286,25 @@ class TrustedRegions:
         return RegionTrust(bundle)
 
 
-def _decode(kept: bytes) -> dict[str, Believed]:
+def _decode(kept: bytes, own: RegionBundle) -> dict[str, Believed]:
     """What was kept; nothing where it cannot be read: then the pins and the folder count alone."""
     try:
-        return _decoder.decode(kept) if kept else {}
+        believed = _decoder.decode(kept) if kept else {}
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         log.error("what was kept of the regions that were trusted cannot be read: %s", error)
         return {}
+    return {
+        region: held if _holds(held.pin, own) else msgspec.structs.replace(held, pin=None)
+        for region, held in believed.items()
+    }
+
+
+def _holds(pin: SignedPin | None, own: RegionBundle) -> bool:
+    """Whether others would believe a pin that was kept: this region may have another policy key now."""
+    try:
+        return pin is None or bool(decode_pin(pin.encode(), own))
+    except FelixError:
+        return False
 
 
 def _nobody_compared(region: str, own: str) -> str:
@@ -212,3 +312,14 @@ def _nobody_compared(region: str, own: str) -> str:
         f"The metadata store has a bundle of {region} that nobody compared for {own}, so {region} is not trusted here. Where {own}'s policy key is: "
         f"felix region trust FILE --region {own}, with {region}'s offer or bundle.json, and its fingerprint."
     )
+
+
+def _earlier_pin(region: str, own: str, held: Believed, there: SignedPin | None) -> str:
+    what = (
+        f"The metadata store has no pin of {region}, which this broker believes by one: a broker that begins anew would not trust it."
+        if there is None
+        else f"The metadata store has an earlier pin of {region} than this broker believes: a broker that begins anew would go by that."
+    )
+    if held.pin is None:
+        return f"{what} Where {own}'s policy key is: felix region trust FILE --region {own} --fingerprint …."
+    return f"{what} This one puts the later one back when it starts, and so does, where that was signed: felix region trust --region {own}."

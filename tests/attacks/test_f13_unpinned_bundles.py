@@ -20,7 +20,7 @@ from felix.names import StreamName
 from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_signing_key
-from keys.pin import Pin, decode_pin, sign_pin
+from keys.pin import NUMBER_MAX, UNCOMPARED, Pin, decode_pin, sign_pin
 from keys.signing import SigningKey
 from policy.approval import sign_approval
 from policy.grant import (
@@ -229,7 +229,7 @@ async def test_a_machine_with_an_older_pin_takes_the_one_compared_later_and_neve
     mesh.us.pin("eu-west").unlink()
     held = decode_bundle((mesh.us.trusted / "eu-west.json").read_bytes())
     pin = trust_region(mesh.us, held, now_ms() + 1_000, is_compared=False)
-    assert pin is not None and pin.pin.number == held.bundle.issued_ms
+    assert pin is not None and pin.pin.number == UNCOMPARED
     async with mesh.operator("us-east") as client:
         with pytest.raises(RequestError, match="later than this pin says"):
             await client.request(PutDocument("pin", pin.encode()))
@@ -250,7 +250,7 @@ async def test_a_successor_by_a_former_key_takes_the_place_of_nothing_that_was_c
     await trust(mesh, new)
     forged = sign_bundle(msgspec.structs.replace(held, issued_ms=now_ms() + 3_600_000), former)
     pin = trust_region(elsewhere, forged, now_ms() + 3_600_000, is_compared=False)
-    assert pin is not None and pin.pin.number == held.issued_ms, "the time of what people compared there"
+    assert pin is not None and pin.pin.number == UNCOMPARED
     async with mesh.operator("us-east") as client:
         with pytest.raises(RequestError, match="later than this pin says"):
             await client.request(PutDocument("pin", pin.encode()))
@@ -335,6 +335,90 @@ async def test_a_former_key_says_nothing_new(mesh: Mesh) -> None:
     await mesh.stop("us-east")
     await mesh.start("us-east")
     assert allowed(mesh, body.grant) is not None
+
+
+async def test_a_successor_of_the_far_future_that_a_thief_signed_before_there_were_pins_keeps_nobody_out(
+    mesh: Mesh,
+) -> None:
+    """It lies in us-east's folder as `trust` of before took it, and gets a pin after the upgrade; then eu-west's new key is compared."""
+    held = decode_bundle((mesh.us.trusted / "eu-west.json").read_bytes()).bundle
+    thiefs = sign_bundle(
+        msgspec.structs.replace(held, issued_ms=NUMBER_MAX), load_signing_key(mesh.eu.policy_key)
+    )
+    await from_before(mesh, files=True)
+    (mesh.us.trusted / "eu-west.json").write_bytes(thiefs.encode())
+    await mesh.stop("us-east")
+    await mesh.start("us-east")
+    pin = trust_region(mesh.us, thiefs, now_ms(), is_compared=False)
+    assert pin is not None and pin.pin.number == UNCOMPARED
+    async with mesh.operator("us-east") as client:
+        await client.request(PutDocument("pin", pin.encode()))
+    new = change_policy_key(mesh)
+    await trust(mesh, new)
+    for _ in ("running", "restarted"):
+        assert governance(mesh).bundles["eu-west"] == new.bundle
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+
+
+async def test_no_successor_is_taken_that_is_issued_in_the_future(mesh: Mesh) -> None:
+    held = mesh.bundle("eu-west")
+    ahead = sign_bundle(
+        msgspec.structs.replace(held, issued_ms=now_ms() + 3_600_000), load_signing_key(mesh.eu.policy_key)
+    )
+    async with mesh.operator("us-east") as client:
+        with pytest.raises(RequestError, match="minutes ahead of the clock"):
+            await client.request(PutDocument("bundle", ahead.encode()))
+    await write(mesh, Put(keys(mesh).trusted("eu-west"), ahead.encode()))
+    assert governance(mesh).bundles["eu-west"] == held
+
+
+# -- a store that has an earlier pin ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lost", ["the pin", "pin and bundle", "all since a backup"])
+async def test_a_broker_puts_the_pin_that_it_goes_by_back_and_never_an_earlier_one(
+    mesh: Mesh, lost: str
+) -> None:
+    """It was compared on another machine: what this broker's folder has is the earlier one, under the key that a thief has."""
+    catalog = mesh.nodes["us-east"].broker.catalog
+    pin, bundle = keys(mesh).pin("eu-west"), keys(mesh).trusted("eu-west")
+    backup = {name: entry.value for name in (pin, bundle) if (entry := await catalog.store.get(name))}
+    old = mesh.bundle("eu-west")
+    elsewhere = RegionFolder(mesh.home / "elsewhere")
+    shutil.copytree(mesh.us.root, elsewhere.root, ignore=shutil.ignore_patterns("data", "run"))
+    new = change_policy_key(mesh)
+    await trust(mesh, new, elsewhere)
+    assert not governance(mesh).problems
+    if lost == "all since a backup":
+        await write(mesh, *(Put(name, value) for name, value in backup.items()))
+    else:
+        await write(mesh, Delete(pin), *([Delete(bundle)] if lost == "pin and bundle" else []))
+    if lost != "pin and bundle":
+        (problem,) = governance(mesh).problems
+        there = "an earlier pin" if lost == "all since a backup" else "no pin"
+        assert f"The metadata store has {there} of eu-west" in problem
+        assert "felix region trust --region us-east" in problem
+    await mesh.stop("us-east")
+    await mesh.start("us-east")
+    assert governance(mesh).bundles["eu-west"] == new.bundle and not governance(mesh).problems
+    # So one that joins believes the same.
+    await mesh.stop("us-east")
+    shutil.rmtree(mesh.us.root / "data" / "governance")
+    for name in ("eu-west.json", "eu-west.pin"):
+        (mesh.us.trusted / name).unlink()
+    await mesh.start("us-east")
+    assert governance(mesh).bundles["eu-west"] == new.bundle != old
+    assert not governance(mesh).problems
+
+
+async def test_the_operator_of_a_pin_puts_it_back_while_brokers_run(mesh: Mesh) -> None:
+    pin = (mesh.us.trusted / "eu-west.pin").read_bytes()
+    await write(mesh, Delete(keys(mesh).pin("eu-west")))
+    assert governance(mesh).problems
+    async with mesh.operator("us-east") as client:
+        await client.request(PutDocument("pin", pin))
+    assert not governance(mesh).problems
 
 
 # -- from a release that signed no pins ------------------------------------------------------------------
