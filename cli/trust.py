@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.text import Text
 
+from cli.grants import own_bundle
 from cli.output import iso, lines, note, out, print_json, table
 from cli.process import read_state
 from cli.setting import JsonOption, RegionOption, connect, folder_of, read_file, run
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
-from felix.messages import PutDocument
+from felix.messages import ListDocuments, PutDocument
+from felix.page import pages
 from felix.runtime.real import now_ms
 from keys.bundle import (
     Known,
@@ -27,7 +30,7 @@ from keys.bundle import (
     decode_bundle,
 )
 from keys.offer import SignedOffer, decode_offer, is_offer
-from keys.pin import SignedPin
+from keys.pin import SignedPin, decode_pins
 from region.folder import RegionFolder
 from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
 
@@ -86,13 +89,25 @@ def offer(
 
 
 def trust(
-    file: Annotated[Path, typer.Argument(help="The other region's offer, or its bundle.json.")],
+    file: Annotated[
+        Path | None,
+        typer.Argument(
+            help="The other region's offer, or its bundle.json. Without one, what was compared already is handed over to the brokers, and taken from them.",
+            show_default=False,
+        ),
+    ] = None,
     region: RegionOption = "",
     fingerprint: Annotated[
         str, typer.Option(help="The fingerprint its operator told you; refused if it differs.")
     ] = "",
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask whether to trust what was compared.")
+    ] = False,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline", help="Tell no broker: the first one that starts with this folder tells the others."
+        ),
     ] = False,
 ) -> None:
     """Trust another region: its bridges may knock, its grants can be verified, its audit logs cosigned.
@@ -101,9 +116,10 @@ def trust(
     bridges needs no comparing; whatever else changes does. An offer says besides where the region is reached and which
     entity runs it: bridges and grants take that from it.
     """
-    from region.bootstrap import trust_region
-
     folder, config = folder_of(region)
+    if file is None:
+        _exchange(folder, config)
+        return
     received = _read(file)
     other = received.bundle.bundle
     if other.region == config.region:
@@ -113,24 +129,104 @@ def trust(
     _has_own_keys(folder, received.bundle, others)
     table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
     _not_older(folder, received)
+    if not folder.policy_key.exists() and not offline:
+        # Whoever has the key may have compared another one than this folder has.
+        _take_compared(folder, config, other.region)
     asked = _compare(folder, received.bundle, fingerprint, _known(folder, config, others))
     if not yes and not asked:
         _ask(folder, received, bool(fingerprint))
-    if not folder.policy_key.exists() and folder.pin(other.region).exists():
+    _believe(folder, config, received, is_compared=bool(fingerprint) or asked, offline=offline)
+    out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
+
+
+def _believe(
+    folder: RegionFolder, config: RegionConfig, received: Received, *, is_compared: bool, offline: bool
+) -> None:
+    """Store what was compared, and tell the brokers. Raises RequestError, UnavailableError where no broker was told."""
+    from region.bootstrap import trust_region
+    from region.trusted_bundles import continues, read_pin
+
+    other, own, has_key = received.bundle.bundle, own_bundle(folder), folder.policy_key.exists()
+    pin = read_pin(folder, own, other.region)
+    if not has_key and pin is not None and not continues(pin.bundle, received.bundle):
         raise RequestError(
             f"{other.region} is trusted by a pin that {config.region} signed, and there is no policy key in {folder.secrets} to sign another one.",
             code=Code.CONFLICT,
-            hint="Run it on the machine that has the key; all brokers learn of it. Nothing was changed.",
+            hint="Run it on the machine that has the key; all brokers and agents learn of it.",
         )
     # Pinned first: the broker takes what was compared, whatever it trusted before.
-    pin = trust_region(folder, received.bundle, now_ms(), is_compared=bool(fingerprint) or asked)
+    trust_region(folder, received.bundle, now_ms(), is_compared=is_compared)
     if received.offer is not None:
         keep_offer(folder, received.offer)
-    if not folder.policy_key.exists():
+    documents = []
+    pin = read_pin(folder, own, other.region)
+    if has_key and pin is not None:
+        documents.append(PutDocument("pin", pin.encode()))
+    if pin is None:
         note(f"there is no policy key in {folder.secrets}: only brokers with this folder believe it.")
-    if read_state(folder.broker_pid) is not None:
-        run(_put(config.region, received.bundle, pin))
-    out.print(f"{config.region} trusts {other.region}, fingerprint {other.fingerprint()}")
+        if read_state(folder.broker_pid) is not None:
+            documents.append(PutDocument("bundle", received.bundle.encode()))
+    elif pin.bundle != other:
+        documents.append(PutDocument("bundle", received.bundle.encode()))
+    if offline or not documents:
+        return
+    try:
+        run(_put(config.region, documents))
+    except FelixError as error:
+        if error.told:
+            raise
+        raise _not_told(folder, config.region, error) from error
+
+
+def _not_told(folder: RegionFolder, region: str, error: FelixError) -> FelixError:
+    kind = UnavailableError if isinstance(error, UnavailableError) else RequestError
+    return kind(
+        f"What was compared is in {folder.trusted}, and no broker of {region} was told yet. {error.sentence}",
+        code=error.code,
+        hint=f"Where one answers: felix region trust --region {region}. A broker that starts with this folder tells the others, too.",
+        retry_after_ms=error.retry_after_ms,
+    )
+
+
+def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
+    """Hand over what this folder's pins say, where the brokers go by earlier ones, and take theirs where those are later. Raises UnavailableError."""
+    from region.trusted_bundles import keep_pin, signed_pins
+
+    own = own_bundle(folder)
+    held = {pin.bundle.region: pin for pin in signed_pins(folder, own)}
+    there = run(_pins(config.region, own))
+    # One that brokers go by is given again, too: the metadata store may have lost it.
+    given = [pin for name, pin in held.items() if name not in there or pin.is_at_least(there[name])]
+    run(_put(config.region, [PutDocument("pin", pin.encode()) for pin in given]))
+    taken = [pin for name, pin in there.items() if name not in held or not held[name].is_at_least(pin)]
+    for pin in taken:
+        keep_pin(folder, pin)
+    for pin in given:
+        out.print(
+            f"the brokers of {config.region} were told of {pin.bundle.region}, fingerprint {pin.bundle.fingerprint()}"
+        )
+    for pin in taken:
+        out.print(
+            f"{folder.trusted} has {pin.bundle.region} as the brokers do, fingerprint {pin.bundle.fingerprint()}"
+        )
+    if not given and not taken:
+        note(f"neither {folder.trusted} nor the brokers of {config.region} have a signed pin.")
+
+
+def _take_compared(folder: RegionFolder, config: RegionConfig, other: str) -> None:
+    """Take what was compared on the machine with the policy key, as far as a broker says it."""
+    from region.trusted_bundles import keep_pin, read_pin
+
+    own = own_bundle(folder)
+    try:
+        there = run(_pins(config.region, own)).get(other)
+    except FelixError as error:
+        note(f"what the brokers of {config.region} believe is not known here: {error.sentence}")
+        return
+    held = read_pin(folder, own, other)
+    if there is not None and (held is None or not held.is_at_least(there)):
+        keep_pin(folder, there)
+        note(f"{other} was compared where the policy key is; this folder has that now.")
 
 
 class Received(NamedTuple):
@@ -311,7 +407,16 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
     return True
 
 
-async def _put(region: str, bundle: SignedBundle, pin: SignedPin | None) -> None:
-    request = PutDocument("bundle", bundle.encode()) if pin is None else PutDocument("pin", pin.encode())
+async def _put(region: str, documents: Sequence[PutDocument]) -> None:
     async with connect(region) as client:
-        await client.request(request)
+        for each in documents:
+            await client.request(each)
+
+
+async def _pins(region: str, own: RegionBundle) -> dict[str, SignedPin]:
+    """The pins that a broker goes by and this region's policy key signed, by region."""
+    found: dict[str, bytes] = {}
+    async with connect(region) as client:
+        async for page in pages(client, ListDocuments("pin"), "documents", lambda page: max(page.documents)):
+            found |= page.documents
+    return decode_pins(found, own)

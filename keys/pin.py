@@ -7,6 +7,8 @@ the purpose `region-pin`, over the body as JSON with sorted names. Pure.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -50,6 +52,10 @@ class SignedPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What is pinned."""
         return self.pin.bundle.bundle
 
+    def is_at_least(self, other: SignedPin) -> bool:
+        """Whether the other one was signed no later than this."""
+        return self.pin.number >= other.pin.number
+
     def encode(self) -> bytes:
         """The file, laid out for people."""
         return msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n"
@@ -91,6 +97,17 @@ def decode_pin(data: bytes, own: RegionBundle) -> SignedPin:
         )
     check_holds(pin.bundle)
     return signed
+
+
+def decode_pins(found: Mapping[str, bytes], own: RegionBundle) -> dict[str, SignedPin]:
+    """Of the pins that a broker of this region lists, by region, those that hold."""
+    pins = {}
+    for region, data in found.items():
+        with suppress(RequestError, TamperError):
+            pin = decode_pin(data, own)
+            if pin.bundle.region == region:
+                pins[region] = pin
+    return pins
 
 
 def _decode(data: bytes) -> SignedPin:

@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable
 from pathlib import Path
 
 from felix.errors import Code, FelixError, RequestError
+from felix.files import PUBLIC, replace_file
 from keys.bundle import RegionBundle, SignedBundle, check_update, decode_bundle
 from keys.pin import SignedPin, decode_pin
 from region.config import RegionConfig
@@ -68,6 +69,14 @@ def read_pin(folder: RegionFolder, own: RegionBundle, region: str) -> SignedPin 
         return None
 
 
+def keep_pin(folder: RegionFolder, pin: SignedPin) -> None:
+    """Store a pin that was signed elsewhere, and its bundle, unless what may follow that is there. Blocks."""
+    path = folder.trusted / f"{pin.bundle.region}.json"
+    if not _is_followed(pin.bundle, path.read_bytes() if path.exists() else None):
+        replace_file(path, pin.pin.bundle.encode(), PUBLIC)
+    replace_file(folder.pin(pin.bundle.region), pin.encode(), PUBLIC)
+
+
 async def offer_bundles(
     pins: Iterable[SignedPin], bundles: Iterable[SignedBundle], catalog: Catalog, mirror: CatalogMirror
 ) -> None:
@@ -99,7 +108,7 @@ async def put_pin(pin: SignedPin, catalog: Catalog, mirror: CatalogMirror) -> in
     that has both. Raises RequestError(CONFLICT)."""
     region, held = pin.bundle.region, mirror.trusted()
     revision = await catalog.put_pin(region, pin.encode(), revision=mirror.pin_revision(region))
-    if not _continues(pin.bundle, held.get(region)):
+    if not _is_followed(pin.bundle, held.get(region)):
         bundle = pin.pin.bundle.encode()
         revision = await catalog.put_trusted(region, bundle, revision=mirror.trusted_revision(region))
     return revision
@@ -113,15 +122,22 @@ def number_of(data: bytes | None, own: RegionBundle) -> int:
         return 0
 
 
-def _continues(bundle: RegionBundle, held: bytes | None) -> bool:
-    """Whether the store holds this bundle, or what may follow it."""
+def continues(bundle: RegionBundle, signed: SignedBundle) -> bool:
+    """Whether this is that bundle, or what may follow it."""
     try:
-        signed = None if held is None else decode_bundle(held)
-        if signed is not None and signed.bundle != bundle:
+        if signed.bundle != bundle:
             check_update(bundle, signed)
     except FelixError:
         return False
-    return signed is not None
+    return True
+
+
+def _is_followed(bundle: RegionBundle, held: bytes | None) -> bool:
+    """Whether what is held is this bundle, or what may follow it."""
+    try:
+        return held is not None and continues(bundle, decode_bundle(held))
+    except FelixError:
+        return False
 
 
 def _is_newer(bundle: RegionBundle, held: bytes | None) -> bool:

@@ -7,19 +7,23 @@ from pathlib import Path
 import msgspec
 import pytest
 from audit_log import colliding
+from ports import claim_port
 from region_home import make_region
 from typer.testing import CliRunner, Result
 
 from bridge.config import BridgeConfig, DestinationConfig, load_config
 from cli.agent import config_text
 from cli.bridge import app as bridge_app
+from cli.exits import EXIT_UNAVAILABLE, exit_code
 from cli.region import app as region_app
 from felix.address import Address
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError
 from felix.runtime.real import now_ms
 from keys.bundle import AuditKey, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
 from keys.offer import decode_offer
+from keys.pin import UNCOMPARED
+from keys.signing import SigningKey
 from region.bootstrap import issue_identity, write_profile
 from region.config import RegionConfig
 from region.config import load_config as load_region
@@ -34,7 +38,7 @@ class Sides:
         self.path, self._patch = path, monkeypatch
         self.us = make_region(path / "a", "us-east")
         self.eu = make_region(path / "b", "eu-west")
-        write_profile(self.us, "us-east", "acme", Address("127.0.0.1", 7443))
+        write_profile(self.us, "us-east", "acme", Address("127.0.0.1", claim_port()))
         monkeypatch.setenv("FELIX_HOME", str(path / "a"))
         monkeypatch.delenv("FELIX_REGION", raising=False)
         monkeypatch.chdir(path)
@@ -58,7 +62,9 @@ def sides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sides:
 
 
 def region(*words: str) -> Result:
-    return CliRunner().invoke(region_app, list(words))
+    """No broker runs, unless a test says so."""
+    offline = ["--offline"] if words[0] == "trust" else []
+    return CliRunner().invoke(region_app, [*words, *offline])
 
 
 def refused(result: Result) -> FelixError:
@@ -106,7 +112,7 @@ def test_what_was_compared_is_signed_and_what_needs_no_comparing_is_not_signed_a
     sides.us.pin("eu-west").unlink()
     assert region("trust", "second").exit_code == 0
     renewed = read_pin(sides.us, own, "eu-west")
-    assert renewed is not None and renewed.pin.number == renewed.bundle.issued_ms
+    assert renewed is not None and renewed.pin.number == UNCOMPARED
     assert region("trust", "second", "--fingerprint", fingerprint).exit_code == 0
     compared = read_pin(sides.us, own, "eu-west")
     assert compared is not None and compared.pin.number > renewed.pin.number
@@ -119,17 +125,32 @@ def test_a_folder_without_a_policy_key_says_that_it_signs_nothing(sides: Sides) 
     assert not sides.us.pin("eu-west").exists() and (sides.us.trusted / "eu-west.json").exists()
 
 
-def test_where_a_pin_was_signed_nobody_is_trusted_without_the_policy_key(sides: Sides) -> None:
+def test_where_a_pin_was_signed_nobody_else_is_trusted_without_the_policy_key(sides: Sides) -> None:
     fingerprint = sides.offer("first")
     assert region("trust", "first", "--fingerprint", fingerprint).exit_code == 0
-    files = {path: path.read_bytes() for path in sides.us.trusted.iterdir()}
     sides.us.policy_key.unlink()
-    said = region("trust", "first", "--fingerprint", fingerprint)
-    assert (
-        isinstance(said.exception, RequestError)
-        and "Run it on the machine that has the key" in said.exception.hint
+    files = {path: path.read_bytes() for path in sides.us.trusted.iterdir()}
+    assert region("trust", "first", "--fingerprint", fingerprint).exit_code == 0, "it is trusted already"
+    key, before = SigningKey.generate(), decode_bundle(sides.eu.bundle.read_bytes()).bundle
+    changed = msgspec.structs.replace(
+        before, issued_ms=before.issued_ms + 1, policy_keys=(key.verify_key.public,)
     )
+    (sides.path / "changed").write_bytes(sign_bundle(changed, key).encode())
+    error = refused(region("trust", "changed", "--fingerprint", changed.fingerprint()))
+    assert error.code is Code.CONFLICT and "Run it on the machine that has the key" in error.hint
     assert files == {path: path.read_bytes() for path in sides.us.trusted.iterdir()}
+
+
+def test_where_no_broker_answers_it_says_that_nobody_was_told_and_how_to_go_on(sides: Sides) -> None:
+    fingerprint = sides.offer("first")
+    said = CliRunner().invoke(region_app, ["trust", "first", "--fingerprint", fingerprint])
+    error = refused(said)
+    assert exit_code(error) == EXIT_UNAVAILABLE
+    assert "no broker of us-east was told yet" in error.sentence
+    assert "felix region trust --region us-east" in error.hint
+    assert "us-east trusts" not in said.output
+    assert sides.us.pin("eu-west").exists(), "so that it can be handed over"
+    assert exit_code(refused(CliRunner().invoke(region_app, ["trust"]))) == EXIT_UNAVAILABLE
 
 
 def test_a_contact_is_kept_in_the_configuration_and_offered_again(sides: Sides) -> None:

@@ -147,7 +147,7 @@ class Mesh:
         for region, other in (("us-east", "eu-west"), ("eu-west", "us-east")):
             told = self.run(f"felix region bundle --region {other} --fingerprint").strip()
             self.run(
-                f"felix region trust $FELIX_HOME/{other}/bundle.json --region {region} --fingerprint '{told}'"
+                f"felix region trust $FELIX_HOME/{other}/bundle.json --region {region} --fingerprint '{told}' --offline"
             )
             self.run(f"felix region up {region} --detach")
             policy = self.place / f"{region}.yaml"

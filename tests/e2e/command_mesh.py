@@ -208,7 +208,9 @@ class CommandMesh:
         for region, other in ((SOURCE, DESTINATION), (DESTINATION, SOURCE)):
             fingerprint = self.felix("region", "bundle", "--region", other, "--fingerprint").out.strip()
             bundle = RegionFolder.of(other, self.home).bundle
-            self.felix("region", "trust", str(bundle), "--region", region, "--fingerprint", fingerprint)
+            self.felix(
+                "region", "trust", str(bundle), "--region", region, "--fingerprint", fingerprint, "--offline"
+            )
         self.relay = Relay(ports[DESTINATION])
         self.write_agent_config(BRIDGE, ports[SOURCE], self.relay.port)
 
