@@ -40,6 +40,7 @@ from bridge.ledger import Ledger
 from bridge.link import LinkPhase
 from bridge.link_context import LinkContext, LinkStats
 from bridge.link_worker import LinkWorker, may_run
+from bridge.pins import Pins, list_pins
 from bridge.plan import PlannedLink, Verdict, plan_links
 from bridge.region_log import Brought, check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
@@ -100,6 +101,8 @@ WITNESS_LAG_MS: Final = 60_000
 """A witness that is this far behind is named in the links' reports."""
 RENEW_S: Final = 30.0
 """How often identity and bundles are read again, so that renewed ones are taken."""
+PINS_LOOK_S: Final = 1.0
+"""How soon after a session with the source region begins is asked whom that trusts; then every RENEW_S."""
 EGRESS_HINT: Final = "Restore the log's newest copy; nothing crosses until then."
 TRAIL_AGAIN_S: Final = 1.0
 """How often the egress log is tried while another process has it open."""
@@ -267,6 +270,11 @@ class Agent:
         self._submissions: Submissions | None = None
         self._opening: asyncio.Future[tuple[Trail, Ledger]] | None = None
         """of the egress log, until that is in use"""
+        self._pins = Pins(self.paths.trusted)
+        self._pinned_as: Link | None = None
+        """the session in which the source region was asked last whom it trusts"""
+        self._pins_due_s = 0.0
+        self._renewing = asyncio.Lock()
         self._expiry_told = Stage.FRESH
         self._expiry_reasons: set[Code] = set()
         """why the identity could not be renewed, as far as it was told at this stage: each once"""
@@ -328,6 +336,7 @@ class Agent:
             every(REPORT_S, self._report, "reporting links failed", log),
             every(COSIGN_S, self._cosign, "cosigning failed", log),
             every(RENEW_S, self._renew, "identity and bundles could not be read again", log),
+            every(PINS_LOOK_S, self._take_pins, "the source region's pins could not be taken", log),
         ):
             self._spawn(work)
         if self._quorum is not None:
@@ -858,11 +867,36 @@ class Agent:
         self._expiry_told = Stage.FRESH
         log.info("%s renewed its identity", held.spiffe_id)
 
+    async def _take_pins(self) -> None:
+        """Whom the source region trusts now, as its operator compared it on whichever machine."""
+        source = self.config.source
+        endpoint, now_s = self._endpoints[source], self._runtime.clock.monotonic()
+        if not endpoint.is_up or (endpoint.link() is self._pinned_as and now_s < self._pins_due_s):
+            return
+        self._pinned_as, self._pins_due_s = endpoint.link(), now_s + RENEW_S
+        try:
+            found = await list_pins(endpoint.connection())
+        except FelixError as error:
+            # A broker of before lists none; the files count alone then.
+            log.info("%s does not say whom it trusts: %s", source, error)
+            return
+        if await asyncio.to_thread(self._pins.take, found, self._files.bundles[source]):
+            await self._read_files()
+
     async def _renew(self) -> None:
         """A renewed identity or bundle is taken without a restart: sessions are made anew with it."""
         await self._renew_identity()
+        await self._read_files()
+
+    async def _read_files(self) -> None:
+        async with self._renewing:
+            await self._read_files_alone()
+
+    async def _read_files_alone(self) -> None:
         try:
             files = await asyncio.to_thread(load_files, self.config, self.paths)
+            newest = {region: self._pins.newest(region, bundle) for region, bundle in files.bundles.items()}
+            files = files._replace(bundles=newest)
             if self._quorum is not None:
                 _check_quorum(self._quorum.policy, files.bundles[self.config.source])
         except FelixError as error:

@@ -1,0 +1,102 @@
+"""Pins: whose bundles the agent's own region goes by, as its operator compared and signed them on whichever machine.
+
+The region's brokers list them; the agent takes those that hold by the region's own bundle, and are later than what its machine has, into the folder
+where `felix region trust` would put them. So no pin gives way to an earlier one here either, whatever a broker lists, also over a restart. Where the folder
+cannot be written to, they count until the agent ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from felix.connection import RegionConnection
+from felix.errors import FelixError
+from felix.files import PUBLIC, replace_file
+from felix.messages import ListDocuments
+from felix.page import pages
+from keys.bundle import RegionBundle, SignedBundle, check_update, decode_bundle
+from keys.pin import SignedPin, decode_pin, decode_pins
+
+log = logging.getLogger("felix.bridge.pins")
+
+PINS_MAX: Final = 1_000
+"""Regions that a broker lists pins of, and that are looked at."""
+
+
+async def list_pins(connection: RegionConnection) -> dict[str, bytes]:
+    """What a broker of the agent's own region lists, by region; nothing is verified yet. Raises what it is refused with, UnavailableError."""
+    found: dict[str, bytes] = {}
+    async for page in pages(connection, ListDocuments("pin"), "documents", lambda page: max(page.documents)):
+        found |= page.documents
+        if len(found) >= PINS_MAX:
+            break
+    return found
+
+
+class Pins:
+    """One agent's."""
+
+    def __init__(self, trusted: Mapping[str, Path]) -> None:
+        """`trusted`: the file with each destination's bundle."""
+        self._trusted = trusted
+        self._unkept: dict[str, SignedPin] = {}
+        """what is newer than the folder, which cannot be written to"""
+
+    def take(self, found: Mapping[str, bytes], own: RegionBundle) -> bool:
+        """Take in what a broker listed; whether there was something later. Blocks."""
+        taken = False
+        for region, pin in decode_pins(
+            {name: found[name] for name in self._trusted if name in found}, own
+        ).items():
+            held = self._held(region, own)
+            if held is not None and held.is_at_least(pin):
+                continue
+            log.info("%s is trusted as %s compared it last", region, own.region)
+            try:
+                _keep(pin, self._trusted[region])
+            except OSError as error:
+                log.warning(
+                    "the pin of %s cannot be kept in %s: %s", region, self._trusted[region].parent, error
+                )
+                self._unkept[region] = pin
+            else:
+                self._unkept.pop(region, None)
+            taken = True
+        return taken
+
+    def newest(self, region: str, bundle: RegionBundle) -> RegionBundle:
+        """The bundle to go by, where the region's file has this one."""
+        pin = self._unkept.get(region)
+        return bundle if pin is None else pin.bundle
+
+    def _held(self, region: str, own: RegionBundle) -> SignedPin | None:
+        if region in self._unkept:
+            return self._unkept[region]
+        try:
+            return decode_pin(_beside(self._trusted[region]).read_bytes(), own)
+        except (OSError, FelixError):
+            return None
+
+
+def _beside(path: Path) -> Path:
+    return path.with_suffix(".pin")
+
+
+def _keep(pin: SignedPin, path: Path) -> None:
+    if not _is_followed(pin.bundle, path):
+        replace_file(path, pin.pin.bundle.encode(), PUBLIC)
+    replace_file(_beside(path), pin.encode(), PUBLIC)
+
+
+def _is_followed(bundle: RegionBundle, path: Path) -> bool:
+    """Whether the file has this bundle, or what may follow it without comparing."""
+    try:
+        signed: SignedBundle = decode_bundle(path.read_bytes())
+        if signed.bundle != bundle:
+            check_update(bundle, signed)
+    except (OSError, FelixError):
+        return False
+    return True

@@ -1,0 +1,192 @@
+"""A region's policy key is on a machine where none of its brokers and agents run, and eu-west's key was stolen and changed: what is compared there
+reaches them all, and a command that told nobody says so."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import pytest
+from attacks.test_f13_unpinned_bundles import allowed, change_policy_key, governance
+from bridge_mesh import ACCEPTED_BY, POLICIES, Mesh, flight, two_regions, until
+from typer.testing import CliRunner, Result
+
+import bridge.agent
+from bridge.pins import Pins
+from cli.exits import EXIT_UNAVAILABLE, exit_code
+from cli.region import app
+from felix.address import Address
+from felix.errors import Code, FelixError, RequestError
+from felix.messages import ListDocuments, PutDocument
+from felix.names import SpiffeId
+from felix.runtime.real import now_ms
+from keys.bundle import SignedBundle, decode_bundle
+from policy.grant import sign_import
+from policy.residency import parse_policy, sign_policy
+from policy.signed import SignedDocument
+from region.bootstrap import trust_region, write_profile
+from region.folder import RegionFolder
+from region.trusted_bundles import read_pin
+
+
+class Machines:
+    """us-east's broker and agent run in `mesh.us`, without the policy key; `operator` has it, and is where commands are run."""
+
+    def __init__(self, mesh: Mesh, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.mesh, self._patch = mesh, monkeypatch
+        write_profile(mesh.us, "us-east", "acme", Address("127.0.0.1", mesh.ports["us-east"]))
+        self.operator = RegionFolder(path / "operators" / "us-east")
+        shutil.copytree(mesh.us.root, self.operator.root, ignore=shutil.ignore_patterns("data", "run"))
+        mesh.us.policy_key.unlink()
+        monkeypatch.delenv("FELIX_REGION", raising=False)
+
+    async def trust(self, *words: str, on: RegionFolder | None = None) -> Result:
+        """`felix region trust`, on the operator's machine unless another is named."""
+        self._patch.setenv("FELIX_HOME", str((on or self.operator).root.parent))
+        return await asyncio.to_thread(CliRunner().invoke, app, ["trust", *words, "--region", "us-east"])
+
+    async def compare(self, bundle: SignedBundle, on: RegionFolder | None = None) -> Result:
+        path = self.mesh.home / "compared"
+        path.write_bytes(bundle.encode())
+        return await self.trust(str(path), "--fingerprint", bundle.bundle.fingerprint(), "--yes", on=on)
+
+
+@pytest.fixture
+async def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    async with two_regions(tmp_path) as mesh:
+        await mesh.create()
+        yield Machines(mesh, tmp_path, monkeypatch)
+
+
+async def test_brokers_elsewhere_learn_of_what_is_compared(machines: Machines) -> None:
+    new = change_policy_key(machines.mesh)
+    said = await machines.compare(new)
+    assert said.exit_code == 0 and "us-east trusts eu-west" in said.output, said.output
+    for _ in ("running", "restarted"):
+        assert governance(machines.mesh).bundles["eu-west"] == new.bundle
+        await machines.mesh.stop("us-east")
+        await machines.mesh.start("us-east")
+
+
+async def test_what_no_broker_was_told_is_handed_over_later(machines: Machines) -> None:
+    mesh, new = machines.mesh, change_policy_key(machines.mesh)
+    await mesh.stop("us-east")
+    said = await machines.compare(new)
+    assert isinstance(said.exception, FelixError) and exit_code(said.exception) == EXIT_UNAVAILABLE
+    assert "no broker of us-east was told yet" in said.exception.sentence
+    await mesh.start("us-east")
+    assert governance(mesh).bundles["eu-west"] != new.bundle, "nobody told it"
+    said = await machines.trust()
+    assert said.exit_code == 0 and new.bundle.fingerprint() in said.output, said.output
+    assert governance(mesh).bundles["eu-west"] == new.bundle
+    # Or by the same command again, as people do.
+    newer = change_policy_key(mesh)
+    await mesh.stop("us-east")
+    assert (await machines.compare(newer)).exit_code != 0
+    await mesh.start("us-east")
+    assert (await machines.trust(str(mesh.home / "compared"))).exit_code == 0
+    assert governance(mesh).bundles["eu-west"] == newer.bundle
+
+
+async def test_a_machine_without_the_policy_key_takes_what_was_compared_and_nothing_else(
+    machines: Machines,
+) -> None:
+    mesh, new = machines.mesh, change_policy_key(machines.mesh)
+    other = change_policy_key(mesh)
+    assert (await machines.compare(new)).exit_code == 0
+    refused = await machines.compare(other, on=mesh.us)
+    assert isinstance(refused.exception, RequestError) and refused.exception.code is Code.CONFLICT
+    assert (await machines.compare(new, on=mesh.us)).exit_code == 0
+    own = mesh.bundle("us-east")
+    assert decode_bundle((mesh.us.trusted / "eu-west.json").read_bytes()) == new
+    assert read_pin(mesh.us, own, "eu-west") == read_pin(machines.operator, own, "eu-west")
+    # Without a file, each machine has what was compared last.
+    assert (await machines.compare(other)).exit_code == 0
+    said = await machines.trust(on=mesh.us)
+    assert said.exit_code == 0 and other.bundle.fingerprint() in said.output, said.output
+    assert decode_bundle((mesh.us.trusted / "eu-west.json").read_bytes()) == other
+
+
+async def accept_again(mesh: Mesh, export: SignedDocument) -> None:
+    """eu-west signs its policy and its half again, under its new key."""
+    policy = parse_policy(POLICIES["eu-west"].replace("revision: 1", "revision: 2"), "eu-west")
+    await mesh.put("eu-west", "policy", sign_policy(policy, mesh.key("eu-west")))
+    trusted = {name: mesh.bundle(name).policy_keys for name in ("us-east", "eu-west")}
+    again = sign_import(export, policy, mesh.key("eu-west"), trusted, ACCEPTED_BY, now_ms())
+    for region in ("eu-west", "us-east"):
+        await mesh.put(region, "import", again)
+
+
+@pytest.mark.parametrize("when", ["runs", "starts", "with a folder that it cannot write to"])
+async def test_an_agent_goes_on_after_the_other_region_has_changed_its_policy_key(
+    machines: Machines, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mesh = machines.mesh
+    monkeypatch.setattr(bridge.agent, "RENEW_S", 0.2)
+    monkeypatch.setattr(bridge.agent, "PINS_LOOK_S", 0.1)
+    policy_key = machines.operator.policy_key
+    shutil.copy(policy_key, mesh.us.policy_key)
+    body, export, accepted = mesh.sign_grant()
+    for region in ("us-east", "eu-west"):
+        await mesh.agree(region, body, export, accepted)
+    mesh.us.policy_key.unlink()
+    await mesh.publish([flight(number) for number in range(5)])
+    before = (mesh.us.trusted / "eu-west.json").read_bytes()
+
+    async def change() -> None:
+        new = change_policy_key(mesh)
+        await mesh.stop("eu-west")
+        await mesh.start("eu-west")
+        assert (await machines.compare(new)).exit_code == 0
+        await accept_again(mesh, export)
+        await until(lambda: allowed(mesh, body.grant) is None, "the grant")
+
+    async with mesh.agent():
+        await mesh.crossed(5)
+        if when == "runs":
+            await change()
+            await mesh.publish([flight(number) for number in range(5, 10)])
+            await mesh.crossed(10)
+    if when != "runs":
+        if when != "starts":
+
+            def fail(*_: object) -> None:
+                raise OSError("read-only")
+
+            monkeypatch.setattr("bridge.pins._keep", fail)
+        await change()
+        await mesh.publish([flight(number) for number in range(5, 10)])
+        async with mesh.agent():
+            await mesh.crossed(10)
+    is_kept = (mesh.us.trusted / "eu-west.json").read_bytes() != before
+    assert is_kept is (when != "with a folder that it cannot write to")
+
+
+async def test_an_agent_takes_no_earlier_pin_and_none_that_its_region_did_not_sign(
+    machines: Machines,
+) -> None:
+    mesh, own = machines.mesh, machines.mesh.bundle("us-east")
+    path = mesh.us.trusted / "eu-west.json"
+    earlier = mesh.us.pin("eu-west").read_bytes()
+    new = change_policy_key(mesh)
+    later = trust_region(machines.operator, new, now_ms())
+    assert later is not None
+    pins = Pins({"eu-west": path})
+    assert pins.take({"eu-west": later.encode()}, own)
+    by_eu = mesh.eu.pin("us-east").read_bytes()
+    for found in (earlier, by_eu, b"{}", later.encode()):
+        assert not Pins({"eu-west": path}).take({"eu-west": found}, own)
+    assert decode_bundle(path.read_bytes()) == new
+
+
+async def test_pins_are_listed_to_agents_of_the_region_alone(machines: Machines) -> None:
+    service = governance(machines.mesh)
+    assert service.documents(machines.mesh.bridge_id, "pin").keys() == {"eu-west"}
+    foreign = SpiffeId("eu-west", "acme", "bridge", "eu-to-us")
+    with pytest.raises(FelixError):
+        service.documents(foreign, "pin")
+    async with machines.mesh.operator("us-east") as client:
+        pin = (machines.operator.trusted / "eu-west.pin").read_bytes()
+        await client.request(PutDocument("pin", pin))
+        assert (await client.request(ListDocuments("pin"))).documents.keys() == {"eu-west"}
