@@ -255,7 +255,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forb
     actor: Text = ""
     """DENY, KEY and documents: who (SPIFFE id); for a document who put it, not who signed it"""
     action: Text = ""
-    """DENY: what was tried; KEY: made, rotated, destroyed; STANDING: pause, resume"""
+    """DENY: what was tried; KEY: made, rotated, destroyed, pinned; STANDING: pause, resume"""
     rule: Text = ""
     """DENY: the rule that refused"""
     code: Small = 0

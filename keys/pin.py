@@ -7,7 +7,7 @@ the purpose `region-pin`, over the body as JSON with sorted names. Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, Final, Literal
 
@@ -107,6 +107,15 @@ def decode_pins(found: Mapping[str, bytes], own: RegionBundle) -> dict[str, Sign
             pin = decode_pin(data, own)
             if pin.bundle.region == region:
                 pins[region] = pin
+    return pins
+
+
+def decode_logged(found: Iterable[bytes], own: RegionBundle) -> list[SignedPin]:
+    """Of the pins of this region that its audit log has, those that hold: the region may have had another policy key."""
+    pins = []
+    for data in found:
+        with suppress(RequestError, TamperError):
+            pins.append(decode_pin(data, own))
     return pins
 
 

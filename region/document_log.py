@@ -43,15 +43,18 @@ RECENT_LEAVES: Final = 4_096
 """How far back a broker that goes on with the log looks for what may be asked again, because its answer was lost."""
 
 
+PINNED: Final = "pinned"
+"""What a KEY leaf says of a pin: this region's operator compared another one's bundle."""
 LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.POLICY))
 """Kinds of documents that must not be forgotten (region.trust_store)."""
 
 
 class _Logged(NamedTuple):
-    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last."""
+    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, and of pins."""
 
     documents: set[bytes]
     lasting: dict[bytes, int]
+    pins: dict[bytes, int]
 
 
 class _Snapshot(msgspec.Struct):
@@ -60,6 +63,8 @@ class _Snapshot(msgspec.Struct):
     documents: list[bytes]
     lasting: dict[bytes, int] | None = None
     """none in a snapshot of version 0.1, which is not taken"""
+    pins: dict[bytes, int] | None = None
+    """none in a snapshot of a release that wrote no leaves of pins; it is not taken either"""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -73,7 +78,7 @@ class DocumentLog:
         self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int, clock: Clock
     ) -> None:
         self._trail, self._path, self._clock = trail, path, clock
-        self._documents, self._lasting = logged
+        self._documents, self._lasting, self._pins = logged
         self._saved_to, self._read_to = saved_to, read_to
         self._writing: dict[bytes, int] = {}
         """documents whose leaf may stand: since when it was first appended (`Clock.boot_ms`), oldest first"""
@@ -96,11 +101,12 @@ class DocumentLog:
         size = self._trail.readable_size
         if size <= self._read_to:
             return 0
-        found = _Logged(set(), {})
+        found = _Logged(set(), {}, {})
         _read(self._trail, found, self._read_to, size)
         new = len(found.documents - self._documents)
         for digest, index in found.lasting.items():
             self._lasting.setdefault(digest, index)
+        self._pins |= found.pins
         self._documents |= found.documents
         self._read_to = size
         return new
@@ -117,9 +123,17 @@ class DocumentLog:
     def forgotten(self, known: Iterable[bytes]) -> list[bytes]:
         """The documents of this log that last and are not among `known`, oldest first. Blocks."""
         digests = {sha256(document).digest() for document in known}
-        missing = {index for digest, index in self._lasting.items() if digest not in digests}
+        return self._read_documents(
+            {index for digest, index in self._lasting.items() if digest not in digests}
+        )
+
+    def pins(self) -> list[bytes]:
+        """This region's pins of others, oldest first, as far as this broker has the log. Blocks."""
+        return self._read_documents(set(self._pins.values()))
+
+    def _read_documents(self, indexes: set[int]) -> list[bytes]:
         size = note_size(self._trail.publish())
-        return [document for _, document in read_documents(self._trail.files, missing, size)]
+        return [document for _, document in read_documents(self._trail.files, indexes, size)]
 
     def __contains__(self, digest: bytes) -> bool:
         """By the SHA-256 of the document's file."""
@@ -190,7 +204,7 @@ class DocumentLog:
             last = TileHashes(self._trail.files, size)(0, size - 1)
             files = self._trail.files.storage
             files.make_folder(self._path.parent)
-            snapshot = _Snapshot(size, last, sorted(logged.documents), logged.lasting)
+            snapshot = _Snapshot(size, last, sorted(logged.documents), logged.lasting, logged.pins)
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
 
@@ -202,6 +216,8 @@ def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:
             logged.documents.add(header.document_sha256)
             if header.kind in LASTING:
                 logged.lasting.setdefault(header.document_sha256, index)
+            elif header.kind is Kind.KEY and header.action == PINNED:
+                logged.pins.setdefault(header.document_sha256, index)
 
 
 def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
@@ -209,10 +225,11 @@ def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
         held = _snapshot.decode(read_file(trail.files.storage, path) or b"")
         if (
             held.lasting is not None
+            and held.pins is not None
             and 0 < held.size <= size
             and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash
         ):
-            return _Logged(set(held.documents), held.lasting), held.size
+            return _Logged(set(held.documents), held.lasting, held.pins), held.size
     except (OSError, msgspec.MsgspecError):
         pass  # a shortcut that is not there, or does not hold, is not taken
-    return _Logged(set(), {}), 0
+    return _Logged(set(), {}, {}), 0

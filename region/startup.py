@@ -50,6 +50,7 @@ from keys.certification import load_certification
 from keys.file_provider import FileKeyProvider
 from keys.key_file import load_key_pair, load_signing_key
 from keys.keyring import ROOTS, Keyring, open_keyring
+from keys.pin import decode_logged
 from keys.shared import RegionKeys, SharedKeyring, find_first_root, open_copies
 from keys.signing import VerifyKey
 from keys.store import KEY_FILE, KeyStore
@@ -408,7 +409,10 @@ async def open_broker(
         own,
         lambda: pinned_bundles(folder),
         memory, remembered, logged, landings.drained, audit, arrivals, neighbours,
-        await asyncio.to_thread(signed_pins, folder, own),
+        [
+            *await asyncio.to_thread(signed_pins, folder, own),
+            *decode_logged(await asyncio.to_thread(logged.pins), own),
+        ],
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
@@ -651,6 +655,7 @@ def _copy_audit_log(
 
     async def taken() -> None:
         if await asyncio.to_thread(logged.refresh):
+            governance.remember_pins(await asyncio.to_thread(logged.pins))
             governance.decide_again()
         keys.know(await asyncio.to_thread(logged.recent_keys))
 

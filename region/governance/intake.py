@@ -123,7 +123,7 @@ class DocumentIntake:
         if kind == "bundle":
             return await self._put_bundle(body)
         if kind == "pin":
-            return await self._put_pin(body)
+            return await self._put_pin(actor, body)
         require_size(kind, body)
         document = parse_document(body)
         if document.purpose is not _PURPOSES.get(kind):
@@ -278,7 +278,7 @@ class DocumentIntake:
         await self._catalog.put_trusted(bundle.region, body, revision=revision)
         return f"{bundle.region} is trusted, fingerprint {bundle.fingerprint()}."
 
-    async def _put_pin(self, body: bytes) -> str:
+    async def _put_pin(self, actor: SpiffeId, body: bytes) -> str:
         pin = decode_pin(body, self._own)
         region = pin.bundle.region
         if not self._regions.is_later(pin):
@@ -295,7 +295,9 @@ class DocumentIntake:
                 hint="If this is the bundle to trust, compare it again: felix region trust FILE --fingerprint …, under a clock that is right.",
             )
         self._regions.check_new(pin.pin.bundle)
+        self._judgement.pin_leaves.name_actor(pin, actor)
         await self._judgement.follow_to(await put_pin(pin, self._catalog, self._mirror))
+        await self._judgement.pin_leaves.wait(pin)
         return f"{region} is trusted, fingerprint {pin.bundle.fingerprint()}."
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:

@@ -21,6 +21,7 @@ from region.document_watch import DocumentWatch
 from region.governance.book import MadeBook, make_book
 from region.governance.held_documents import HeldDocuments
 from region.governance.leaves import DocumentLeaves, Drain, Neighbours
+from region.governance.pin_leaves import PinLeaves
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.trusted_regions import TrustedRegions
 from region.held_document import digest_of
@@ -64,6 +65,9 @@ class Judgement:
             broker, regions.own, trail, logged, policies, lambda: self.book, drain, self._leaf_written, neighbours, self._reload_now,
             self._stored.__contains__,
         )  # fmt: skip
+        self.pin_leaves = PinLeaves(
+            broker, regions.own.region, regions.own.mesh, trail, logged, lambda: neighbours.writes_here
+        )
         self.book = GrantBook()
         self._broker = broker
         self._mirror = mirror
@@ -106,6 +110,7 @@ class Judgement:
         self.book = GrantBook()
         before, self._made = self._made, None
         self.regions.read()
+        self.pin_leaves.log_soon(self.regions.pins_of_all())
         self._trail.checkpoints.trust_witnesses(self.regions.witnesses())
         self._waiting = set()
         self._stored.clear()
@@ -181,6 +186,7 @@ class Judgement:
     async def close(self) -> None:
         """Judge no more; leaves that are being written are given up, and the next start writes them."""
         self._closed = True
+        await self.pin_leaves.close()
         await self.leaves.close()
 
 

@@ -27,7 +27,7 @@ from felix.names import SpiffeId, StreamName
 from felix.pace import Pace
 from felix.peer import Peer, verify_peer
 from keys.bundle import RegionBundle
-from keys.pin import SignedPin
+from keys.pin import SignedPin, decode_logged
 from policy.access import Verb
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
@@ -147,6 +147,11 @@ class Governance:
         self._own = own
         self._mirror = mirror
         self._cut_off_ms: int | None = None
+
+    def remember_pins(self, logged: Iterable[bytes]) -> None:
+        """Those that stand in the region's audit log, of which other brokers have written leaves."""
+        if self._judgement.regions.remember(decode_logged(logged, self._own)):
+            self._judgement.reload()
 
     def verify(self, proof: Proof, binding: Binding) -> Peer:
         """Who the client is, by the roots of the regions that are trusted now. Another region's identity is let in only as a bridge."""

@@ -199,6 +199,17 @@ class TrustedRegions:
         held = {region: each.pin.encode() for region, each in self._believed.items() if each.pin is not None}
         return self._mirror.pins() | held
 
+    def pins_of_all(self) -> list[SignedPin]:
+        """Those by which this broker believes other regions."""
+        return [held.pin for held in self._believed.values() if held.pin is not None]
+
+    def remember(self, pins: Iterable[SignedPin]) -> bool:
+        """Take pins that hold and were believed before, on whichever broker; whether one of them is later than what is believed."""
+        before = dict(self._believed)
+        for pin in pins:
+            self._take(pin)
+        return self._believed != before
+
     def pin_of(self, region: str) -> SignedPin | None:
         """The pin by which this broker believes a region; None where it goes by none."""
         held = self._believed.get(region)

@@ -13,6 +13,9 @@ import pytest
 from bridge_mesh import ACCEPTED_BY, APPROVER, POLICIES, STREAM, Mesh, two_regions, until
 from region_home import make_region
 
+from audit.leaf import Kind
+from audit.origin import region_origin
+from audit.verify import verify_log
 from felix.errors import Code, FelixError, RequestError
 from felix.identity_file import load_identity
 from felix.messages import DescribeRegion, PutDocument
@@ -81,7 +84,7 @@ async def on_another_machine(
     mesh: Mesh, *, files: bool = False, copies: bool = False, pin: bool = False
 ) -> None:
     """us-east's broker starts with the same store, where its folder was copied before `felix region trust`. What is left of the machine
-    on which that ran: its pin `files`, the broker's own `copies`, the `pin` in the store."""
+    on which that ran: its pin `files`, the broker's own `copies`, the `pin` in the store. The audit log is on none of them: it has pins, too."""
     if not pin:
         await write(mesh, Delete(keys(mesh).pin("eu-west")))
     await mesh.stop("us-east")
@@ -90,6 +93,7 @@ async def on_another_machine(
             (mesh.us.trusted / name).unlink()
     if not copies:
         shutil.rmtree(mesh.us.root / "data" / "governance")
+    shutil.rmtree(mesh.us.root / "data" / "audit")
     await mesh.start("us-east")
 
 
@@ -404,7 +408,8 @@ async def test_a_broker_puts_the_pin_that_it_goes_by_back_and_never_an_earlier_o
     assert governance(mesh).bundles["eu-west"] == new.bundle and not governance(mesh).problems
     # So one that joins believes the same.
     await mesh.stop("us-east")
-    shutil.rmtree(mesh.us.root / "data" / "governance")
+    for name in ("governance", "audit"):
+        shutil.rmtree(mesh.us.root / "data" / name)
     for name in ("eu-west.json", "eu-west.pin"):
         (mesh.us.trusted / name).unlink()
     await mesh.start("us-east")
@@ -421,15 +426,49 @@ async def test_the_operator_of_a_pin_puts_it_back_while_brokers_run(mesh: Mesh) 
     assert not governance(mesh).problems
 
 
+@pytest.mark.parametrize("snapshot", [True, False], ids=["with the log's snapshot", "without"])
+async def test_a_backup_of_before_the_comparison_takes_nothing_back_as_long_as_the_log_goes_on(
+    mesh: Mesh, tmp_path: Path, snapshot: bool
+) -> None:
+    await mesh.stop("us-east")
+    shutil.copytree(mesh.us.root, tmp_path / "backup")
+    await mesh.start("us-east")
+    new = change_policy_key(mesh)
+    await trust(mesh, new)
+    await mesh.stop("us-east")
+    shutil.move(mesh.us.root / "data" / "audit", tmp_path / "audit")
+    logged = (mesh.us.root / "data" / "governance" / "logged").read_bytes()
+    shutil.rmtree(mesh.us.root)
+    shutil.copytree(tmp_path / "backup", mesh.us.root)
+    shutil.rmtree(mesh.us.root / "data" / "audit")
+    shutil.move(tmp_path / "audit", mesh.us.root / "data" / "audit")
+    if snapshot:
+        (mesh.us.root / "data" / "governance" / "logged").write_bytes(logged)
+    for _ in ("restored", "restarted"):
+        await mesh.start("us-east")
+        assert governance(mesh).bundles["eu-west"] == new.bundle and not governance(mesh).problems
+        await mesh.stop("us-east")
+    await mesh.start("us-east")
+    # Each pin has one leaf, which names who put it, and the log verifies.
+    folder = mesh.us.root / "data" / "audit"
+    leaves = [leaf for leaf in mesh.leaves(folder, Kind.KEY) if leaf.header.action == "pinned"]
+    assert len(leaves) == 2
+    assert leaves[1].header.actor == "spiffe://us-east.acme/operator/operator"
+    assert new.bundle.fingerprint() in leaves[1].header.sentence
+    origin = region_origin("us-east", "acme")
+    assert not verify_log(mesh.log_files(folder), mesh.trust, origin=origin, cosignatures_min=0).findings
+
+
 # -- from a release that signed no pins ------------------------------------------------------------------
 
 
 async def from_before(mesh: Mesh, *, files: bool) -> None:
-    """The store has bundles and no pins; the broker has copies, but none of whom it believed."""
+    """The store has bundles and no pins, nor has the audit log; the broker has copies, but none of whom it believed."""
     await write(mesh, Delete(keys(mesh).pin("eu-west")))
     await mesh.stop("us-east")
     (mesh.us.trusted / "eu-west.pin").unlink()
     (mesh.us.root / "data" / "governance" / "trusted").unlink()
+    shutil.rmtree(mesh.us.root / "data" / "audit")
     if not files:
         (mesh.us.trusted / "eu-west.json").unlink()
     await mesh.start("us-east")

@@ -1,0 +1,115 @@
+"""Leaves of pins: whom this region trusts, and since when, stands in its own audit log, as its policies do.
+
+What counts does not wait for its leaf. The broker that writes the region's audit log gives each pin that it goes by one leaf, of the kind KEY: once,
+over restarts too. A store and copies of before the comparison, put back beside a log that goes on, so make no broker believe what was believed
+then (region.document_log). On the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from hashlib import sha256
+from typing import Final
+
+from audit.document_leaf import stands_beside
+from audit.leaf import KEY_ID_BYTES, Header, Kind, Leaf, Side
+from audit.trail import Trail
+from felix.errors import FelixError
+from felix.names import SpiffeId
+from felix.tasks import end_tasks
+from keys.pin import SignedPin
+from region.broker import Broker
+from region.document_log import PINNED, DocumentLog
+
+log = logging.getLogger("felix.region.governance")
+
+AGAIN_S: Final = 1.0
+"""How soon a leaf is tried again that the audit log did not take."""
+WAIT_S: Final = 10.0
+"""How long whoever brings a pin waits for its leaf. It counts before that."""
+
+
+class PinLeaves:
+    """One per broker. `writes_here`: whether the region's audit log is this broker's to write."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        region: str,
+        mesh: str,
+        trail: Trail,
+        logged: DocumentLog,
+        writes_here: Callable[[], bool],
+    ) -> None:
+        self._broker = broker
+        self._region = region
+        self._identity = SpiffeId(region, mesh, "broker", broker.broker_id)
+        self._trail = trail
+        self._logged = logged
+        self._writes_here = writes_here
+        self._stand: set[bytes] = set()
+        """signatures of pins that have their leaf"""
+        self._writing: dict[bytes, asyncio.Task[None]] = {}
+        self._actors: dict[bytes, SpiffeId] = {}
+
+    def log_soon(self, pins: Iterable[SignedPin]) -> None:
+        """Write the leaves that these lack, where the log is written here."""
+        for pin in pins:
+            name = pin.signature
+            if name not in self._stand and name not in self._writing and self._writes_here():
+                self._writing[name] = asyncio.ensure_future(self._write(pin))
+
+    def name_actor(self, pin: SignedPin, actor: SpiffeId) -> None:
+        """The pin's leaf, if it gets one, is to say that `actor` put it."""
+        if pin.signature not in self._stand:
+            self._actors[pin.signature] = actor
+
+    async def wait(self, pin: SignedPin) -> None:
+        """Until a pin has its leaf, where that is being written here; no longer than WAIT_S."""
+        if (task := self._writing.get(pin.signature)) is not None:
+            await asyncio.wait({task}, timeout=WAIT_S)
+
+    async def _write(self, pin: SignedPin) -> None:
+        try:
+            await self._append(pin)
+        finally:
+            del self._writing[pin.signature]
+
+    async def _append(self, pin: SignedPin) -> None:
+        document = pin.encode()
+        while self._writes_here():
+            try:
+                await self._logged.append(document, lambda: self._leaf(pin, document))
+            except (FelixError, OSError) as error:
+                log.error("the audit log did not take the pin of %s: %s", pin.bundle.region, error)
+                if self._trail.failure is not None and not self._trail.copied:
+                    return  # nothing crosses any more
+                await asyncio.sleep(AGAIN_S)
+            else:
+                self._stand.add(pin.signature)
+                self._actors.pop(pin.signature, None)
+                return
+
+    def _leaf(self, pin: SignedPin, document: bytes) -> Leaf:
+        bundle = pin.bundle
+        return Leaf(
+            Header(
+                kind=Kind.KEY,
+                side=Side.INGRESS,
+                time_ms=self._broker.clock_ms(),
+                source_region=self._region,
+                destination_region=self._region,
+                actor=str(self._actors.get(pin.signature) or self._identity),
+                action=PINNED,
+                key_id=sha256(bundle.policy_keys[0]).digest()[:KEY_ID_BYTES],
+                sentence=f"{bundle.region} is trusted by the bundle with the fingerprint {bundle.fingerprint()}.",
+                document=b"" if stands_beside(document) else document,
+                document_sha256=sha256(document).digest(),
+            )
+        )
+
+    async def close(self) -> None:
+        """Leaves that are being written are given up; the next start writes them."""
+        await end_tasks(*self._writing.values())
