@@ -26,6 +26,7 @@ from keys.bundle import (
     SignedBundle,
     changes_beyond_fingerprint,
     check_bundle,
+    check_not_ahead,
     check_update,
     decode_bundle,
 )
@@ -390,6 +391,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
         try:
             if held != new:
                 check_update(held, signed, known)
+                check_not_ahead(new, now_ms())
             return False
         except FelixError as error:
             changed = f" {error.sentence}"

@@ -104,6 +104,8 @@ class TrustedRegions:
             self._take(pin)
         self._pins: dict[str, _StoredPin] = {}
         """by region, as they stand in the store"""
+        self._encoded: dict[bytes, bytes] = {}
+        """pins as they are listed, by signature: every bridge lists them at each change"""
         self._follow_logs = follow_logs
         self._witnesses = witnesses
 
@@ -196,8 +198,11 @@ class TrustedRegions:
 
     def pins(self) -> dict[str, bytes]:
         """The pins of other regions, by region: as this broker believes them, else as they stand in the store."""
-        held = {region: each.pin.encode() for region, each in self._believed.items() if each.pin is not None}
-        return self._mirror.pins() | held
+        held = {region: each.pin for region, each in self._believed.items() if each.pin is not None}
+        self._encoded = {
+            pin.signature: self._encoded.get(pin.signature) or pin.encode() for pin in held.values()
+        }
+        return self._mirror.pins() | {region: self._encoded[pin.signature] for region, pin in held.items()}
 
     def pins_of_all(self) -> list[SignedPin]:
         """Those by which this broker believes other regions."""

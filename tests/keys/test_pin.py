@@ -9,9 +9,9 @@ import pytest
 
 from felix.errors import FelixError, RequestError, TamperError
 from keys.authority import create_authority
-from keys.bundle import RegionBundle, sign_bundle
+from keys.bundle import ISSUED_AHEAD_MS_MAX, RegionBundle, check_not_ahead, sign_bundle
 from keys.hybrid import HybridKeyPair
-from keys.pin import PIN_BYTES_MAX, Pin, decode_pin, sign_pin
+from keys.pin import NUMBER_MAX, PIN_BYTES_MAX, Pin, decode_logged, decode_pin, decode_pins, sign_pin
 from keys.signing import SigningKey
 
 NOW = 1_764_000_000_000
@@ -74,3 +74,26 @@ def test_what_is_no_pin_or_too_large_is_refused_with_a_sentence() -> None:
     for data in (b"", b"{}", b"\xff", PIN.bundle.encode(), bytes(PIN_BYTES_MAX + 1)):
         with pytest.raises(FelixError):
             decode_pin(data, OWN)
+
+
+def test_no_pin_is_signed_that_nobody_could_read() -> None:
+    sign_pin(msgspec.structs.replace(PIN, number=NUMBER_MAX), OWN_KEY)
+    for number in (0, NUMBER_MAX + 1):
+        with pytest.raises(RequestError, match="not a region's pin"):
+            sign_pin(msgspec.structs.replace(PIN, number=number), OWN_KEY)
+
+
+def test_of_what_a_broker_lists_or_a_log_has_those_count_that_hold() -> None:
+    holds, forged = sign_pin(PIN, OWN_KEY), sign_pin(PIN, OTHER_KEY)
+    listed = {"eu-west": holds.encode(), "ap-south": holds.encode(), "x": b"{}", "y": forged.encode()}
+    assert decode_pins(listed, OWN) == {"eu-west": holds}
+    assert decode_logged([forged.encode(), b"", holds.encode()], OWN) == [holds]
+    later = sign_pin(msgspec.structs.replace(PIN, number=NOW + 1), OWN_KEY)
+    assert later.is_at_least(holds) and holds.is_at_least(holds) and not holds.is_at_least(later)
+
+
+def test_a_successor_may_be_ahead_by_minutes() -> None:
+    held = PIN.bundle.bundle
+    check_not_ahead(held, held.issued_ms - ISSUED_AHEAD_MS_MAX)
+    with pytest.raises(RequestError, match="10 minutes ahead of the clock"):
+        check_not_ahead(held, held.issued_ms - ISSUED_AHEAD_MS_MAX - 1)
