@@ -119,6 +119,10 @@ def trust(
     """
     folder, config = folder_of(region)
     if file is None:
+        if fingerprint or offline:
+            raise RequestError(
+                "There is nothing to compare without a file.", hint="Name the other region's offer."
+            )
         _exchange(folder, config)
         return
     received = _read(file)

@@ -151,6 +151,9 @@ def test_where_no_broker_answers_it_says_that_nobody_was_told_and_how_to_go_on(s
     assert "us-east trusts" not in said.output
     assert sides.us.pin("eu-west").exists(), "so that it can be handed over"
     assert exit_code(refused(CliRunner().invoke(region_app, ["trust"]))) == EXIT_UNAVAILABLE
+    for words in (["--offline"], ["--fingerprint", fingerprint]):
+        said = CliRunner().invoke(region_app, ["trust", *words])
+        assert "nothing to compare" in refused(said).sentence
 
 
 def test_a_contact_is_kept_in_the_configuration_and_offered_again(sides: Sides) -> None:
