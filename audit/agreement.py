@@ -55,6 +55,7 @@ from policy.approval import (
     Tally,
     earliest,
     has_come,
+    late_ms,
     name_of,
     open_approval,
     parse_document,
@@ -354,13 +355,16 @@ class Agreements:
         """how many were verified"""
         self.crossed = Crossed()
         """which records crossed, and from which incarnation another goes on"""
+        self.late_ms = 0
+        """where the leaf that was taken last is of an approval by one of the log's own region, which has it from its people: for how long the approver's
+        certificate had ended by the leaf's time (policy.approval.late_ms)"""
 
     # -- documents -------------------------------------------------------------------------------------
 
     def take(self, index: int, leaf: Leaf, load: Load) -> list[str]:
         """Take the next document leaf. Returns a sentence for each thing that does not hold; such a document is not
         believed. Leaves of other kinds, and of version 1, are left aside."""
-        header = leaf.header
+        header, self.late_ms = leaf.header, 0
         if header.kind not in DOCUMENT_KINDS:
             return []
         if leaf.version == 1:
@@ -388,6 +392,9 @@ class Agreements:
             return ["kind"]
         if isinstance(document, Approval):
             approval = open_approval(document, self._anchors)
+            if self._origin.bridge is None and approval.region == self._origin.region:
+                # In another log, and an agent's, it may come at any time.
+                self.late_ms = late_ms(document, header.time_ms)
             said: dict[str, Any] = {
                 "grant_id": approval.grant,
                 "terms_hash": bytes.fromhex(approval.terms_hash),

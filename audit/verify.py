@@ -89,6 +89,7 @@ _MOVES: Final = frozenset((Kind.INTENT, Kind.ACK, Kind.WITHHELD, Kind.GAP))
 SKIPPED: Final = "skipped"
 TIME_BACK: Final = "time-back"
 TAKEN_LATE: Final = "taken-after-revocation"
+APPROVED_LATE: Final = "approved-after-certificate"
 FASTER: Final = "faster-than-rate"
 UNCOSIGNED: Final = "not-cosigned"
 """Kinds of notices."""
@@ -270,6 +271,7 @@ class _Run:
         """the latest time of a leaf since the last one that ran back"""
         self._back = Largest[Notice](NOTICES_MAX)
         self._late = Largest[Notice](NOTICES_MAX)
+        self._approved_late = Largest[Notice](NOTICES_MAX)
         self._allowances = Allowances()
         self._uncosigned_from: int | None = None
         """the first leaf behind what is cosigned as required; None: nothing is, or nothing has to be"""
@@ -347,7 +349,7 @@ class _Run:
         faster = Largest[Notice](NOTICES_MAX)
         for each in self._allowances.faster():
             faster.add(each.size, _faster(each))
-        times = (self._back, self._late, faster)
+        times = (self._back, self._late, self._approved_late, faster)
         told = (notice for largest in times for notice in largest.in_order())
         report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
@@ -567,6 +569,8 @@ class _Run:
             self._report.find(7, sentence, leaf=index, path=path, place=place, name=OVER_BUDGET)
         if header.kind is Kind.REVOKE and (by_ms := self._agreements.taken_late(header)):
             self._late.add(by_ms, _taken_late(index, by_ms))
+        if header.kind is Kind.APPROVE and (by_ms := self._agreements.late_ms):
+            self._approved_late.add(by_ms, _approved_late(index, header.grant_id, by_ms))
 
     def _look_at_time(self, index: int, header: Header) -> None:
         latest = header.time_ms if self._latest_ms is None else self._latest_ms
@@ -874,6 +878,10 @@ def _faster(found: Faster) -> Notice:
 
 def _taken_late(leaf: int, by_ms: int) -> Notice:
     return Notice(leaf, TAKEN_LATE, f"A crossing before it was taken {by_ms:,} ms after the revocation had come in force and what was on its way had ended, by the times of the two leaves: this one was put off, or a clock was set back.")  # fmt: skip
+
+
+def _approved_late(leaf: int, grant: str, by_ms: int) -> Notice:
+    return Notice(leaf, APPROVED_LATE, f"The approval of {grant} came {by_ms // 1000:,} s after the approver's certificate had ended, by the leaf's time: it may have been signed after that, and dated back.")  # fmt: skip
 
 
 def _holds_entries(data: bytes, width: int) -> bool:

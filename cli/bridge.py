@@ -27,6 +27,7 @@ from cli.grants import (
     add_right,
     default_bridge,
     fetch_book,
+    fetch_said,
     known_bundles,
     operator_id,
     own_bundle,
@@ -371,14 +372,14 @@ def deny(
 ) -> None:
     """Deny that a stream crosses, in either direction. It wins over every grant, at once."""
     folder, config = folder_of(region)
-    book = run(fetch_book(config.region, folder))
+    said, now = run(fetch_said(config.region, folder)), now_ms()
     streams = str(NamePattern(name))
     entry = DenyEntry(
         streams=streams,
         peer=to,
         region=config.region,
-        sequence=book.next_deny_sequence(config.region, streams, to),
-        at=now_ms(),
+        sequence=said.next_deny_sequence(config.region, streams, to, now),
+        at=now,
         by=operator_id(config.region),
         reason=reason,
         lifted=lift,
@@ -389,8 +390,7 @@ def deny(
 
 def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None:
     folder, config = folder_of(region)
-    book = run(fetch_book(config.region, folder))
-    view = book.get(grant, now_ms())
+    view = run(fetch_book(config.region, folder)).get(grant, now_ms())
     if view.state is GrantState.REVOKED:
         raise RequestError(
             f"{view.grant} is revoked{' already' if action is StandingAction.REVOKE else ', for good'}; nothing was signed.",
@@ -405,7 +405,7 @@ def _stand(action: StandingAction, grant: str, reason: str, region: str) -> None
             f"{view.grant} is {view.state.value}, and not paused by {config.region}{paused}.",
             code=Code.CONFLICT,
         )
-    out.print(stand(folder, config, book, view.grant, action, reason))
+    out.print(stand(folder, config, view.grant, action, reason))
 
 
 @app.command()
@@ -453,8 +453,7 @@ def resume(
 def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> None:
     """Sign where each truncated link of the grant goes on, as its agent says; in the source region."""
     folder, config = folder_of(region)
-    book = run(fetch_book(config.region, folder))
-    view = book.get(grant, now_ms())
+    view = run(fetch_book(config.region, folder)).get(grant, now_ms())
     links = [
         link for link in run(_links(config.region))[0] if link.grant == view.grant and link.cut is not None
     ]
@@ -476,7 +475,7 @@ def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> No
             epoch=link.cut.epoch,
             offset=link.cut.offset,
         )
-        out.print(stand(folder, config, book, view.grant, StandingAction.ACCEPT_TRUNCATION, reason, cut))
+        out.print(stand(folder, config, view.grant, StandingAction.ACCEPT_TRUNCATION, reason, cut))
 
 
 # -- list, show, explain -------------------------------------------------------------------------------

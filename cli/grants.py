@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
@@ -18,14 +18,19 @@ from felix.runtime.real import now_ms
 from keys.bundle import RegionBundle, decode_bundle
 from keys.key_file import load_signing_key
 from policy.approval import Document, parse_document
-from policy.grant import GrantBook, Standing, StandingAction, sign_standing
+from policy.grant import GrantBook, Standing, StandingAction, lasts, sign_standing
 from policy.quantity import Duration
 from policy.signed import SignedDocument
 from policy.truncation import Truncation
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:
+    from felix.client import RegionClient
     from region.config import RegionConfig
+
+
+HELD: Final = ("export", "import", "approval")
+SAID: Final = ("standing", "deny")
 
 
 def own_bundle(folder: RegionFolder) -> RegionBundle:
@@ -43,17 +48,46 @@ def known_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
 
 
 async def fetch_book(region: str, folder: RegionFolder) -> GrantBook:
-    """Every grant the region's broker holds, verified here again."""
-    documents: list[Document] = []
+    """Every grant the region's broker holds, verified here again; but of pauses, revocations and denials those that the broker judges by, as it
+    says."""
     async with connect(region) as client:
-        for kind in ("export", "import", "approval", "standing", "deny"):
-            async for page in pages(
-                client, ListDocuments(kind), "documents", lambda page: max(page.documents)
-            ):
-                documents += [parse_document(body) for body in page.documents.values()]
+        documents = [document for kind in HELD for document in await _list(client, kind)]
+        said = [document for kind in SAID for document in await _list(client, kind)]
+        in_force = await _in_force(client)
     bundles = known_bundles(folder)
     trusted = {name: bundle.policy_keys for name, bundle in bundles.items()}
-    return GrantBook(documents, trusted, TrustBundle(bundle.anchor() for bundle in bundles.values()))
+    anchors = TrustBundle(bundle.anchor() for bundle in bundles.values())
+    if in_force is None:
+        return GrantBook((*documents, *said), trusted, anchors)
+    # Of the others a later word took the place, or the broker does not believe them: shown where they are not believed here either.
+    unbelieved = {problem.document for problem in GrantBook(said, trusted).problems}
+    others = [document for document in said if not lasts(document) or document in unbelieved]
+    return GrantBook((*documents, *others, *in_force), trusted, anchors, accepted=frozenset(in_force))
+
+
+async def fetch_said(region: str, folder: RegionFolder) -> GrantBook:
+    """What the region said under the keys that it has now, as far as its broker knows, be it in force or not: the number of its next word is
+    behind all of it."""
+    async with connect(region) as client:
+        said = [document for kind in SAID for document in await _list(client, kind)]
+    return GrantBook(said, {region: own_bundle(folder).policy_keys})
+
+
+async def _list(client: RegionClient, kind: str) -> list[Document]:
+    documents: list[Document] = []
+    async for page in pages(client, ListDocuments(kind), "documents", lambda page: max(page.documents)):
+        documents += [parse_document(body) for body in page.documents.values()]
+    return documents
+
+
+async def _in_force(client: RegionClient) -> list[Document] | None:
+    """The words that the broker judges by; None where it is of an earlier release, which does not say."""
+    try:
+        return await _list(client, "in-force")
+    except RequestError as error:
+        if error.code is not Code.INVALID:
+            raise
+        return None
 
 
 async def put_document(region: str, kind: str, document: Document, identity: str = "") -> str:
@@ -66,19 +100,19 @@ async def put_document(region: str, kind: str, document: Document, identity: str
 def stand(
     folder: RegionFolder,
     config: RegionConfig,
-    book: GrantBook,
     grant: str,
     action: StandingAction,
     reason: str,
     truncation: Truncation | msgspec.UnsetType = msgspec.UNSET,
 ) -> str:
     """Sign a change of what holds of a grant with the region's policy key, and hand it to its broker; the broker's sentence."""
+    said, now = run(fetch_said(config.region, folder)), now_ms()
     standing = Standing(
         grant=grant,
         action=action,
         region=config.region,
-        sequence=book.next_sequence(grant, config.region),
-        at=now_ms(),
+        sequence=said.next_sequence(grant, config.region, now),
+        at=now,
         by=operator_id(config.region),
         reason=reason,
         truncation=truncation,

@@ -86,7 +86,7 @@ def resend(
         raise RequestError("There is nothing to send again.", code=Code.NOT_FOUND)
     confirm(f"Let what stayed cross under {view.grant}, on the record of both regions?", yes)
     for each in back:
-        out.print(stand(folder, config, book, view.grant, StandingAction.RESEND, reason, each))
+        out.print(stand(folder, config, view.grant, StandingAction.RESEND, reason, each))
 
 
 async def _crossed(region: str, view: GrantView, stream: str) -> dict[int, list[bytes]]:

@@ -394,6 +394,24 @@ def refuse_ended(approval: Approval, trust: TrustBundle, now: int) -> None:
         )
 
 
+def late_ms(approval: Approval, now: int) -> int:
+    """For how long (ms) the approver's certificate had ended at `now`, of an approval that holds: 0 where it had not, or by no more than
+    CLOCK_SKEW_MS. So long it may take from who took it to who writes the audit log, whose clock may be ahead."""
+    chain = x509.load_pem_x509_certificates(approval.chain_pem)
+    ended_ms = min(int(certificate.not_valid_after_utc.timestamp() * 1000) for certificate in chain)
+    return now - ended_ms if now - ended_ms > CLOCK_SKEW_MS else 0
+
+
+def refuse_late(approval: Approval, now: int) -> None:
+    """Raises SignatureError where an approval that holds gets no leaf any more in the audit log of its approver's region, as his certificate has
+    ended."""
+    if by_ms := late_ms(approval, now):
+        raise SignatureError(
+            f"The approval by {approval.claim.approver} came {by_ms // 1000:,} s after the certificate of its approver had ended.",
+            hint="Renew the approver's identity, and have the grant approved with the new one.",
+        )
+
+
 def _failure(approval: Approval, anchor: TrustAnchor, at: int) -> str:
     """Why an approval does not hold under this root at `at`, or nothing."""
     claim = approval.claim

@@ -77,6 +77,7 @@ from policy.pattern import PatternMap, PatternSet
 from policy.quantity import Instant, Size
 from policy.residency import Decision, ResidencyPolicy, decide_grant
 from policy.signed import (
+    NUMBER_MAX,
     Purpose,
     SignatureError,
     SignedDocument,
@@ -124,6 +125,7 @@ __all__ = [
     "deny_rank",
     "fit_of",
     "half_rank",
+    "lasts",
     "open_export",
     "open_import",
     "paused",
@@ -976,15 +978,19 @@ class GrantBook:
         """The deny entries that stand."""
         return tuple(entry for _, entry in sorted(self._denies.items()) if not entry.lifted)
 
-    def next_sequence(self, grant: str, region: str) -> int:
-        """The sequence for the region's next standing on a grant."""
-        held = self._standings.get((grant, region))
-        return held.sequence + 1 if held else 1
+    def next_sequence(self, grant: str, region: str, now: int) -> int:
+        """The sequence for the region's next standing on a grant, signed at `now` (ms)."""
+        return _next_number(self._standings.get((grant, region)), now)
 
-    def next_deny_sequence(self, region: str, streams: str, peer: str) -> int:
-        """The sequence for the region's next deny entry (or its lifting) on a pattern towards a peer."""
-        held = self._denies.get((region, streams, peer))
-        return held.sequence + 1 if held else 1
+    def next_deny_sequence(self, region: str, streams: str, peer: str, now: int) -> int:
+        """The sequence for the region's next deny entry (or its lifting) on a pattern towards a peer, signed at `now` (ms)."""
+        return _next_number(self._denies.get((region, streams, peer)), now)
+
+
+def _next_number(held: Standing | DenyEntry | None, now: int) -> int:
+    """The time, so that a word outranks those of before that nobody knows of here any more; and more than the number of the one that is held.
+    Where there is no higher one, a word that forbids outranks one of the same number that does not."""
+    return min(max(now, held.sequence + 1 if held else 1), NUMBER_MAX)
 
 
 def _group_of(document: Document) -> str:
@@ -1006,6 +1012,18 @@ def _group_of(document: Document) -> str:
     except SignatureError:
         pass
     return ""
+
+
+def lasts(document: Document) -> bool:
+    """Whether it is a pause, resumption, revocation, deny entry or lifting: of those of one region about one thing, one counts."""
+    if isinstance(document, Approval):
+        return False
+    if document.purpose is Purpose.STANDING:
+        try:
+            return not isinstance(decode_body(document, Standing, Purpose.STANDING).truncation, Truncation)
+        except SignatureError:
+            return False
+    return document.purpose is Purpose.DENY
 
 
 def deny_key(entry: DenyEntry) -> tuple[str, str, str]:

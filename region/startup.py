@@ -475,6 +475,8 @@ async def open_broker(
     await offer_bundles(*governance.lacking(files), catalog, mirror)
     governance.strays.start()
     stack.push_async_callback(governance.strays.close)
+    governance.put_back.start()
+    stack.push_async_callback(governance.put_back.close)
     _follow_settings(broker, mirror)
     if clustered is not None:
         clustered.receives = governance.receives

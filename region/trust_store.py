@@ -102,6 +102,10 @@ class Newest:
             else:
                 yield _in_force(words, trusted, leaf_of)
 
+    def __iter__(self) -> Iterator[SignedDocument]:
+        """Of each key that signed in a place the newest word."""
+        return (word.document for words in self._held.values() for word in words.values())
+
     def has(self, document: SignedDocument) -> bool:
         """Whether something is held in this document's place, be it this one or another."""
         found = place_of(document)

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Final
 
 from felix.errors import FelixError
-from policy.approval import Approval, Document, open_approval
+from policy.approval import Approval, Document, open_approval, refuse_late
 from policy.grant import DenyEntry, ExportGrant, Standing, agree, open_export, open_import
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from region.document_log import DocumentLog
@@ -26,7 +26,7 @@ from region.governance.parties import (
     require_say,
 )
 from region.governance.trusted_regions import TrustedRegions
-from region.held_document import HeldDocument, digest_of, require_signer
+from region.held_document import HeldDocument, digest_of, document_id, require_signer
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import DocumentKind
 from region.metadata.records import Side as DocumentSide
@@ -52,9 +52,15 @@ class HeldDocuments:
     """One per broker."""
 
     def __init__(
-        self, regions: TrustedRegions, mirror: CatalogMirror, logged: DocumentLog, lasting: LastingDocuments
+        self,
+        regions: TrustedRegions,
+        mirror: CatalogMirror,
+        logged: DocumentLog,
+        lasting: LastingDocuments,
+        clock_ms: Callable[[], int],
     ) -> None:
         """`logged`: the documents that have a leaf."""
+        self._clock_ms = clock_ms
         self.lasting = lasting
         self._regions = regions
         self._mirror = mirror
@@ -65,6 +71,8 @@ class HeldDocuments:
         """by the digest of a half that waits for its leaf: the one whose place it takes, and which counts until then"""
         self._signed_by: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
+        self._lost: dict[str, dict[str, SignedDocument]] | None = None
+        """what `lost` found since documents changed"""
 
     def sort(self) -> tuple[list[Document], list[Document]]:
         """What the store holds: the documents of the book, besides those that `lasting` holds, and those whose leaf is missing.
@@ -90,6 +98,7 @@ class HeldDocuments:
         for data, held in parsed.items():
             self._bytes_of[held.document.region] += len(data)
         waiting = self.lasting.take(parsed.values(), self._is_genuine)
+        self._lost = None
         documents: list[Document] = []
         for held in parsed.values():
             if held.lasts:
@@ -158,6 +167,7 @@ class HeldDocuments:
         try:
             if isinstance(document, Approval):
                 require_say(self._regions.own.region, document.claim, self._export_of(document.claim.grant))
+                self.require_in_time(document, self._clock_ms())
             elif document.purpose is Purpose.EXPORT:
                 terms = open_export(document, self._regions.believed_policy_keys()).terms
                 require_ends(self._regions.own.region, terms.from_region, terms.to_region)
@@ -173,6 +183,12 @@ class HeldDocuments:
             )
             return False
         return True
+
+    def require_in_time(self, document: Document, now: int) -> None:
+        """Whether a document without a leaf may get one at `now` (ms): an approval by one of this region's people may while his certificate lives,
+        whoever wrote it into the store. Raises SignatureError."""
+        if isinstance(document, Approval) and document.region == self._regions.own.region:
+            refuse_late(document, now)
 
     def _export_of(self, grant: str) -> ExportGrant | None:
         """A grant's genuine export, where the store holds one."""
@@ -214,6 +230,21 @@ class HeldDocuments:
         )
         fits = self._bytes_of[region] - before + len(data) <= PEER_BYTES_MAX
         return fits and (before > 0 or self._signed_by[region] < PEER_DOCUMENTS_MAX)
+
+    def in_force(self) -> dict[str, SignedDocument]:
+        """Of each place the word that counts, by the name that the store has for it."""
+        return {document_id(document): document for document in self.lasting.in_force()}
+
+    def lost(self) -> dict[str, dict[str, SignedDocument]]:
+        """What forbids or lifts, was accepted here, and is not in the store: by the kind of document and by its name there."""
+        if self._lost is None:
+            stored = {held.document for held in self._parsed.values() if held.lasts}
+            self._lost = {"standing": {}, "deny": {}}
+            for document in self.lasting.every():
+                if document not in stored:
+                    kind = "deny" if document.purpose is Purpose.DENY else "standing"
+                    self._lost[kind][document_id(document)] = document
+        return self._lost
 
     def shown_as(self, data: bytes) -> bytes | None:
         """A document of the store, as bridges may see it: with its leaf, or what counts until it has one; None where there is nothing."""

@@ -142,7 +142,7 @@ class DocumentIntake:
             entry = decode_body(document, DenyEntry, Purpose.DENY)
             require_signer(document, entry.region, "deny entry")
             require_concerned(self._own.region, entry)
-            if await self._is_outranked(actor, document):
+            if await self._is_outranked(actor, document, f"{entry.streams} to or from {entry.peer}"):
                 return f"{entry.region} has a later word on {entry.streams} to or from {entry.peer}."
             await self._store_and_log(actor, "denies", "state", document_id(document), document)
             return f"{entry.streams} to or from {entry.peer}: {'lifted' if entry.lifted else 'denied'}."
@@ -181,7 +181,7 @@ class DocumentIntake:
             return said
         name = document_id(document)
         if standing.action is not StandingAction.REVOKE:
-            if await self._is_outranked(actor, document):
+            if await self._is_outranked(actor, document, standing.grant):
                 return f"{standing.region} has a later word on {standing.grant}."
             await self._require_room(document)
             await self._store_and_log(actor, "revocations", "state", name, document)
@@ -391,9 +391,10 @@ class DocumentIntake:
             )
         return stored.revision
 
-    async def _is_outranked(self, actor: SpiffeId, document: SignedDocument) -> bool:
+    async def _is_outranked(self, actor: SpiffeId, document: SignedDocument, about: str) -> bool:
         """True where a later word takes the place of this one, which gets its leaf and is kept no longer. Raises
-        UnavailableError(LIMIT_RATE) where another region replaces its words without end."""
+        UnavailableError(LIMIT_RATE) where another region replaces its words without end, and GrantError(CONFLICT) where it is one of this region's operators who says it:
+        he is not told that it is done where nothing comes of it. `about`: what the word is on."""
         if (
             document.region != self._own.region
             and self._held.lasting.has(document)
@@ -409,6 +410,13 @@ class DocumentIntake:
                 )
         if not self._held.lasting.outranks(document):
             return False
+        if document.region == self._own.region and actor.kind != "bridge":
+            raise GrantError(
+                f"{document.region} has a later word on {about}: this one is not in force, and changes nothing.",
+                code=Code.CONFLICT,
+                hint="Say it again, under a clock that is right: its number is the time, or one more than that of the word that this broker knows. "
+                f"If it is refused again, a word of the highest number stands: change the policy key of {document.region}.",
+            )
         self._leaves.name_actor(document, actor)
         await self._leaves.log(document)
         return True

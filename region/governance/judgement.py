@@ -63,7 +63,7 @@ class Judgement:
         """digests of what the store has, and the log has no leaf of"""
         self.leaves = DocumentLeaves(
             broker, regions.own, trail, logged, policies, lambda: self.book, drain, self._leaf_written, neighbours, self._reload_now,
-            self._stored.__contains__,
+            self._stored.__contains__, held.require_in_time,
         )  # fmt: skip
         self.pin_leaves = PinLeaves(
             broker, regions.own.region, regions.own.mesh, trail, logged, lambda: neighbours.writes_here

@@ -63,6 +63,10 @@ class LastingDocuments:
             self._newest.in_force(self._trusted(), lambda document: self._logged.leaf_of(digest_of(document)))
         )
 
+    def every(self) -> Iterable[SignedDocument]:
+        """Of each place, and of each key that signed there, the newest word: those that a later word of another key may let count again."""
+        return self._newest
+
     def has(self, document: SignedDocument) -> bool:
         """Whether something is held in this document's place, be it this one or another."""
         return self._newest.has(document)

@@ -25,7 +25,7 @@ from felix.tasks import end_tasks
 from keys.bundle import RegionBundle
 from policy.approval import Approval, Document
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, GrantBook, GrantError, ImportGrant
-from policy.signed import Purpose, SignedDocument, decode_body
+from policy.signed import Purpose, SignatureError, SignedDocument, decode_body
 from policy.terms import GrantTerms
 from region.broker import Broker
 from region.document_log import KNOWN_MS_MAX, DocumentLog
@@ -114,9 +114,11 @@ class DocumentLeaves:
         neighbours: Neighbours,
         compared: Callable[[], None],
         is_stored: Callable[[bytes], bool],
+        require_in_time: Callable[[Document, int], None] = lambda document, now: None,
     ) -> None:
         """`own`: the broker's region. `book`: what counts now. `drain` waits until nothing that was taken before is on its way. `written` is told of each leaf that `log_soon` wrote.
-        `compared` is called once it is known of all documents of a start whether they have their leaf. `is_stored`: whether the store has a document, by its digest."""
+        `compared` is called once it is known of all documents of a start whether they have their leaf. `is_stored`: whether the store has a document, by its digest.
+        `require_in_time` raises SignatureError where a document gets no leaf any more at that time (ms)."""
         self._broker = broker
         self._identity = SpiffeId(own.region, own.mesh, "broker", broker.broker_id)
         """who puts what came by nobody's request"""
@@ -129,6 +131,7 @@ class DocumentLeaves:
         self._neighbours = neighbours
         self._compared = compared
         self._is_stored = is_stored
+        self._require_in_time = require_in_time
         self._unasked: set[bytes] = set()
         """documents that are written elsewhere, and of which it is not known whether they were"""
         self._is_compared = neighbours.writes_here
@@ -207,6 +210,10 @@ class DocumentLeaves:
             try:
                 await self.log(document)
                 break
+            except SignatureError as error:
+                log.error("a %s of %s gets no leaf: %s", document.purpose, document.region, error)
+                self._forget(document, digest_of(document))
+                break
             except (FelixError, OSError) as error:
                 log.error(
                     "the audit log did not take a %s of %s: %s", document.purpose, document.region, error
@@ -229,7 +236,11 @@ class DocumentLeaves:
             carry_out = self._append if self._neighbours.writes_here else self._follow
             if await carry_out(document, digest):
                 break
-        self._actors.pop(digest, None)
+        self._forget(document, digest)
+
+    def _forget(self, document: Document, digest: bytes) -> None:
+        """It has its leaf, or gets none."""
+        self.forget_actor(document)
         self._without_leaf.pop(digest, None)
         self._asked(digest)
 
@@ -246,11 +257,13 @@ class DocumentLeaves:
             await end_tasks(passing)
 
         def leaf() -> Leaf:
+            now = self._broker.clock_ms()
+            self._require_in_time(document, now)
             return signed_leaf(
                 document,
                 own_region=self._identity.region,
                 # A revocation says since when it is in force.
-                time_ms=revoked_ms if is_revoked else self._broker.clock_ms(),
+                time_ms=revoked_ms if is_revoked else now,
                 actor=str(self._actors.get(digest) or self._identity),
                 terms=self._terms(grant_of(document)),
                 policy=self._policies.open(document)
@@ -272,6 +285,8 @@ class DocumentLeaves:
         self._following[digest] += 1
         try:
             while not self._neighbours.writes_here:
+                # Nor does whoever writes leaves write it then.
+                self._require_in_time(document, self._broker.clock_ms())
                 asked_ms = self._now_ms()
                 stands = await self._neighbours.has_leaf(digest, passed=passed)
                 if stands:

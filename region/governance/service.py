@@ -45,6 +45,7 @@ from region.governance.judgement import Judgement
 from region.governance.lasting import LastingDocuments, read_remembered
 from region.governance.leaves import Alone, Drain, Neighbours
 from region.governance.policy_in_force import PolicyInForce
+from region.governance.put_back import PutBack
 from region.governance.trusted_regions import TrustedRegions
 from region.key_service import KeyService
 from region.listing import fitting
@@ -60,6 +61,9 @@ OWN_KINDS: Final = ("policy", "pin")
 """And what a bridge of this region may list besides: what it signs its leaves by, and whose bundles it goes by."""
 DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle", "pin")
 """Names of the kinds of documents in PutDocument and ListDocuments."""
+IN_FORCE: Final = "in-force"
+"""What operators list besides: of pauses, resumptions and revocations of each grant by each region, and of its deny entries and liftings of each pattern,
+the word that this broker judges by."""
 LISTS_PER_S: Final = 100.0
 """Pages of documents for all bridges of one other region: an agent lists six kinds where something changed, once a second at most."""
 LISTS_BURST: Final = 200
@@ -127,7 +131,9 @@ class Governance:
         self._judgement = Judgement(
             broker, mirror, trail, regions,
             PolicyInForce(own, mirror, logged, memory, policies),
-            HeldDocuments(regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys)),
+            HeldDocuments(
+                regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys), broker.clock_ms
+            ),
             self.watch, logged, drain, neighbours or Alone(),
         )  # fmt: skip
         self._intake = DocumentIntake(broker, self._judgement, catalog, mirror, logged)
@@ -144,6 +150,11 @@ class Governance:
         self.denied = self.denials.denied
         """hands a DENY leaf for a refusal to the audit log, and gives the refusal back"""
         self.arrivals: ArrivalLog = ArrivalIndex(trail) if arrivals is None else arrivals
+        self.put_back = PutBack(
+            self._judgement.held, regions, catalog, mirror, self.watch,
+            lambda: neighbours is None or neighbours.writes_here, broker.runtime.clock,
+        )  # fmt: skip
+        """puts back what the store lost, once started"""
         self._own = own
         self._mirror = mirror
         self._cut_off_ms: int | None = None
@@ -312,9 +323,14 @@ class Governance:
             if identity.kind == "bridge" and policy is not None and self.policy is not None:
                 policy = self._judgement.policies.record
             return {} if policy is None else {str(policy.version): policy.document}
+        held = self._judgement.held
+        if kind == IN_FORCE:
+            return {name: document.encode_file() for name, document in held.in_force().items()}
         found = self._mirror.documents(*STORED[kind])
         if identity.kind != "bridge":
-            return found
+            # What the store lost counts all the same.
+            lost = held.lost().get(kind, {})
+            return {name: document.encode_file() for name, document in lost.items()} | found
         own, regions = self.book.carried_by(str(identity))
         if not own:
             return {}
@@ -337,9 +353,9 @@ class Governance:
         is_own = kind in OWN_KINDS and identity.region == self._own.region
         if identity.kind != "bridge" or not (kind in SYNCED_KINDS or is_own):
             self.broker.require_operator(identity, f"list {kind} documents")
-        if kind not in DOCUMENT_KINDS:
+        if kind not in (*DOCUMENT_KINDS, IN_FORCE):
             raise RequestError(
-                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join(DOCUMENT_KINDS)}."
+                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join((*DOCUMENT_KINDS, IN_FORCE))}."
             )
 
     async def list_documents(self, identity: SpiffeId, request: ListDocuments) -> DocumentPage:
@@ -364,7 +380,7 @@ class Governance:
 
     def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
         """All that an identity may list, by kind."""
-        kinds: tuple[str, ...] = DOCUMENT_KINDS
+        kinds: tuple[str, ...] = (*DOCUMENT_KINDS, IN_FORCE)
         if identity.kind == "bridge":
             kinds = (*SYNCED_KINDS, *OWN_KINDS) if identity.region == self._own.region else SYNCED_KINDS
         return {kind: self.documents(identity, kind) for kind in kinds}

@@ -81,7 +81,7 @@ def sorted_by(own: str, stored: list[Document]) -> tuple[set[bytes], set[bytes]]
     memory: Any = SimpleNamespace(keep=lambda *_: None)
     logged: Any = set()
     lasting = LastingDocuments(logged, memory, [], regions.believed_policy_keys)
-    documents, waiting = HeldDocuments(regions, mirror, logged, lasting).sort()
+    documents, waiting = HeldDocuments(regions, mirror, logged, lasting, lambda: 1).sort()
     held = {digest_of(each) for each in (*documents, *lasting.in_force())}
     return held, {digest_of(each) for each in waiting}
 

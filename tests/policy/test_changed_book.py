@@ -113,7 +113,7 @@ def answers(book: GrantBook, grants: list[str]) -> dict[str, object]:
             )
     for grant in grants:
         found[f"sequence {grant}"] = [
-            (book.next_sequence(grant, region), book.is_revoked_by(grant, region))
+            (book.next_sequence(grant, region, 0), book.is_revoked_by(grant, region))
             for region in ("us-east", "eu-west")
         ]
         found[f"cut {grant}"] = book.accepted_truncations(grant, STREAM, 0)

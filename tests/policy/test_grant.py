@@ -39,7 +39,7 @@ from policy.grant import (
     sign_standing,
 )
 from policy.residency import ResidencyError, parse_policy
-from policy.signed import Purpose, SignatureError, SignedDocument, canonical, raw_public_key, sign
+from policy.signed import NUMBER_MAX, Purpose, SignatureError, SignedDocument, canonical, raw_public_key, sign
 from policy.terms import GrantTerms, grant_id
 from policy.transform import build_spec
 
@@ -331,8 +331,16 @@ def test_pause_and_resume_belong_to_the_region_that_paused() -> None:
 def test_an_old_resume_cannot_be_played_again() -> None:
     documents = [EXPORT, IMPORT, standing(StandingAction.PAUSE, 3), standing(StandingAction.RESUME, 2)]
     assert refusal(book(*documents).check(ATTEMPT, US_POLICY, NOW)).kind is RefusalKind.PAUSED
-    assert book(*documents).next_sequence(GRANT, "us-east") == 4
-    assert book().next_sequence(GRANT, "us-east") == 1
+    assert book(*documents).next_sequence(GRANT, "us-east", NOW) == NOW
+    assert book().next_sequence(GRANT, "us-east", 0) == 1
+    assert book(*documents).next_sequence(GRANT, "us-east", 0) == 4, "under a clock that went back"
+
+
+def test_a_pause_outranks_a_resumption_of_the_highest_number() -> None:
+    resumed = [EXPORT, IMPORT, standing(StandingAction.RESUME, NUMBER_MAX)]
+    number = book(*resumed).next_sequence(GRANT, "us-east", NOW)
+    paused = [*resumed, standing(StandingAction.PAUSE, number)]
+    assert refusal(book(*paused).check(ATTEMPT, US_POLICY, NOW)).kind is RefusalKind.PAUSED
 
 
 def test_revoked_stays_revoked_whatever_comes_later_or_in_which_order() -> None:
@@ -379,7 +387,8 @@ def test_a_deny_can_be_lifted_by_a_later_entry_only() -> None:
     again = book(*lifted, deny(3))
     assert refusal(again.check(ATTEMPT, US_POLICY, NOW)).kind is RefusalKind.DENIED
     assert len(again.denies()) == 1
-    assert again.next_deny_sequence("us-east", "acme/ops/departures", "*") == 4
+    assert again.next_deny_sequence("us-east", "acme/ops/departures", "*", NOW) == NOW
+    assert again.next_deny_sequence("us-east", "acme/ops/departures", "*", 0) == 4
 
 
 def test_a_deny_towards_one_region_leaves_others_alone() -> None:

@@ -189,7 +189,7 @@ def test_only_an_acceptance_names_a_truncation_and_it_neither_pauses_nor_resumes
             grant=GRANT, action=StandingAction.ACCEPT_TRUNCATION, region="us-east", sequence=1, at=1, by="a"
         )
     book = GrantBook([signed(accepted(OWN, 5, 100))], TRUSTED)
-    assert book.next_sequence(GRANT, "us-east") == 1
+    assert book.next_sequence(GRANT, "us-east", 0) == 1
 
 
 def test_a_standing_of_version_0_1_still_reads_as_it_was_signed() -> None:
