@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from cli.output import note
 from cli.setting import connect, run
 from felix.errors import Code, RequestError
 from felix.messages import ListDocuments, PutDocument
@@ -20,7 +22,7 @@ from keys.key_file import load_signing_key
 from policy.approval import Document, parse_document
 from policy.grant import GrantBook, Standing, StandingAction, lasts, sign_standing
 from policy.quantity import Duration
-from policy.signed import SignedDocument
+from policy.signed import SignatureError, SignedDocument
 from policy.truncation import Truncation
 from region.folder import RegionFolder
 
@@ -29,8 +31,10 @@ if TYPE_CHECKING:
     from region.config import RegionConfig
 
 
-HELD: Final = ("export", "import", "approval")
 SAID: Final = ("standing", "deny")
+KINDS: Final = ("export", "import", "approval", *SAID)
+LISTED_AGAIN_MAX: Final = 3
+"""Where documents come while they are listed, the broker may judge by one that was not listed yet."""
 
 
 def own_bundle(folder: RegionFolder) -> RegionBundle:
@@ -48,46 +52,67 @@ def known_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
 
 
 async def fetch_book(region: str, folder: RegionFolder) -> GrantBook:
-    """Every grant the region's broker holds, verified here again; but of pauses, revocations and denials those that the broker judges by, as it
-    says."""
+    """Every grant as the region's broker judges it: of the documents that it says it goes by, each verified here again, but for pauses, resumptions,
+    revocations and denials, which it accepted under whichever keys their region had then. What is not believed here is in the book's problems."""
     async with connect(region) as client:
-        documents = [document for kind in HELD for document in await _list(client, kind)]
-        said = [document for kind in SAID for document in await _list(client, kind)]
-        in_force = await _in_force(client)
+        held, judged = await _held_and_judged(client)
     bundles = known_bundles(folder)
     trusted = {name: bundle.policy_keys for name, bundle in bundles.items()}
     anchors = TrustBundle(bundle.anchor() for bundle in bundles.values())
-    if in_force is None:
-        return GrantBook((*documents, *said), trusted, anchors)
-    # Of the others a later word took the place, or the broker does not believe them: shown where they are not believed here either.
-    unbelieved = {problem.document for problem in GrantBook(said, trusted).problems}
-    others = [document for document in said if not lasts(document) or document in unbelieved]
-    return GrantBook((*documents, *others, *in_force), trusted, anchors, accepted=frozenset(in_force))
+    if judged is None:
+        return GrantBook(held.values(), trusted, anchors)
+    counted = [held[name] for name in judged if name in held]
+    counted += [parse_document(body) for body in judged.values() if body]
+    others = [document for name, document in held.items() if name not in judged]
+    unbelieved = (problem.document for problem in GrantBook(others, trusted, anchors).problems)
+    accepted = frozenset(document for document in counted if lasts(document))
+    return GrantBook((*counted, *unbelieved), trusted, anchors, accepted=accepted)
 
 
 async def fetch_said(region: str, folder: RegionFolder) -> GrantBook:
     """What the region said under the keys that it has now, as far as its broker knows, be it in force or not: the number of its next word is
     behind all of it."""
     async with connect(region) as client:
-        said = [document for kind in SAID for document in await _list(client, kind)]
+        said = await _documents(client, SAID)
     return GrantBook(said, {region: own_bundle(folder).policy_keys})
 
 
-async def _list(client: RegionClient, kind: str) -> list[Document]:
-    documents: list[Document] = []
+async def _held_and_judged(client: RegionClient) -> tuple[dict[str, Document], dict[str, bytes] | None]:
+    """All documents of grants that the broker lists, by the SHA-256 (hex) of their files; and by the same which of them it judges by, with those
+    that it does not list. None where it is of an earlier release, which does not say."""
+    held: dict[str, Document] = {}
+    judged: dict[str, bytes] | None = None
+    for _ in range(LISTED_AGAIN_MAX):
+        listed = await _documents(client, KINDS)
+        held = {hashlib.sha256(document.encode_file()).hexdigest(): document for document in listed}
+        try:
+            judged = await _list(client, "judged")
+        except RequestError as error:
+            if error.code is not Code.INVALID:
+                raise
+            break
+        if all(body or name in held for name, body in judged.items()):
+            break
+    return held, judged
+
+
+async def _documents(client: RegionClient, kinds: tuple[str, ...]) -> list[Document]:
+    """Those of these kinds. What cannot be read, whoever wrote it into the store, is told, and keeps nobody from stopping a grant."""
+    found: list[Document] = []
+    for kind in kinds:
+        for name, body in (await _list(client, kind)).items():
+            try:
+                found.append(parse_document(body))
+            except SignatureError as error:
+                note(f"the {kind} document {name} in the store: {error.sentence}")
+    return found
+
+
+async def _list(client: RegionClient, kind: str) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
     async for page in pages(client, ListDocuments(kind), "documents", lambda page: max(page.documents)):
-        documents += [parse_document(body) for body in page.documents.values()]
-    return documents
-
-
-async def _in_force(client: RegionClient) -> list[Document] | None:
-    """The words that the broker judges by; None where it is of an earlier release, which does not say."""
-    try:
-        return await _list(client, "in-force")
-    except RequestError as error:
-        if error.code is not Code.INVALID:
-            raise
-        return None
+        found |= page.documents
+    return found
 
 
 async def put_document(region: str, kind: str, document: Document, identity: str = "") -> str:

@@ -69,6 +69,8 @@ class HeldDocuments:
         self._halves: dict[str, list[SignedDocument]] = {}
         self._stand_ins: dict[bytes, HeldDocument] = {}
         """by the digest of a half that waits for its leaf: the one whose place it takes, and which counts until then"""
+        self._counting: set[bytes] = set()
+        """digests of what the store holds and the book is made of, besides what lasts"""
         self._signed_by: Counter[str] = Counter()
         self._bytes_of: Counter[str] = Counter()
         self._lost: dict[str, dict[str, SignedDocument]] | None = None
@@ -100,6 +102,7 @@ class HeldDocuments:
         waiting = self.lasting.take(parsed.values(), self._is_genuine)
         self._lost = None
         documents: list[Document] = []
+        self._counting = set()
         for held in parsed.values():
             if held.lasts:
                 continue
@@ -108,6 +111,7 @@ class HeldDocuments:
             elif held.digest in self._logged or not self._is_genuine(held.document):
                 # For a document that is not genuine, the book says why it rejects it.
                 documents.append(held.document)
+                self._counting.add(held.digest)
             elif self._has_place(held.document):
                 waiting.append(held.document)
         self._stand_ins = self._stand_in(before, waiting)
@@ -231,9 +235,14 @@ class HeldDocuments:
         fits = self._bytes_of[region] - before + len(data) <= PEER_BYTES_MAX
         return fits and (before > 0 or self._signed_by[region] < PEER_DOCUMENTS_MAX)
 
-    def in_force(self) -> dict[str, SignedDocument]:
-        """Of each place the word that counts, by the name that the store has for it."""
-        return {document_id(document): document for document in self.lasting.in_force()}
+    def judged(self) -> dict[str, bytes]:
+        """What the book is made of, by the SHA-256 (hex) of each document's file: empty where the store has it, or lost it (`lost`)."""
+        found = dict.fromkeys((digest.hex() for digest in self._counting), b"")
+        for held in self._stand_ins.values():
+            found[held.digest.hex()] = held.document.encode_file()
+        for document in self.lasting.in_force():
+            found[digest_of(document).hex()] = b""
+        return found
 
     def lost(self) -> dict[str, dict[str, SignedDocument]]:
         """What forbids or lifts, was accepted here, and is not in the store: by the kind of document and by its name there."""

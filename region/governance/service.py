@@ -61,9 +61,8 @@ OWN_KINDS: Final = ("policy", "pin")
 """And what a bridge of this region may list besides: what it signs its leaves by, and whose bundles it goes by."""
 DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "policy", "bundle", "pin")
 """Names of the kinds of documents in PutDocument and ListDocuments."""
-IN_FORCE: Final = "in-force"
-"""What operators list besides: of pauses, resumptions and revocations of each grant by each region, and of its deny entries and liftings of each pattern,
-the word that this broker judges by."""
+JUDGED: Final = "judged"
+"""What operators list besides: which of the documents this broker judges by (HeldDocuments.judged)."""
 LISTS_PER_S: Final = 100.0
 """Pages of documents for all bridges of one other region: an agent lists six kinds where something changed, once a second at most."""
 LISTS_BURST: Final = 200
@@ -324,8 +323,8 @@ class Governance:
                 policy = self._judgement.policies.record
             return {} if policy is None else {str(policy.version): policy.document}
         held = self._judgement.held
-        if kind == IN_FORCE:
-            return {name: document.encode_file() for name, document in held.in_force().items()}
+        if kind == JUDGED:
+            return held.judged()
         found = self._mirror.documents(*STORED[kind])
         if identity.kind != "bridge":
             # What the store lost counts all the same.
@@ -353,9 +352,9 @@ class Governance:
         is_own = kind in OWN_KINDS and identity.region == self._own.region
         if identity.kind != "bridge" or not (kind in SYNCED_KINDS or is_own):
             self.broker.require_operator(identity, f"list {kind} documents")
-        if kind not in (*DOCUMENT_KINDS, IN_FORCE):
+        if kind not in (*DOCUMENT_KINDS, JUDGED):
             raise RequestError(
-                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join((*DOCUMENT_KINDS, IN_FORCE))}."
+                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join((*DOCUMENT_KINDS, JUDGED))}."
             )
 
     async def list_documents(self, identity: SpiffeId, request: ListDocuments) -> DocumentPage:
@@ -380,7 +379,7 @@ class Governance:
 
     def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
         """All that an identity may list, by kind."""
-        kinds: tuple[str, ...] = (*DOCUMENT_KINDS, IN_FORCE)
+        kinds: tuple[str, ...] = (*DOCUMENT_KINDS, JUDGED)
         if identity.kind == "bridge":
             kinds = (*SYNCED_KINDS, *OWN_KINDS) if identity.region == self._own.region else SYNCED_KINDS
         return {kind: self.documents(identity, kind) for kind in kinds}

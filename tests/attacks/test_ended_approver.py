@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 from datetime import timedelta
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from attacks.conftest import Tally
 from attacks.test_f13_unpinned_bundles import allowed, keys, write
 from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
+from attacks.test_stop_word_outranked import Operator
 from audit_log import TIME_MS, trust
 from bridge_mesh import APPROVER, BRIDGE, Mesh, found_regions, until
 from cryptography import x509
@@ -61,6 +63,9 @@ async def test_an_approval_under_a_certificate_that_ended_counts_for_nothing_in_
             await mesh.start("us-east")
         await asyncio.sleep(1)
         assert allowed(mesh, body.grant) is Code.NOT_APPROVED
+        shown = json.loads(await Operator(mesh).does("show", body.grant, "--json"))
+        tallies = {each["region"]: each["approved"] for each in shown["approvals"]}
+        assert (shown["state"], tallies) == ("offered", {"us-east": [], "eu-west": [APPROVER]})
         mesh.nodes["us-east"].services.governance.trail.publish()
         leaves = mesh.headers(mesh.us.root / "data" / "audit", Kind.APPROVE)
         assert [leaf.actor for leaf in leaves] == ["spiffe://us-east.acme/operator/operator"], "eu-west's"

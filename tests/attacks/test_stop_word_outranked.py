@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from attacks.conftest import Tally
 from attacks.test_f13_store_administrator import Administrator
-from attacks.test_f13_unpinned_bundles import allowed, change_policy_key, trust
+from attacks.test_f13_unpinned_bundles import allowed, change_policy_key, keys, trust, write
 from bridge_mesh import ACCEPTED_BY, POLICIES, Mesh, two_regions, until
 
 from felix.address import Address
@@ -36,6 +36,7 @@ from policy.grant import (
 from policy.residency import parse_policy, sign_policy
 from policy.signed import NUMBER_MAX, Purpose, SignedDocument, decode_body
 from region.bootstrap import trust_region, write_profile
+from region.metadata.transaction import Put
 
 PATTERN = "acme/ops/*"
 
@@ -118,6 +119,7 @@ async def test_what_is_shown_is_what_the_broker_judges_by(tmp_path: Path, tally:
         await asyncio.sleep(0.5)
         assert allowed(mesh, grant) is None
         assert await operator.sees(grant) == ("active", [], 0)
+        await write(mesh, Put(keys(mesh).document("denies", "state", "d.unreadable"), b"{}"))
         await operator.does("pause", grant)
         await administrator.delete("revocations")
         assert allowed(mesh, grant) is Code.PAUSED
