@@ -502,9 +502,9 @@ class Clustered:
         own = ends.get(winner)
         has = f" with {own}" if isinstance(own, LogEnd) else ""
         cut = "".join(
-            f" {broker} cuts records {own.offset:,} to {end.offset - 1:,}."
+            f" {broker} cuts {' and '.join(lost)}."
             for broker, end in sorted(ends.items())
-            if isinstance(own, LogEnd) and isinstance(end, LogEnd) and end.offset > own.offset
+            if isinstance(own, LogEnd) and isinstance(end, LogEnd) and (lost := end.beyond(own))
         )
         return (
             f"Broker {winner} leads shard {number} of {record.name} in epoch {epoch}{has}.{cut} What its copy lacks is lost; where a copy that "

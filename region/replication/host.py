@@ -30,7 +30,7 @@ from felix.runtime.port import Runtime
 from felix.settings import Compaction
 from felix.storage.port import Files
 from felix.tasks import TaskSet, end_tasks
-from region.cluster.election import LogEnd, has_yielded
+from region.cluster.election import JournalEnd, LogEnd, has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
@@ -459,14 +459,13 @@ class ReplicaHost:
         hosted = self._hosted.get(shard)
         if hosted is None:
             return None
-        found = []
-        for _, log in sorted(hosted.core.replica.logs.items()):
-            epoch = log.history.epoch_before(log.end)
-            found.append((epoch, (log.end.offset, log.end.note)))
-        history = hosted.core.replica.logs[RECORDS].history
-        (epoch, end), *journals = found
-        begun = history.find(epoch)
-        return LogEnd(self._registration, epoch, begun.election if begun else "", end, tuple(journals))
+        records, *journals = (
+            JournalEnd(number, log.history.epoch_before(log.end), (log.end.offset, log.end.note))
+            for number, log in sorted(hosted.core.replica.logs.items())
+        )
+        begun = hosted.core.replica.logs[RECORDS].history.find(records.epoch)
+        election = begun.election if begun else ""
+        return LogEnd(self._registration, records.epoch, election, records.end, tuple(journals))
 
     @property
     def shards(self) -> list[ShardId]:
