@@ -58,7 +58,7 @@ from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
 from region.replication.leader import DETACHED_MS, TICK_MS, Phase
-from region.replication.log_worker import Collected, LogBegun, LogWorker
+from region.replication.log_worker import Collected, DiskFull, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
 from region.replication.ready import (
@@ -1002,6 +1002,13 @@ class ReplicaHost:
                     self._step(hosted, Begun(told.epoch))
         elif isinstance(told, DiskFailed):
             self._begin_task(hosted, self._disk_failed(hosted, told))
+        elif isinstance(told, DiskFull):
+            worker = hosted.workers[told.log]
+            self._alarm(
+                hosted,
+                f"its disk is full ({worker.full}): what it is to write waits, and goes on once there is room",
+                lambda: not worker.full,
+            )
         elif isinstance(told, Collected):
             hosted.copier.go_on(told, self._now())
         elif isinstance(told, CopyFailed):
@@ -1016,10 +1023,11 @@ class ReplicaHost:
                 await self._sync_failed()
             except OSError as error:
                 log.error("that a sync failed cannot be written down: %s", error)
-        self._alarm(hosted, f"its disk has failed: {hosted.workers[failed.log].failure}")
         for worker in hosted.workers.values():
             worker.halt("another log of the shard failed")
         self._step(hosted, failed)
+        # In place of what the core says of it, which does not know why.
+        self._alarm(hosted, f"its disk has failed: {hosted.workers[failed.log].failure}")
 
     async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
         """Frames for a follower, once the link to it has room."""
