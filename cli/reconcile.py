@@ -40,7 +40,9 @@ def reconcile(
     ] = None,
     retired: Annotated[
         list[str] | None,
-        typer.Option(help="A broker that was drained and retired since the backup; say it for each."),
+        typer.Option(
+            help="A broker that was drained and retired since the backup, which no other broker's folder knows; say it for each."
+        ),
     ] = None,
     accept_loss: Annotated[
         bool, typer.Option("--accept-loss", help="Needed where something that was acknowledged may be lost.")
@@ -58,7 +60,7 @@ def reconcile(
 ) -> None:
     """Make a metadata store that was put back from a backup fit what the brokers' folders have.
 
-    No broker of the region may run. Nothing is deleted, and no record cut: shards are led from the copies that have all that was
+    No broker of the region may run. No folder is deleted, and no record cut: shards are led from the copies that have all that was
     acknowledged, in epochs above all that were seen.
     """
     region = choose_region(name)
@@ -158,10 +160,11 @@ async def _reconcile(
         reconciler = Reconciler(store, config.region, REAL, note)
         stack.push_async_callback(reconciler.close)
         await reconciler.open()
+        configured = [str(each.id) for each in config.cluster.brokers]
         # Where all run on this machine, the store knows of each that was ever started.
         is_known = is_here and not reconciler.is_empty
-        expected = [] if is_known else [str(each.id) for each in config.cluster.brokers]
-        plan = await reconciler.plan(reports, expected, without, retired)
+        expected = [] if is_known else configured
+        plan = await reconciler.plan(reports, expected, without, retired, configured)
         is_to_be = not dry_run and (accept_loss or not plan.losses)
         if is_to_be:
             await reconciler.write(plan)
@@ -182,6 +185,7 @@ def _plain(plan: Plan) -> dict[str, Any]:
             }
             for each in plan.shards
         ],
+        "retired": plan.retired,
         "notes": plan.notes,
         "losses": plan.losses,
     }

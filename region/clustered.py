@@ -44,6 +44,7 @@ from region.cluster.problems import NOTHING_HEARD, Ends, Found, asks_for_ends, l
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.copy_ends import CopyEnds
+from region.copy_troubles import CopyTroubles
 from region.log.copies import Copies
 from region.log.epochs import elected_epoch
 from region.metadata.records import AUDIT_STREAM, Stream, is_replicated, one_copy_since
@@ -113,6 +114,8 @@ class Clustered:
         """What is asked of the other brokers; None while the broker is being opened."""
         self.ends: CopyEnds | None = None
         """How far copies go, asked of the brokers that have them; None while the broker is being opened."""
+        self.troubles: CopyTroubles | None = None
+        """What is wrong with copies at other brokers; None while the broker is being opened."""
         self.audit: AuditLog | None = None
         """The audit log, where brokers copy it."""
         self.receives: Callable[[StreamName], bool] = lambda name: False
@@ -227,11 +230,15 @@ class Clustered:
         return frozenset(self.members(record, 0)[0])
 
     async def hear_problems(self, records: Iterable[Stream]) -> Found:
-        """As `problems`, once the brokers that are alive have said how far their copies go of what nobody can lead by rule."""
+        """As `problems`, once the brokers that are alive have said how far their copies go of what nobody can lead by rule, and what is wrong
+        with their copies."""
         streams = list(records)
         shards = asks_for_ends(self.member.mirror.view, streams)
-        heard = await asyncio.gather(*map(self._hear_ends, shards))
-        return self.problems(streams, dict(zip(shards, heard, strict=True)))
+        others, heard = await asyncio.gather(
+            self._hear_troubles(), asyncio.gather(*map(self._hear_ends, shards))
+        )
+        found = self.problems(streams, dict(zip(shards, heard, strict=True)))
+        return Found([*found.problems, *others], found.remarks)
 
     def problems(self, records: Iterable[Stream], ends: Mapping[ShardId, Ends] = NOTHING_HEARD) -> Found:
         """What is wrong with the region, the most serious first, and what an operator has it be, as this broker knows: from the records, so each
@@ -244,16 +251,26 @@ class Clustered:
             ends,
         )
         problems = [*self._store_troubles(), *found.problems]
-        if self.replicas is not None:
-            problems += (
-                f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {self.member.broker}: {sentence}."
-                for shard, sentence in sorted(self.replicas.host.alarms.items())
-            )
         if own is None and len(self.member.brokers) > 1:
             problems.append(self._one_disk())
+        return Found([*problems, *self.own_troubles()], found.remarks)
+
+    def own_troubles(self) -> list[str]:
+        """What is wrong with the copies that this broker has."""
+        told: list[str] = []
+        broker = self.member.broker
+        if self.replicas is not None:
+            told += (
+                f"The copy of shard {shard.number} of {self.replicas.name_of(shard)} at broker {broker}: {sentence}."
+                for shard, sentence in sorted(self.replicas.host.alarms.items())
+            )
         if self.audit is not None and self.audit.trouble:
-            problems.append(f"The audit log's copy at broker {self.member.broker}: {self.audit.trouble}")
-        return Found(problems, found.remarks)
+            told.append(f"The audit log's copy at broker {broker}: {self.audit.trouble}")
+        return told
+
+    async def _hear_troubles(self) -> list[str]:
+        """The same, of the other brokers."""
+        return [] if self.troubles is None else await self.troubles.hear(sorted(self.member.brokers))
 
     def alarms(self, records: Iterable[Stream]) -> list[str]:
         """The problems alone."""
@@ -502,9 +519,9 @@ class Clustered:
         own = ends.get(winner)
         has = f" with {own}" if isinstance(own, LogEnd) else ""
         cut = "".join(
-            f" {broker} cuts records {own.offset:,} to {end.offset - 1:,}."
+            f" {broker} cuts {' and '.join(lost)}."
             for broker, end in sorted(ends.items())
-            if isinstance(own, LogEnd) and isinstance(end, LogEnd) and end.offset > own.offset
+            if isinstance(own, LogEnd) and isinstance(end, LogEnd) and (lost := end.beyond(own))
         )
         return (
             f"Broker {winner} leads shard {number} of {record.name} in epoch {epoch}{has}.{cut} What its copy lacks is lost; where a copy that "

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from felix.errors import FelixError, UnavailableError
-from region.cluster.election import LogEnd, Unopened
+from region.cluster.election import JournalEnd, LogEnd, Unopened
 from region.cluster.records import ShardId
 from region.peer_requests import PeerRequest, PeerRequests
 from region.replication.host import ReplicaHost
@@ -36,7 +36,7 @@ class EndTold(msgspec.Struct, frozen=True, array_like=True):
     last_epoch: int
     election: str
     end: tuple[int, int]
-    journals: tuple[tuple[int, tuple[int, int]], ...]
+    journals: tuple[JournalEnd, ...]
     unopened: str = ""
 
 

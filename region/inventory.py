@@ -75,6 +75,7 @@ def take_inventory(
         made_ms=runtime.clock.now_ms(),
         shards=tuple(_shards(region, data, runtime, files)),
         audit=file.audit,
+        retired=file.retired,
         audit_log=_audit_log(data / AUDIT),
     )
 

@@ -2,10 +2,11 @@
 
 Each broker's folder says how often it was registered, its pulse, and how far its copy of each log goes (`FolderReport`); from all of them, and
 what the store has, `reconcile` makes a plan. Order: 1. no broker is alive; 2. `freeze`; 3. the brokers' registrations and pulses; 4. the
-records of shards, each above every epoch that a folder knows; 5. `thaw`. A crash between leaves the region frozen; the plan is made anew.
+records of shards, each above every epoch that a folder knows; 5. `retired`: brokers that were retired since are forgotten again; 6. `thaw`. A crash
+between leaves the region frozen; the plan is made anew.
 
 Invariants:
-- nothing is cut or deleted, neither in the store nor in a folder;
+- nothing is cut or deleted, neither in the store, but what it says of a broker that was retired, nor in a folder;
 - a shard is led from a copy that has all that was committed in each of its logs, as far as the folders that were heard can tell: what it
   lacks stands in fewer copies, heard or away, than a commit needs. Where that cannot be told, the plan says what may be lost
   (`Plan.losses`);
@@ -23,6 +24,7 @@ from typing import Final
 
 import msgspec
 
+from region.cluster import membership, registration
 from region.cluster.audit_home import Before
 from region.cluster.records import (
     EPOCH_MAX,
@@ -91,7 +93,8 @@ class AuditTold(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`, `audit`: as in its file `node`."""
+    """What one broker's data folder has, while nobody writes to it. `registration`, `intended`, `pulse`, `audit`, `retired`: as in its file
+    `node`."""
 
     region: str
     broker: str
@@ -106,6 +109,7 @@ class FolderReport(msgspec.Struct, frozen=True, kw_only=True):
     shards: tuple[ShardTold, ...] = ()
     audit: str = ""
     audit_log: AuditTold = AuditTold()
+    retired: dict[str, str] = {}
 
     @property
     def number(self) -> int:
@@ -141,6 +145,8 @@ class Plan:
     losses: list[str] = field(default_factory=list)
     audit_home: str = ""
     audit_revision: int = 0
+    retired: list[str] = field(default_factory=list)
+    """brokers of which the store is to know nothing any more"""
 
 
 def reconcile(
@@ -152,22 +158,33 @@ def reconcile(
     *,
     without: Collection[str],
     retired: Collection[str] = (),
+    configured: Collection[str] = (),
     audit_before: Before | None = None,
     election: Callable[[], str],
 ) -> Plan | Refusal:
     """What is to be written. `streams`: those of the catalog and of the region itself, by incarnation; `deleted`: incarnations with the mark of
     a deletion; `expected`: brokers that may have records, beside those that the store knows; `without`: those whose folders will not be heard;
-    `retired`: those that had no copy any more when they were taken away; `audit_before`: where the audit log
+    `retired`: those that had no copy any more when they were taken away, beside those that folders know to be; `configured`:
+    the brokers that region.yaml names, empty where that is not known; `audit_before`: where the audit log
     was before it was copied; `election`: gives a fresh election id."""
-    missing = sorted({*view.nodes, *expected} - reports.keys() - {*without, *retired})
+    expected = set(expected)
+    known_retired = _known_retired(view, reports, expected) - set(retired)
+    gone = {*retired, *known_retired}
+    left_out = {broker: report for broker, report in reports.items() if broker in retired}
+    reports = {broker: report for broker, report in reports.items() if broker not in gone}
+    missing = sorted({*view.nodes, *expected} - reports.keys() - {*without, *gone})
     if missing:
         return Refusal(
             Reason.NO_REPORT,
             f"Of {', '.join(missing)} no folder was heard, and it may have more than the others.",
         )
-    if named := sorted(reports.keys() & {*without, *retired}):
+    if named := sorted(reports.keys() & {*without}):
         return Refusal(Reason.CHANGED, f"The folder of {', '.join(named)} was heard, so it is not away.")
     plan = Plan()
+    plan.notes += (
+        f"Broker {broker} was retired, as the folders of others know: it stays so, and its folder, if there is one, is left as it is."
+        for broker in sorted(known_retired)
+    )
     for broker, report in sorted(reports.items()):
         if refusal := _broker(plan, view, report):
             return refusal
@@ -193,10 +210,91 @@ def reconcile(
     for shard in sorted(known):
         if shard.incarnation not in deleted:
             stream = streams.get(shard.incarnation)
-            one = _known(plan, view, shard, stream, told.get(shard, {}), without)
+            one = _known(plan, view, shard, stream, told.get(shard, {}), without, gone)
             _shard(plan, view, one, signed, alone, election)
+            _left_out(plan, one, left_out)
     _unknown(plan, told, {shard.incarnation for shard in known} | set(deleted))
+    _stay_retired(plan, view, gone)
+    plan.notes += (
+        f"Broker {broker} is registered again, and region.yaml does not name it. If it was retired, and had no copy any more, say --retired {broker}. "
+        f"{_retire_again(broker)}"
+        for broker in sorted({*view.nodes, *plan.nodes} - {*gone, *configured})
+        if configured
+    )
     return plan
+
+
+def _known_retired(
+    view: ClusterView, reports: Mapping[str, FolderReport], expected: Collection[str]
+) -> set[str]:
+    """The brokers that others saw being retired, with the folder that store and folders have of them. Of one that is expected, an operator says it: its
+    name may have been given anew since."""
+    found = set()
+    for by, report in reports.items():
+        for broker, folder in report.retired.items():
+            own, node = reports.get(broker), view.nodes.get(broker)
+            if (
+                broker not in expected
+                and broker != by
+                and (own is None or own.folder == folder)
+                and (node is None or node.folder == folder)
+                and (own is not None or node is not None)
+            ):
+                found.add(broker)
+    return found
+
+
+def _left_out(plan: Plan, known: _Known, reports: Mapping[str, FolderReport]) -> None:
+    """Whether a folder that is left out, as an operator says that its broker was retired, has more of a shard than those that count."""
+    if not known.is_durable:
+        return
+    most = max(
+        (_ends(each).get(RECORDS, (0, BEGINNING)) for each in known.told.values()), default=(0, BEGINNING)
+    )
+    for broker, report in sorted(reports.items()):
+        for each in report.shards:
+            if ShardId(each.incarnation, each.number) == known.shard and (
+                each.damaged or _ends(each).get(RECORDS, (0, BEGINNING)) > most
+            ):
+                plan.losses.append(
+                    f"{known.what}: the folder of {broker} may have more of it than any other, and is left out because {broker} is said to be retired."
+                )
+
+
+def _stay_retired(plan: Plan, view: ClusterView, gone: set[str]) -> None:
+    """Have the store forget those that no shard names; of others, say how they are retired again."""
+    after = view.shards | {each.shard: each.after for each in plan.shards}
+    for broker in sorted(gone & view.nodes.keys()):
+        naming = sorted(
+            record.stream for record in after.values() if broker in {*record.replicas, *record.target}
+        )
+        if not naming:
+            plan.retired.append(broker)
+            continue
+        plan.notes.append(
+            f"Broker {broker} was retired, and is registered again, as {naming[0]} names it. {_retire_again(broker)}"
+        )
+
+
+def _retire_again(broker: str) -> str:
+    return f"To retire it once the region is served: `felix region drain {broker}`, then `felix region retire {broker}`."
+
+
+def _without_retired(record: ShardRecord, gone: set[str]) -> ShardRecord:
+    """The record without brokers that were retired since; as it is where it names no other."""
+    replicas = tuple(broker for broker in record.replicas if broker not in gone)
+    target = tuple(broker for broker in record.target if broker not in gone)
+    if not (replicas or target) or gone.isdisjoint({*record.replicas, *record.target}):
+        return record
+    return msgspec.structs.replace(
+        record,
+        leader="" if record.leader in gone else record.leader,
+        replicas=replicas or target,
+        target=target if replicas else (),
+        isr=membership.without(record.isr, gone),
+        elr=membership.without(record.elr, gone),
+        failed=membership.without(record.failed, gone),
+    )
 
 
 def _has_all_leaves(reports: Mapping[str, FolderReport], before: Before) -> bool:
@@ -247,8 +345,10 @@ class _Known:
     shard: ShardId
     name: str
     """of its stream"""
-    before: ShardRecord | None
+    stored: ShardRecord | None
     """the store's record"""
+    before: ShardRecord | None
+    """the same, without brokers that were retired since"""
     stream: Stream | None
     told: Mapping[str, ShardTold]
     damaged: Mapping[str, str]
@@ -309,8 +409,10 @@ def _known(
     stream: Stream | None,
     told: Mapping[str, ShardTold],
     without: Collection[str],
+    gone: set[str],
 ) -> _Known:
-    before = view.shards.get(shard)
+    stored = view.shards.get(shard)
+    before = None if stored is None else _without_retired(stored, gone)
     assert before is not None or stream is not None
     damaged = {broker: each.damaged for broker, each in told.items() if each.damaged}
     whole = {broker: each for broker, each in told.items() if broker in plan.nodes and not each.damaged}
@@ -330,6 +432,7 @@ def _known(
     return _Known(
         shard=shard,
         name=before.stream if before is not None else stream.name if stream is not None else "",
+        stored=stored,
         before=before,
         stream=stream,
         told=told,
@@ -368,9 +471,7 @@ def _shard(
         and not known.former
         and _is_being_brought_in(known.told, winners, alone)
     ):
-        plan.shards.append(
-            _brought_in_by(alone.broker, plan, known.shard, before, known.last, known.next_epoch, election())
-        )
+        plan.shards.append(_brought_in_by(alone.broker, plan, known, election()))
         return
     winners = _as_before(winners, before)[:REPLICAS_MAX]
     if not winners:
@@ -409,13 +510,13 @@ def _shard(
             f"`felix stream delete {known.name}`, before clients come in."
         )
     if before is not None and _fits(before, winners, plan, known.last):
-        plan.shards.append(ShardPlan(known.shard, before, before, tuple(winners)))
+        plan.shards.append(ShardPlan(known.shard, known.stored, before, tuple(winners)))
         return
     isr = {broker: plan.nodes[broker].registration for broker in winners}
     after = _record(
         known.name, known.next_epoch, election(), before, known.stream, winners, isr, known.minimum, unclean=doubt != ""
     )  # fmt: skip
-    plan.shards.append(ShardPlan(known.shard, before, after, tuple(winners)))
+    plan.shards.append(ShardPlan(known.shard, known.stored, after, tuple(winners)))
 
 
 def _led_by_nobody(
@@ -427,11 +528,11 @@ def _led_by_nobody(
         brokers = [broker for broker in known.away if broker in view.nodes]
         places = (winners or sorted(known.damaged) or brokers or sorted(plan.nodes))[:REPLICAS_MAX]
     elif _fits(before, (), plan, known.last):
-        return ShardPlan(known.shard, before, before, ())
+        return ShardPlan(known.shard, known.stored, before, ())
     after = _record(
         known.name, known.next_epoch, election, before, known.stream, places, {}, known.minimum, unclean=False
     )
-    return ShardPlan(known.shard, before, after, ())
+    return ShardPlan(known.shard, known.stored, after, ())
 
 
 def _doubt(known: _Known, winner: str, doubt: str, signed: tuple[int, str]) -> str:
@@ -464,20 +565,15 @@ def _is_being_brought_in(told: Mapping[str, ShardTold], winners: Collection[str]
     return True
 
 
-def _brought_in_by(
-    broker: str,
-    plan: Plan,
-    shard: ShardId,
-    before: ShardRecord | None,
-    last: int,
-    epoch: int,
-    election: str,
-) -> ShardPlan:
-    if before is not None and _fits(before, (broker,), plan, last):
-        return ShardPlan(shard, before, before, (broker,))
+def _brought_in_by(broker: str, plan: Plan, known: _Known, election: str) -> ShardPlan:
+    before = known.before
+    if before is not None and _fits(before, (broker,), plan, known.last):
+        return ShardPlan(known.shard, known.stored, before, (broker,))
     isr, minimum = {broker: plan.nodes[broker].registration}, 1 if before is None else before.min
-    after = _record(str(AUDIT_STREAM), epoch, election, before, None, (broker,), isr, minimum, unclean=False)
-    return ShardPlan(shard, before, after, (broker,))
+    after = _record(
+        str(AUDIT_STREAM), known.next_epoch, election, before, None, (broker,), isr, minimum, unclean=False
+    )
+    return ShardPlan(known.shard, known.stored, after, (broker,))
 
 
 def _as_before(winners: Collection[str], before: ShardRecord | None) -> list[str]:
@@ -751,6 +847,12 @@ def shards(view: ClusterView, plan: Plan) -> list[Transaction]:
             compares += [unchanged(view, view.keys.node(broker)) for broker in sorted(each.after.isr)]
             made.append(Transaction(tuple(compares), (Put(key, encode(each.after, key)),)))
     return made
+
+
+def retired(view: ClusterView, plan: Plan) -> list[Transaction]:
+    """That brokers are gone for good, as before the store went back. After `shards`, none of which names them then."""
+    made = [registration.retire(view, broker) for broker in plan.retired if broker in view.nodes]
+    return [each for each in made if isinstance(each, Transaction)]
 
 
 def thaw(view: ClusterView) -> Transaction:

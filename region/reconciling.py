@@ -27,7 +27,7 @@ from region.reconciliation import FolderReport, Plan
 ASKED_AGAIN: Final = Transaction((), ())
 _HINTS: Final = {
     Reason.NO_REPORT: "On the machine that has it: `felix region reconcile {region} --save FILE`; then name the file here with --report. If it will "
-    "not come back: --without BROKER.",
+    "not come back: --without BROKER. If it was drained and retired since the backup: --retired BROKER.",
     Reason.OLD_FOLDER: "Put its newest folder back. A file of --save that is older than the broker's last start: make it again.",
 }
 
@@ -92,8 +92,10 @@ class Reconciler:
         expected: Iterable[str],
         without: Collection[str],
         retired: Collection[str] = (),
+        configured: Collection[str] = (),
     ) -> Plan:
-        """What is to be written, and what an operator should know before. Raises RequestError(CONFLICT) where too little was heard."""
+        """What is to be written, and what an operator should know before. `configured`: the brokers that region.yaml names. Raises RequestError(CONFLICT)
+        where too little was heard."""
         for report in reports.values():
             if report.region != self._region:
                 raise RequestError(
@@ -115,6 +117,7 @@ class Reconciler:
             expected,
             without=without,
             retired=retired,
+            configured=configured,
             audit_before=None if audit is None else audit.before,
             election=lambda: self._runtime.random.randbytes(ELECTION_CHARS // 2).hex(),
         )
@@ -139,6 +142,8 @@ class Reconciler:
         if (made := reconciliation.audit_home(view, plan)) is not None:
             await self._commit(made)
         for _, made in batches(reconciliation.shards(view, plan), ASKED_AGAIN):
+            await self._commit(made)
+        for made in reconciliation.retired(view, plan):
             await self._commit(made)
         await self._commit(reconciliation.thaw(view))
 

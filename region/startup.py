@@ -76,6 +76,7 @@ from region.cluster.registry import Address as MemberAddress
 from region.cluster.stream_keys import StreamKeys
 from region.clustered import Clustered
 from region.config import RegionConfig
+from region.copy_troubles import CopyTroubles
 from region.copying_audit_log import AUDIT, AUDIT_COPIES
 from region.document_log import DocumentLog
 from region.erasure import Destruction, Erasure, KeyringDestruction, SharedDestruction
@@ -347,6 +348,7 @@ async def open_broker(
         )
         clustered.replicas = peers.replicas
         clustered.requests, clustered.ends = peers.requests, peers.ends
+        clustered.troubles = CopyTroubles(peers.requests, clustered.own_troubles)
         stack.push_async_callback(peers.close)
     budgets = Budgets()
     streams = StreamTable(

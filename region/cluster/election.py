@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from region.cluster.membership import is_replaced
 from region.cluster.records import BrokerRecord, NodeRecord, ShardRecord
+from region.log.companions import JournalKind
 
 NOBODY: Final = ""
 
@@ -35,6 +36,18 @@ class Brokers:
         return {broker: number for broker in self.alive if (number := self.registration(broker))}
 
 
+class JournalEnd(NamedTuple):
+    """How far a log beside the records goes: `kind` (region.log.companions), the epoch of its last entry, and its end."""
+
+    kind: int
+    epoch: int
+    end: tuple[int, int]
+
+    def __str__(self) -> str:
+        known = {kind.value: f"{kind.name.lower()} journal" for kind in JournalKind}
+        return known.get(self.kind, f"journal {self.kind}")
+
+
 @dataclass(frozen=True, slots=True)
 class LogEnd:
     """How far a broker's copy of a shard goes, as it said under `registration`: the epoch of its last entry with its
@@ -44,8 +57,8 @@ class LogEnd:
     last_epoch: int
     election: str
     end: tuple[int, int]
-    journals: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """last epoch and end of each log beside the records, by their numbers"""
+    journals: tuple[JournalEnd, ...] = ()
+    """of each log beside the records, by their kinds"""
 
     @property
     def rank(self) -> tuple[object, ...]:
@@ -56,6 +69,24 @@ class LogEnd:
     def offset(self) -> int:
         """Of the next record."""
         return self.end[0]
+
+    def beyond(self, other: LogEnd) -> list[str]:
+        """What this copy has and the `other` lacks: what is cut here once that one leads. A phrase for each log; none where it lacks nothing."""
+        records = f"records {other.offset:,} to {self.offset - 1:,}"
+        return [*([records] if self.offset > other.offset else []), *self.journals_beyond(other)]
+
+    def journals_beyond(self, other: LogEnd) -> list[str]:
+        """The same, of the logs beside the records."""
+        found = []
+        ends = {journal.kind: journal for journal in other.journals}
+        for journal in self.journals:
+            theirs = ends.get(journal.kind, JournalEnd(journal.kind, 0, (0, 0)))
+            begin, end = theirs.end[0], journal.end[0]
+            if end > begin:
+                found.append(f"entries {begin:,} to {end - 1:,} of the {journal}")
+            elif journal.epoch > theirs.epoch:
+                found.append(f"the entries of epoch {journal.epoch} of the {journal}")
+        return found
 
     def __str__(self) -> str:
         return f"records to {self.offset - 1:,}" if self.offset else "no records"

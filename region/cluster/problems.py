@@ -149,52 +149,80 @@ def living_copies(view: ClusterView, record: ShardRecord) -> list[str]:
 
 def _go_on(view: ClusterView, shard: _Shard, region: str, ends: Ends) -> str:
     """What a person does about a shard that nobody can lead by rule."""
-    record, brokers = shard.record, view.brokers
+    record = shard.record
     assert record is not None
-    members = sorted(record.members())
-    others = sorted({*record.replicas, *record.target} - {*members})
-    away = [member for member in members if not brokers.registration(member)]
-    failed = [member for member in members if member in record.failed and member not in away]
-    is_audit_log = record.stream == str(AUDIT_STREAM)
-    if away:
-        bring = f"Start {', '.join(away)}"
-    elif failed:
-        bring = f"Restart {', '.join(failed)}"
-        unopened = {broker: end.why for broker in failed if isinstance(end := ends.get(broker), Unopened)}
-        if len(unopened) < len(failed):
-            return f"{bring}."
-        # A repair of what the disk damaged is looked at when the broker starts.
-        why = " ".join(f"{broker} cannot open its copy: {why}" for broker, why in unopened.items())
-        bring = f"{why} If what is damaged there can be put back, do so and restart {', '.join(failed)}"
-    else:
-        bring = ""
-    if is_audit_log:
+    away, failed = _missing_members(view, record)
+    unopened = {broker: end.why for broker in failed if isinstance(end := ends.get(broker), Unopened)}
+    bring = _bring_back(away, failed, unopened)
+    if not away and failed and len(unopened) < len(failed):
+        return f"{bring}."
+    if record.stream == str(AUDIT_STREAM):
         return f"{bring}: more than half of its copies are needed." if bring else ""
     living = [broker for broker in living_copies(view, record) if broker not in failed]
     if living:
-        told = {broker: end for broker in living if isinstance(end := ends.get(broker), LogEnd)}
-        winner = max(living, key=lambda broker: _preference(view, record, broker, told))
-        # Whoever follows the shard again later cuts what it has beyond that copy; who is alive says how much that is.
-        silent = [broker for broker in others if not brokers.registration(broker)]
-        longer = [
-            broker
-            for broker, end in told.items()
-            if winner in told and end.offset > told[winner].offset and broker not in members
-        ]
-        given_up = dict.fromkeys((*members, *silent, *longer))
-        lost = "".join(f" --lost {broker}" for broker in given_up if broker != winner)
-        way = f"felix region recover-shard {record.stream} {shard.id.number} --from {winner}{lost} --accept-loss --region {region}"
-        has = f"{', '.join(f'{broker} has {end}' for broker, end in sorted(told.items()))}. " if told else ""
-        if failed and bring:
-            bring = has + bring + (f", and start {', '.join(silent)}, which may have more" if silent else "")
-        if bring:
-            return f"{bring}; only if what was there is lost: `{way}`."
-        if silent:
-            return f"{has}Start {', '.join(silent)}, which may have more; only if that is lost, too: `{way}`."
-        return f"{has}What was there was given up; without it goes on: `{way}`."
+        return _recover(view, shard, region, ends, living, bring, is_failed=bool(failed))
     if len(away) == 1:
         return f"{bring}; only if its disk is lost: `felix region up {region} --broker {away[0]} --replace-folder`."
     return f"{bring}."
+
+
+def _missing_members(view: ClusterView, record: ShardRecord) -> tuple[list[str], list[str]]:
+    """The members of the sets that are not alive, and those that are and whose copy failed."""
+    members = sorted(record.members())
+    away = [member for member in members if not view.brokers.registration(member)]
+    return away, [member for member in members if member in record.failed and member not in away]
+
+
+def _bring_back(away: Sequence[str], failed: Sequence[str], unopened: Mapping[str, str]) -> str:
+    """What has the members lead again, without an end; empty where there is none that could. `unopened`: why copies that failed are not opened."""
+    if away:
+        return f"Start {', '.join(away)}"
+    if not failed or len(unopened) < len(failed):
+        return f"Restart {', '.join(failed)}" if failed else ""
+    # A repair of what the disk damaged is looked at when the broker starts.
+    why = " ".join(f"{broker} cannot open its copy: {why}" for broker, why in unopened.items())
+    return f"{why} If what is damaged there can be put back, do so and restart {', '.join(failed)}"
+
+
+def _recover(
+    view: ClusterView,
+    shard: _Shard,
+    region: str,
+    ends: Ends,
+    living: Sequence[str],
+    bring: str,
+    *,
+    is_failed: bool,
+) -> str:
+    """The command that has one of the `living` copies be the shard, and what is lost by it, after what is to be tried before (`bring`). `is_failed`:
+    a member that is alive has a copy that failed."""
+    record = shard.record
+    assert record is not None
+    told = {broker: end for broker in living if isinstance(end := ends.get(broker), LogEnd)}
+    winner = max(living, key=lambda broker: _preference(view, record, broker, told))
+    # Whoever follows the shard again later cuts what it has beyond that copy; who is alive says how much that is.
+    cut = {
+        broker: lost for broker, end in told.items() if winner in told and (lost := end.beyond(told[winner]))
+    }
+    silent = sorted(
+        broker
+        for broker in {*record.replicas, *record.target} - record.members().keys()
+        if not view.brokers.registration(broker)
+    )
+    given_up = dict.fromkeys((*sorted(record.members()), *silent, *cut))
+    options = "".join(f" --lost {broker}" for broker in given_up if broker != winner)
+    way = f"felix region recover-shard {record.stream} {shard.id.number} --from {winner}{options} --accept-loss --region {region}"
+    has = f"{', '.join(f'{broker} has {end}' for broker, end in sorted(told.items()))}. " if told else ""
+    has += "".join(
+        f"With the copy of {winner}, {broker} loses {' and '.join(what)}. "
+        for broker, what in sorted(cut.items())
+    )
+    if bring:
+        more = f", and start {', '.join(silent)}, which may have more" if is_failed and silent else ""
+        return f"{has}{bring}{more}; only if what was there is lost: `{way}`."
+    if silent:
+        return f"{has}Start {', '.join(silent)}, which may have more; only if that is lost, too: `{way}`."
+    return f"{has}What was there was given up; without it goes on: `{way}`."
 
 
 def _preference(

@@ -16,6 +16,7 @@ Pure: what is to be written is returned.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -28,6 +29,8 @@ from region.metadata.transaction import Compare, Delete, Put, Write
 
 PULSE_MS: Final = 10_000
 """A folder that was copied longer ago than this is recognised. Each pulse costs the folder a sync and the store a transaction."""
+RETIRED_REMEMBERED_MAX: Final = 128
+"""Brokers that a folder knows to be retired, the newest; as many as a region may have."""
 LEASE_MARGIN_MS: Final = 250
 """What rests on no commit is answered until so long before the lease ends: clocks run at rates that differ by less than 1 %."""
 
@@ -36,7 +39,8 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The file `node` of a data folder. `intended`: the highest number that any start from this folder has tried, at least
     `registration`, the last that succeeded. `pulse`: what the store holds, or is about to. `sync_failed`: what this registration
     acknowledged without a sync may be gone from the page cache, although the machine runs on. `audit`: where the region's audit log is, as this
-    folder saw it first, or what was signed since that it goes on as (audit_home.AuditHome); empty before."""
+    folder saw it first, or what was signed since that it goes on as (audit_home.AuditHome); empty before. `retired`: the folders of
+    brokers that were retired while this one followed the store, by broker, the newest last."""
 
     folder: str
     registration: int = 0
@@ -44,6 +48,7 @@ class FolderRecord(msgspec.Struct, frozen=True, kw_only=True):
     pulse: int = 0
     sync_failed: bool = False
     audit: str = ""
+    retired: dict[str, str] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +243,17 @@ def retire(view: ClusterView, broker: str) -> Transaction | Refusal:
     if broker in view.pulses:
         writes.append(Delete(keys.pulse(broker)))
     return Transaction(tuple(compares), tuple(writes))
+
+
+def with_brokers(file: FolderRecord, known: Mapping[str, str], changed: Mapping[str, bool]) -> FolderRecord:
+    """The file once it is known which brokers came and went. `known`: their folders as they stood before; `changed`: whose record was written (True)
+    or deleted, which is nobody's doing but an operator's who retired it."""
+    retired = {broker: folder for broker, folder in file.retired.items() if broker not in changed}
+    retired |= {
+        broker: known[broker] for broker, is_there in changed.items() if not is_there and broker in known
+    }
+    newest = dict(list(retired.items())[-RETIRED_REMEMBERED_MAX:])
+    return file if newest == file.retired else msgspec.structs.replace(file, retired=newest)
 
 
 def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool) -> Refusal | None:

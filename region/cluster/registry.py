@@ -105,7 +105,10 @@ class Registry:
         self._announcing = asyncio.Lock()
         self._listeners: list[Callable[[Lease | None], None]] = []
         self._tasks: list[asyncio.Task[None]] = []
+        self._folders: dict[str, str] = {}
+        """of the brokers that are registered, as the watch has shown them"""
         mirror.on_change(self._look)
+        mirror.on_change(self._note_brokers)
 
     # What it says
 
@@ -396,6 +399,18 @@ class Registry:
         elif self._untold is not None and self._is_shown():
             lease, self._untold = self._untold, None
             self._tell(lease)
+
+    def _note_brokers(self, known: Snapshot | Change) -> None:
+        """Have the file know, with the next pulse, who was retired. What a snapshot lacks may be lacking because the store went back."""
+        keys = self._mirror.view.keys
+        if isinstance(known, Change) and self._registered_revision:
+            changed = {
+                event.key.removeprefix(keys.nodes): event.entry is not None
+                for event in known.events
+                if event.key.startswith(keys.nodes)
+            }
+            self._file = registration.with_brokers(self._file, self._folders, changed)
+        self._folders = {broker: node.folder for broker, node in self._mirror.view.nodes.items()}
 
     def _refused(self, refusal: Refusal) -> None:
         if refusal.reason in _GONE_FOR_GOOD and self._ended is None:

@@ -435,19 +435,21 @@ def _why_not_from(
     known = {broker: end for broker in others if isinstance(end := told.get(broker), LogEnd)}
     if more := [broker for broker, end in known.items() if end.rank > own.rank]:
         lacks = max(known[broker].offset for broker in more) - own.offset
+        has = [
+            " with ".join(
+                [f"{broker} is alive and has {known[broker]}", *known[broker].journals_beyond(own)[:1]]
+            )
+            for broker in more
+        ]
         return Refusal(
             Reason.BEHIND,
-            f"{winner} has {own}{f' and lacks {lacks:,} of them' if lacks > 0 else ''}: "
-            f"{', '.join(f'{broker} is alive and has {known[broker]}' for broker in more)}, the last of epoch "
+            f"{winner} has {own}{f' and lacks {lacks:,} of them' if lacks > 0 else ''}: {', '.join(has)}, the last of epoch "
             f"{max(known[broker].last_epoch for broker in more)}; those of {winner} end with epoch {own.last_epoch}.",
         )
-    cut = [broker for broker, end in known.items() if end.offset > own.offset and broker not in dead]
+    cut = {broker: lost for broker, end in known.items() if broker not in dead and (lost := end.beyond(own))}
     unopened = [broker for broker in others if isinstance(told.get(broker), Unopened) and broker not in dead]
     if cut or unopened:
-        said = [
-            f"{broker} has records {own.offset:,} to {known[broker].offset - 1:,} of an earlier epoch, which would be cut"
-            for broker in cut
-        ]
+        said = [f"{broker} has {' and '.join(lost)}, which would be cut" for broker, lost in cut.items()]
         said += [f"{broker} cannot open its copy, which may have more" for broker in unopened]
         return Refusal(Reason.NOT_NAMED, f"{'; '.join(said)}: it must be named as lost, too.")
     return None

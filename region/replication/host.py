@@ -30,7 +30,7 @@ from felix.runtime.port import Runtime
 from felix.settings import Compaction
 from felix.storage.port import Files
 from felix.tasks import TaskSet, end_tasks
-from region.cluster.election import LogEnd, has_yielded
+from region.cluster.election import JournalEnd, LogEnd, has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
 from region.cluster.records import ShardDurability, ShardId, YieldReason
@@ -58,7 +58,7 @@ from region.replication.core import ReplicaCore
 from region.replication.disk import LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
 from region.replication.leader import DETACHED_MS, TICK_MS, Phase
-from region.replication.log_worker import Collected, LogBegun, LogWorker
+from region.replication.log_worker import Collected, DiskFull, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
 from region.replication.ready import (
@@ -459,14 +459,13 @@ class ReplicaHost:
         hosted = self._hosted.get(shard)
         if hosted is None:
             return None
-        found = []
-        for _, log in sorted(hosted.core.replica.logs.items()):
-            epoch = log.history.epoch_before(log.end)
-            found.append((epoch, (log.end.offset, log.end.note)))
-        history = hosted.core.replica.logs[RECORDS].history
-        (epoch, end), *journals = found
-        begun = history.find(epoch)
-        return LogEnd(self._registration, epoch, begun.election if begun else "", end, tuple(journals))
+        records, *journals = (
+            JournalEnd(number, log.history.epoch_before(log.end), (log.end.offset, log.end.note))
+            for number, log in sorted(hosted.core.replica.logs.items())
+        )
+        begun = hosted.core.replica.logs[RECORDS].history.find(records.epoch)
+        election = begun.election if begun else ""
+        return LogEnd(self._registration, records.epoch, election, records.end, tuple(journals))
 
     @property
     def shards(self) -> list[ShardId]:
@@ -1003,6 +1002,13 @@ class ReplicaHost:
                     self._step(hosted, Begun(told.epoch))
         elif isinstance(told, DiskFailed):
             self._begin_task(hosted, self._disk_failed(hosted, told))
+        elif isinstance(told, DiskFull):
+            worker = hosted.workers[told.log]
+            self._alarm(
+                hosted,
+                f"its disk is full ({worker.full}): what it is to write waits, and goes on once there is room",
+                lambda: not worker.full,
+            )
         elif isinstance(told, Collected):
             hosted.copier.go_on(told, self._now())
         elif isinstance(told, CopyFailed):
@@ -1017,10 +1023,11 @@ class ReplicaHost:
                 await self._sync_failed()
             except OSError as error:
                 log.error("that a sync failed cannot be written down: %s", error)
-        self._alarm(hosted, f"its disk has failed: {hosted.workers[failed.log].failure}")
         for worker in hosted.workers.values():
             worker.halt("another log of the shard failed")
         self._step(hosted, failed)
+        # In place of what the core says of it, which does not know why.
+        self._alarm(hosted, f"its disk has failed: {hosted.workers[failed.log].failure}")
 
     async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
         """Frames for a follower, once the link to it has room."""

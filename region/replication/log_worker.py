@@ -87,7 +87,14 @@ class LogBegun:
     epoch: int
 
 
-Told = LogBegun | Collected | Synced | Copied | CopyFailed | DiskFailed
+@dataclass(frozen=True, slots=True)
+class DiskFull:
+    """What is to be written to this log waits for room."""
+
+    log: int
+
+
+Told = DiskFull | LogBegun | Collected | Synced | Copied | CopyFailed | DiskFailed
 
 
 class LogWorker:
@@ -102,6 +109,8 @@ class LogWorker:
     ) -> None:
         self.disk = disk
         self.failure = ""
+        self.full = ""
+        """why what is to be written waits: the disk has no room; empty while it has"""
         self.executor: Executor = _Executor(self)
         """Does what whoever leads the log wants done to it, behind what was put before. Its threads may use it, too."""
         self.waiting_bytes = 0
@@ -236,8 +245,10 @@ class LogWorker:
                 except OSError as error:
                     if not is_full(error):
                         raise
+                    self._note_full(error)
                     self._sync(sync)
                     return group[at:]
+                self.full = ""
                 at += 1
                 continue
             if sync is not None:
@@ -251,6 +262,11 @@ class LogWorker:
     def _sync(self, sync: Sync | None) -> None:
         if sync is not None:
             self._say(Synced(self._number, self.disk.sync(), sync.cuts))
+
+    def _note_full(self, error: CorruptionError | OSError) -> None:
+        if isinstance(error, OSError) and not self.full:
+            self.full = str(error)
+            self._say(DiskFull(self._number))
 
     def _write(self, write: Write) -> None:
         entries = []
@@ -288,8 +304,10 @@ class LogWorker:
             if not is_full(error):
                 raise
             log.warning("log %s cannot be begun anew: %s", self.disk.plan.folder, error)
+            self._note_full(error)
             self._say(CopyFailed(self._number))
             return
+        self.full = ""
         self._say(Collected(self._number, job))
 
     def _replace(self, job: Replace) -> None:
@@ -299,8 +317,10 @@ class LogWorker:
             if isinstance(error, OSError) and not is_full(error):
                 raise
             log.warning("log %s cannot be begun anew: %s", self.disk.plan.folder, error)
+            self._note_full(error)
             self._say(CopyFailed(self._number))
             return
+        self.full = ""
         begun = self.disk.beginning()
         # What stands in a store is committed.
         commit = begun.end if job.listed else begun.start

@@ -6,10 +6,11 @@ import pytest
 from cluster.samples import ELECTION, KEYS, SHARD, STREAM, node, shard_record, view_of
 
 from felix.settings import Durability
-from region.cluster.election import LogEnd, Unopened
+from region.cluster.election import JournalEnd, LogEnd, Unopened
 from region.cluster.problems import Found, asks_for_ends, look, vacancy
 from region.cluster.records import FrozenRecord, ShardId, ShardRecord
 from region.cluster.view import ClusterView
+from region.log.companions import JournalKind
 from region.metadata.records import AUDIT_STREAM, Stream, StreamConfig
 
 NAME = "acme/payments/orders"
@@ -85,6 +86,24 @@ def test_an_empty_new_folder_is_not_what_a_shard_is_recovered_from_while_another
     heard["b"] = LogEnd(5, 8, ELECTION, (190, 0))
     (led, *_) = look(view, [stream()], "us-east", {SHARD: heard}).problems
     assert "--from b --lost c --accept-loss" in led
+
+
+def test_what_a_living_copy_has_of_a_journal_is_named_where_the_command_cuts_it() -> None:
+    nodes = {"a": node(6, whole_since=6, kept_since=6), "b": node(), "c": node()}
+    view = view_of(nodes, shards={0: shard_record({}, leader="", min=1)})
+    heard = {
+        "a": LogEnd(6, 0, "", (0, 0)),
+        "b": LogEnd(5, 7, ELECTION, (200, 0), (JournalEnd(JournalKind.QUEUE, 7, (50, 0)),)),
+        "c": LogEnd(5, 7, ELECTION, (190, 0), (JournalEnd(JournalKind.QUEUE, 7, (60, 0)),)),
+    }
+    (led, *_) = look(view, [stream()], "us-east", {SHARD: heard}).problems
+    assert "With the copy of b, c loses entries 50 to 59 of the queue journal. What was there" in led
+    assert "--from b --lost c --accept-loss" in led
+    # Said too where there is somebody to wait for.
+    view = view_of(nodes, {"b": 5, "c": 5}, {0: shard_record({"a": 6}, leader="", min=1)})
+    (led, *_) = look(view, [stream()], "us-east", {SHARD: heard}).problems
+    assert "c loses entries 50 to 59 of the queue journal. Start a; only if" in led
+    assert "--from b --lost a --lost c --accept-loss" in led
 
 
 def test_a_copy_that_is_away_is_to_be_started_before_another_one_is_the_shard() -> None:

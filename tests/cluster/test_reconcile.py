@@ -7,7 +7,7 @@ import asyncio
 import json
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import long_runs
@@ -19,7 +19,7 @@ from cluster.processes import kill, running, several
 from e2e.command_mesh import felix_command
 from etcd_process import EtcdProcess, etcd_binary
 from region_peer import client as client_of
-from region_peer import take
+from region_peer import take, until
 
 import felix
 from audit.tile import bundle_path
@@ -27,6 +27,7 @@ from cli.several import ETCD_FOLDER, ETCD_PEER
 from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.real import REAL
 from region.audit_log import CHECKPOINTS
+from region.cluster import registry
 from region.config import load_config
 from region.inventory import take_inventory
 from region.log.companions import log_number
@@ -81,13 +82,17 @@ def hear(region: ClusteredRegion, *names: str) -> dict[str, FolderReport]:
 
 
 async def reconcile(
-    region: ClusteredRegion, reports: dict[str, FolderReport], *without: str, write: bool = True
+    region: ClusteredRegion,
+    reports: dict[str, FolderReport],
+    *without: str,
+    write: bool = True,
+    expected: Sequence[str] = NAMES,
 ) -> Plan:
     store = await open_store(region.folder, region.config, REAL)
     reconciler = Reconciler(store, "us-east", REAL, lambda sentence: None)
     try:
         await reconciler.open()
-        plan = await reconciler.plan(reports, NAMES, without)
+        plan = await reconciler.plan(reports, expected, without)
         if write:
             await reconciler.write(plan)
         return plan
@@ -168,6 +173,47 @@ async def test_a_region_goes_on_with_all_that_was_acknowledged_once_its_older_st
                     for record in clustered.member.mirror.view.shards.values()
                 )
             )
+
+
+async def test_a_broker_that_was_retired_stays_so_in_a_store_that_knows_it_again(
+    region: ClusteredRegion, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "PULSE_MS", 500)
+    await region.start(*NAMES)
+    async with region.client("b1") as client:
+        await client.create_stream(ORDERS, replicas=2)
+        await publish(client, ORDERS, 0, 5)
+        region.etcd.ctl("snapshot", "save", str(tmp_path / "snapshot"))
+        gone = "b3"
+        await client.drain_broker(gone)
+        mirror = region.clustered("b1").member.mirror
+        async with asyncio.timeout(60):
+            await region.clustered("b1").member.until(
+                lambda: (
+                    not any(
+                        gone in {*record.replicas, *record.target} for record in mirror.view.shards.values()
+                    )
+                )
+            )
+        await region.stop(gone)
+        await client.retire_broker(gone)
+        await publish(client, ORDERS, 5, 10)
+        await asyncio.sleep(1.5)
+    await region.stop()
+    put_back(region.etcd, tmp_path / "snapshot")
+    reports = await asyncio.to_thread(hear, region)
+    assert reports["b1"].retired == {gone: reports[gone].folder}
+    plan = await reconcile(region, reports, expected=())
+    assert plan.retired == [gone] and not plan.losses and plan.notes[0].startswith("Broker b3 was retired")
+    await region.start("b1", "b2")
+    async with region.client("b1") as client:
+        assert await read(client, ORDERS, 10) == list(range(10))
+
+        async def is_calm() -> bool:
+            state = await client.describe()
+            return not state.alarms and {each.broker for each in state.brokers} == {"b1", "b2"}
+
+        await until(is_calm, 60)
 
 
 async def test_an_audit_log_goes_on_in_an_empty_store_as_the_folders_know_it(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -53,18 +54,24 @@ def planned(
     retired: Collection[str] = (),
     stream: str = NAME,
     replicas: int = 3,
+    marks: Mapping[str, str] = MappingProxyType({}),
+    expected: Collection[str] = (),
+    configured: Collection[str] = (),
 ) -> Plan | Refusal:
     config = StreamConfig(durability=Durability("fsync"), replicas=replicas)
     streams = {STREAM: Stream(name=stream, incarnation=STREAM, created_ms=0, config=config)}
     reports = {broker: report(stage, broker, *logs) for broker, logs in told.items()}
+    if marks:
+        reports["a"] = msgspec.structs.replace(reports["a"], retired=dict(marks))
     return reconciliation.reconcile(
         stage.view(),
         streams,
         (),
         reports,
-        (),
+        expected,
         without=without,
         retired=retired,
+        configured=configured,
         election=lambda: "2" * 16,
     )
 
@@ -237,9 +244,71 @@ def test_who_was_retired_since_has_nothing_that_others_lack(stage: Stage) -> Non
     assert isinstance(made, Plan) and "may have been d, e" in made.losses[0]
     made = planned(stage, heard, retired=["d", "e"])
     assert isinstance(made, Plan) and not made.losses and made.shards[0].copies == ("a", "b", "c")
-    assert refused(planned(stage, heard, retired=["c"]), Reason.CHANGED)
     lone = planned(stage, {"a": heard["a"]}, ["b"], retired=["c"])
     assert isinstance(lone, Plan) and not lone.losses, "one is away, and a commit needs two"
+
+
+def carried_out(stage: Stage, made: Plan | Refusal) -> None:
+    assert isinstance(made, Plan) and not made.losses
+    for step in (reconciliation.brokers, reconciliation.shards, reconciliation.retired):
+        assert all(stage.do(each) for each in step(stage.view(), made))
+
+
+@pytest.mark.parametrize("is_heard", [True, False])
+@pytest.mark.parametrize("is_known", [True, False])
+def test_who_was_retired_stays_retired_where_others_know_it_or_an_operator_says_it(
+    stage: Stage, is_known: bool, is_heard: bool
+) -> None:
+    """Its folder may be on the disk still."""
+    heard = {name: (log(9, 90),) for name in "ab"} | ({"c": (log(7, 50),)} if is_heard else {})
+    marks = {"c": stage.files["c"].folder}
+    made = planned(stage, heard, marks=marks) if is_known else planned(stage, heard, retired=["c"])
+    carried_out(stage, made)
+    assert isinstance(made, Plan) and made.retired == ["c"]
+    assert (
+        made.notes[:1]
+        == [
+            "Broker c was retired, as the folders of others know: it stays so, and its folder, if there is one, is left as it is."
+        ]
+        * is_known
+    )
+    view = stage.view()
+    assert set(view.nodes) == set("ab") and "c" not in view.pulses and stage.record().replicas == ("a", "b")
+    again = planned(stage, heard, marks=marks) if is_known else planned(stage, heard, retired=["c"])
+    assert isinstance(again, Plan) and not again.retired and not again.shards[0].changes
+
+
+def test_a_name_that_was_given_anew_or_that_region_yaml_has_is_no_retired_broker(stage: Stage) -> None:
+    heard = {name: (log(9, 90),) for name in "ab"}
+    marks = {"c": stage.files["c"].folder}
+    assert refused(planned(stage, heard, marks={"c": "another folder"}), Reason.NO_REPORT)
+    assert refused(planned(stage, heard, marks=marks, expected=["c"]), Reason.NO_REPORT)
+    stage.files["c"] = msgspec.structs.replace(stage.files["c"], folder="f" * 32)
+    anew = planned(stage, heard | {"c": (log(9, 90),)}, marks=marks)
+    assert isinstance(anew, Plan) and not anew.retired and set(anew.nodes) == set("abc")
+
+
+def test_a_folder_that_is_left_out_on_an_operators_word_and_has_more_needs_another_word(stage: Stage) -> None:
+    made = planned(stage, {"a": (log(9, 90),), "b": (log(9, 90),), "c": (log(9, 91),)}, retired=["c"])
+    assert isinstance(made, Plan) and made.retired == ["c"]
+    assert made.losses == [
+        f"{NAME} shard 0: the folder of c may have more of it than any other, and is left out because c is said to be retired."
+    ]
+
+
+def test_a_broker_that_comes_back_is_named_with_what_retires_it_again(stage: Stage) -> None:
+    heard = {name: (log(9, 90),) for name in "abc"}
+    made = planned(stage, heard, configured="ab")
+    again = "`felix region drain c`, then `felix region retire c`."
+    assert isinstance(made, Plan) and "say --retired c" in made.notes[0] and made.notes[0].endswith(again)
+    # One that a shard names, which nobody else has, cannot be forgotten.
+    stage.place("c", replicas=("c",), min=1)
+    lone = planned(stage, {"a": (), "b": ()}, retired=["c"])
+    assert isinstance(lone, Plan) and not lone.retired
+    assert any(
+        each.startswith(f"Broker c was retired, and is registered again, as {NAME}") and each.endswith(again)
+        for each in lone.notes
+    )
 
 
 def test_a_stream_that_comes_back_from_one_copy_where_others_have_none_any_more_needs_a_word(

@@ -86,6 +86,45 @@ async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are
         assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]
 
 
+async def test_of_copies_with_the_same_records_the_one_with_the_longer_journal_is_the_shard(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_queue(STREAM, replicas=3, min_in_sync=1)
+        await region.in_sync("b1", STREAM)
+    leader = record_of(region, "b1").leader
+    longer, shorter = (name for name in region.names if name != leader)
+    async with region.client(leader) as client:
+        for number in range(5):
+            await client.queue(STREAM).put(b"%d" % number)
+        await region.stop(shorter)
+        for job in await client.queue(STREAM).lease(3):
+            await job.ack()
+        await region.stop(longer)
+    await region.stop(leader)
+    config = region.config.of_broker(leader)
+    shutil.rmtree(region.folder.root / config.data)
+    await region.start(longer, shorter)
+    region.nodes[leader] = await Node.start(region.folder, config, replace_folder=True)
+    await until_it(region, longer, lambda record: not record.leader and not record.members())
+    async with region.client(longer) as client:
+        said = ""
+        async with asyncio.timeout(30):
+            while said.count("has records to 4") < 2:
+                await asyncio.sleep(0.1)
+                problems = (await client.describe()).alarms
+                said = next((each for each in problems if each.startswith(f"Nobody leads {STREAM}")), "")
+        assert f"--from {longer} --accept-loss" in said
+        with pytest.raises(
+            RequestError,
+            match=rf"{longer} is alive and has records to 4 with entries \d+ to \d+ of the queue journal",
+        ):
+            await client.recover_shard(STREAM, 0, shorter)
+        await client.recover_shard(STREAM, 0, longer)
+        await region.in_sync(longer, STREAM)
+        assert (await client.queue(STREAM).describe()).ready == 2, "what was acknowledged is so still"
+
+
 def damage(region: ClusteredRegion, name: str, number: int, where: float) -> None:
     """Change some bytes of the segment that a broker's copy of a shard ends with."""
     data = region.folder.root / region.config.of_broker(name).data / "streams"

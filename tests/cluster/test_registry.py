@@ -11,10 +11,13 @@ import pytest
 from cluster.simulated_brokers import FOLDER, KEYS, LEASE_MS, Region, Store, play
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
+from felix.runtime.simulated import simulated
 from region.cluster import registration
+from region.cluster.node_file import NodeFile
 from region.cluster.records import FrozenRecord, Health, encode
 from region.cluster.registration import PULSE_MS
 from region.cluster.registry import EXPIRY_SLACK_MS, RETRY_MS
+from region.cluster.transactions import Refusal
 from region.metadata.transaction import Delete, Put
 
 
@@ -404,5 +407,30 @@ def test_a_new_folder_has_an_id_of_its_own() -> None:
             await region.broker(name).start()
         assert (await region.node("b1")).folder != (await region.node("b2")).folder
         assert registration.next_number(region.brokers[0].registry._file, await region.node("b1")) == 2
+
+    play(scene)
+
+
+def test_whoever_follows_the_store_remembers_with_its_next_pulse_who_was_retired() -> None:
+    async def scene(region: Region) -> None:
+        names = ("b1", "b2", "b3")
+        first, other, gone = [region.broker(name) for name in names]
+        registry = await first.start()
+        await other.start()
+        folder = (await gone.start()).folder
+        await gone.registry.close()
+        await region.until(lambda: "b3" not in first.mirror.view.alive)
+        made = registration.retire(other.mirror.view, "b3")
+        assert not isinstance(made, Refusal)
+        result = await other.mirror.commit(made)
+        assert result is not None and result.succeeded
+        await asyncio.sleep(2 * PULSE_MS / 1_000)
+        for name in ("b1", "b2"):
+            file = NodeFile(region.disks[name].mount(), FOLDER, simulated(region.loop, 1).random).load()
+            assert file.retired == {"b3": folder}
+        # A name that is given anew is another broker.
+        again = region.broker("b3", disk="new")
+        await again.start()
+        await region.until(lambda: not registry._file.retired)
 
     play(scene)

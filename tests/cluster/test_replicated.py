@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -20,6 +23,7 @@ from felix.errors import Code, RequestError
 from felix.settings import Durability, QueueSettings, Views
 from region.log.directory import shard_folder
 from region.metadata.records import StreamConfig, decode, min_in_sync
+from region.replication.disk import ReplicaDisk
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -205,3 +209,45 @@ async def test_a_region_of_one_broker_keeps_one_copy(tmp_path: Path) -> None:
 def test_a_record_of_an_older_version_means_one_copy() -> None:
     config = decode(b'{"shards": 2}', StreamConfig, "key")
     assert (config.replicas, min_in_sync(config)) == (1, 1)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+async def test_why_a_copy_left_the_in_sync_set_is_told_by_every_broker(
+    region: ClusteredRegion, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        await region.in_sync("b1", STREAM)
+        leader = region.leader("b1", STREAM)
+        ill, other = (name for name in NAMES if name != leader)
+        data, is_ill = region.folder.root / region.config.of_broker(ill).data, asyncio.Event()
+        write = ReplicaDisk.write
+
+        def fails(disk: ReplicaDisk, *given: Any, **named: Any) -> None:
+            if is_ill.is_set() and disk.plan.folder.is_relative_to(data):
+                raise OSError(number, os.strerror(number), str(disk.plan.folder))
+            write(disk, *given, **named)
+
+        monkeypatch.setattr(ReplicaDisk, "write", fails)
+        is_ill.set()
+        assert await client.stream(STREAM).publish(b"more") == 0
+    for name in (leader, other):
+        async with region.client(name) as client:
+
+            async def is_told(client: felix.RegionClient = client) -> bool:
+                copy = f"The copy of shard 0 of {STREAM} at broker {ill}: its disk "
+                problems = (await client.describe()).alarms
+                return any(
+                    each.startswith(copy) and os.strerror(number) in each for each in problems
+                ) and any(each.startswith(f"Not every copy is in sync: {STREAM}") for each in problems)
+
+            await until(is_told, 30)
+    is_ill.clear()
+    if number == errno.ENOSPC:
+        await region.in_sync(leader, STREAM)
+        async with region.client(other) as client:
+
+            async def is_calm() -> bool:
+                return not (await client.describe()).alarms
+
+            await until(is_calm, 30)

@@ -8,10 +8,11 @@ from cluster.samples import DELETED, ELECTION, KEYS, SHARD, STREAM, changed, sha
 from cluster.stage import Stage, refused
 
 from region.cluster import membership, transactions
-from region.cluster.election import LogEnd, Unopened, candidates, longest
+from region.cluster.election import JournalEnd, LogEnd, Unopened, candidates, longest
 from region.cluster.records import Health, ShardId, Yielded
 from region.cluster.registration import FolderRecord
 from region.cluster.transactions import Reason, Refusal, Transaction
+from region.log.companions import JournalKind
 from region.metadata.transaction import OPERATIONS_MAX, Absent, Delete, ModRevision, Put
 
 
@@ -337,8 +338,8 @@ def test_r12_recovery_names_every_member_as_lost_and_waits_until_none_can_commit
     assert (record.leader, record.epoch, record.unclean, record.members()) == ("c", 8, 8, {"c": 1})
 
 
-def end(epoch: int, offset: int, registration: int = 1) -> LogEnd:
-    return LogEnd(registration, epoch, ELECTION, (offset, 0))
+def end(epoch: int, offset: int, registration: int = 1, *journals: JournalEnd) -> LogEnd:
+    return LogEnd(registration, epoch, ELECTION, (offset, 0), journals)
 
 
 def emptied() -> Stage:
@@ -372,6 +373,29 @@ def test_r12_a_copy_is_not_recovered_from_while_another_that_is_alive_has_more()
     assert (stage.record().leader, stage.record().isr) == ("b", {"b": 1})
 
 
+def queue(epoch: int, offset: int) -> JournalEnd:
+    return JournalEnd(JournalKind.QUEUE, epoch, (offset, 0))
+
+
+def test_r12_a_living_copy_whose_journal_goes_further_is_named_and_how_much_of_it_is_cut() -> None:
+    stage = emptied()
+    ends: dict[str, LogEnd | Unopened] = {
+        "a": end(0, 0, 2),
+        "b": end(7, 200, 1, queue(7, 50)),
+        "c": end(7, 190, 1, queue(7, 60)),
+    }
+    told = recover(stage, "", winner="b", ends=ends)
+    assert refused(told, Reason.NOT_NAMED)
+    assert told.sentence.startswith("c has entries 50 to 59 of the queue journal, which would be cut")  # type: ignore[union-attr]
+    newer = recover(stage, "", winner="b", ends=ends | {"c": end(7, 190, 1, queue(8, 40))})
+    assert refused(newer, Reason.NOT_NAMED)
+    assert "c has the entries of epoch 8 of the queue journal, which" in newer.sentence  # type: ignore[union-attr]
+    equal = recover(stage, "", winner="b", ends=ends | {"c": end(7, 200, 1, queue(7, 60))})
+    assert refused(equal, Reason.BEHIND), "of copies with the same records the longer journal counts"
+    assert "c is alive and has records to 199 with entries 50 to 59 of the queue journal" in equal.sentence  # type: ignore[union-attr]
+    assert stage.do(recover(stage, "c", winner="b", ends=ends))
+
+
 def test_r12_nobody_leads_with_the_only_living_copy_where_that_cannot_be_opened() -> None:
     stage = Stage()
     stage.place("ab")
@@ -387,7 +411,7 @@ def test_r12_who_is_away_or_would_cut_or_cannot_open_its_copy_is_named() -> None
     ends: dict[str, LogEnd | Unopened] = {"a": end(0, 0, 2), "b": end(7, 200), "c": end(6, 300)}
     told = recover(stage, "", winner="b", ends=ends)
     assert refused(told, Reason.NOT_NAMED)
-    assert "c has records 200 to 299 of an earlier epoch, which would be cut" in told.sentence  # type: ignore[union-attr]
+    assert "c has records 200 to 299, which would be cut" in told.sentence  # type: ignore[union-attr]
     assert refused(recover(stage, "", winner="c", ends=ends), Reason.BEHIND), "the last epoch counts first"
     unopened = ends | {"c": Unopened(1, "a segment does not hold")}
     assert refused(recover(stage, "", winner="b", ends=unopened), Reason.NOT_NAMED)

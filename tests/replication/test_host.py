@@ -293,6 +293,7 @@ def test_a_follower_whose_disk_is_full_leaves_and_comes_back_by_itself() -> None
         disk.on_call = failing(("pwritev",), errno.ENOSPC, 1_000_000)
         region.append_all_the_time()
         await region.until(lambda: name not in (region.record(shard) or leader.mirror.view.shards[shard]).isr)
+        assert "its disk is full" in region.running[name].host.alarms[shard]
         before = region.acknowledged()
         await region.until(lambda: region.acknowledged() > before + 50)
         disk.on_call = None

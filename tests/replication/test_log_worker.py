@@ -15,7 +15,7 @@ from felix.runtime.real import REAL
 from felix.storage.memory import MemoryDisk
 from region.replication.copying import Collect, Piece
 from region.replication.disk import LogPlan, ReplicaDisk
-from region.replication.log_worker import Collected, LogWorker, Told
+from region.replication.log_worker import Collected, DiskFull, LogWorker, Told
 from region.replication.origin import Closed
 from region.replication.ready import CopyFailed
 
@@ -25,8 +25,8 @@ PIECE = Piece(Closed(0, 1, 3), 0, b"abc")
 @pytest.mark.parametrize(
     ("call", "expected"),
     [
-        ("make_folder", [CopyFailed(0)]),
-        ("pwritev", [Collected(0, Collect()), CopyFailed(0)]),
+        ("make_folder", [DiskFull(0), CopyFailed(0)]),
+        ("pwritev", [Collected(0, Collect()), DiskFull(0), CopyFailed(0)]),
     ],
 )
 async def test_a_full_disk_ends_a_copy_and_not_the_log(call: str, expected: list[Told]) -> None:
@@ -49,10 +49,11 @@ async def test_a_full_disk_ends_a_copy_and_not_the_log(call: str, expected: list
         if call != "make_folder":
             worker.put(PIECE)
         assert [await told.get() for _ in expected] == expected
+        assert "No space" in worker.full
         disk.on_call = None
         worker.put(Collect())
         worker.put(PIECE)
         assert [await told.get() for _ in range(2)] == [Collected(0, Collect()), Collected(0, PIECE)]
         await worker.idle()
-        assert not worker.failure
+        assert not worker.failure and not worker.full
         worker.disk.close()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from simulation.store_model import Answer
 
 from region.cluster import transactions
-from region.cluster.election import LogEnd
+from region.cluster.election import JournalEnd, LogEnd
 from region.cluster.records import ShardId
 from region.cluster.transactions import Refusal
 from region.cluster.view import ClusterView
@@ -31,12 +31,11 @@ RECOVERED_AFTER_MS: Final = DETACHED_MS
 
 def told(core: ReplicaCore, registration: int) -> LogEnd:
     """How far a broker says that its copy goes."""
-    ends = [
-        (log.history.epoch_before(log.end), (log.end.offset, log.end.note))
-        for _, log in sorted(core.replica.logs.items())
-    ]
-    (epoch, end), *journals = ends
-    return LogEnd(registration, epoch, "", end, tuple(journals))
+    records, *journals = (
+        JournalEnd(number, log.history.epoch_before(log.end), (log.end.offset, log.end.note))
+        for number, log in sorted(core.replica.logs.items())
+    )
+    return LogEnd(registration, records.epoch, "", records.end, tuple(journals))
 
 
 class Disaster:

@@ -28,7 +28,7 @@ from simulation.switching import missed, patched, switched_off
 
 from region import reconciliation
 from region.cluster import membership, registration, transactions
-from region.cluster.election import Brokers
+from region.cluster.election import Brokers, LogEnd
 from region.cluster.records import ShardId, ShardRecord, YieldReason
 from region.cluster.transactions import Transaction
 from region.cluster.view import ClusterView
@@ -604,6 +604,12 @@ TWINS: Final = (
         None,
         patched(transactions, "_why_not_from", lambda *_: None),
         test_transactions.test_r12_who_is_away_or_would_cut_or_cannot_open_its_copy_is_named,
+    ),
+    Twin(
+        "R12: what would be cut of a journal counts, too",
+        None,
+        patched(LogEnd, "journals_beyond", lambda *_: []),
+        test_transactions.test_r12_a_living_copy_whose_journal_goes_further_is_named_and_how_much_of_it_is_cut,
     ),
     Twin(
         "F3: what was given up may be cut",
