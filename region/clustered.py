@@ -255,7 +255,8 @@ class Clustered:
             problems.append(self._one_disk())
         if self.audit is not None and self.audit.trouble:
             problems.append(f"The audit log's copy at broker {self.member.broker}: {self.audit.trouble}")
-        return Found(problems, found.remarks)
+        aside = [] if self.replicas is None else self.replicas.set_aside(self.member.broker)
+        return Found(problems, [*found.remarks, *aside])
 
     def alarms(self, records: Iterable[Stream]) -> list[str]:
         """The problems alone."""
