@@ -14,6 +14,7 @@ Nothing is deleted: the embedded store stays in the broker's folder, and `keys/`
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Iterable
 from contextlib import AsyncExitStack
@@ -27,7 +28,7 @@ from cli.several import ETCD_FOLDER, start_etcd
 from felix.address import Address
 from felix.errors import Code, RequestError, UnavailableError
 from felix.runtime.real import REAL
-from felix.storage.disk import PRIVATE_FILES, FileLock
+from felix.storage.disk import LOCK_NAME, PRIVATE_FILES, FileLock
 from felix.storage.small_file import TEMPORARY_SUFFIX
 from region.cluster.audit_home import AuditHome
 from region.cluster.node_file import NAME as NODE
@@ -50,6 +51,7 @@ KEYS: Final = "keys"
 STAGED: Final = "keys.new"
 CONVERTING: Final = "converting"
 """In a broker's data folder: the region is being made one of several brokers, and its metadata are in etcd."""
+_DROPPED: Final = f"{ETCD_FOLDER}.dropped"
 _BATCH_BYTES: Final = TRANSACTION_BYTES_MAX // 2
 
 Step = Callable[[str], None]
@@ -73,8 +75,9 @@ async def convert(
             raise UnavailableError(error.sentence, hint="Stop the region's broker first.") from error
         if etcd is not None:
             if not is_begun:
-                shutil.rmtree(folder.root / ETCD_FOLDER, ignore_errors=True)
+                _drop_etcd(folder.root)
             (folder.root / ETCD_FOLDER).mkdir(mode=0o700, exist_ok=True)
+            PRIVATE_FILES.sync_folder(folder.root)
             metadata = MetadataConfig(kind="etcd", endpoints=(str(etcd),))
             config = msgspec.structs.replace(config, metadata=metadata)
             stack.push_async_callback((await start_etcd(folder, config)).end)
@@ -93,6 +96,19 @@ async def convert(
         step("moved")
         await _write(folder, config, own, store)
         step("written")
+
+
+def _drop_etcd(root: Path) -> None:
+    """What a run that was cut off had copied. Its etcd may still be about to end: it ends in a folder of another name."""
+    _clear_dropped(root)
+    if (root / ETCD_FOLDER).exists():
+        (root / ETCD_FOLDER).rename(root / f"{_DROPPED}.{os.getpid()}")
+        _clear_dropped(root)
+
+
+def _clear_dropped(root: Path) -> None:
+    for dropped in root.glob(f"{_DROPPED}.*"):
+        shutil.rmtree(dropped, ignore_errors=True)
 
 
 def _check(data: Path, own: Path, *, is_begun: bool) -> None:
@@ -189,13 +205,27 @@ def _mark(own: Path) -> None:
 
 def _move(data: Path, own: Path, step: Step) -> None:
     files = PRIVATE_FILES
-    for path in sorted(data.iterdir()):
-        if path != own:
-            files.rename(path, own / path.name)
-            step(f"moved {path.name}")
+    _drop_lock(data / STREAMS, own / STREAMS)
+    left = [path for path in sorted(data.iterdir()) if path != own]
+    twice = [path.name for path in left if (own / path.name).exists()]
+    if twice:
+        raise RequestError(
+            f"{', '.join(twice)} is in {data} and in {own}: only what is in the second is the region's.",
+            code=Code.CONFLICT,
+            hint=f"A start that was refused made what is in {data}. Move it elsewhere, and run this again.",
+        )
+    for path in left:
+        files.rename(path, own / path.name)
+        step(f"moved {path.name}")
     # Where it went first: what is in neither folder would be lost.
     files.sync_folder(own)
     files.sync_folder(data)
+
+
+def _drop_lock(streams: Path, moved: Path) -> None:
+    """A start that was refused, while the logs moved away, may have made their folder anew, for its lock."""
+    if moved.is_dir() and streams.is_dir() and all(path.name == LOCK_NAME for path in streams.iterdir()):
+        shutil.rmtree(streams)
 
 
 async def _write(folder: RegionFolder, config: RegionConfig, own: Path, store: MetadataStore) -> None:
@@ -219,4 +249,5 @@ async def _write(folder: RegionFolder, config: RegionConfig, own: Path, store: M
 
 def finish(folder: RegionFolder, config: RegionConfig) -> None:
     """region.yaml names the broker: nothing is left to be done."""
+    _clear_dropped(folder.root)
     (folder.root / config.data / config.broker / CONVERTING).unlink(missing_ok=True)

@@ -40,7 +40,7 @@ from region.cluster import condition, registration, transactions
 from region.cluster.assignments import Leader
 from region.cluster.election import LogEnd, Unopened
 from region.cluster.member import ClusterMember
-from region.cluster.problems import NOTHING_HEARD, Ends, Found, asks_for_ends, living_copies, look, vacancy
+from region.cluster.problems import Found, Survey, living_copies, survey, vacancy
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.copy_ends import CopyEnds
@@ -232,28 +232,31 @@ class Clustered:
     async def hear_problems(self, records: Iterable[Stream]) -> Found:
         """As `problems`, once the brokers that are alive have said how far their copies go of what nobody can lead by rule, and what is wrong
         with their copies."""
-        streams = list(records)
-        shards = asks_for_ends(self.member.mirror.view, streams)
+        surveyed = self._survey(records)
+        shards = surveyed.asks_for_ends()
         others, heard = await asyncio.gather(
             self._hear_troubles(), asyncio.gather(*map(self._hear_ends, shards))
         )
-        found = self.problems(streams, dict(zip(shards, heard, strict=True)))
+        found = self._with_own(surveyed.found(self.member.region, dict(zip(shards, heard, strict=True))))
         return Found([*found.problems, *others], found.remarks)
 
-    def problems(self, records: Iterable[Stream], ends: Mapping[ShardId, Ends] = NOTHING_HEARD) -> Found:
+    def problems(self, records: Iterable[Stream]) -> Found:
         """What is wrong with the region, the most serious first, and what an operator has it be, as this broker knows: from the records, so each
-        broker says the same, and of the copies that it has itself. `records`: the catalog's streams. `ends`: as was just heard."""
+        broker says the same, and of the copies that it has itself. `records`: the catalog's streams."""
+        return self._with_own(self._survey(records).found(self.member.region))
+
+    def _survey(self, records: Iterable[Stream]) -> Survey:
         own = self.member.audit.stream
-        found = look(
-            self.member.mirror.view,
-            (*records, *([own] if own is not None else [])),
-            self.member.region,
-            ends,
-        )
+        return survey(self.member.mirror.view, (*records, *([own] if own is not None else [])))
+
+    def _with_own(self, found: Found) -> Found:
+        """With what this broker alone knows."""
+        own = self.member.audit.stream
         problems = [*self._store_troubles(), *found.problems]
         if own is None and len(self.member.brokers) > 1:
             problems.append(self._one_disk())
-        return Found([*problems, *self.own_troubles()], found.remarks)
+        aside = [] if self.replicas is None else self.replicas.set_aside(self.member.broker)
+        return Found([*problems, *self.own_troubles()], [*found.remarks, *aside])
 
     def own_troubles(self) -> list[str]:
         """What is wrong with the copies that this broker has."""

@@ -71,6 +71,8 @@ RETRY_S: Final = 10.0
 GIVE_UP_S: Final = 3.0
 """An election takes two transactions; a store that answers no sooner does not hold up a stop, and leases end by themselves."""
 GIVE_UP_LOOK_S: Final = 0.02
+ASIDE_SHOWN: Final = 3
+"""Folders that a sentence names."""
 
 
 class SystemStream(NamedTuple):
@@ -303,6 +305,20 @@ class Replicas:
             "scrub_rounds": repairs.rounds,
             "scrub_round_percent": 100 * repairs.progress,
         }
+
+    def set_aside(self, broker: str) -> list[str]:
+        """As a sentence: the folders here that hold what is left of damaged copies, and which of them are needed no more; none where there are none."""
+        found = self.host.aside()
+        if not found:
+            return []
+        shown = ", ".join(
+            f"{aside.path} (shard {shard.number} of {self.name_of(shard)}, "
+            f"{'in sync again: may be removed' if self.host.is_in_sync(shard) else 'not in sync yet: keep it'})"
+            for shard, aside in found[:ASIDE_SHOWN]
+        )
+        more = f" and {len(found) - ASIDE_SHOWN:,} more" if len(found) > ASIDE_SHOWN else ""
+        size = sum(aside.size for _, aside in found)
+        return [f"Broker {broker} set damaged logs aside, {size:,} bytes that nothing reads: {shown}{more}."]
 
     def lag_records(self, record: Stream, number: int) -> int:
         """How far the furthest copy of a shard that is led here is behind."""

@@ -205,6 +205,9 @@ async def open_broker(
     a new one, and what was in its former one is given up."""
     data = folder.root / config.data
     now_ms = runtime.clock.now_ms
+    if config.cluster is None:
+        # Before anything is made: a lock or a store of its own would stand where those of the region stood.
+        await asyncio.to_thread(_refuse_folders, data, config.region)
     machine.files.make_folder(data)
     sys.setswitchinterval(SWITCH_S)
     files_max = raise_files_limit()
@@ -227,6 +230,9 @@ async def open_broker(
         runtime=runtime,
     )
     stack.push_async_callback(directory.close)
+    if config.cluster is None:
+        # Again, now that nobody can turn it into a region of several meanwhile.
+        await asyncio.to_thread(_refuse_folders, data, config.region)
 
     def authority() -> RegionAuthority:
         return load_authority(folder.authority, config.region, config.mesh)
@@ -264,7 +270,6 @@ async def open_broker(
         clustered.member.on_lease(keyring.rotate_data)
     else:
         keyring, rotation = alone, KeyringRotation(alone)
-        await asyncio.to_thread(_refuse_folders, data, config.region)
         if config.metadata.kind == "etcd":
             await _refuse_cluster(store, config.region)
             # Before the audit log is opened, which may sign.

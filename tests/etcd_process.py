@@ -43,7 +43,7 @@ class EtcdProcess:
         self.folder = folder
         self.options = options
         self.endpoint = f"{scheme}://127.0.0.1:{claim_port()}"
-        self._peer = f"http://127.0.0.1:{claim_port()}"
+        self.peer = f"http://127.0.0.1:{claim_port()}"
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -57,9 +57,9 @@ class EtcdProcess:
                     f"--data-dir={self.folder / 'data'}",
                     f"--listen-client-urls={self.endpoint}",
                     f"--advertise-client-urls={self.endpoint}",
-                    f"--listen-peer-urls={self._peer}",
-                    f"--initial-advertise-peer-urls={self._peer}",
-                    f"--initial-cluster=test={self._peer}",
+                    f"--listen-peer-urls={self.peer}",
+                    f"--initial-advertise-peer-urls={self.peer}",
+                    f"--initial-cluster=test={self.peer}",
                     "--heartbeat-interval=50",
                     "--election-timeout=250",
                     "--logger=zap",
@@ -131,6 +131,26 @@ def running_etcd(folder: Path) -> Iterator[EtcdProcess]:
         yield process
     finally:
         process.stop()
+
+
+@contextmanager
+def running_members(folder: Path, count: int = 3) -> Iterator[list[EtcdProcess]]:
+    """Members of one etcd, until the block ends."""
+    members: list[EtcdProcess] = []
+    for number in range(count):
+        own = folder / f"e{number}"
+        own.mkdir()
+        members.append(EtcdProcess(own))
+    cluster = ",".join(f"e{number}={member.peer}" for number, member in enumerate(members))
+    try:
+        for number, member in enumerate(members):
+            # The last one of two that are the same counts.
+            member.options = f"--name=e{number}", f"--initial-cluster={cluster}"
+            member.start()
+        yield members
+    finally:
+        for member in members:
+            member.stop()
 
 
 @pytest.fixture(scope="module")

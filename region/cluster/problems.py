@@ -46,35 +46,54 @@ class _Shard(NamedTuple):
         return f"{self.stream.name} shard {self.id.number}"
 
 
+class Survey(NamedTuple):
+    """A region's shards as the records have them, walked once (`survey`): for what is to be asked about them, and for what is then said."""
+
+    view: ClusterView
+    shards: list[_Shard]
+    groups: Mapping[str, list[_Shard]]
+    """those that nobody can lead by rule, by the reason"""
+    soon: list[_Shard]
+    """those that are about to be led"""
+
+    def asks_for_ends(self) -> list[ShardId]:
+        """Of which shards to hear how far their copies go: those for which a command is given that chooses one."""
+        return [
+            found[0].id
+            for _, found in _largest(self.groups)
+            if found[0].record and len(living_copies(self.view, found[0].record)) > 1
+        ]
+
+    def found(self, region: str, ends: Mapping[ShardId, Ends] = NOTHING_HEARD) -> Found:
+        """`ends`: how far copies go, of shards that `asks_for_ends` named."""
+        view = self.view
+        away, away_remarks = _away(view)
+        copies, copies_remarks = _copies(view, self.shards)
+        problems = [
+            *_frozen(view, region),
+            *_led_by_nobody(self, region, ends),
+            *_below_min(view, self.shards),
+            *away,
+            *copies,
+            *(f"{key} cannot be read: {why}" for key, why in sorted(view.unreadable.items())),
+        ]
+        return Found(problems, [*away_remarks, *copies_remarks])
+
+
+def survey(view: ClusterView, streams: Iterable[Stream]) -> Survey:
+    """`streams`: all of the region, with those that stand in no catalog."""
+    shards = _shards(view, streams)
+    return Survey(view, shards, *_vacant(view, shards))
+
+
 def look(
     view: ClusterView,
     streams: Iterable[Stream],
     region: str,
     ends: Mapping[ShardId, Ends] = NOTHING_HEARD,
 ) -> Found:
-    """`streams`: all of the region, with those that stand in no catalog. `ends`: how far copies go, of shards that `asks_for_ends` named."""
-    shards = _shards(view, streams)
-    away, away_remarks = _away(view)
-    copies, copies_remarks = _copies(view, shards)
-    problems = [
-        *_frozen(view, region),
-        *_led_by_nobody(view, shards, region, ends),
-        *_below_min(view, shards),
-        *away,
-        *copies,
-        *(f"{key} cannot be read: {why}" for key, why in sorted(view.unreadable.items())),
-    ]
-    return Found(problems, [*away_remarks, *copies_remarks])
-
-
-def asks_for_ends(view: ClusterView, streams: Iterable[Stream]) -> list[ShardId]:
-    """Of which shards to hear how far their copies go: those for which a command is given that chooses one."""
-    groups, _ = _vacant(view, _shards(view, streams))
-    return [
-        found[0].id
-        for _, found in _largest(groups)
-        if found[0].record and len(living_copies(view, found[0].record)) > 1
-    ]
+    """What is wrong, of a survey that nobody else needs."""
+    return survey(view, streams).found(region, ends)
 
 
 def _shards(view: ClusterView, streams: Iterable[Stream]) -> list[_Shard]:
@@ -128,17 +147,17 @@ def _largest(groups: Mapping[str, list[_Shard]]) -> list[tuple[str, list[_Shard]
     return sorted(groups.items(), key=lambda item: -len(item[1]))[:GROUPS_SHOWN]
 
 
-def _led_by_nobody(
-    view: ClusterView, shards: Iterable[_Shard], region: str, ends: Mapping[ShardId, Ends]
-) -> Iterator[str]:
-    groups, soon = _vacant(view, shards)
+def _led_by_nobody(survey: Survey, region: str, ends: Mapping[ShardId, Ends]) -> Iterator[str]:
+    view, groups, soon = survey.view, survey.groups, survey.soon
     for why, found in _largest(groups):
         way = _go_on(view, found[0], region, ends.get(found[0].id, {}))
         yield f"Nobody leads {_named(found)}: {why}. {way}".rstrip()
     if len(groups) > GROUPS_SHOWN:
         yield f"Nobody leads shards for {len(groups) - GROUPS_SHOWN:,} more reasons."
-    if soon:
+    if soon and view.frozen is None:
         yield f"Nobody leads {_named(soon)} yet: a broker is about to."
+    elif soon:
+        yield f"Nobody leads {_named(soon)}: nothing is elected before the region is reconciled."
 
 
 def living_copies(view: ClusterView, record: ShardRecord) -> list[str]:

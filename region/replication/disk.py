@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -114,6 +114,14 @@ def parse_kept_name(name: str) -> tuple[ShardId, int] | None:
     return ShardId(incarnation, int(numbers[0])), int(numbers[1])
 
 
+class Aside(NamedTuple):
+    """A folder with what is left of a log that could not be opened. Nothing reads it."""
+
+    path: Path
+    size: int
+    """bytes of its files, when the log was opened"""
+
+
 class ReplicaDisk:
     """See the module. Construct with `open`."""
 
@@ -129,8 +137,11 @@ class ReplicaDisk:
         runtime: Runtime,
         open_logs: OpenLogs,
         is_anew: bool = False,
+        aside: Aside | None = None,
     ) -> None:
         self.plan = plan
+        self.aside = aside
+        """what could not be opened here once, and was set aside, until it is removed"""
         self.is_anew = is_anew
         """whether there was a log here, and its folder is gone: also where another was begun there that holds nothing yet"""
         self.is_short = kept > log.end_point
@@ -197,7 +208,7 @@ class ReplicaDisk:
             raise
         return cls(
             plan, log, starts, kept, recovered.producers, files=files, runtime=runtime, open_logs=open_logs,
-            is_anew=is_anew,
+            is_anew=is_anew, aside=find_aside(files, plan.folder),
         )  # fmt: skip
 
     def beginning(self) -> Log:
@@ -547,6 +558,7 @@ class ReplicaDisk:
         aside = damaged_folder(self.plan.folder)
         if self._files.exists(aside):
             self._files.remove_folder(aside)
+        self.aside = None
 
     # The end
 
@@ -566,6 +578,28 @@ class ReplicaDisk:
 def _piece_path(folder: Path, closed: Closed) -> Path:
     """Where a segment is collected."""
     return folder / f"{segment_name(closed.base_offset, closed.generation)}{TEMPORARY_SUFFIX}"
+
+
+def find_aside(files: Files, folder: Path) -> Aside | None:
+    """What was set aside of the log that is in `folder`; None where nothing was. Blocking."""
+    aside = damaged_folder(folder)
+    return Aside(aside, _size(files, aside)) if files.exists(aside) else None
+
+
+def _size(files: Files, path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; 0 of what cannot be read, or goes meanwhile."""
+    try:
+        if files.is_folder(path):
+            return sum(_size(files, path / name) for name in files.names(path))
+        descriptor = files.open(path, os.O_RDONLY)
+    except OSError:
+        return 0
+    try:
+        return files.size(descriptor)
+    except OSError:
+        return 0
+    finally:
+        files.close(descriptor)
 
 
 def damaged_folder(folder: Path) -> Path:

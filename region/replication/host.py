@@ -55,7 +55,7 @@ from region.replication.copier import Links as CopierLinks
 from region.replication.copies import HostedCopies
 from region.replication.copy_pace import COPY_RATE_BYTES, CopyPace
 from region.replication.core import ReplicaCore
-from region.replication.disk import LogPlan, ReplicaDisk, set_aside
+from region.replication.disk import Aside, LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
 from region.replication.leader import DETACHED_MS, TICK_MS, Phase
 from region.replication.log_worker import Collected, DiskFull, LogBegun, LogWorker
@@ -691,6 +691,16 @@ class ReplicaHost:
         if hosted is None or hosted.broken or hosted.core.replica.failed:
             return {}
         return {number: worker.disk for number, worker in hosted.workers.items()}
+
+    def aside(self) -> list[tuple[ShardId, Aside]]:
+        """What was set aside of logs of copies here, and was not removed yet. From the event loop."""
+        return [
+            (shard, worker.disk.aside)
+            for shard, hosted in self._hosted.items()
+            for worker in hosted.workers.values()
+            # Also by hand; there are none as a rule, so this asks the disk nothing.
+            if worker.disk.aside is not None and self._files.exists(worker.disk.aside.path)
+        ]
 
     def is_copying(self, shard: ShardId, number: int) -> bool:
         """Whether a log here is about to be begun anew with what its leader has."""

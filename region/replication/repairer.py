@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import cycle
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
@@ -60,6 +61,8 @@ FROM_ONE_RATE: Final = 4 << 20
 """Bytes a second; of the largest segments it makes a minute."""
 PARTS_MISSED_MAX: Final = 64
 """Parts of a segment that nobody can give are asked for in one attempt; in the next one those behind them."""
+TOLD_EVERY: Final = 360
+"""Of attempts that somebody refuses, which come every REPAIR_AGAIN_S, one is told in an hour; of the first ones more (`is_told`)."""
 OFFSETS_SHOWN_MAX: Final = 3
 """Ranges that a sentence names."""
 SCRUB_SHARE: Final = 0.1
@@ -136,6 +139,11 @@ def _offsets(begin: int, end: int) -> str:
     return f"{begin} to {end - 1}" if begin < end else f"between {begin - 1} and {begin}"
 
 
+def is_told(attempt: int) -> bool:
+    """Whether the log says what came of an attempt, counted from 1 on: the first, the second, the fourth and so on, and one in an hour."""
+    return attempt & (attempt - 1) == 0 or attempt % TOLD_EVERY == 0
+
+
 class Outcome(Enum):
     """What came of one attempt at a repair."""
 
@@ -164,6 +172,8 @@ class Damage:
     """which of it nobody could give; empty before the first attempt has ended"""
     missed: int = 0
     """how many of these were asked for since the first of them was; they are asked for again after the others"""
+    refused: int = 0
+    """attempts in which somebody could not give something"""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -217,8 +227,8 @@ class _Asked:
         """how long each is waited for yet"""
         self.out = set[str]()
         """who is asked no more"""
-        self.failed = set[str]()
-        """who refused something"""
+        self.failed: dict[str, FelixError] = {}
+        """who refused something, and what it said first"""
         self.refused: list[FelixError] = []
         self.missed = 0
         """parts that nobody could give"""
@@ -433,6 +443,7 @@ class Repairer:
                     damage.parts, damage.missed = [], 0
                     raise
         finally:
+            self._tell_refused(asked)
             with suppress(OSError):
                 await self._run(repair.abandon)
         damage.parts = repair.left
@@ -452,51 +463,73 @@ class Repairer:
         return Outcome.LATER, why
 
     async def _fill(self, repair: SegmentRepair, asked: _Asked) -> bool:
-        """Whether the part was filled, by several copies one after the other where each has another piece of it. Where what they gave does not fit, each
-        of them is asked first in turn: one of them alone may have given something else."""
+        """Whether the part was filled. Where what several copies gave does not fit, each of them is asked first in turn: one of them alone may have given
+        something else."""
         part, misfits = repair.part, set[str]()
         for first in asked.peers:
-            gave, is_misfit, order = set[str](), False, [first, *(one for one in asked.peers if one != first)]
-            missed = 0
-            while missed < len(order) and not is_misfit:
-                # Around, until none of them has more: one may go on again behind what another one filled.
-                peer = order[0]
-                order = [*order[1:], peer]
-                missed += 1
-                if peer in asked.out or peer in misfits:
-                    continue
-                begun = repair.reached
-                try:
-                    await self._give(peer, repair, asked)
-                except WorkEndedError:
-                    raise
-                except FelixError as error:
-                    self._refused(peer, asked, error)
-                    if repair.reached != begun:
-                        gave.add(peer)
-                        missed = 0
-                    is_misfit = error.code == Code.CONFLICT
-                    if is_misfit and not gave - {peer}:
-                        # Of this part alone: it may have guessed, and has the next one.
-                        misfits.add(peer)
-                    elif not is_misfit and error.code not in _HAS_NOT:
-                        asked.out.add(peer)
-                if is_misfit and repair.part is not None:
-                    await self._run(repair.reset)
-                if repair.part is not part:
-                    return True
-            if not is_misfit:
+            order = [first, *(peer for peer in asked.peers if peer != first)]
+            is_fitting = await self._fill_around(order, misfits, repair, asked)
+            if repair.part is not part:
+                return True
+            if is_fitting:
                 return False
         return False
+
+    async def _fill_around(
+        self, order: Sequence[str], misfits: set[str], repair: SegmentRepair, asked: _Asked
+    ) -> bool:
+        """Ask these for the part, around, until it is filled or none of them has more: one may go on again behind what another one filled. False where what
+        they gave does not fit, and was thrown away; `misfits`: who gave such a thing alone."""
+        part, gave, missed = repair.part, set[str](), 0
+        for peer in cycle(order):
+            if missed == len(order):
+                break
+            missed += 1
+            if peer in asked.out or peer in misfits:
+                continue
+            begun = repair.reached
+            try:
+                await self._give(peer, repair, asked)
+            except WorkEndedError:
+                raise
+            except FelixError as error:
+                self._refused(peer, asked, error)
+                if repair.reached != begun:
+                    gave.add(peer)
+                    missed = 0
+                if error.code == Code.CONFLICT:
+                    if not gave - {peer}:
+                        # Of this part alone: it may have guessed, and has the next one.
+                        misfits.add(peer)
+                    if repair.part is not None:
+                        await self._run(repair.reset)
+                    return False
+                if error.code not in _HAS_NOT:
+                    asked.out.add(peer)
+            if repair.part is not part:
+                break
+        return True
 
     def _refused(self, peer: str, asked: _Asked, error: FelixError) -> None:
         asked.refused.append(error)
         if peer not in asked.failed:
-            asked.failed.add(peer)
+            asked.failed[peer] = error
             self._failed[peer] = self._failed.get(peer, 0) + 1
-            log.warning(
-                "shard %s: broker %s cannot give what is damaged here: %s", asked.damage.shard, peer, error
-            )
+
+    def _tell_refused(self, asked: _Asked) -> None:
+        """In one line who could not give something: of the first attempts each, then rarely."""
+        damage = asked.damage
+        if asked.failed:
+            damage.refused += 1
+            if is_told(damage.refused):
+                said = "; ".join(f"{peer}: {error.sentence}" for peer, error in asked.failed.items())
+                log.warning(
+                    "shard %s: not every broker can give what is damaged here of log %d (attempt %d): %s",
+                    damage.shard,
+                    damage.number,
+                    damage.refused,
+                    said,
+                )
 
     async def _give(self, peer: str, repair: SegmentRepair, asked: _Asked) -> None:
         """Take what a peer has of the part. Raises what it refuses the rest with; UnavailableError where it takes too long."""

@@ -6,7 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -23,13 +23,17 @@ REGION = "us-east"
 
 
 class Members:
-    """`folder` has the profile of clients, which names every broker."""
+    """`folder` has the profile of clients, which names every broker; `places` where each listens."""
 
-    def __init__(self, home: Path, etcd: EtcdProcess, count: int, *, lease_s: int) -> None:
+    def __init__(
+        self, home: Path, etcd: EtcdProcess, count: int, *, lease_s: int, others: Sequence[EtcdProcess] = ()
+    ) -> None:
+        """`others`: more members of the etcd."""
         self._etcd = etcd
         self.folder: RegionFolder = make_region(home / "clients", REGION)
-        places = own_places(count)
-        write_cluster(self.folder, [etcd.endpoint.removeprefix("http://")], places, lease=f"{lease_s}s")
+        self.places = places = own_places(count)
+        endpoints = [each.endpoint.removeprefix("http://") for each in (etcd, *others)]
+        write_cluster(self.folder, endpoints, places, lease=f"{lease_s}s")
         text = self.folder.config.read_text()
         self._folders: dict[str, RegionFolder] = {}
         for name in places:
@@ -95,10 +99,10 @@ def _leader(records: list[ShardRecord]) -> str:
 
 @asynccontextmanager
 async def serving(
-    home: Path, etcd: EtcdProcess, count: int = 3, *, lease_s: int = 2
+    home: Path, etcd: EtcdProcess, count: int = 3, *, lease_s: int = 2, others: Sequence[EtcdProcess] = ()
 ) -> AsyncIterator[Members]:
     """All of them, until the block ends."""
-    members = Members(home, etcd, count, lease_s=lease_s)
+    members = Members(home, etcd, count, lease_s=lease_s, others=others)
     try:
         await members.start(*members._folders)
         yield members

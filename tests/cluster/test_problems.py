@@ -7,7 +7,7 @@ from cluster.samples import ELECTION, KEYS, SHARD, STREAM, node, shard_record, v
 
 from felix.settings import Durability
 from region.cluster.election import JournalEnd, LogEnd, Unopened
-from region.cluster.problems import Found, asks_for_ends, look, vacancy
+from region.cluster.problems import Found, look, survey, vacancy
 from region.cluster.records import FrozenRecord, ShardId, ShardRecord
 from region.cluster.view import ClusterView
 from region.log.companions import JournalKind
@@ -68,7 +68,7 @@ def test_a_shard_whose_folder_was_replaced_is_recovered_from_the_broker_that_has
 def test_an_empty_new_folder_is_not_what_a_shard_is_recovered_from_while_another_copy_is_alive() -> None:
     nodes = {"a": node(6, whole_since=6, kept_since=6), "b": node(), "c": node()}
     view = view_of(nodes, shards={0: shard_record({}, leader="", min=1)})
-    assert asks_for_ends(view, [stream()]) == [SHARD]
+    assert survey(view, [stream()]).asks_for_ends() == [SHARD]
     (led, *_) = seen(view).problems
     assert (
         "no copy has all that is committed. What was there was given up" in led
@@ -142,7 +142,7 @@ def test_a_copy_that_cannot_be_opened_is_put_right_or_given_up_for_another_one()
         "b": LogEnd(5, 0, "", (0, 0)),
         "c": LogEnd(5, 7, ELECTION, (9, 0)),
     }
-    assert asks_for_ends(view, [stream()]) == [SHARD]
+    assert survey(view, [stream()]).asks_for_ends() == [SHARD]
     assert seen(view).problems[0].endswith("a has a copy that failed. Restart a."), (
         "its disk may have, and not its copy"
     )
@@ -212,6 +212,11 @@ def test_a_store_that_went_back_comes_before_what_follows_from_it() -> None:
     told = seen(view, replicas=1).problems
     assert told[0].startswith("The metadata store is older than the brokers' folders: the store is older.")
     assert "felix region reconcile us-east --dry-run" in told[0] and told[1].startswith("Nobody leads")
+    # Who would be elected, were it not for that, is not said to be about to.
+    view = view_of(WHOLE, {"b": 5, "c": 5}, {0: shard_record(WHOLE)}, frozen=view.frozen)
+    assert seen(view).problems[1] == (
+        f"Nobody leads {NAME} shard 0: nothing is elected before the region is reconciled."
+    )
 
 
 def test_a_record_that_cannot_be_read_is_named_and_its_shard_not_taken_for_vacant() -> None:

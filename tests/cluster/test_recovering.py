@@ -17,6 +17,7 @@ import felix
 from felix.errors import RequestError
 from region.cluster.records import ShardId, ShardRecord
 from region.node import Node
+from region.replication import repairer
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -138,8 +139,10 @@ def damage(region: ClusteredRegion, name: str, number: int, where: float) -> Non
 
 
 async def test_a_shard_that_its_leader_cannot_open_stops_alone_and_is_recovered_from_another_copy(
-    region: ClusteredRegion,
+    region: ClusteredRegion, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # What is set aside stays until it was looked at.
+    monkeypatch.setattr(repairer, "SCRUB_LOOK_S", 3_600.0)
     async with region.client("b1") as client:
         await client.create_stream(STREAM, shards=2, replicas=3)
         await region.in_sync("b1", STREAM)
@@ -179,3 +182,15 @@ async def test_a_shard_that_its_leader_cannot_open_stops_alone_and_is_recovered_
         async with asyncio.timeout(30):
             assert await client.stream(STREAM).publish(b"anew", shard=1) == 0
             assert await client.stream(STREAM).publish(b"more", shard=0) == 21
+    async with region.client(failed) as client:
+        # What is left of the copy that could not be opened stands beside the new one, and status says where.
+        async with asyncio.timeout(30):
+            told = list[str]()
+            while not told or "in sync again: may be removed" not in told[0]:
+                await asyncio.sleep(0.1)
+                told = [
+                    each for each in (await client.describe()).remarks if "set damaged logs aside" in each
+                ]
+    assert re.search(
+        rf"Broker {failed} set .* [\d,]+ bytes that nothing reads: (\S+\.damaged) \(shard 1 of", told[0]
+    )

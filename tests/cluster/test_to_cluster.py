@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import signal
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,11 +18,12 @@ import pytest
 from cluster.audited import key_leaf
 from cluster.processes import kill
 from cluster.processes import running as processes
-from e2e.command_mesh import felix_command
+from e2e.command_mesh import ROOT, environment, felix_command
 from etcd_process import etcd_binary
 from ports import claim_port
 from region_home import make_region, running
 from region_peer import client, payloads, until
+from region_process import fixed_region
 
 import felix
 from audit.checkpoint import note_size
@@ -28,6 +33,7 @@ from felix.address import Address
 from felix.errors import Code, RequestError, UnavailableError
 from felix.settings import Durability
 from region.bootstrap import write_profile
+from region.cluster.node_file import NAME as NODE
 from region.cluster.records import ShardId
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
@@ -71,10 +77,11 @@ async def fill(region: felix.RegionClient) -> None:
             assert await consumer.ack(await anext(consumer))
 
 
-async def check(region: felix.RegionClient) -> None:
+async def check(region: felix.RegionClient, quick: int = 11) -> None:
+    """`quick`: how many records were published to QUICK."""
     found = await payloads(region, ORDERS, 10)
     assert sorted(found) == [b"%d" % number for number in range(10)]
-    assert await payloads(region, QUICK, 11) == [b"%d" % number for number in range(11)]
+    assert await payloads(region, QUICK, quick) == [b"%d" % number for number in range(quick)]
     assert [state.stream async for state in region.list_streams()] == sorted((JOBS, ORDERS, QUICK, STATE))
     state = await region.queue(JOBS).describe()
     assert (state.ready, state.dead) == (2, 0)
@@ -152,7 +159,14 @@ async def test_a_region_of_one_broker_goes_on_as_one_of_several_wherever_its_con
     assert "to-cluster" in refused.value.hint
     for each in later:
         assert await cut_off_after(folder, config, etcd, each) == ["marked", each]
+    await cut_off_after(folder, config, etcd, "moved")
+    # A start that is refused leaves nothing where the logs and the metadata were.
+    with pytest.raises(RequestError, match="is served by several brokers"):
+        await Node.start(folder, config)
+    assert [path.name for path in (folder.root / "data").iterdir()] == ["b1"]
     await cut_off_after(folder, config, etcd, "written")
+    (folder.root / "data" / "streams").mkdir()
+    (folder.root / "data" / "streams" / "lock").touch()
     await convert(folder, config, etcd)
     name_brokers(folder, config, config.broker, 2, free_address, etcd=etcd)
     finish(folder, config)
@@ -216,3 +230,62 @@ async def test_the_commands_convert_a_region_and_give_it_more_brokers(tmp_path: 
                 "--region",
                 "us-east",
             )
+
+
+def convert_killed(home: Path, before: int) -> list[str]:
+    """Run the command, and kill it before so many writes (0: never); the writes that were begun."""
+    told = home.parent / "writes"
+    done = subprocess.run(
+        [sys.executable, "-m", "cluster.killed_conversion", str(before), str(told)],
+        env=environment(home, PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}", PYTHONDONTWRITEBYTECODE="1"),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    assert done.returncode == 0 or before, done.stderr
+    return told.read_text().splitlines()
+
+
+async def test_a_conversion_that_was_killed_before_any_of_its_writes_is_finished_by_the_next_run(
+    tmp_path: Path,
+) -> None:
+    home, was = tmp_path / "home", tmp_path / "was"
+    folder = fixed_region(home)
+    config = load_config(folder.config)
+    async with running(folder), client(folder) as region:
+        await fill(region)
+        await region.stream(QUICK).publish(b"10")
+    shutil.copytree(home, was, symlinks=True)
+    leaves = audited(folder, "")
+    run = asyncio.to_thread
+    writes = await run(convert_killed, home, 0)
+    count = long_runs.count(3, len(writes))
+    befores = [1 + number * (len(writes) - 1) // (count - 1) for number in range(count)]
+    marked = 0
+    for before in befores:
+        shutil.rmtree(home)
+        shutil.copytree(was, home, symlinks=True)
+        begun = await run(convert_killed, home, before)
+        next_one = writes[len(begun)] if len(begun) < len(writes) else "its end"
+        told = f"killed before write {before} of {len(writes)}: {next_one}"
+        print(told, flush=True)
+        quick = 11
+        if load_config(folder.config).cluster is None and (before % 2 or not long_runs.IS_LONG):
+            if (folder.root / "data" / "b1" / NODE).exists():
+                marked += 1
+                with pytest.raises(RequestError, match="is served by several brokers"):
+                    await Node.start(folder, config)
+            else:
+                # As it was, and what it writes comes along.
+                async with running(folder), client(folder) as region:
+                    await region.stream(QUICK).publish(b"11")
+                quick = 12
+        await run(convert_killed, home, 0)
+        assert sorted(path.name for path in (folder.root / "data").iterdir()) == ["b1"], told
+        assert not (folder.root / "data" / "b1" / CONVERTING).exists(), told
+        async with serving(folder, "b1"), client(folder) as region:
+            await check(region, quick)
+            await region.stream(QUICK).publish(b"%d" % quick)
+        assert audited(folder, "b1") >= leaves, told
+    print(f"{len(befores)} kills, {len(writes)} writes, {marked} refused to be served alone")

@@ -306,12 +306,18 @@ def test_a_copy_that_is_damaged_when_its_broker_starts_is_built_anew(where: str)
         else:
             disk.flip(segments[0].path, 20 * 8)
         await region.start(victim)
-        files = region.running[victim]._files
-        assert files.exists(folder.with_name(f"{folder.name}.damaged"))
+        files, host = region.running[victim]._files, region.running[victim].host
+        aside = folder.with_name(f"{folder.name}.damaged")
+        assert files.exists(aside)
+        ((shard, told),) = host.aside()
+        assert shard == region.shards[0] and told.path == aside
+        # All of it, as it was: what can still be read there is a person's to judge.
+        assert told.size >= sum(segment.segment_bytes for segment in segments)
         await region.no_more_appends()
         await region.well()
         region.check()
-        await region.until(lambda: not files.exists(folder.with_name(f"{folder.name}.damaged")))
+        await region.until(lambda: not files.exists(aside))
+        await region.until(lambda: not host.aside())
 
     play(scene, 6, scrub=OFTEN)
 

