@@ -1,8 +1,8 @@
 """Agreements: what the signed documents in a log say about its crossings, and whether each crossing may stand there. Pure.
 
 Fed with a log's leaves in order. Of each document leaf (version 2) it reads the document, from the leaf or through a
-loader from beside the log, verifies it under the keys of the region that it speaks for (policy keys; for an approval the
-approver's chain under the region's root), and holds the leaf to it. What nobody signed is not believed, and nothing legal
+loader from beside the log, verifies it under the keys of the region that it speaks for (policy keys, of now or below their ends in this log, audit.keys_in_log; for
+an approval the approver's chain under the region's root), and holds the leaf to it. What nobody signed is not believed, and nothing legal
 is taken from a leaf's own fields.
 
 A crossing, an INTENT in an egress log or an ACK in an ingress log, must find *before itself, in the same log*:
@@ -39,6 +39,7 @@ import msgspec
 from audit.allowance import Allowed
 from audit.crossed import Crossed
 from audit.halves import Half, Halves, Paper
+from audit.keys_in_log import KeysInLog
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
 from audit.legal_fields import legal_fields
 from audit.origin import Origin
@@ -86,7 +87,7 @@ from policy.grant import (
     standing_rank,
 )
 from policy.residency import Decision, ResidencyPolicy, decide_grant, open_policy
-from policy.signed import Purpose, SignatureError, SignedDocument, decode_body, verify
+from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, decode_body, verify
 from policy.terms import GrantTerms
 from policy.truncation import Accepted, Truncation
 
@@ -339,9 +340,11 @@ class _Held:
 class Agreements:
     """The documents of one log, so far."""
 
-    def __init__(self, trust: Trust, origin: Origin) -> None:
-        self._trust, self._origin = trust, origin
-        self._keys, self._anchors = trust.policy_keys, trust.anchors
+    def __init__(self, trust: Trust, origin: Origin, keys: KeysInLog | None = None) -> None:
+        """`keys`: of the log; None: no former key counts in it."""
+        self._origin = origin
+        self._in_log = KeysInLog(trust, origin.text) if keys is None else keys
+        self._anchors = trust.anchors
         self._grants: dict[str, _Held] = {}
         self._begun: Counter[str] = Counter()
         """grants by the region whose document came first"""
@@ -386,6 +389,9 @@ class Agreements:
         kind = kind_of(document)
         if kind is not header.kind:
             return ["kind"]
+        if not isinstance(document, Approval):
+            self._in_log.require_not_ended(document, index)
+        keys = self._in_log.policy_keys_at(index)
         if isinstance(document, Approval):
             approval = open_approval(document, self._anchors)
             said: dict[str, Any] = {
@@ -395,16 +401,16 @@ class Agreements:
             return self._keep(index, header, document, approval.grant, said, approval)
         match document.purpose:
             case Purpose.POLICY:
-                return self._policy(index, header, document)
+                return self._policy(index, header, document, keys)
             case Purpose.EXPORT:
-                export = open_export(document, self._keys)
+                export = open_export(document, keys)
                 return self._keep(index, header, document, export.grant, _said_by_export(export), export)
             case Purpose.IMPORT:
-                accepted = open_import(document, self._keys)
+                accepted = open_import(document, keys)
                 said = _said_by_import(accepted)
                 return self._keep(index, header, document, accepted.grant, said, accepted)
             case Purpose.STANDING:
-                verify(document, self._keys)
+                verify(document, keys)
                 standing = decode_body(document, Standing, Purpose.STANDING)
                 said = {"grant_id": standing.grant}
                 if kind is Kind.STANDING:
@@ -412,7 +418,7 @@ class Agreements:
                 if standing.region != document.region:
                     return ["region"]
                 return self._keep(index, header, document, standing.grant, said, standing)
-        verify(document, self._keys)
+        verify(document, keys)
         entry = decode_body(document, DenyEntry, Purpose.DENY)
         if entry.region != document.region:
             return ["region"]
@@ -428,7 +434,7 @@ class Agreements:
             self._own_denies.take(("", entry.streams, towards, False), deny_rank(entry), stop)
         return []
 
-    def _policy(self, index: int, header: Header, document: SignedDocument) -> list[str]:
+    def _policy(self, index: int, header: Header, document: SignedDocument, keys: Trusted) -> list[str]:
         read = self._read_policies.get(header.document_sha256)
         if isinstance(read, str):
             raise SignatureError(read)
@@ -439,7 +445,7 @@ class Agreements:
         if read is None and len(self._read_policies) >= POLICIES_READ_MAX:
             del self._read_policies[next(iter(self._read_policies))]
         try:
-            policy = open_policy(document, self._keys, "the policy in the log")
+            policy = open_policy(document, keys, "the policy in the log")
         except FelixError as error:
             self._read_policies[header.document_sha256] = error.sentence[:SENTENCE_MAX]
             raise
@@ -753,7 +759,7 @@ class Agreements:
     def _book(self, held: _Held) -> GrantBook:
         """The book of the grant's halves and approvals; later words are asked for besides."""
         if held.book is None:
-            held.book = GrantBook((paper.document for paper in held.papers), self._keys, self._anchors)
+            held.book = self._book_with(held.papers)
         return held.book
 
     def _older_book(self, held: _Held, stream: StreamName, header: Header) -> GrantBook | None:
@@ -791,8 +797,11 @@ class Agreements:
 
     def _book_of(self, held: _Held, pair: tuple[Half[ExportGrant], Half[ImportGrant]]) -> GrantBook:
         """The book of these halves and the grant's approvals."""
-        papers = (*(half.paper for half in pair), *held.signatures)
-        return GrantBook((paper.document for paper in papers), self._keys, self._anchors)
+        return self._book_with((*(half.paper for half in pair), *held.signatures))
+
+    def _book_with(self, papers: Iterable[Paper]) -> GrantBook:
+        # Each was verified at its leaf: under a former key below its end.
+        return GrantBook((paper.document for paper in papers), self._in_log.policy_keys, self._anchors)
 
     def _has_asked(
         self,
