@@ -131,7 +131,9 @@ class KeysInLog:
     def _why(self, region: str, ending: Ending | None, index: int) -> str:
         """Of a former key that does not count in this leaf."""
         if ending is None:
-            return f"which {region} gave up: it names no end of it in this log, so it counts for nothing here."
+            return (
+                f"which {region} gave up: it names no end of it in this log, so it counts for nothing here."
+            )
         if index >= ending.size:
             return f"which {region} gave up at {ending.size:,} leaves of this log: this is leaf {index:,}."
         return (

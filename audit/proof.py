@@ -728,9 +728,7 @@ def _parse(data: bytes) -> _Proof:
     return proof
 
 
-def _decode_included(
-    included: _Included, encoded: Sequence[str], what: str
-) -> tuple[bytes, list[bytes]]:
+def _decode_included(included: _Included, encoded: Sequence[str], what: str) -> tuple[bytes, list[bytes]]:
     """The leaf, and this path of it. Raises TamperError."""
     try:
         data = b64decode(included.leaf, validate=True)

@@ -439,9 +439,7 @@ class _Run:
         report = self._report
         is_required = cosignatures_min > 0 or self._log.policy is not None
         covered = report.cosigned_size if is_required else report.size
-        return keys_of_log(
-            self._trust, self._log.name, self._files, report.size, report.cosigners, covered
-        )
+        return keys_of_log(self._trust, self._log.name, self._files, report.size, report.cosigners, covered)
 
     def _count(self, signed: SignedCheckpoint) -> None:
         """Who cosigned this checkpoint, whose root is compared in its turn."""

@@ -178,9 +178,7 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def with_former(self, former: tuple[FormerKeys, ...]) -> RegionBundle:
         """The same with these former keys, in the format that they ask for."""
-        return msgspec.structs.replace(
-            self, format=2 if former else 1, former_keys=former or msgspec.UNSET
-        )
+        return msgspec.structs.replace(self, format=2 if former else 1, former_keys=former or msgspec.UNSET)
 
     def anchor(self) -> TrustAnchor:
         """The root that verifies this region's identities."""
@@ -201,9 +199,7 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
     def former_public_keys(self) -> frozenset[bytes]:
         """Keys that ended: somebody else may have them."""
-        return frozenset(
-            public for keys in self.former for public in (*keys.policy_keys, *keys.receipt_keys)
-        )
+        return frozenset(public for keys in self.former for public in (*keys.policy_keys, *keys.receipt_keys))
 
     def public_keys(self) -> frozenset[bytes]:
         """Every key that could cosign, whatever it is for. (Those of certificates are on another curve.)"""

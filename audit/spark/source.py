@@ -216,7 +216,9 @@ def _receipt_problem(index: int, leaf: Leaf, keys: KeysInLog | None) -> str | No
     if not header.receipt:
         return f"Leaf {index}: an ACK without a receipt."
     try:
-        receipt = read_unverified(header.receipt) if keys is None else keys.open_receipt(header.receipt, index)
+        receipt = (
+            read_unverified(header.receipt) if keys is None else keys.open_receipt(header.receipt, index)
+        )
         unlike = differences(receipt, header)
     except CorruptionError as error:
         return f"Leaf {index}: {error.sentence}"

@@ -134,9 +134,7 @@ def keys_of(log: OpenedLog, trust: Trust) -> KeysInLog:
     """Under which keys what stands in the log verifies, as `verify_log` has it."""
     cosigned = {cosigner.name: cosigner.size for cosigner in log.cosigners}
     checkpoint = log.checkpoint
-    return keys_of_log(
-        trust, checkpoint.origin, open_files(log.path), checkpoint.size, cosigned, log.covered
-    )
+    return keys_of_log(trust, checkpoint.origin, open_files(log.path), checkpoint.size, cosigned, log.covered)
 
 
 def verify_whole(
