@@ -44,6 +44,8 @@ class KeysInLog:
         self._now = trust.policy_keys
         self._endings = trust.endings(origin)
         self._cached: dict[tuple[Ending, ...], dict[str, tuple[bytes, ...]]] = {(): self._now}
+        self._former_receipt_keys: dict[str, dict[bytes, bytes]] = {}
+        """by region and key id"""
 
     @property
     def has_endings(self) -> bool:
@@ -78,7 +80,7 @@ class KeysInLog:
     def open_receipt(self, data: bytes, index: int) -> Receipt:
         """Verify a receipt in this leaf under the keys of the region that it says it is from. Raises TamperError."""
         region = self._trust.region(read_unverified(data).destination_region)
-        public = self._former_of(data)
+        public = self._former_of(data, region.region)
         keys = region.receipt_keys
         if public is not None:
             ending = self._ending(region.region, "receipt", public)
@@ -98,19 +100,18 @@ class KeysInLog:
 
     def ending_of_receipt(self, data: bytes) -> Ending | None:
         """The same of a receipt."""
-        public = self._former_of(data)
-        return (
-            None
-            if public is None
-            else self._ending(read_unverified(data).destination_region, "receipt", public)
-        )
+        region = read_unverified(data).destination_region
+        public = self._former_of(data, region)
+        return None if public is None else self._ending(region, "receipt", public)
 
-    def _former_of(self, receipt: bytes) -> bytes | None:
+    def _former_of(self, receipt: bytes, region: str) -> bytes | None:
         """The former key of its region that a receipt names."""
-        named, region = signer_of(receipt), read_unverified(receipt).destination_region
-        former = self._trust.region(region).bundle.former
-        publics = (public for keys in former for public in keys.receipt_keys)
-        return next((public for public in publics if VerifyKey(public).key_id == named), None)
+        known = self._former_receipt_keys.get(region)
+        if known is None:
+            former = self._trust.former_receipt_keys(region)
+            known = {VerifyKey(public).key_id: public for public in former}
+            self._former_receipt_keys[region] = known
+        return known.get(signer_of(receipt)) if known else None
 
     def _ending(self, region: str, role: str, public: bytes) -> Ending | None:
         found = (e for e in self._endings if (e.region, e.role, e.public) == (region, role, public))

@@ -448,6 +448,12 @@ class Trust:
         former = () if found is None else found.bundle.former
         return tuple(public for keys in former for public in keys.policy_keys)
 
+    def former_receipt_keys(self, region: str) -> tuple[bytes, ...]:
+        """The same of its receipt keys."""
+        found = self._regions.get(region)
+        former = () if found is None else found.bundle.former
+        return tuple(public for keys in former for public in keys.receipt_keys)
+
     @property
     def policy_keys(self) -> dict[str, tuple[bytes, ...]]:
         """Policy keys of now by region, as `policy.signed.verify` asks for them."""

@@ -37,17 +37,19 @@ from audit.merkle import Tree, leaf_hash
 from audit.note import Note, encode_note
 from audit.origin import Origin
 from audit.proof import check_proof, prove
-from audit.receipt import read_unverified, sign_receipt
+from audit.receipt import open_receipt, read_unverified, sign_receipt
+from audit.stream_statement import Epoch, StreamStatement, open_statement, sign_statement
 from audit.tile import MemoryFiles, bundle_path, encode_bundle, tile_path
 from audit.tlog_proof import check_leaf, prove_leaves
-from audit.trust import Trust
+from audit.trust import RegionTrust, Trust
 from audit.verify import Report, verify_log
 from felix.errors import RequestError, TamperError
 from keys.bundle import FormerKeys, KeyEnd, RegionBundle, check_update, decode_bundle, sign_bundle
+from keys.pin import Pin, decode_pin, sign_pin
 from keys.signing import SigningKey
 from policy.grant import Standing, StandingAction, sign_import, sign_standing
 from policy.residency import parse_policy, sign_policy
-from policy.signed import SignedDocument
+from policy.signed import SignatureError, SignedDocument, verify
 
 FORMER, NOW = key(POLICY_SEEDS["eu-west"]), key(40)
 NEW_RECEIPT_KEY = key(41)
@@ -473,6 +475,30 @@ def test_a_former_key_is_used_for_nothing_again() -> None:
     read = decode_bundle(sign_bundle(bundle, NOW).encode()).bundle
     assert read == bundle and read.format == 2
     assert {policy, receipt} <= read.public_keys() & read.compared_keys()
+
+
+def test_brokers_and_agents_take_nothing_new_under_a_former_key(tally: Tally) -> None:
+    """They ask for the keys of now alone, wherever a leaf may stand."""
+    eu = RegionTrust(ended(end()))
+    (ack,) = [leaf for leaf in stolen("receipt") if leaf.header.receipt]
+    with pytest.raises(TamperError, match="none of eu-west's receipt keys"):
+        open_receipt(ack.header.receipt, eu.receipt_keys)
+    statement = StreamStatement(
+        region="eu-west", stream=STREAM, incarnation=b"i" * 16, shards=1, shard=0, log_start=0, log_end=1,
+        epochs=(Epoch(1, 0),), time_ms=TIME_MS,
+    )  # fmt: skip
+    with pytest.raises(TamperError, match="none of eu-west's receipt keys"):
+        open_statement(sign_statement(statement, RECEIPT_KEY), eu.receipt_keys)
+    with pytest.raises(SignatureError, match="none of eu-west's policy keys"):
+        verify(accepted(FORMER), {"eu-west": eu.policy_keys})
+    pin = Pin(by="eu-west", mesh="acme", number=1, bundle=sign_bundle(region_bundle("us-east"), key(POLICY_SEEDS["us-east"])))  # fmt: skip
+    assert decode_pin(sign_pin(pin, NOW).encode(), eu.bundle).pin == pin
+    with pytest.raises(TamperError, match="not signed by a policy key of eu-west"):
+        decode_pin(sign_pin(pin, FORMER).encode(), eu.bundle)
+    former = sign_bundle(region_bundle("eu-west", issued_ms=TIME_MS + 9), FORMER)
+    with pytest.raises(TamperError, match="a policy key that had ended"):
+        check_update(eu.bundle, former)
+    tally("what a thief of a former key brings", 5)
 
 
 def test_agreements_without_the_logs_keys_take_no_former_key() -> None:
