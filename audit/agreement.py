@@ -44,7 +44,7 @@ from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
 from audit.legal_fields import legal_fields
 from audit.origin import Origin
 from audit.trust import Trust
-from audit.words import Denied, Words
+from audit.words import Denied, Ranked, Words
 from felix.errors import FelixError
 from felix.names import NamePattern, SpiffeId, StreamName
 from policy.approval import (
@@ -71,7 +71,6 @@ from policy.grant import (
     GrantBook,
     GrantView,
     ImportGrant,
-    Rank,
     Refusal,
     Standing,
     StandingAction,
@@ -277,18 +276,18 @@ class _Held:
                 return paused(standing)
         return None
 
-    def is_newer(self, body: ExportGrant | ImportGrant) -> bool:
+    def is_newer(self, body: ExportGrant | ImportGrant, era: int) -> bool:
         """Whether this half takes the place of the one that is held, or fills an empty one. The first export fixes the grant's terms: an id
         is a part of their hash, and who draws up terms may find two of one id."""
         if isinstance(body, ExportGrant):
             newest = None if self.export is None else self.export.newest.body
             if newest is not None and newest.terms_hash != body.terms_hash:
                 return False
-            return self.export is None or self.export.is_newer(body)
+            return self.export is None or self.export.is_newer(body, era)
         if self.export is not None and not agree(self.export.newest.body, body):
             return False
         before = self.accepted.get(fit_of(body))
-        return before is None or before.is_newer(body)
+        return before is None or before.is_newer(body, era)
 
     def keep_half(self, body: ExportGrant | ImportGrant, paper: Paper, time_ms: int) -> None:
         """Hold a half that is newer, and whose leaf has this time (ms)."""
@@ -425,13 +424,14 @@ class Agreements:
         peer = entry.region if entry.peer == EVERYWHERE else entry.peer
         if differing := _differences(header, {"source_region": entry.region, "destination_region": peer}):
             return differing
-        self._denied.take(entry, header.time_ms)
+        era = self._in_log.era(document)
+        self._denied.take(entry, header.time_ms, era)
         if entry.region == self._origin.region:
             towards = "" if entry.peer == EVERYWHERE else entry.peer
             word = "" if entry.lifted else "denied"
             digest = header.document_sha256
             stop = Stop(index, word, "", entry.streams, towards, header.time_ms, None, digest)
-            self._own_denies.take(("", entry.streams, towards, False), deny_rank(entry), stop)
+            self._own_denies.take(("", entry.streams, towards, False), (era, deny_rank(entry)), stop)
         return []
 
     def _policy(self, index: int, header: Header, document: SignedDocument, keys: Trusted) -> list[str]:
@@ -516,10 +516,11 @@ class Agreements:
                 return [f"more than {GRANTS_MAX} grants of which {document.region} signed the first document"]
             self._begun[document.region] += 1
             held = self._grants[grant] = _Held()
-        paper = Paper(index, document)
+        era = 0 if isinstance(document, Approval) else self._in_log.era(document)
+        paper = Paper(index, document, era)
         match body:
             case ExportGrant() | ImportGrant():
-                if held.is_newer(body):
+                if held.is_newer(body, era):
                     if held.exports and held.imports:
                         self._remember(held, grant)
                     held.keep_half(body, paper, header.time_ms)
@@ -531,10 +532,10 @@ class Agreements:
                     held.changed()
                     self._remember_older(held, grant, header.time_ms)
             case Standing():
-                self._stand(held, index, header, body)
+                self._stand(held, index, header, body, era)
         return []
 
-    def _stand(self, held: _Held, index: int, header: Header, standing: Standing) -> None:
+    def _stand(self, held: _Held, index: int, header: Header, standing: Standing, era: int) -> None:
         action, time_ms = standing.action, header.time_ms
         if isinstance(standing.truncation, Truncation):
             goes_on = Accepted(
@@ -547,14 +548,15 @@ class Agreements:
             held.revoked_by.setdefault(standing.region, index)
         else:
             words = held.standings.setdefault(standing.region, Words())
-            words.take(standing_rank(standing), time_ms, standing, stops=action is StandingAction.PAUSE)
+            rank = era, standing_rank(standing)
+            words.take(rank, time_ms, standing, stops=action is StandingAction.PAUSE)
         if standing.region == self._origin.region:
             if held.stops is None:
                 held.stops = _Stops()
             key = (standing.grant, "", "", action is StandingAction.REVOKE)
             word, digest = _FORBIDS.get(action, ""), header.document_sha256
             stop = Stop(index, word, standing.grant, "", "", time_ms, None, digest)
-            held.stops.take(key, standing_rank(standing), stop)
+            held.stops.take(key, (era, standing_rank(standing)), stop)
 
     def _derive(self, held: _Held) -> None:
         """What goes on under another incarnation: what is let out again is the source's word alone; what is gone, the destination's, too, in logs of
@@ -986,10 +988,10 @@ class _Stops:
     saying it every minute would leave no moment at which it had been said long enough to have arrived."""
 
     def __init__(self) -> None:
-        self._newest: dict[tuple[str, str, str, bool], tuple[Rank, Stop]] = {}
+        self._newest: dict[tuple[str, str, str, bool], tuple[Ranked, Stop]] = {}
         self._ended: list[Stop] = []
 
-    def take(self, key: tuple[str, str, str, bool], rank: Rank, stop: Stop) -> None:
+    def take(self, key: tuple[str, str, str, bool], rank: Ranked, stop: Stop) -> None:
         """`key`: what it is about. A stop without a word lets it go on. What is outranked says nothing."""
         held = self._newest.get(key)
         if held is not None:

@@ -44,6 +44,8 @@ class KeysInLog:
         self._now = trust.policy_keys
         self._endings = trust.endings(origin)
         self._cached: dict[tuple[Ending, ...], dict[str, tuple[bytes, ...]]] = {(): self._now}
+        self._eras: dict[str, dict[str, int]] = {}
+        """by region and key id"""
         self._former_receipt_keys: dict[str, dict[bytes, bytes]] = {}
         """by region and key id"""
 
@@ -76,6 +78,14 @@ class KeysInLog:
                 f"The document is signed with the key {document.key[:32]}, {self._why(document.region, ending, index)}",
                 hint="Have that region sign it again with its key of now, or treat the document as forged.",
             )
+
+    def era(self, document: SignedDocument) -> int:
+        """How many times its region has given a policy key up before the one that this document names was its last: what was signed under a later key takes the place of
+        what was under an earlier one, whatever numbers they have. Whoever had a former key could sign the highest number (decision 0172)."""
+        eras = self._eras.get(document.region)
+        if eras is None:
+            eras = self._eras[document.region] = self._trust.policy_eras(document.region)
+        return eras.get(document.key, 0)
 
     def open_receipt(self, data: bytes, index: int) -> Receipt:
         """Verify a receipt in this leaf under the keys of the region that it says it is from. Raises TamperError."""

@@ -34,6 +34,7 @@ from felix.errors import Code, RequestError, TamperError
 from felix.names import trust_domain
 from felix.peer import TrustAnchor, TrustBundle
 from keys.bundle import AuditKey, RegionBundle
+from policy.signed import key_id
 
 WHO_COSIGNED: Final = (
     "Trust those who cosigned it: give the bundle of each region with --bundle, or witnesses with --policy."
@@ -447,6 +448,18 @@ class Trust:
         found = self._regions.get(region)
         former = () if found is None else found.bundle.former
         return tuple(public for keys in former for public in keys.policy_keys)
+
+    def policy_eras(self, region: str) -> dict[str, int]:
+        """A region's policy keys by their ids, each with how many times keys had ended before it did, or, of one of now, have by now."""
+        found = self._regions.get(region)
+        if found is None:
+            return {}
+        ended = [keys.policy_keys for keys in found.bundle.former if keys.policy_keys]
+        return {
+            key_id(public): era
+            for era, publics in enumerate((*ended, found.policy_keys))
+            for public in publics
+        }
 
     def former_receipt_keys(self, region: str) -> tuple[bytes, ...]:
         """The same of its receipt keys."""

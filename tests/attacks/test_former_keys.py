@@ -47,7 +47,7 @@ from felix.errors import RequestError, TamperError
 from keys.bundle import FormerKeys, KeyEnd, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.pin import Pin, decode_pin, sign_pin
 from keys.signing import SigningKey
-from policy.grant import Standing, StandingAction, sign_import, sign_standing
+from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_import, sign_standing
 from policy.residency import parse_policy, sign_policy
 from policy.signed import SignatureError, SignedDocument, verify
 
@@ -367,6 +367,78 @@ def test_a_thief_of_the_witness_key_besides_is_found_in_the_log(tally: Tally) ->
     report = verify_log(log_of(forged, "eu-west"), trusting(ended(end())))
     assert any("nothing shows" in each for each in sentences(report))
     tally("logs cosigned by the thief of a witness key", 1)
+
+
+HIGHEST = (1 << 53) - 1
+MUCH_LATER_MS = 60_000
+
+
+def pause(signer: SigningKey, sequence: int, *, goes_on: bool = False) -> SignedDocument:
+    action = StandingAction.RESUME if goes_on else StandingAction.PAUSE
+    word = Standing(
+        grant=signed_grant().grant, action=action, region="eu-west", sequence=sequence, at=TIME_MS, by="bob"
+    )
+    return sign_standing(word, signer.private_key)
+
+
+def deny(signer: SigningKey, sequence: int, *, goes_on: bool = False) -> SignedDocument:
+    entry = DenyEntry(
+        streams="acme/ops/*",
+        peer="*",
+        region="eu-west",
+        sequence=sequence,
+        at=TIME_MS,
+        by="bob",
+        lifted=goes_on,
+    )
+    return sign_deny(entry, signer.private_key)
+
+
+@pytest.mark.parametrize("word", [pause, deny])
+@pytest.mark.parametrize("goes_on", [True, False], ids=["lifts", "forbids"])
+def test_a_word_under_the_key_of_now_counts_before_the_highest_number_of_a_former_one(
+    word: Callable[..., SignedDocument], goes_on: bool, tally: Tally
+) -> None:
+    """The thief had the key before anybody knew, and said the opposite with the highest number there is: as brokers have it, eu-west's next word counts."""
+    link, signed = Link(), signed_grant()
+    before = [*link.agreement(), paper_leaf(word(FORMER, HIGHEST, goes_on=not goes_on), signed)]
+    link.time_ms += MUCH_LATER_MS
+    said = paper_leaf(word(NOW, 1, goes_on=goes_on), signed, time_ms=link.time_ms)
+    link.time_ms += MUCH_LATER_MS
+    intents = link.intent()
+    leaves = [*before, said, *intents, under(NEW_RECEIPT_KEY, link.ack(intents))]
+    trusted = trusting(ended(KeyEnd(EGRESS_ORIGIN, len(before), root_of(before))))
+    report = verify_log(log_of(leaves), trusted)
+    assert report.ok == goes_on, sentences(report)
+    assert goes_on or any("paused" in each or "den" in each for each in sentences(report))
+    # Also where the end was raised over it (felix region change-signing-keys --raise-ends).
+    raised = trusting(ended(KeyEnd(EGRESS_ORIGIN, len(leaves), root_of(leaves))))
+    assert verify_log(log_of(leaves), raised).ok == goes_on
+    tally("words with the highest number under a former key", 1)
+
+
+def test_a_half_under_the_key_of_now_counts_before_a_later_one_under_a_former_key(tally: Tally) -> None:
+    """The thief's half is of the grant's last moment and asks for more approvals than there are: it stops nothing of what eu-west signs again."""
+    link, signed = Link(), signed_grant()
+    asks = policy_document("eu-west", 4)
+    late = sign_import(
+        signed.export,
+        opened_policy(asks),
+        FORMER.private_key,
+        trust().policy_keys,
+        ACCEPTOR,
+        signed.terms.expires - 1,
+    )
+    before = [*link.agreement(), paper_leaf(late, signed)]
+    link.time_ms += MUCH_LATER_MS
+    intents = link.intent()
+    crossing = [*intents, under(NEW_RECEIPT_KEY, link.ack(intents))]
+    again = [paper_leaf(accepted(NOW), signed, time_ms=link.time_ms)]
+    trusted = trusting(ended(KeyEnd(EGRESS_ORIGIN, len(before), root_of(before))))
+    assert not verify_log(log_of([*before, *crossing]), trusted).ok
+    report = verify_log(log_of([*before, *again, *crossing]), trusted)
+    assert report.ok, sentences(report)
+    tally("halves of the future under a former key", 1)
 
 
 def test_a_path_of_another_leaf_shows_nothing(tally: Tally) -> None:
