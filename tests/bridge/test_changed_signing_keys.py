@@ -3,13 +3,14 @@ before holds under the new bundle alone."""
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
+from bridge_mesh import BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
 from typer.testing import CliRunner
 
 from audit.checkpoint import note_size
@@ -19,7 +20,9 @@ from audit.proof import check_proof, prove
 from audit.receipt import signer_of
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
+from cli.bridge import app as bridge
 from cli.region import app
+from felix.address import Address
 from felix.errors import FelixError, RequestError, TamperError
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
@@ -29,15 +32,11 @@ from policy.grant import (
     ExportGrant,
     Standing,
     StandingAction,
-    sign_export,
-    sign_import,
     sign_standing,
 )
 from policy.residency import parse_policy, sign_policy
-from policy.signed import SignedDocument
-from policy.terms import GrantTerms
 from region import signing_keys
-from region.bootstrap import trust_region
+from region.bootstrap import trust_region, write_profile
 from region.config import load_config
 from region.signing_keys import change_signing_keys, raise_ends
 
@@ -97,21 +96,14 @@ async def change(mesh: Mesh, region: str) -> SignedBundle:
     return changed.signed
 
 
-async def sign_again(mesh: Mesh, region: str, terms: GrantTerms) -> None:
+async def sign_again(mesh: Mesh, region: str, grant: str) -> None:
     """The region's policy, as a later revision, and its half of the grant."""
     policy = parse_policy(POLICIES[region].replace("revision: 1", "revision: 2"), region)
     await mesh.put(region, "policy", sign_policy(policy, mesh.key(region)))
-    if region == "us-east":
-        export = sign_export(terms, policy, mesh.key(region), now_ms())
-        await mesh.put("us-east", "export", export)
-        await mesh.put("eu-west", "export", export)
-        return
-    (held,) = mesh.documents("us-east", "export").values()
-    trusted = {name: mesh.bundle(name).policy_keys for name in ("us-east", "eu-west")}
-    accepted = sign_import(
-        SignedDocument.parse(held), policy, mesh.key(region), trusted, ACCEPTED_BY, now_ms()
-    )
-    await mesh.put("eu-west", "import", accepted)
+    write_profile(mesh.folder(region), region, "acme", Address("127.0.0.1", mesh.ports[region]))
+    command = ["sign-again", grant, "--region", region, "--yes"]
+    done = await asyncio.to_thread(CliRunner().invoke, bridge, command)
+    assert done.exit_code == 0, done.exception
 
 
 async def twenty_crossed(mesh: Mesh) -> ExportGrant:
@@ -138,8 +130,9 @@ def verified(mesh: Mesh) -> dict[str, Report]:
 
 @pytest.mark.parametrize("region", ["eu-west", "us-east"])
 async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
-    mesh: Mesh, region: str, tmp_path: Path, spark: Any
+    mesh: Mesh, region: str, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
     body = await twenty_crossed(mesh)
     before, former = mesh.bundle(region), load_signing_key(mesh.folder(region).policy_key)
     proof = prove(mesh.log_files(mesh.egress_folder), mesh.trust, STREAM, 0, 1)
@@ -164,7 +157,7 @@ async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
         with pytest.raises(FelixError, match="none of"):
             await mesh.put(at, "standing", sign_standing(pause, former.private_key))
 
-    await sign_again(mesh, region, body.terms)
+    await sign_again(mesh, region, body.grant)
     await mesh.publish([flight(n) for n in range(20, 40)])
     async with mesh.agent():
         await mesh.crossed(40)
