@@ -647,7 +647,13 @@ def bundle(
         out.print(held.whole_fingerprint() if whole else held.fingerprint())
         return
     if json:
-        print_json(held, fingerprint=held.fingerprint(), signature=signed.signature, file=folder.bundle)
+        print_json(
+            held,
+            former_keys=held.former,
+            fingerprint=held.fingerprint(),
+            signature=signed.signature,
+            file=folder.bundle,
+        )
         return
     table(
         f"Bundle of {held.region}",

@@ -4,6 +4,7 @@ before holds under the new bundle alone."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -259,3 +260,6 @@ async def test_the_command_names_every_log_or_asks_for_it(
     for report in verified(mesh).values():
         assert report.ok, report.findings
     assert former.ends[0].log in done.output
+    shown = CliRunner().invoke(app, ["bundle", "--json", "--region", "us-east"])
+    (listed,) = json.loads(shown.output)["former_keys"]
+    assert {end["log"] for end in listed["ends"]} == set(logs(mesh)) and listed["receipt_keys"] == []
