@@ -116,7 +116,7 @@ def _files(folder: RegionFolder, config: RegionConfig, bridge: str, log: Path | 
         lies = log or folder.bridge(bridge) / "egress"
         files = _Files(origin, lies, folder.egress_key(bridge), folder.egress_ml_dsa_key(bridge))
     else:
-        origin, lies = region_origin(config.region, config.mesh), log or own_log(folder, config)
+        origin, lies = region_origin(config.region, config.mesh), log or _own_log(folder, config)
         files = _Files(origin, lies, folder.audit_key, folder.audit_ml_dsa_key)
     if not lies.is_dir() or Folder(lies).read(CHECKPOINT_PATH) is None:
         raise RequestError(
@@ -163,7 +163,7 @@ def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: Si
         trail.close()
 
 
-def own_log(folder: RegionFolder, config: RegionConfig) -> Path:
+def _own_log(folder: RegionFolder, config: RegionConfig) -> Path:
     paths = [folder.root / data / "audit" for data in config.data_folders]
     return next((path for path in paths if path.is_dir()), paths[0])
 

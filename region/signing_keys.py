@@ -40,7 +40,7 @@ from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
 from region.config import RegionConfig
 from region.folder import RegionFolder
-from region.log_keys import append_changed, own_log
+from region.log_keys import append_changed
 from region.trusted_bundles import pinned_bundles
 
 Role = Literal["policy", "receipt"]
@@ -221,19 +221,25 @@ def _own_ends(
             continue
         bridge = Origin.parse(origin).bridge
         if bridge is None:
-            path, keys = own_log(folder, config), (folder.audit_key, folder.audit_ml_dsa_key)
+            # Of several brokers' copies the one that goes furthest.
+            paths = [folder.root / data / "audit" for data in config.data_folders]
+            keys = (folder.audit_key, folder.audit_ml_dsa_key)
         else:
-            path = folder.bridge(bridge.name) / "egress"
+            paths = [folder.bridge(bridge.name) / "egress"]
             keys = (folder.egress_key(bridge.name), folder.egress_ml_dsa_key(bridge.name))
-        note = _last_note(path, origin, keys, bundle, new, now_ms) if path.is_dir() else None
-        if note is None and bridge is not None and not (folder.bridge(bridge.name)).is_dir():
+        notes = [
+            note
+            for path in paths
+            if path.is_dir() and (note := _last_note(path, origin, keys, bundle, new, now_ms)) is not None
+        ]
+        if not notes and (bridge is None or not folder.bridge(bridge.name).is_dir()):
             raise RequestError(
                 f"The log {origin} is not here: what the keys signed counts up to its last checkpoint.",
                 code=Code.NOT_FOUND,
                 hint=f"Give that checkpoint's file with --checkpoint, or say --without {origin} where the log is gone, or was never written.",
             )
-        if note is not None:
-            found.append(_end(open_checkpoint(note, RegionTrust(bundle).log_keys(origin))))
+        log_keys = RegionTrust(bundle).log_keys(origin)
+        found += [_end(open_checkpoint(note, log_keys)) for note in notes]
     return found
 
 
