@@ -1,8 +1,8 @@
 """Agreements: what the signed documents in a log say about its crossings, and whether each crossing may stand there. Pure.
 
 Fed with a log's leaves in order. Of each document leaf (version 2) it reads the document, from the leaf or through a
-loader from beside the log, verifies it under the keys of the region that it speaks for (policy keys; for an approval the
-approver's chain under the region's root), and holds the leaf to it. What nobody signed is not believed, and nothing legal
+loader from beside the log, verifies it under the keys of the region that it speaks for (policy keys, of now or below their ends in this log, audit.keys_in_log; for
+an approval the approver's chain under the region's root), and holds the leaf to it. What nobody signed is not believed, and nothing legal
 is taken from a leaf's own fields.
 
 A crossing, an INTENT in an egress log or an ACK in an ingress log, must find *before itself, in the same log*:
@@ -39,11 +39,12 @@ import msgspec
 from audit.allowance import Allowed
 from audit.crossed import Crossed
 from audit.halves import Half, Halves, Paper
+from audit.keys_in_log import KeysInLog
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
 from audit.legal_fields import legal_fields
 from audit.origin import Origin
 from audit.trust import Trust
-from audit.words import Denied, Words
+from audit.words import Denied, Ranked, Words
 from felix.errors import FelixError
 from felix.names import NamePattern, SpiffeId, StreamName
 from policy.approval import (
@@ -71,7 +72,6 @@ from policy.grant import (
     GrantBook,
     GrantView,
     ImportGrant,
-    Rank,
     Refusal,
     Standing,
     StandingAction,
@@ -87,7 +87,7 @@ from policy.grant import (
     standing_rank,
 )
 from policy.residency import Decision, ResidencyPolicy, decide_grant, open_policy
-from policy.signed import Purpose, SignatureError, SignedDocument, decode_body, verify
+from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, decode_body, verify
 from policy.terms import GrantTerms
 from policy.truncation import Accepted, Truncation
 
@@ -277,18 +277,18 @@ class _Held:
                 return paused(standing)
         return None
 
-    def is_newer(self, body: ExportGrant | ImportGrant) -> bool:
+    def is_newer(self, body: ExportGrant | ImportGrant, era: int) -> bool:
         """Whether this half takes the place of the one that is held, or fills an empty one. The first export fixes the grant's terms: an id
         is a part of their hash, and who draws up terms may find two of one id."""
         if isinstance(body, ExportGrant):
             newest = None if self.export is None else self.export.newest.body
             if newest is not None and newest.terms_hash != body.terms_hash:
                 return False
-            return self.export is None or self.export.is_newer(body)
+            return self.export is None or self.export.is_newer(body, era)
         if self.export is not None and not agree(self.export.newest.body, body):
             return False
         before = self.accepted.get(fit_of(body))
-        return before is None or before.is_newer(body)
+        return before is None or before.is_newer(body, era)
 
     def keep_half(self, body: ExportGrant | ImportGrant, paper: Paper, time_ms: int) -> None:
         """Hold a half that is newer, and whose leaf has this time (ms)."""
@@ -340,9 +340,11 @@ class _Held:
 class Agreements:
     """The documents of one log, so far."""
 
-    def __init__(self, trust: Trust, origin: Origin) -> None:
-        self._trust, self._origin = trust, origin
-        self._keys, self._anchors = trust.policy_keys, trust.anchors
+    def __init__(self, trust: Trust, origin: Origin, keys: KeysInLog | None = None) -> None:
+        """`keys`: of the log; None: no former key counts in it."""
+        self._origin = origin
+        self._in_log = KeysInLog(trust, origin.text) if keys is None else keys
+        self._anchors = trust.anchors
         self._grants: dict[str, _Held] = {}
         self._begun: Counter[str] = Counter()
         """grants by the region whose document came first"""
@@ -390,6 +392,9 @@ class Agreements:
         kind = kind_of(document)
         if kind is not header.kind:
             return ["kind"]
+        if not isinstance(document, Approval):
+            self._in_log.require_not_ended(document, index)
+        keys = self._in_log.policy_keys_at(index)
         if isinstance(document, Approval):
             approval = open_approval(document, self._anchors)
             if self._origin.bridge is None and approval.region == self._origin.region:
@@ -402,16 +407,16 @@ class Agreements:
             return self._keep(index, header, document, approval.grant, said, approval)
         match document.purpose:
             case Purpose.POLICY:
-                return self._policy(index, header, document)
+                return self._policy(index, header, document, keys)
             case Purpose.EXPORT:
-                export = open_export(document, self._keys)
+                export = open_export(document, keys)
                 return self._keep(index, header, document, export.grant, _said_by_export(export), export)
             case Purpose.IMPORT:
-                accepted = open_import(document, self._keys)
+                accepted = open_import(document, keys)
                 said = _said_by_import(accepted)
                 return self._keep(index, header, document, accepted.grant, said, accepted)
             case Purpose.STANDING:
-                verify(document, self._keys)
+                verify(document, keys)
                 standing = decode_body(document, Standing, Purpose.STANDING)
                 said = {"grant_id": standing.grant}
                 if kind is Kind.STANDING:
@@ -419,23 +424,24 @@ class Agreements:
                 if standing.region != document.region:
                     return ["region"]
                 return self._keep(index, header, document, standing.grant, said, standing)
-        verify(document, self._keys)
+        verify(document, keys)
         entry = decode_body(document, DenyEntry, Purpose.DENY)
         if entry.region != document.region:
             return ["region"]
         peer = entry.region if entry.peer == EVERYWHERE else entry.peer
         if differing := _differences(header, {"source_region": entry.region, "destination_region": peer}):
             return differing
-        self._denied.take(entry, header.time_ms)
+        era = self._in_log.era(document)
+        self._denied.take(entry, header.time_ms, era)
         if entry.region == self._origin.region:
             towards = "" if entry.peer == EVERYWHERE else entry.peer
             word = "" if entry.lifted else "denied"
             digest = header.document_sha256
             stop = Stop(index, word, "", entry.streams, towards, header.time_ms, None, digest)
-            self._own_denies.take(("", entry.streams, towards, False), deny_rank(entry), stop)
+            self._own_denies.take(("", entry.streams, towards, False), (era, deny_rank(entry)), stop)
         return []
 
-    def _policy(self, index: int, header: Header, document: SignedDocument) -> list[str]:
+    def _policy(self, index: int, header: Header, document: SignedDocument, keys: Trusted) -> list[str]:
         read = self._read_policies.get(header.document_sha256)
         if isinstance(read, str):
             raise SignatureError(read)
@@ -446,7 +452,7 @@ class Agreements:
         if read is None and len(self._read_policies) >= POLICIES_READ_MAX:
             del self._read_policies[next(iter(self._read_policies))]
         try:
-            policy = open_policy(document, self._keys, "the policy in the log")
+            policy = open_policy(document, keys, "the policy in the log")
         except FelixError as error:
             self._read_policies[header.document_sha256] = error.sentence[:SENTENCE_MAX]
             raise
@@ -517,10 +523,11 @@ class Agreements:
                 return [f"more than {GRANTS_MAX} grants of which {document.region} signed the first document"]
             self._begun[document.region] += 1
             held = self._grants[grant] = _Held()
-        paper = Paper(index, document)
+        era = 0 if isinstance(document, Approval) else self._in_log.era(document)
+        paper = Paper(index, document, era)
         match body:
             case ExportGrant() | ImportGrant():
-                if held.is_newer(body):
+                if held.is_newer(body, era):
                     if held.exports and held.imports:
                         self._remember(held, grant)
                     held.keep_half(body, paper, header.time_ms)
@@ -532,10 +539,10 @@ class Agreements:
                     held.changed()
                     self._remember_older(held, grant, header.time_ms)
             case Standing():
-                self._stand(held, index, header, body)
+                self._stand(held, index, header, body, era)
         return []
 
-    def _stand(self, held: _Held, index: int, header: Header, standing: Standing) -> None:
+    def _stand(self, held: _Held, index: int, header: Header, standing: Standing, era: int) -> None:
         action, time_ms = standing.action, header.time_ms
         if isinstance(standing.truncation, Truncation):
             goes_on = Accepted(
@@ -548,14 +555,15 @@ class Agreements:
             held.revoked_by.setdefault(standing.region, index)
         else:
             words = held.standings.setdefault(standing.region, Words())
-            words.take(standing_rank(standing), time_ms, standing, stops=action is StandingAction.PAUSE)
+            rank = era, standing_rank(standing)
+            words.take(rank, time_ms, standing, stops=action is StandingAction.PAUSE)
         if standing.region == self._origin.region:
             if held.stops is None:
                 held.stops = _Stops()
             key = (standing.grant, "", "", action is StandingAction.REVOKE)
             word, digest = _FORBIDS.get(action, ""), header.document_sha256
             stop = Stop(index, word, standing.grant, "", "", time_ms, None, digest)
-            held.stops.take(key, standing_rank(standing), stop)
+            held.stops.take(key, (era, standing_rank(standing)), stop)
 
     def _derive(self, held: _Held) -> None:
         """What goes on under another incarnation: what is let out again is the source's word alone; what is gone, the destination's, too, in logs of
@@ -760,7 +768,7 @@ class Agreements:
     def _book(self, held: _Held) -> GrantBook:
         """The book of the grant's halves and approvals; later words are asked for besides."""
         if held.book is None:
-            held.book = GrantBook((paper.document for paper in held.papers), self._keys, self._anchors)
+            held.book = self._book_with(held.papers)
         return held.book
 
     def _older_book(self, held: _Held, stream: StreamName, header: Header) -> GrantBook | None:
@@ -798,8 +806,11 @@ class Agreements:
 
     def _book_of(self, held: _Held, pair: tuple[Half[ExportGrant], Half[ImportGrant]]) -> GrantBook:
         """The book of these halves and the grant's approvals."""
-        papers = (*(half.paper for half in pair), *held.signatures)
-        return GrantBook((paper.document for paper in papers), self._keys, self._anchors)
+        return self._book_with((*(half.paper for half in pair), *held.signatures))
+
+    def _book_with(self, papers: Iterable[Paper]) -> GrantBook:
+        # Each was verified at its leaf: under a former key below its end.
+        return GrantBook((paper.document for paper in papers), self._in_log.policy_keys, self._anchors)
 
     def _has_asked(
         self,
@@ -984,10 +995,10 @@ class _Stops:
     saying it every minute would leave no moment at which it had been said long enough to have arrived."""
 
     def __init__(self) -> None:
-        self._newest: dict[tuple[str, str, str, bool], tuple[Rank, Stop]] = {}
+        self._newest: dict[tuple[str, str, str, bool], tuple[Ranked, Stop]] = {}
         self._ended: list[Stop] = []
 
-    def take(self, key: tuple[str, str, str, bool], rank: Rank, stop: Stop) -> None:
+    def take(self, key: tuple[str, str, str, bool], rank: Ranked, stop: Stop) -> None:
         """`key`: what it is about. A stop without a word lets it go on. What is outranked says nothing."""
         held = self._newest.get(key)
         if held is not None:

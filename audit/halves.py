@@ -23,10 +23,11 @@ H = TypeVar("H", bound=ExportGrant | ImportGrant)
 
 
 class Paper(NamedTuple):
-    """A document that is held: its leaf, and what it is."""
+    """A document that is held: its leaf, and what it is. `era`: of the key that signed it (audit.keys_in_log)."""
 
     leaf: int
     document: Document
+    era: int = 0
 
 
 class Half(NamedTuple, Generic[H]):
@@ -46,9 +47,10 @@ class Halves(Generic[H]):
         self._replaced: list[tuple[int, Half[H]]] = []
         """with the time (ms) of the leaf that took its place, the last one at the end"""
 
-    def is_newer(self, body: H) -> bool:
-        """Whether it takes the newest one's place, whatever order they came in."""
-        return half_rank(self.newest.body) < half_rank(body)
+    def is_newer(self, body: H, era: int = 0) -> bool:
+        """Whether it takes the newest one's place, whatever order they came in. One under a later key does: when a region gives a key up, nothing that was signed with
+        that one says more."""
+        return (self.newest.paper.era, half_rank(self.newest.body)) < (era, half_rank(body))
 
     def take(self, half: Half[H], time_ms: int) -> None:
         """Take a half that is newer, and whose leaf has this time (ms)."""

@@ -36,6 +36,13 @@ class Origin(NamedTuple):
     bridge: SpiffeId | None
     """whose egress log it is; None: the region's own log"""
 
+    @property
+    def text(self) -> str:
+        """As it was parsed from."""
+        if self.bridge is None:
+            return region_origin(self.region, self.mesh)
+        return egress_origin(self.region, self.mesh, self.bridge.name)
+
     def misplaced(self, header: Header) -> str:
         """Why a leaf has no place in this log, whatever else it says; or an empty string.
 

@@ -7,6 +7,8 @@ needs trusted keys and nothing else. A record whose batch has no ACK yet has a p
 
 Not shown: that nothing else stands in the log. A revocation before the record is for whoever has the log to find.
 A record in a leaf of version 1 has a proof of format 1, without documents; it says what it does not show.
+Where a document or the receipt is under a key that ended since, the proof is of format 3: beside its inclusion path such a leaf has the one under the root that the key's
+region names for its end (audit.keys_in_log).
 
 Invariants: `check_proof(prove(…), …)` holds for every record that the checkpoint covers; any change of the
 document that changes its meaning is refused. Callers: cli, tests.
@@ -27,6 +29,7 @@ from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, read_document
+from audit.keys_in_log import KeysInLog, keys_of_log, keys_of_proof
 from audit.leaf import (
     DOCUMENT_KINDS,
     CommitmentKey,
@@ -69,14 +72,17 @@ from audit.tile import (
     read_bundle,
     read_entries,
 )
-from audit.trust import COSIGNATURES_MIN, WHO_COSIGNED, LogTrust, Trust
+from audit.trust import COSIGNATURES_MIN, WHO_COSIGNED, Ending, LogTrust, Trust
 from felix.batch import encode_headers
 from felix.errors import Code, RequestError, TamperError
 from felix.provenance import PATH_HEADER, parse_path
+from policy.approval import parse_document
 from policy.grant import check_path
 from policy.terms import GrantTerms
 
 FORMAT: Final = "felix/proof/2"
+FORMAT_3: Final = "felix/proof/3"
+"""With leaves under keys that ended since."""
 FORMAT_1: Final = "felix/proof/1"
 """Without documents: of records in leaves of version 1."""
 PROOF_BYTES_MAX: Final = 8 << 20
@@ -94,10 +100,15 @@ Base64 = Annotated[str, msgspec.Meta(max_length=100_000)]
 DocumentBase64 = Annotated[str, msgspec.Meta(max_length=DOCUMENT_FILE_BYTES_MAX * 4 // 3 + 4)]
 
 
-class _Included(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+Path = Annotated[tuple[Base64, ...], msgspec.Meta(max_length=PROOF_HASHES_MAX)]
+
+
+class _Included(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     index: Annotated[int, msgspec.Meta(ge=0)]
     leaf: Base64
-    path: Annotated[tuple[Base64, ...], msgspec.Meta(max_length=PROOF_HASHES_MAX)]
+    path: Path
+    ended_path: Path | None = None
+    """the path under the root at which the key ended that signed what is in it; None: it did not end"""
 
 
 class _Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -190,22 +201,40 @@ def prove(
     # A cosigned checkpoint proves more; the newest one is for what lies behind it.
     needed = 1 + (index if ack is None else max(index, ack[0]))
     chosen = choose_checkpoint(checkpoints, needed, trust)
-    papers, beside = _papers(files, chosen, trust, index, intent) if intent.version > 1 else ((), {})
+    keys = _keys_of_log(files, checkpoints, trust)
+    papers, beside = _papers(files, chosen, trust, keys, index, intent) if intent.version > 1 else ((), {})
+    receipt = None
+    if ack is not None:
+        ended = keys.ending_of_receipt(ack[1].header.receipt) if intent.version > 1 else None
+        receipt = _include(files, chosen, ack[0], ack[2], ended)
+    has_ended = any(each is not None and each.ended_path is not None for each in (receipt, *papers))
     document = _Proof(
-        FORMAT if intent.version > 1 else FORMAT_1,
+        FORMAT_1 if intent.version == 1 else FORMAT_3 if has_ended else FORMAT,
         _Record(stream, shard, offset),
         _note_text(chosen),
         _include(files, chosen, index, data),
-        None if ack is None else _include(files, chosen, ack[0], ack[2]),
+        receipt,
         papers,
         () if ack is None else _parts(files, chosen, index, intent, ack[1].header),
         beside,
     )
     made = msgspec.json.format(msgspec.json.encode(document), indent=1) + b"\n"
     proof = _parse(made)
-    if proof.format == FORMAT:
-        _approved(proof, chosen, trust, trust.log(chosen.checkpoint.origin), intent)
+    if intent.version > 1:
+        log = trust.log(chosen.checkpoint.origin)
+        _approved(proof, chosen, trust, _keys_of_proof(proof, chosen, trust, log), log, intent)
     return made
+
+
+def _keys_of_log(files: Files, checkpoints: Sequence[SignedCheckpoint], trust: Trust) -> KeysInLog:
+    """Under which keys what stands in the log verifies. Of the files, what the checkpoint signs is all that is told of them."""
+    newest = checkpoints[0].checkpoint
+    log = trust.log(newest.origin)
+    cosigned: dict[str, int] = {}
+    for held in checkpoints:
+        for party in log.cosigners(held.cosigned):
+            cosigned[party] = max(cosigned.get(party, 0), held.checkpoint.size)
+    return keys_of_log(trust, newest.origin, files, newest.size, cosigned, newest.size)
 
 
 Found = tuple[int, Leaf, bytes]
@@ -297,7 +326,7 @@ def choose_checkpoint(checkpoints: list[SignedCheckpoint], needed: int, trust: T
 
 
 def _papers(
-    files: Files, signed: SignedCheckpoint, trust: Trust, intent_index: int, intent: Leaf
+    files: Files, signed: SignedCheckpoint, trust: Trust, keys: KeysInLog, intent_index: int, intent: Leaf
 ) -> tuple[tuple[_Included, ...], dict[str, str]]:
     """The document leaves before the INTENT that it rests on, and the documents that stand beside the log. However many the log has of
     the grant: what later ones have replaced, and who says no more than was asked for, is left out.
@@ -305,7 +334,7 @@ def _papers(
     Raises TamperError where they do not hold, or do not let it cross.
     """
     header, size = intent.header, signed.checkpoint.size
-    agreements = Agreements(trust, Origin.parse(signed.checkpoint.origin))
+    agreements = Agreements(trust, Origin.parse(signed.checkpoint.origin), keys)
     problems: list[str] = []
     for at, data in read_entries(files, 0, intent_index, size):
         found = read_header(data)
@@ -325,7 +354,10 @@ def _papers(
         document = read_document(found, files)
         if document is not None and not found.document:
             beside[found.document_sha256.hex()] = b64encode(document).decode()
-        papers.append(_include(files, signed, at, bytes(data)))
+        ended = None
+        if keys.has_endings and document is not None:
+            ended = keys.ending_of_document(parse_document(document))
+        papers.append(_include(files, signed, at, bytes(data), ended))
     return tuple(papers), beside
 
 
@@ -344,11 +376,27 @@ def _note_text(signed: SignedCheckpoint) -> str:
     return encode_note(signed.note).decode()
 
 
-def _include(files: Files, signed: SignedCheckpoint, index: int, data: bytes) -> _Included:
+def _include(
+    files: Files, signed: SignedCheckpoint, index: int, data: bytes, ended: Ending | None = None
+) -> _Included:
+    """`ended`: where the key ended under which it stands there."""
     size = signed.checkpoint.size
     path = inclusion_proof(index, size, TileHashes(files, size))
     verify_inclusion(leaf_hash(data), index, size, path, signed.checkpoint.root)
-    return _Included(index, b64encode(data).decode(), tuple(b64encode(hash_).decode() for hash_ in path))
+    included = _Included(index, b64encode(data).decode(), _encode_path(path))
+    if ended is None:
+        return included
+    try:
+        path = inclusion_proof(index, ended.size, TileHashes(files, ended.size))
+        verify_inclusion(leaf_hash(data), index, ended.size, path, ended.root)
+    except TamperError:
+        # A copy of the log that does not reach there; the region's cosignature must stand on the checkpoint.
+        return included
+    return msgspec.structs.replace(included, ended_path=_encode_path(path))
+
+
+def _encode_path(path: Iterable[bytes]) -> tuple[str, ...]:
+    return tuple(b64encode(hash_).decode() for hash_ in path)
 
 
 class Wanted(NamedTuple):
@@ -450,7 +498,9 @@ def check_proof(
             f"The proof's INTENT is of {header.stream} shard {header.shard}, not of {record.stream}."
         )
     # 4. The documents are in the tree before it, signed by whom they must be, and let the record cross.
-    approved = _approved(proof, signed, trust, log, intent) if proof.format == FORMAT else None
+    keys = _keys_of_proof(proof, signed, trust, log)
+    has_documents = proof.format != FORMAT_1
+    approved = _approved(proof, signed, trust, keys, log, intent) if has_documents else None
     if approved is None and intent.version > 1:
         raise TamperError(
             f"A proof of the format {FORMAT_1} shows a leaf of version {intent.version}: its documents are left out."
@@ -464,7 +514,8 @@ def check_proof(
     # 6. The receipt in it is signed by the destination, and says the same.
     receipt: Receipt | None = None
     if ack is not None:
-        receipt = trust.open_receipt(ack.receipt)
+        assert proof.ack is not None
+        receipt = keys.open_receipt(ack.receipt, proof.ack.index)
         differing = differences(receipt, ack)
         if differing:
             raise TamperError(f"The proof's receipt and ACK differ in {', '.join(differing)}.")
@@ -520,8 +571,39 @@ def _batch(parts: Sequence[_Included], signed: SignedCheckpoint, index: int, int
     return [leaves[part] for part in sorted(leaves)]
 
 
-def _approved(proof: _Proof, signed: SignedCheckpoint, trust: Trust, log: LogTrust, intent: Leaf) -> Approved:
-    agreements = Agreements(trust, log.origin)
+def _keys_of_proof(proof: _Proof, signed: SignedCheckpoint, trust: Trust, log: LogTrust) -> KeysInLog:
+    """Under which keys the proof's leaves verify. Raises TamperError where a leaf is said to stand under the end of a key, and does not."""
+    shown: dict[int, tuple[tuple[int, bytes], ...]] = {}
+    checkpoint = signed.checkpoint
+    ends = {(ending.size, ending.root) for ending in trust.endings(checkpoint.origin)}
+    for included in (*proof.documents, *([] if proof.ack is None else [proof.ack])):
+        if included.ended_path is None:
+            continue
+        leaf, path = _decode_included(included, included.ended_path, f"Leaf {included.index}")
+        found = tuple(end for end in ends if _is_under(leaf, included.index, end, path))
+        if not found:
+            raise TamperError(
+                f"Leaf {included.index} of the proof is said to stand below the end of a key, and no trusted bundle names an end in this log "
+                "under which it does."
+            )
+        shown[included.index] = found
+    cosigners = log.cosigners(signed.cosigned)
+    return keys_of_proof(trust, checkpoint.origin, checkpoint.size, checkpoint.root, cosigners, shown)
+
+
+def _is_under(leaf: bytes, index: int, end: tuple[int, bytes], path: Sequence[bytes]) -> bool:
+    size, root = end
+    try:
+        verify_inclusion(leaf_hash(leaf), index, size, path, root)
+    except TamperError:
+        return False
+    return True
+
+
+def _approved(
+    proof: _Proof, signed: SignedCheckpoint, trust: Trust, keys: KeysInLog, log: LogTrust, intent: Leaf
+) -> Approved:
+    agreements = Agreements(trust, log.origin, keys)
     try:
         beside = {digest: b64decode(text, validate=True) for digest, text in proof.beside.items()}
     except ValueError as error:
@@ -630,26 +712,39 @@ def _parse(data: bytes) -> _Proof:
         json.loads(data, object_pairs_hook=_once)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise TamperError(f"That is not a proof file: {error}.") from error
-    if proof.format not in (FORMAT, FORMAT_1) or (
+    if proof.format not in (FORMAT, FORMAT_1, FORMAT_3) or (
         proof.format == FORMAT_1 and (proof.documents or proof.beside)
     ):
         raise TamperError(
-            f"A proof of the format {proof.format[:40]!r}; this version reads {FORMAT}, and {FORMAT_1} without documents."
+            f"A proof of the format {proof.format[:40]!r}; this version reads {FORMAT}, {FORMAT_3}, and {FORMAT_1} without documents."
+        )
+    shown = [proof.ack, *proof.documents]
+    has_ended = any(each is not None and each.ended_path is not None for each in shown)
+    elsewhere = any(each.ended_path is not None for each in (proof.intent, *proof.parts))
+    if elsewhere or has_ended != (proof.format == FORMAT_3):
+        raise TamperError(
+            f"Only a proof of the format {FORMAT_3} shows leaves under keys that ended, and each of that format does: of documents, or of the receipt."
         )
     return proof
 
 
-def _included(included: _Included, signed: SignedCheckpoint, what: str) -> Leaf:
+def _decode_included(included: _Included, encoded: Sequence[str], what: str) -> tuple[bytes, list[bytes]]:
+    """The leaf, and this path of it. Raises TamperError."""
     try:
         data = b64decode(included.leaf, validate=True)
-        path = [b64decode(hash_, validate=True) for hash_ in included.path]
+        path = [b64decode(hash_, validate=True) for hash_ in encoded]
     except ValueError as error:
         raise TamperError(f"{what} of the proof is not base64: {error}.") from error
     canonical = b64encode(data).decode() == included.leaf and all(
-        b64encode(found).decode() == hash_ for found, hash_ in zip(path, included.path, strict=True)
+        b64encode(found).decode() == hash_ for found, hash_ in zip(path, encoded, strict=True)
     )
     if not canonical or any(len(hash_) != HASH_BYTES for hash_ in path):
         raise TamperError(f"{what} of the proof has a path that is not made of {HASH_BYTES}-byte hashes.")
+    return data, path
+
+
+def _included(included: _Included, signed: SignedCheckpoint, what: str) -> Leaf:
+    data, path = _decode_included(included, included.path, what)
     verify_inclusion(
         leaf_hash(data), included.index, signed.checkpoint.size, path, signed.checkpoint.root, what
     )

@@ -108,6 +108,11 @@ def read_unverified(data: bytes) -> Receipt:
     return _form.read_unverified(data)
 
 
+def signer_of(data: bytes) -> bytes:
+    """The id of the key that a receipt says signed it. Raises TamperError."""
+    return _form.signer(data)
+
+
 _SHARED: Final = (
     "grant_id",
     "terms_hash",

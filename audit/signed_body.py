@@ -74,6 +74,10 @@ class SignedForm(Generic[Body]):
             raise TamperError(f"A {self._what}'s signature does not hold.")
         return self._decode(signed)
 
+    def signer(self, data: bytes) -> bytes:
+        """The id of the key that it says signed it. Raises TamperError."""
+        return self._read(data).key_id
+
     def read_unverified(self, data: bytes) -> Body:
         """The body without its signature checked. Raises TamperError."""
         return self._decode(self._read(data))

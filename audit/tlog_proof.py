@@ -30,6 +30,7 @@ import msgspec
 
 from audit.agreement import VERSION_1_UNSUPPORTED
 from audit.checkpoint import SignedCheckpoint
+from audit.keys_in_log import keys_of_proof
 from audit.leaf import ENTRY_BYTES, Entry, Header, Kind, Leaf, Side, decode_leaf, find_entry
 from audit.merkle import PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
 from audit.note import encode_note
@@ -195,7 +196,11 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
     if leaf.version == 1:
         unsupported += VERSION_1_UNSUPPORTED
     if header.kind is Kind.ACK:
-        receipt = trust.open_receipt(header.receipt)
+        # A region cosigns no two histories of a log: of one that it cosigned, what stands below the end of its former key counts.
+        keys = keys_of_proof(
+            trust, log.name, checkpoint.size, checkpoint.root, log.cosigners(signed.cosigned), {}
+        )
+        receipt = keys.open_receipt(header.receipt, proof.leaf_index)
         differing = differences(receipt, header)
         if differing:
             raise TamperError(f"The proof's receipt and ACK differ in {', '.join(differing)}.")

@@ -5,12 +5,13 @@ regions into one collection; who verifies something first asks whose statement i
 alone:
 
 - a log verifies under the region that its origin names (`Trust.log`), and its leaves speak for that region;
-- a receipt verifies under the keys of its destination, and names that region's own log (`Trust.open_receipt`);
+- a receipt verifies under the keys of its destination, and names that region's own log (audit.keys_in_log);
 - a cosignature counts for whoever gave it, once, however many keys it has; the log's own region never counts, by none of its keys;
 - a key that people compared as a witness's stays that one's: what a region says of it later, uncompared, takes no cosignature away;
 - no two parties have one witness's key: a cosignature does not cover its signer's name, so anybody could say that it is the other one's;
 - cosignatures are counted on one checkpoint (`LogTrust.covered`): who cosigned another one has not seen what is behind it;
-- signed documents verify under the policy keys of the region that they name (`Trust.policy_keys`).
+- signed documents verify under the policy keys of the region that they name (`Trust.policy_keys`);
+- a key that ended counts in the logs in which its region says that it did, below its end (`Trust.endings`, audit.keys_in_log), and nowhere else.
 
 Callers: cli (from bundles), audit.verify, audit.proof, audit.agreement, audit.spark, bridge and region for their
 peers' bundles.
@@ -20,20 +21,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from audit.checkpoint import SignedCheckpoint, open_checkpoint
 from audit.note import Algorithm, Verified, VerifierKey, parse_note
 from audit.origin import Origin, region_origin
-from audit.receipt import Receipt, open_receipt, read_unverified
 from audit.signed_body import ReceiptKeys
 from audit.witness_policy import WitnessPolicy
 from felix.errors import Code, RequestError, TamperError
 from felix.names import trust_domain
 from felix.peer import TrustAnchor, TrustBundle
 from keys.bundle import AuditKey, RegionBundle
+from policy.signed import key_id
 
 WHO_COSIGNED: Final = (
     "Trust those who cosigned it: give the bundle of each region with --bundle, or witnesses with --policy."
@@ -41,6 +42,16 @@ WHO_COSIGNED: Final = (
 COSIGNATURES_MIN: Final = 1
 """Cosigners that verify, check-proof and report ask for unless they are told otherwise: with none, a log's owner can
 write its history anew at any time."""
+
+
+class Ending(NamedTuple):
+    """A former key of a region, and where it ended in one log: at so many leaves, whose tree had this root."""
+
+    region: str
+    role: Literal["policy", "receipt"]
+    public: bytes
+    size: int
+    root: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +113,23 @@ class RegionTrust:
 
     @property
     def policy_keys(self) -> tuple[bytes, ...]:
-        """Ed25519 public keys of the region's policies, grants and standings."""
+        """Ed25519 public keys of the region's policies, grants and standings; those of now."""
         return self.bundle.policy_keys
+
+    def endings(self, origin: str) -> tuple[Ending, ...]:
+        """Its former keys that ended in this log. In any other they count for nothing."""
+        ended = [(keys, end) for keys in self.bundle.former if (end := keys.end_in(origin)) is not None]
+        policy = [
+            Ending(self.region, "policy", public, end.size, end.root)
+            for keys, end in ended
+            for public in keys.policy_keys
+        ]
+        receipt = [
+            Ending(self.region, "receipt", public, end.size, end.root)
+            for keys, end in ended
+            for public in keys.receipt_keys
+        ]
+        return (*policy, *receipt)
 
     def log_keys(self, origin: str) -> tuple[VerifierKey, ...]:
         """The keys of one of its logs: one for each algorithm, and those that signed before. Raises TamperError where it names none."""
@@ -413,14 +439,37 @@ class Trust:
         of = (name for name in self.regions if key.public in self._regions[name].compared_keys)
         return next(of, key.name)
 
-    def open_receipt(self, data: bytes) -> Receipt:
-        """Verify a receipt under the keys of the region that it says it is from. Raises TamperError."""
-        claimed = read_unverified(data).destination_region
-        return open_receipt(data, self.region(claimed).receipt_keys)
+    def endings(self, origin: str) -> tuple[Ending, ...]:
+        """The former keys of all regions that ended in this log."""
+        return tuple(ending for region in self._regions.values() for ending in region.endings(origin))
+
+    def former_policy_keys(self, region: str) -> tuple[bytes, ...]:
+        """A region's policy keys that ended, wherever; none where it is not trusted."""
+        found = self._regions.get(region)
+        former = () if found is None else found.bundle.former
+        return tuple(public for keys in former for public in keys.policy_keys)
+
+    def policy_eras(self, region: str) -> dict[str, int]:
+        """A region's policy keys by their ids, each with how many times keys had ended before it did, or, of one of now, have by now."""
+        found = self._regions.get(region)
+        if found is None:
+            return {}
+        ended = [keys.policy_keys for keys in found.bundle.former if keys.policy_keys]
+        return {
+            key_id(public): era
+            for era, publics in enumerate((*ended, found.policy_keys))
+            for public in publics
+        }
+
+    def former_receipt_keys(self, region: str) -> tuple[bytes, ...]:
+        """The same of its receipt keys."""
+        found = self._regions.get(region)
+        former = () if found is None else found.bundle.former
+        return tuple(public for keys in former for public in keys.receipt_keys)
 
     @property
     def policy_keys(self) -> dict[str, tuple[bytes, ...]]:
-        """Policy keys by region, as `policy.signed.verify` asks for them."""
+        """Policy keys of now by region, as `policy.signed.verify` asks for them."""
         return {name: region.policy_keys for name, region in self._regions.items()}
 
     @property

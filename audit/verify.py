@@ -20,6 +20,7 @@ from audit.continuity import Continuity
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.crossed import CROSSED_BEFORE
 from audit.document_leaf import read_document
+from audit.keys_in_log import KeysInLog, keys_of_log
 from audit.largest import Largest
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf, leaf_version
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash, root_from_nodes
@@ -280,6 +281,7 @@ class _Run:
         self._log: LogTrust
         self._report = Report(origin)
         self._continuity = Continuity()
+        self._keys: KeysInLog
         self._agreements: Agreements
         self._version = 1
         self._unjudged = Unjudged(origin or "a log")
@@ -304,11 +306,12 @@ class _Run:
             for step in report.steps[1:]:
                 step.note = "not checked: there is no checkpoint to check against"
             return report
-        self._agreements = Agreements(self._trust, self._log.origin)
         # 2. Nothing that was cosigned is missing.
         for sentence, path in unreadable:
             report.find(2, sentence, path=path)
         self._remembered(signed, remembered, cosignatures_min)
+        self._keys = self._keys_of_log(cosignatures_min)
+        self._agreements = Agreements(self._trust, self._log.origin, self._keys)
         # 3. to 8. and 10. in one pass over the entries.
         bundles = -(-report.size // TILE_WIDTH)
         missing = self._end_missing(bundles)
@@ -432,6 +435,13 @@ class _Run:
             report.steps[1].note = "no cosigned checkpoint is known"
         self._roots_due.sort(key=lambda due: due[0].size)
         self._check_roots()
+
+    def _keys_of_log(self, cosignatures_min: int) -> KeysInLog:
+        """What was read of the tiles is held to the entries in step 4."""
+        report = self._report
+        is_required = cosignatures_min > 0 or self._log.policy is not None
+        covered = report.cosigned_size if is_required else report.size
+        return keys_of_log(self._trust, self._log.name, self._files, report.size, report.cosigners, covered)
 
     def _count(self, signed: SignedCheckpoint) -> None:
         """Who cosigned this checkpoint, whose root is compared in its turn."""
@@ -559,7 +569,7 @@ class _Run:
             (7, lambda: self._accounted(index, leaf)),
             (7, lambda: self._again(leaf)),
             # 8. Every delivery has its receipt.
-            (8, lambda: self._receipt(leaf) if is_receipt else ()),
+            (8, lambda: self._receipt(index, leaf) if is_receipt else ()),
         )
         for step, question in questions:
             for sentence in self._ask(index, question):
@@ -680,12 +690,12 @@ class _Run:
             else []
         )
 
-    def _receipt(self, leaf: Leaf) -> list[str]:
+    def _receipt(self, index: int, leaf: Leaf) -> list[str]:
         header = leaf.header
         if not header.receipt:
             return ["The ACK carries no receipt."]
         try:
-            receipt = self._trust.open_receipt(header.receipt)
+            receipt = self._keys.open_receipt(header.receipt, index)
         except TamperError as error:
             return [error.sentence]
         if not receipt.entries_sha256:

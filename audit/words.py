@@ -2,7 +2,8 @@
 
 A pause and a deny entry stop; a resumption and a lifting let go on. Of one region's words about one thing the one of the highest rank
 holds, whatever order they came in. A word that stops counts from the time of its leaf on, since what was on its way when it came may
-still be written down; one that lets go on counts at once.
+still be written down; one that lets go on counts at once. Before the rank goes the era of the key that signed the word (audit.keys_in_log): a region that gave a key up
+need not find a higher number than whoever has it.
 
 Invariant: what is held is bounded, what is counted is not: a region that speaks without end makes no leaf of its log wrong, and loses
 at most the older of its own words.
@@ -28,8 +29,12 @@ lifted is forgotten first, then what was said first."""
 T = TypeVar("T")
 
 
+Ranked = tuple[int, Rank]
+"""The era of the key, and the rank."""
+
+
 class _Stop(NamedTuple, Generic[T]):
-    rank: Rank
+    rank: Ranked
     time_ms: int
     body: T
 
@@ -40,11 +45,11 @@ class Words(Generic[T]):
     __slots__ = ("_goes_on", "_stops")
 
     def __init__(self) -> None:
-        self._goes_on: Rank | None = None
+        self._goes_on: Ranked | None = None
         self._stops: list[_Stop[T]] = []
         """Those that outrank what lets go on, by rank; each is younger than the ones below it, which would else say nothing."""
 
-    def take(self, rank: Rank, time_ms: int, body: T, *, stops: bool) -> None:
+    def take(self, rank: Ranked, time_ms: int, body: T, *, stops: bool) -> None:
         """Take a word whose leaf has this time (ms)."""
         if self._goes_on is not None and rank <= self._goes_on:
             return
@@ -80,14 +85,14 @@ class Denied:
         """keys (pattern and peer) by region, in the order in which they were first said, or said again after they were lifted"""
         self._lifted: dict[str, dict[tuple[str, str], None]] = {}
 
-    def take(self, entry: DenyEntry, time_ms: int) -> None:
-        """Take an entry or a lifting whose leaf has this time (ms)."""
+    def take(self, entry: DenyEntry, time_ms: int, era: int = 0) -> None:
+        """Take an entry or a lifting whose leaf has this time (ms), under a key of this era."""
         pattern, key = NamePattern(entry.streams), (entry.streams, entry.peer)
         by_ends = self._patterns.get(pattern)
         if by_ends is None:
             self._patterns.put(pattern, by_ends := {})
         words = by_ends.setdefault((entry.region, entry.peer), Words())
-        words.take(deny_rank(entry), time_ms, entry, stops=not entry.lifted)
+        words.take((era, deny_rank(entry)), time_ms, entry, stops=not entry.lifted)
         stand, lifted = self._stand.setdefault(entry.region, {}), self._lifted.setdefault(entry.region, {})
         if words.is_lifted:
             stand.pop(key, None)

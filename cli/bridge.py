@@ -54,6 +54,7 @@ from cli.setting import (
     run,
     stop_signals,
 )
+from cli.sign_again import sign_again
 from cli.terms import confirm, short_tallies, show_terms, tally_rows, terms_rows
 from felix.collector import start_kept
 from felix.errors import Code, FelixError, RequestError
@@ -94,6 +95,7 @@ app = typer.Typer(no_args_is_help=True)
 app.command("approve")(approve)
 app.command("init")(init)
 app.command("resend")(resend)
+app.command("sign-again")(sign_again)
 app.command("submit")(submit)
 
 What = Annotated[Literal["stream"], typer.Argument(help="The word `stream`.")]

@@ -42,7 +42,7 @@ from felix.files import write_output
 from felix.messages import BrokerState, RegionState
 from felix.profile import load_profile
 from felix.runtime.real import now_ms
-from keys.bundle import AuditKey, decode_bundle
+from keys.bundle import AuditKey, FormerKeys, decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
@@ -647,7 +647,13 @@ def bundle(
         out.print(held.whole_fingerprint() if whole else held.fingerprint())
         return
     if json:
-        print_json(held, fingerprint=held.fingerprint(), signature=signed.signature, file=folder.bundle)
+        print_json(
+            held,
+            former_keys=held.former,
+            fingerprint=held.fingerprint(),
+            signature=signed.signature,
+            file=folder.bundle,
+        )
         return
     table(
         f"Bundle of {held.region}",
@@ -659,9 +665,16 @@ def bundle(
             ["jurisdiction", held.jurisdiction],
             ["issued", iso(held.issued_ms)],
             ["audit logs and cosigners", lines(map(_named, held.audit_keys))],
+            *([["former keys", lines(map(_ended, held.former))]] if held.former else []),
             ["fingerprint", held.fingerprint()],
         ],
     )
+
+
+def _ended(keys: FormerKeys) -> str:
+    """Keys that ended together, and in how many logs what they signed counts."""
+    roles = [role for role, held in (("policy", keys.policy_keys), ("receipt", keys.receipt_keys)) if held]
+    return f"{' and '.join(roles)}, up to their ends in {len(keys.ends):,} logs"
 
 
 def _named(key: AuditKey) -> str:
@@ -727,6 +740,71 @@ def change_log_keys_(
     for key in RegionTrust(changed.signed.bundle).log_keys(changed.origin):
         if key.to_size is None:
             note(f"For outside witnesses (felix witness add-log --in-place) and policy files: {key}")
+
+
+@app.command("change-signing-keys")
+def change_signing_keys_(
+    region: RegionOption = "",
+    policy: Annotated[
+        bool, typer.Option("--policy", help="The policy key alone; both if none is named.")
+    ] = False,
+    receipt: Annotated[bool, typer.Option("--receipt", help="The receipt key alone.")] = False,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="The last checkpoint of a log that lies elsewhere: one of this region's, or another's as this region cosigned it. Repeatable."
+        ),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(help="One of this region's logs that is gone, or was never written. Repeatable."),
+    ] = None,
+    raise_ends: Annotated[
+        bool,
+        typer.Option(
+            "--raise-ends",
+            help="Change no key: have those that ended last count as far as other regions' logs are cosigned by now.",
+        ),
+    ] = False,
+) -> None:
+    """Give the region a new policy key and a new receipt key. What the ones before signed counts up to where each log was cosigned, and they sign nothing any more.
+
+    The region's brokers are stopped meanwhile, and agents that run from this folder. The bundle is signed again; other regions accept it only by its
+    fingerprint. Policies, halves of grants, pauses and deny entries that are to stand are signed again; docs/keys.md has the steps.
+    """
+    from region.signing_keys import ROLES, change_signing_keys
+    from region.signing_keys import raise_ends as raise_
+
+    folder, config = folder_of(region)
+    notes = [read_file(path, "The checkpoint") for path in checkpoint or []]
+    if _running(folder, config) is not None:
+        raise RequestError(
+            f"{config.region} runs here: what it signs meanwhile would stand behind the keys' end.",
+            code=Code.CONFLICT,
+            hint=f"felix region down {config.region}",
+        )
+    if raise_ends:
+        changed = raise_(folder, config, now_ms(), checkpoints=notes)
+    else:
+        named = [role for role, is_named in zip(ROLES, (policy, receipt), strict=True) if is_named]
+        changed = change_signing_keys(
+            folder, config, now_ms(), named or ROLES, checkpoints=notes, without=without or ()
+        )
+    table(
+        "What the keys before signed counts in",
+        ["log", "leaves#"],
+        [[end.log, end.size] for end in changed.ends],
+    )
+    fingerprint = changed.signed.bundle.fingerprint()
+    out.print(f"{folder.bundle} says so; its fingerprint is {fingerprint}")
+    out.print(
+        "Until another region has taken the file, it takes nothing that this one signs. Read its operator the fingerprint:\n"
+        f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
+    )
+    if not raise_ends:
+        note(
+            "trust the other regions again here, and sign again what is to stand: the policy, halves of grants, pauses and deny entries."
+        )
 
 
 @app.command()

@@ -10,7 +10,8 @@ Invariants of a decoded `SignedBundle`, each checked again at decoding:
 1. the shape holds: names, sizes and numbers as typed here, no field too many;
 2. it names only its own region's things: the root certificate is this region's and mesh's, every audit key is called
    `<region>.<mesh>/…`, and every key is a key;
-3. the signature holds under one of its own policy keys.
+3. no former key is a key of now, nor stands twice in one role; each of their logs is of this mesh, and named once;
+4. the signature holds under one of its own policy keys, of now.
 
 A new bundle, whoever compared it, must also pass `check_bundle`: no two of its audit keys can be taken for each other. One that was
 trusted before there was this rule is still read.
@@ -42,6 +43,10 @@ BUNDLE_BYTES_MAX: Final = 65_536
 """A bundle takes about 4 KiB; the rest is room for keys that are being rotated."""
 KEYS_MAX: Final = 16
 """Keys of one kind: the one in use, and some that it takes over from or hands over to."""
+FORMER_MAX: Final = 16
+"""Changes of policy and receipt keys of which the former ones are named."""
+ENDS_MAX: Final = 256
+"""Logs in which keys that ended together may have signed something: some 130 bytes each."""
 AUDIT_KEYS_MAX: Final = 32
 """Half of them ML-DSA-44 keys, of 1.8 kB in base64 each: the region's log and witness, and the logs of 14 bridges."""
 ISSUED_AHEAD_MS_MAX: Final = 600_000
@@ -122,10 +127,34 @@ class AuditKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         )
 
 
-class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a region tells others. `country` is ISO 3166-1 alpha-2; `jurisdiction` is for people and policies."""
+class KeyEnd(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Where keys ended in one log: what they signed counts in its first `size` leaves, as they were then: their tree has this `root`."""
 
-    format: Literal[1] = 1
+    log: Annotated[str, msgspec.Meta(min_length=1, max_length=255)]
+    size: Annotated[int, msgspec.Meta(ge=1, le=(1 << 63) - 1)]
+    root: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+
+
+FormerPublicKeys = Annotated[tuple[PublicKeyBytes, ...], msgspec.Meta(max_length=KEYS_MAX)]
+
+
+class FormerKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """Keys that ended together. They sign nothing any more; what they signed counts below their ends, and in no other log."""
+
+    policy_keys: FormerPublicKeys = ()
+    receipt_keys: FormerPublicKeys = ()
+    ends: Annotated[tuple[KeyEnd, ...], msgspec.Meta(max_length=ENDS_MAX)] = ()
+
+    def end_in(self, log: str) -> KeyEnd | None:
+        """Where they ended in this log; None where they count for nothing."""
+        return next((end for end in self.ends if end.log == log), None)
+
+
+class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a region tells others. `country` is ISO 3166-1 alpha-2; `jurisdiction` is for people and policies. `policy_keys` and `receipt_keys` are those
+    of now; former ones stand in `former_keys`, which is left out where there are none: such bundles are of format 1, and the same bytes as before."""
+
+    format: Literal[1, 2] = 1
     region: str
     mesh: str
     country: Annotated[str, msgspec.Meta(pattern="^[A-Z]{2}$")]
@@ -136,6 +165,20 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
     receipt_keys: PublicKeys
     audit_keys: Annotated[tuple[AuditKey, ...], msgspec.Meta(max_length=AUDIT_KEYS_MAX)]
     import_key: Annotated[bytes, msgspec.Meta(min_length=PUBLIC_BYTES, max_length=PUBLIC_BYTES)]
+    former_keys: (
+        Annotated[tuple[FormerKeys, ...], msgspec.Meta(min_length=1, max_length=FORMER_MAX)]
+        | msgspec.UnsetType
+    ) = msgspec.UNSET
+    """the earliest first"""
+
+    @property
+    def former(self) -> tuple[FormerKeys, ...]:
+        """Keys that ended, the earliest first."""
+        return () if self.former_keys is msgspec.UNSET else self.former_keys
+
+    def with_former(self, former: tuple[FormerKeys, ...]) -> RegionBundle:
+        """The same with these former keys, in the format that they ask for."""
+        return msgspec.structs.replace(self, format=2 if former else 1, former_keys=former or msgspec.UNSET)
 
     def anchor(self) -> TrustAnchor:
         """The root that verifies this region's identities."""
@@ -154,21 +197,26 @@ class RegionBundle(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
         bridges = f"{trust_domain(self.region, self.mesh)}/bridge/"
         return tuple(key for key in self.audit_keys if key.role == "log" and key.name.startswith(bridges))
 
+    def former_public_keys(self) -> frozenset[bytes]:
+        """Keys that ended: somebody else may have them."""
+        return frozenset(public for keys in self.former for public in (*keys.policy_keys, *keys.receipt_keys))
+
     def public_keys(self) -> frozenset[bytes]:
         """Every key that could cosign, whatever it is for. (Those of certificates are on another curve.)"""
-        return frozenset((*self.policy_keys, *self.receipt_keys, *(key.public for key in self.audit_keys)))
+        now = (*self.policy_keys, *self.receipt_keys, *(key.public for key in self.audit_keys))
+        return self.former_public_keys().union(now)
 
     def compared_keys(self) -> frozenset[bytes]:
         """Those that change by a compared fingerprint alone: named as something else than a bridge's log, whether as one besides or not."""
         bridges = set(self.bridge_logs())
         own = (key.public for key in self.audit_keys if key not in bridges)
-        return frozenset((*self.policy_keys, *self.receipt_keys, *own))
+        return self.former_public_keys().union((*self.policy_keys, *self.receipt_keys, *own))
 
     def fingerprint(self) -> str:
         """What people read to each other: SHA-256 of what founds the region, in 16 groups of four hexadecimal digits.
 
         That is all but the logs of bridges and the time of issue: name, mesh, country, root certificate, policy, receipt and
-        import keys, the region's own log and its witness. Whatever of it changes, people compare again.
+        import keys, former ones and where they ended, the region's own log and its witness. Whatever of it changes, people compare again.
         """
         bridges = set(self.bridge_logs())
         own = tuple(key for key in self.audit_keys if key not in bridges)
@@ -227,7 +275,7 @@ def decode_bundle(data: bytes) -> SignedBundle:
 
 
 def check_holds(signed: SignedBundle) -> None:
-    """Invariants 2 and 3 of a bundle that has its shape. Raises RequestError, TamperError."""
+    """Invariants 2 to 4 of a bundle that has its shape. Raises RequestError, TamperError."""
     bundle = signed.bundle
     # 2. its parts
     domain = trust_domain(bundle.region, bundle.mesh)
@@ -251,13 +299,51 @@ def check_holds(signed: SignedBundle) -> None:
                 f"The bundle of {domain} names two keys of {audit_key.name} for the same checkpoints.",
                 code=Code.INVALID,
             )
-    # 3. the signature
+    # 3. its former keys
+    _check_former(bundle)
+    # 4. the signature
     message = bundle.signed_bytes()
     if not any(key.holds(_PURPOSE, message, signed.signature) for key in keys):
         raise TamperError(
             f"The bundle of {bundle.region} is not signed by one of its own policy keys: it was changed.",
             hint="Get it again from that region, and compare its fingerprint.",
         )
+
+
+def _check_former(bundle: RegionBundle) -> None:
+    """Raises RequestError(INVALID) where a former key is one of now, or stands twice, or a log is named twice or is of another mesh."""
+    domain = trust_domain(bundle.region, bundle.mesh)
+    if bundle.format != (2 if bundle.former else 1):
+        raise RequestError(
+            f"The bundle of {domain} is of format {bundle.format}: one with former keys is of format 2, one without of format 1.",
+            code=Code.INVALID,
+        )
+    now = {*bundle.policy_keys, *bundle.receipt_keys, *(key.public for key in bundle.audit_keys)}
+    for publics in (
+        [public for keys in bundle.former for public in keys.policy_keys],
+        [public for keys in bundle.former for public in keys.receipt_keys],
+    ):
+        for public in publics:
+            VerifyKey(public)
+        if len(set(publics)) < len(publics) or not now.isdisjoint(publics):
+            raise RequestError(
+                f"The bundle of {domain} names a former key twice, or as a key of now.",
+                code=Code.INVALID,
+                hint=f"Ask {bundle.region}'s operator. A key that ended is used for nothing again.",
+            )
+    for keys in bundle.former:
+        logs = [end.log for end in keys.ends]
+        if len(set(logs)) < len(logs) or not (keys.policy_keys or keys.receipt_keys):
+            raise RequestError(
+                f"The bundle of {domain} says twice where keys ended in one log, or where none ended.",
+                code=Code.INVALID,
+            )
+        for log in logs:
+            if not log.partition("/")[0].endswith(f".{bundle.mesh}"):
+                raise RequestError(
+                    f"The bundle of {domain} says where a key ended in {log[:200]!r}, which is no log of mesh {bundle.mesh}.",
+                    code=Code.INVALID,
+                )
 
 
 def check_bundle(signed: SignedBundle, trusted: RegionBundle | None = None) -> None:
@@ -311,6 +397,7 @@ def changes_of(trusted: RegionBundle, new: RegionBundle, known: Known = NOBODYS)
     New logs of bridges are nothing of it: under a new name, and a key that is nobody's yet, they say nothing about what was there before.
     """
     found = [words for name, words in _FIXED if getattr(new, name) != getattr(trusted, name)]
+    found += _former_changes(trusted, new)
     found += _key_changes(trusted.audit_keys, new.audit_keys)
     bridges = {key.name for key in new.bridge_logs()}
     names = {key.name for key in trusted.audit_keys}
@@ -323,6 +410,30 @@ def changes_of(trusted: RegionBundle, new: RegionBundle, known: Known = NOBODYS)
     if not found and new.fingerprint() != trusted.fingerprint():
         found.append("another fingerprint")
     return found
+
+
+def _former_changes(trusted: RegionBundle, new: RegionBundle) -> list[str]:
+    """How former keys changed, in words: none may be added, moved, taken away or brought back, nor its end changed, without people."""
+    if new.former == trusted.former:
+        return []
+    found = []
+    for role in ("policy", "receipt"):
+        name = f"{role}_keys"
+        before = {public: keys for keys in trusted.former for public in getattr(keys, name)}
+        after = {public: keys for keys in new.former for public in getattr(keys, name)}
+        unknown = after.keys() - before.keys() - set(getattr(trusted, name))
+        back = before.keys() & set(getattr(new, name))
+        ended = after.keys() & set(getattr(trusted, name))
+        gone = before.keys() - after.keys() - back
+        both = before.keys() & after.keys()
+        found += [f"a former {role} key that was none of its {role} keys"] * bool(unknown)
+        found += [f"a {role} key that had ended"] * bool(back)
+        found += [f"an end of a {role} key"] * bool(ended)
+        found += [f"no former {role} key any more that it named"] * bool(gone)
+        found += [f"other ends of a former {role} key"] * any(
+            set(before[public].ends) != set(after[public].ends) for public in both
+        )
+    return found or ["its former keys in another order"]
 
 
 def changes_beyond_fingerprint(
@@ -364,7 +475,7 @@ def check_update(trusted: RegionBundle, update: SignedBundle, known: Known = NOB
     """That `update` may take the place of `trusted` without people comparing fingerprints again.
 
     It must be of the same region and mesh, newer, signed by a policy key that was trusted before, have the same fingerprint, and
-    differ in nothing but new bridges' logs, of keys that are none of `known` nor of its own. Raises RequestError(WRONG_REGION | CONFLICT), TamperError.
+    differ in nothing but new bridges' logs, of keys that are none of `known` nor of its own. So it adds no former key, moves no end of one, and brings none back. Raises RequestError(WRONG_REGION | CONFLICT), TamperError.
     """
     new = update.bundle
     if (new.region, new.mesh) != (trusted.region, trusted.mesh):

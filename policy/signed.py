@@ -46,7 +46,7 @@ NUMBER_MAX: Final = (1 << 53) - 1
 
 T = TypeVar("T")
 Trusted = Mapping[str, Sequence[bytes]]
-"""Region to its policy keys: raw Ed25519 public keys, 32 bytes each, the current one and those before it."""
+"""Region to its policy keys: raw Ed25519 public keys, 32 bytes each. Whoever reads a log adds those that ended there (audit.keys_in_log)."""
 
 
 class Purpose(StrEnum):

@@ -155,7 +155,9 @@ def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: Si
     trail = Trail.open(files.log, signers[0], also=signers[1:], earlier=earlier)
     try:
         if files.origin == region_origin(bundle.region, bundle.mesh):
-            _append(trail, bundle.region, new, now_ms)
+            append_changed(
+                trail, bundle.region, new, now_ms, "The keys that sign this log's checkpoints were changed."
+            )
         return note_size(trail.publish())
     finally:
         trail.close()
@@ -166,8 +168,8 @@ def _own_log(folder: RegionFolder, config: RegionConfig) -> Path:
     return next((path for path in paths if path.is_dir()), paths[0])
 
 
-def _append(trail: Trail, region: str, new: SigningKey, now_ms: int) -> None:
-    """A region's keys stand in its own log: this one says which key signs it from here on."""
+def append_changed(trail: Trail, region: str, new: SigningKey, now_ms: int, sentence: str) -> None:
+    """A region's keys stand in its own log: this leaf says which one signs from here on. Blocks."""
     header = Header(
         kind=Kind.KEY,
         side=Side.INGRESS,
@@ -176,7 +178,7 @@ def _append(trail: Trail, region: str, new: SigningKey, now_ms: int) -> None:
         destination_region=region,
         action="rotated",
         key_id=sha256(new.verify_key.public).digest()[:KEY_ID_BYTES],
-        sentence="The keys that sign this log's checkpoints were changed.",
+        sentence=sentence,
     )
     done, failed = threading.Event(), list[Exception]()
 

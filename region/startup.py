@@ -115,6 +115,7 @@ from region.replication.links import LocalBroker
 from region.requests import Requests, ViewTraffic
 from region.sealing import KeyringSeal
 from region.session import Services
+from region.signing_keys import require_of_now
 from region.stream_follower import StreamFollower
 from region.streams import HOT_BYTES, StreamTable, shard_settings
 from region.subscriptions.service import SubscriptionService
@@ -423,6 +424,7 @@ async def open_broker(
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
+    require_of_now(own, receipt_key)
     if peers is not None:
         peers.requests.serve(StreamsPassed, partial(_passed, governance, streams))
     export = ExportService(broker, governance, keyring, receipt_key)

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 from region_peer import RawPeer, encode_request, raw_peer
 
-from audit.receipt import Receipt
+from audit.receipt import Receipt, open_receipt
 from audit.stream_statement import Epoch
 from felix.errors import FelixError
 from felix.frames import Frame, FrameType, encode_frame
@@ -239,7 +239,7 @@ class RogueAgent:
         self._read = wanted
         frame = receipts[wanted - 1]
         self.position = struct.unpack_from(">Q", frame.body)[0]
-        return self.mesh.trust.open_receipt(bytes(frame.body[8:]))
+        return open_receipt(bytes(frame.body[8:]), self.mesh.trust.region("eu-west").receipt_keys)
 
     async def cross(self, records: Sequence[Wild], **batch: object) -> Receipt:
         """Send one envelope and wait for its receipt."""

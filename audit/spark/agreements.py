@@ -29,6 +29,7 @@ from audit.agreement import Agreement, Agreements, Stop
 from audit.continuity import GRANTS_MAX
 from audit.crossed import Derived
 from audit.document_leaf import read_document
+from audit.keys_in_log import KeysInLog
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Terms, decode_leaf
 from audit.merkle import TILE_WIDTH
 from audit.origin import Origin
@@ -36,7 +37,7 @@ from audit.spark.files import open_files
 from audit.spark.frame import frame_of
 from audit.spark.stops import Seen, Words, remember
 from audit.spark.stops import rows as stop_rows
-from audit.spark.verification import OpenedLog
+from audit.spark.verification import OpenedLog, keys_of
 from audit.tile import Files
 from audit.trust import Trust
 from audit.unjudged import Unjudged
@@ -169,11 +170,12 @@ def rows_of(
     files: Files,
     trust: Trust,
     crossed: Mapping[str, FirstCrossing] = MappingProxyType({}),
+    keys: KeysInLog | None = None,
 ) -> LogDocuments:
     """The rows of one log, from its document leaves in order, with their indexes; `files` has documents beside the log. `crossed`: by grant
     the first record that the tables are about: who approved and accepted is told as of then, where that is complete. Whoever signed later
-    did not let it cross."""
-    agreements, unjudged = Agreements(trust, Origin.parse(origin)), Unjudged(origin)
+    did not let it cross. `keys`: of the log; None: no former key counts in it."""
+    agreements, unjudged = Agreements(trust, Origin.parse(origin), keys), Unjudged(origin)
     then: dict[str, Agreement] = {}
     waiting = deque(sorted((first, grant_id) for grant_id, first in crossed.items()))
 
@@ -307,7 +309,9 @@ def read_signed(
     for origin, rows in groupby(places.toLocalIterator(), key=itemgetter("log")):
         log = opened[origin]
         named = _leaves(log, (index for row in rows for index in row["indexes"]))
-        found[origin] = rows_of(origin, named, open_files(log.path), trust, crossings.get(origin, {}))
+        found[origin] = rows_of(
+            origin, named, open_files(log.path), trust, crossings.get(origin, {}), keys_of(log, trust)
+        )
     signed: dict[str, tuple[Any, ...]] = {}
     of_crossings: set[str] = set()
     claims: dict[tuple[str, ...], tuple[Any, ...]] = {}

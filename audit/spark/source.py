@@ -35,6 +35,7 @@ from pyspark.sql.datasource import DataSource, DataSourceReader, InputPartition
 
 from audit.bundle_roots import root_over
 from audit.checkpoint import Checkpoint
+from audit.keys_in_log import KeysInLog, keys_of_log
 from audit.leaf import (
     ENTRY_COLUMNS,
     LEAF_COLUMNS,
@@ -150,13 +151,14 @@ class Found(NamedTuple):
 
 
 def check_bundle(
-    files: Files, bundle: int, size: int, trust: Trust | None = None, root: bytes = b""
+    files: Files, bundle: int, size: int, trust: Trust | None = None, root: bytes = b"", origin: str = ""
 ) -> Iterator[Found]:
     """The leaves of one entry bundle of a log of `size` leaves, each checked against its tile.
 
     `root`: what the tile must hash to; without it, what level 1 says where the tile is full. Signatures of receipts are checked
-    where there is `trust`.
+    where there is `trust`; under former keys in the log of this `origin` alone, and whether it is cosigned is not asked here.
     """
+    keys = None if trust is None else _keys(files, size, trust, origin)
     first = bundle * TILE_WIDTH
     width = min(TILE_WIDTH, size - first)
     try:
@@ -188,7 +190,7 @@ def check_bundle(
             continue
         try:
             leaf = decode_leaf(data)
-            problem = _receipt_problem(index, leaf, trust)
+            problem = _receipt_problem(index, leaf, keys)
         except CorruptionError as error:
             yield Found(index, None, f"Leaf {index} cannot be read: {error.sentence}")
             continue
@@ -201,14 +203,22 @@ def check_bundle(
 _unjudged: Final = Unjudged(FORMAT)
 
 
-def _receipt_problem(index: int, leaf: Leaf, trust: Trust | None) -> str | None:
+def _keys(files: Files, size: int, trust: Trust, origin: str) -> KeysInLog:
+    if not origin:
+        return KeysInLog(trust, origin)
+    return keys_of_log(trust, origin, files, size, dict.fromkeys(trust.regions, size), size)
+
+
+def _receipt_problem(index: int, leaf: Leaf, keys: KeysInLog | None) -> str | None:
     header = leaf.header
     if header.kind is not Kind.ACK or header.side is not Side.EGRESS:
         return None
     if not header.receipt:
         return f"Leaf {index}: an ACK without a receipt."
     try:
-        receipt = read_unverified(header.receipt) if trust is None else trust.open_receipt(header.receipt)
+        receipt = (
+            read_unverified(header.receipt) if keys is None else keys.open_receipt(header.receipt, index)
+        )
         unlike = differences(receipt, header)
     except CorruptionError as error:
         return f"Leaf {index}: {error.sentence}"
@@ -368,7 +378,10 @@ class AuditReader(DataSourceReader):
         files, batches = open_files(settings.path), BatchDigests()
         for bundle in range(partition.first, partition.end):
             rows = []
-            for found in check_bundle(files, bundle, partition.size, settings.trust, partition.root(bundle)):
+            checked = check_bundle(
+                files, bundle, partition.size, settings.trust, partition.root(bundle), partition.origin
+            )
+            for found in checked:
                 if found.problem is not None and not settings.as_rows:
                     raise TamperError(f"{partition.origin}: {found.problem}")
                 rows.append(_judged(partition.origin, found, settings, batches))

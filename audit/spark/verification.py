@@ -24,6 +24,7 @@ from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.errors import RolledBackError
+from audit.keys_in_log import KeysInLog, keys_of_log
 from audit.merkle import (
     HASH_BYTES,
     TILE_HEIGHT,
@@ -83,6 +84,8 @@ class OpenedLog:
     """what each entry bundle hashes to, held to the checkpoint's root"""
     notes: Mapping[str, bytes]
     """the checkpoint and those that were cosigned, by path, as they were read"""
+    covered: int = 0
+    """how many leaves are cosigned as required; all, where nothing is"""
 
     @property
     def key_sha256(self) -> str:
@@ -116,12 +119,22 @@ def open_log(
     cosigned = [note for path, found in held.items() for note in notes_at(path, found).values()]
     before = [*map(log.open_kept, cosigned), *kept]
     cosigners = _cosigners(files, signed, before, log)
-    if missing := log.covered((*before, signed), cosignatures_min).missing:
-        raise TamperError(missing)
+    covered = log.covered((*before, signed), cosignatures_min)
+    if covered.missing:
+        raise TamperError(covered.missing)
     # Those that others cosigned are compared above.
     for note in (*kept, *(each for each in before if not each.signed)):
         _check_prefix(files, checkpoint, note.checkpoint)
-    return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held})
+    is_required = cosignatures_min > 0 or log.policy is not None
+    size = covered.size if is_required else checkpoint.size
+    return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held}, size)
+
+
+def keys_of(log: OpenedLog, trust: Trust) -> KeysInLog:
+    """Under which keys what stands in the log verifies, as `verify_log` has it."""
+    cosigned = {cosigner.name: cosigner.size for cosigner in log.cosigners}
+    checkpoint = log.checkpoint
+    return keys_of_log(trust, checkpoint.origin, open_files(log.path), checkpoint.size, cosigned, log.covered)
 
 
 def verify_whole(

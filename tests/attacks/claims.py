@@ -181,12 +181,18 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("received", "source"): Cell(
         _C,
         "a receipt verifies under the destination's keys alone, and names the hash of the entries that the destination made of what "
-        "it appended: an INTENT that lists other records is no part of it, in the log and in a proof",
-        ("attacks/test_f03_receipts_of_the_source.py", "attacks/test_half_told_evidence.py"),
+        "it appended: an INTENT that lists other records is no part of it, in the log and in a proof. One under a key that the destination gave up counts below its end alone",
+        (
+            "attacks/test_f03_receipts_of_the_source.py",
+            "attacks/test_former_keys.py",
+            "attacks/test_half_told_evidence.py",
+        ),
     ),
     ("received", "destination"): Cell(
         _Y,
-        "it is its own word: it may sign for records and then throw them away. It cannot deny what it signed: a key under which anybody could have signed is read by nobody",
+        "it is its own word: it may sign for records and then throw them away. It cannot deny what it signed under the bundle that it signed it with: a key under which anybody could have "
+        "signed is read by nobody. When it changes its keys, a bundle that names where the former ones ended holds it to what they signed, and lets a thief add nothing. One that leaves an end out denies it: "
+        "whoever compares sees which receipts no longer verify, and need not trust that bundle",
     ),
     ("received", "third"): Cell(
         _C, "its receipts verify for crossings into it alone", ("attacks/test_f03_receipts_of_the_source.py",)
@@ -231,8 +237,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("terms", "source"): Cell(
         _C,
         "every leaf names the whole hash of the terms, and the import grant with that hash is signed by the destination. Where "
-        "one grant id has two terms, the first ones count",
+        "one grant id has two terms, the first ones count. Also with a key that the destination gave up: what that signed counts below its end in "
+        "the log that the destination had cosigned, and nowhere else",
         (
+            "attacks/test_former_keys.py",
             "attacks/test_two_terms_of_one_id.py",
             "attacks/test_f04_register.py",
             "attacks/test_one_party_alone.py",
@@ -241,8 +249,9 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("terms", "destination"): Cell(
         _C,
-        "the export grant with that hash is signed by the source",
-        ("attacks/test_f04_register.py", "attacks/test_one_party_alone.py"),
+        "the export grant with that hash is signed by the source. Its own half it can deny by a new bundle that leaves out where its former policy key ended: "
+        "then crossings verify under the old bundle alone, and whoever compares the new one sees it",
+        ("attacks/test_f04_register.py", "attacks/test_former_keys.py", "attacks/test_one_party_alone.py"),
     ),
     ("terms", "third"): Cell(
         _C,

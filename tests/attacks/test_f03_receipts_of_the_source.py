@@ -25,6 +25,7 @@ from audit_log import (
     witness_signer,
 )
 
+from audit.keys_in_log import KeysInLog
 from audit.leaf import Kind, Leaf
 from audit.proof import check_proof, prove
 from audit.receipt import Receipt, read_unverified, sign_receipt
@@ -138,7 +139,7 @@ def test_receipts_of_all_trusted_regions_at_once_hold_for_their_own_region_alone
         name: region_bundle(name, receipt_keys=(key(seed).verify_key.public,))
         for name, seed in (("us-east", 20), ("eu-west", 21), ("ap-south", 22))
     }
-    trusted = Trust.of(bundles.values())
+    keys = KeysInLog(Trust.of(bundles.values()), EGRESS_ORIGIN)
     link = Link()
     base = read_unverified(link.ack(link.intent()).header.receipt)
     tried = 0
@@ -151,8 +152,8 @@ def test_receipts_of_all_trusted_regions_at_once_hold_for_their_own_region_alone
                 )
                 data = sign_receipt(receipt, key(seed))
                 if signer == region == log:
-                    assert trusted.open_receipt(data) == receipt
+                    assert keys.open_receipt(data, 0) == receipt
                 else:
                     with pytest.raises(TamperError):
-                        trusted.open_receipt(data)
+                        keys.open_receipt(data, 0)
     tally("receipts by every region for every region", tried)

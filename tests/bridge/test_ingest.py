@@ -13,7 +13,7 @@ from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions, until
 from region_peer import RawPeer, encode_request, raw_peer
 
 from audit.leaf import Kind
-from audit.receipt import Receipt
+from audit.receipt import Receipt, open_receipt
 from felix.batch import NewRecord, decode_header, encode_batch
 from felix.errors import Code, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES, FrameType, encode_frame
@@ -123,7 +123,7 @@ class Rogue:
         )
         self._raise(stream)
         frame = self.peer.of(FrameType.RECEIPT, stream)[count - 1]
-        return self.mesh.trust.open_receipt(bytes(frame.body[8:]))
+        return open_receipt(bytes(frame.body[8:]), self.mesh.trust.region("eu-west").receipt_keys)
 
 
 @asynccontextmanager

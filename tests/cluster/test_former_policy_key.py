@@ -7,19 +7,27 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from bridge_mesh import until
+from bridge_mesh import POLICIES, until
 from cluster.audited import home_of
 from cluster.clustered_region import ClusteredRegion, serving
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_home import make_region
 
+from audit.checkpoint import note_size
+from audit.leaf import Kind, decode_leaf
+from audit.tile import read_entries
+from audit.tile_disk import Folder
+from audit.trust import Trust
+from audit.verify import verify_log
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
 from policy.grant import DenyEntry, sign_deny
+from policy.residency import parse_policy, sign_policy
 from region.bootstrap import trust_region
+from region.signing_keys import change_signing_keys
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -85,3 +93,40 @@ async def test_all_brokers_judge_alike_whoever_has_the_log_and_whatever_they_los
             await denied(region, False)
         await say(region, new, 2, lifted=False, at=other)
         await denied(region, True)
+
+
+async def test_a_region_of_several_brokers_changes_its_own_keys(tmp_path: Path, etcd: EtcdProcess) -> None:
+    """The end is that of the copy of its log that goes furthest, and its brokers go on with the new keys."""
+
+    def policy(revision: int) -> bytes:
+        text = POLICIES["us-east"].replace("revision: 1", f"revision: {revision}")
+        key = load_signing_key(region.folder.policy_key).private_key
+        return sign_policy(parse_policy(text, "us-east"), key).encode_file()
+
+    async def put(revision: int) -> None:
+        home = await home_of(region)
+        async with region.client(home) as client:
+            await client.request(PutDocument("policy", policy(revision)))
+        log = region.folder.root / region.config.of_broker(home).data / "audit"
+        await until(lambda: revision in policies_of(Folder(log)), "its leaf under a checkpoint")
+
+    def policies_of(log: Folder) -> list[int]:
+        size = note_size(log.read("checkpoint") or b"")
+        headers = [decode_leaf(data).header for _, data in read_entries(log, 0, size, size)]
+        return [header.policy_version for header in headers if header.kind is Kind.POLICY]
+
+    async with serving(tmp_path, etcd, 3) as region:
+        await put(1)
+        names = sorted(region.nodes)
+        for name in names:
+            await region.stop(name)
+        bundle = change_signing_keys(region.folder, region.config, now_ms()).signed.bundle
+        (end,) = bundle.former[-1].ends
+        for name in names:
+            await region.start(name)
+        await put(2)
+        home = await home_of(region)
+        log = Folder(region.folder.root / region.config.of_broker(home).data / "audit")
+        assert policies_of(log) == [1, 2] and note_size(log.read("checkpoint") or b"") > end.size
+        report = verify_log(log, Trust.of([bundle]), cosignatures_min=0)
+        assert report.ok and report.documents == 2, report.findings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,6 +18,8 @@ from keys.authority import RegionAuthority, create_authority
 from keys.bundle import (
     BUNDLE_BYTES_MAX,
     AuditKey,
+    FormerKeys,
+    KeyEnd,
     RegionBundle,
     changes_beyond_fingerprint,
     changes_of,
@@ -151,9 +154,50 @@ def test_files_that_are_too_large_or_have_a_field_too_many_are_refused() -> None
     with pytest.raises(RequestError, match="note"):
         decode_bundle(json.dumps(content).encode())
     content = json.loads(sign_bundle(bundle(), POLICY).encode())
-    content["bundle"]["format"] = 2
-    with pytest.raises(RequestError, match="not a region's bundle"):
-        decode_bundle(json.dumps(content).encode())
+    for number, why in ((2, "of format 2"), (3, "not a region's bundle")):
+        content["bundle"]["format"] = number
+        with pytest.raises(RequestError, match=why):
+            decode_bundle(json.dumps(content).encode())
+
+
+def ending(**changes: object) -> RegionBundle:
+    """A bundle whose policy key `ended` ended in one log."""
+    ended = SigningKey.from_seed(b"e" * 32).verify_key.public
+    end = KeyEnd("us-east.acme/bridge/us-to-eu", 5, b"x" * 32)
+    fields: dict[str, Any] = {"policy_keys": (ended,), "ends": (end,)}
+    return bundle().with_former((FormerKeys(**(fields | changes)),))
+
+
+def test_former_keys_are_read_and_bundles_without_keep_their_bytes() -> None:
+    plain = sign_bundle(bundle(), POLICY).encode()
+    assert b"former" not in plain and b'"format": 1' in plain
+    signed = decode_bundle(sign_bundle(ending(), POLICY).encode())
+    assert signed.bundle == ending() and signed.bundle.format == 2
+    assert signed.bundle.with_former(()) == bundle()
+    assert ending().fingerprint() != bundle().fingerprint(), "people compare what ended, and where"
+    assert (
+        len({ending(ends=ends).fingerprint() for ends in ((), (KeyEnd("us-east.acme/audit", 5, b"x" * 32),))})
+        == 2
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"policy_keys": ()},
+        {"policy_keys": (SigningKey.from_seed(b"e" * 32).verify_key.public,) * 2},
+        {"policy_keys": (POLICY.verify_key.public,)},
+        {"policy_keys": (bytes(32),)},
+        {"ends": (KeyEnd("us-east.acme/audit", 5, b"x" * 32), KeyEnd("us-east.acme/audit", 6, b"y" * 32))},
+        {"ends": (KeyEnd("us-east.other/audit", 5, b"x" * 32),)},
+        {"ends": (KeyEnd("us-east.acme/audit", 0, b"x" * 32),)},
+        {"ends": (KeyEnd("us-east.acme/audit", 5, b"x"),)},
+    ],
+    ids=["no key", "twice", "of now", "anybody's", "two ends", "another mesh", "size 0", "no root"],
+)
+def test_former_keys_that_say_nothing_or_two_things_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(RequestError):
+        sign_bundle(ending(**changes), POLICY)
 
 
 def test_a_bundle_signed_by_a_key_that_it_does_not_name_is_refused() -> None:

@@ -1,0 +1,265 @@
+"""A region changes its policy and receipt keys, the others compare and trust it again, and what stands is signed again: the link goes on, and all that was signed
+before holds under the new bundle alone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bridge_mesh import BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
+from typer.testing import CliRunner
+
+from audit.checkpoint import note_size
+from audit.leaf import Kind
+from audit.origin import egress_origin, region_origin
+from audit.proof import check_proof, prove
+from audit.receipt import signer_of
+from audit.verify import Report, verify_log
+from audit.witness import DiskWitnessStore
+from cli.bridge import app as bridge
+from cli.region import app
+from felix.address import Address
+from felix.errors import FelixError, RequestError, TamperError
+from felix.messages import PutDocument
+from felix.runtime.real import now_ms
+from keys.bundle import SignedBundle, check_update, decode_bundle
+from keys.key_file import load_signing_key
+from policy.grant import (
+    ExportGrant,
+    Standing,
+    StandingAction,
+    sign_standing,
+)
+from policy.residency import parse_policy, sign_policy
+from region import signing_keys
+from region.bootstrap import trust_region, write_profile
+from region.config import load_config
+from region.signing_keys import change_signing_keys, raise_ends
+
+EGRESS = egress_origin("us-east", "acme", BRIDGE)
+
+
+@pytest.fixture
+async def mesh(tmp_path: Path) -> AsyncIterator[Mesh]:
+    async with two_regions(tmp_path) as mesh:
+        await mesh.create()
+        yield mesh
+
+
+def other(region: str) -> str:
+    return "eu-west" if region == "us-east" else "us-east"
+
+
+def logs(mesh: Mesh) -> dict[str, Path]:
+    return {
+        EGRESS: mesh.egress_folder,
+        region_origin("us-east", "acme"): mesh.us.root / "data" / "audit",
+        region_origin("eu-west", "acme"): mesh.ingress_folder,
+    }
+
+
+def witnessed(mesh: Mesh, origin: str) -> int:
+    """How far the other region than the log's has cosigned it."""
+    folder = mesh.folder(other(origin.partition(".")[0]))
+    note = DiskWitnessStore(folder.root / "data" / "witness").last(origin)
+    return 0 if note is None else note_size(note)
+
+
+async def rested(mesh: Mesh, records: int) -> None:
+    """Wait until all that crossed has its receipt, and every log is cosigned as far as it goes."""
+
+    def is_cosigned() -> bool:
+        acks = mesh.headers(mesh.egress_folder, Kind.ACK)
+        sizes = {origin: note_size((path / "checkpoint").read_bytes()) for origin, path in logs(mesh).items()}
+        return sum(ack.records for ack in acks) == records and all(
+            witnessed(mesh, origin) == size for origin, size in sizes.items()
+        )
+
+    await until(is_cosigned, "every log is cosigned to its end")
+
+
+async def change(mesh: Mesh, region: str) -> SignedBundle:
+    """The runbook: stop, change, start; the other region compares, and this one trusts the other again."""
+    await mesh.stop(region)
+    folder = mesh.folder(region)
+    changed = change_signing_keys(folder, load_config(folder.config), now_ms())
+    await mesh.start(region)
+    for by, of in ((other(region), region), (region, other(region))):
+        pin = trust_region(mesh.folder(by), decode_bundle(mesh.folder(of).bundle.read_bytes()), now_ms())
+        assert pin is not None
+        async with mesh.operator(by) as client:
+            await client.request(PutDocument("pin", pin.encode()))
+    return changed.signed
+
+
+async def sign_again(mesh: Mesh, region: str, grant: str) -> None:
+    """The region's policy, as a later revision, and its half of the grant."""
+    policy = parse_policy(POLICIES[region].replace("revision: 1", "revision: 2"), region)
+    await mesh.put(region, "policy", sign_policy(policy, mesh.key(region)))
+    write_profile(mesh.folder(region), region, "acme", Address("127.0.0.1", mesh.ports[region]))
+    command = ["sign-again", grant, "--region", region, "--yes"]
+    done = await asyncio.to_thread(CliRunner().invoke, bridge, command)
+    assert done.exit_code == 0, done.exception
+
+
+async def twenty_crossed(mesh: Mesh) -> ExportGrant:
+    """A grant that is put everywhere, and 20 records under it."""
+    body, export, accepted = mesh.sign_grant()
+    await mesh.put("us-east", "export", export)
+    await mesh.put("eu-west", "export", export)
+    await mesh.put("eu-west", "import", accepted)
+    for name in ("us-east", "eu-west"):
+        await mesh.put(name, "approval", mesh.sign_approval(name, body.terms_hash))
+    await mesh.publish([flight(n) for n in range(20)])
+    async with mesh.agent():
+        await mesh.crossed(20)
+        await rested(mesh, 20)
+    return body
+
+
+def verified(mesh: Mesh) -> dict[str, Report]:
+    return {
+        origin: verify_log(mesh.log_files(path), mesh.trust, origin=origin, cosignatures_min=1)
+        for origin, path in logs(mesh).items()
+    }
+
+
+@pytest.mark.parametrize("region", ["eu-west", "us-east"])
+async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
+    mesh: Mesh, region: str, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
+    body = await twenty_crossed(mesh)
+    before, former = mesh.bundle(region), load_signing_key(mesh.folder(region).policy_key)
+    proof = prove(mesh.log_files(mesh.egress_folder), mesh.trust, STREAM, 0, 1)
+
+    signed = await change(mesh, region)
+
+    assert not {*before.policy_keys, *before.receipt_keys} & {
+        *signed.bundle.policy_keys,
+        *signed.bundle.receipt_keys,
+    }
+    (ended,) = signed.bundle.former
+    assert {end.log for end in ended.ends} == set(logs(mesh)), "every log in which it has signed something"
+    check_proof(proof, mesh.trust)
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+
+    # Nothing new is taken under the former key.
+    pause = Standing(
+        grant=body.grant, action=StandingAction.PAUSE, region=region, sequence=1, at=now_ms(), by="thief"
+    )
+    for at in ("us-east", "eu-west"):
+        with pytest.raises(FelixError, match="none of"):
+            await mesh.put(at, "standing", sign_standing(pause, former.private_key))
+
+    await sign_again(mesh, region, body.grant)
+    await mesh.publish([flight(n) for n in range(20, 40)])
+    async with mesh.agent():
+        await mesh.crossed(40)
+        await rested(mesh, 40)
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+    check_proof(proof, mesh.trust)
+    for offset in (0, 30):
+        proven = check_proof(
+            prove(mesh.log_files(mesh.egress_folder), mesh.trust, STREAM, 0, offset), mesh.trust
+        )
+        assert proven.receipt is not None
+    used = {signer_of(ack.receipt) for ack in mesh.headers(mesh.egress_folder, Kind.ACK)}
+    assert len(used) == (2 if region == "eu-west" else 1)
+
+    from audit.spark.report import run_report
+
+    result = run_report(
+        list(logs(mesh).values()), tmp_path / "report", trust=mesh.trust, session=spark, cosignatures_min=1
+    )
+    assert result.exit_code == 0 and not result.report.findings.records()
+    assert not result.report.exceptions.records()
+    assert {row["crossed"] for row in result.report.reconciliation.records()} == {40}
+
+
+async def test_what_was_on_its_way_counts_once_its_end_is_raised(mesh: Mesh) -> None:
+    """eu-west's key ends before its witness has seen the last receipts: they count once it says so, and people compared that."""
+    await twenty_crossed(mesh)
+    witness = mesh.eu.root / "data" / "witness"
+    shutil.copytree(witness, mesh.home / "seen")
+    await mesh.publish([flight(n) for n in range(20, 40)])
+    async with mesh.agent():
+        await mesh.crossed(40)
+        await rested(mesh, 40)
+    await mesh.stop("eu-west")
+    shutil.move(witness, mesh.home / "seen later")
+    shutil.copytree(mesh.home / "seen", witness)
+    config = load_config(mesh.eu.config)
+    first = change_signing_keys(mesh.eu, config, now_ms())
+    report = verified(mesh)[EGRESS]
+    assert not report.ok and all("eu-west gave up at" in each.sentence for each in report.findings)
+    with pytest.raises(RequestError, match="cosigned further"):
+        raise_ends(mesh.eu, config, now_ms())
+    shutil.rmtree(witness)
+    shutil.move(mesh.home / "seen later", witness)
+    raised = raise_ends(mesh.eu, config, now_ms())
+    assert raised.signed.bundle.fingerprint() != first.signed.bundle.fingerprint()
+    with pytest.raises(TamperError, match="other ends of a former policy key"):
+        check_update(first.signed.bundle, raised.signed)
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+
+
+async def test_a_change_that_is_cut_off_is_finished_by_the_next_call(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await twenty_crossed(mesh)
+    await mesh.stop("eu-west")
+    config, before = load_config(mesh.eu.config), mesh.bundle("eu-west")
+    old = mesh.eu.receipt_key.read_bytes()
+
+    def cut_off(*_: object) -> None:
+        raise OSError("no power")
+
+    for name, replaced in (("replace_file", False), ("_put_in_place", True)):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no power"):
+            patch.setattr(signing_keys, name, cut_off)
+            change_signing_keys(mesh.eu, config, now_ms())
+        assert (mesh.bundle("eu-west") != before) == replaced
+    with pytest.raises(RequestError, match="one that eu-west gave up"):
+        await mesh.start("eu-west")
+    changed = change_signing_keys(mesh.eu, config, now_ms())
+    assert changed.signed.bundle == mesh.bundle("eu-west") and len(changed.signed.bundle.former) == 1
+    assert not list(mesh.eu.secrets.glob("new.*")) and mesh.eu.receipt_key.read_bytes() != old
+    await mesh.start("eu-west")
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+
+
+async def test_the_command_names_every_log_or_asks_for_it(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await twenty_crossed(mesh)
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
+    command = ["change-signing-keys", "--region", "us-east", "--policy"]
+    await mesh.stop("us-east")
+    receipts = mesh.bundle("us-east").receipt_keys
+    elsewhere = mesh.home / "another machine"
+    shutil.move(mesh.us.bridge(BRIDGE), elsewhere)
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, RequestError) and f"--without {EGRESS}" in refused.exception.hint
+    done = CliRunner().invoke(app, [*command, "--checkpoint", str(elsewhere / "egress" / "checkpoint")])
+    assert done.exit_code == 0, done.exception
+    bundle = mesh.bundle("us-east")
+    (former,) = bundle.former
+    assert bundle.receipt_keys == receipts and not former.receipt_keys and former.policy_keys
+    assert {end.log for end in former.ends} == set(logs(mesh))
+    shutil.move(elsewhere, mesh.us.bridge(BRIDGE))
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+    assert former.ends[0].log in done.output
+    shown = CliRunner().invoke(app, ["bundle", "--json", "--region", "us-east"])
+    (listed,) = json.loads(shown.output)["former_keys"]
+    assert {end["log"] for end in listed["ends"]} == set(logs(mesh)) and listed["receipt_keys"] == []
