@@ -185,7 +185,7 @@ def _has_something_left(record: ShardRecord, member: str, brokers: Brokers) -> b
 
 
 def longest(record: ShardRecord, ends: Mapping[str, LogEnd], brokers: Brokers) -> str:
-    """Of the members of an `interval` shard, the one with the highest last epoch and end; `NOBODY` while one has not told its end."""
+    """Of the members of an `interval` shard, the one with the highest last epoch and end, of equal ones by their journals; `NOBODY` while one has not told its end."""
     told = {
         member: end
         for member in record.members()
@@ -194,6 +194,4 @@ def longest(record: ShardRecord, ends: Mapping[str, LogEnd], brokers: Brokers) -
     if not told or len(told) < len(record.members()):
         return NOBODY
     order = {member: -place for place, member in enumerate(record.replicas)}
-    return max(
-        told, key=lambda member: (told[member].last_epoch, told[member].end, order.get(member, -len(order)))
-    )
+    return max(told, key=lambda member: (told[member].rank, order.get(member, -len(order))))

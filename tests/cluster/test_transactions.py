@@ -283,6 +283,11 @@ def test_r22_an_interval_shard_goes_on_with_its_longest_copy_once_all_are_back_f
     assert longest(view.shards[SHARD], {"b": ends["b"]}, view.brokers) == ""
     assert longest(view.shards[SHARD], ends | {"a": LogEnd(1, 9, ELECTION, (99, 0))}, view.brokers) == ""
     assert longest(view.shards[SHARD], ends, view.brokers) == "b"
+    equal = {
+        "a": LogEnd(2, 7, ELECTION, (12, 0), (queue(7, 3),)),
+        "b": LogEnd(2, 7, ELECTION, (12, 0), (queue(7, 9),)),
+    }
+    assert longest(view.shards[SHARD], equal, view.brokers) == "b"
     assert stage.do(transactions.elect_longest(view, SHARD, "b", ELECTION))
     record = stage.record()
     assert (record.leader, record.epoch, record.unclean, record.isr, record.elr) == ("b", 8, 8, {"b": 2}, {})
