@@ -324,6 +324,7 @@ class Agent:
                 self._trail_status,
                 self._sessions,
                 self.witnesses,
+                self._uncosigned_ms,
                 self._quorum_lag_ms,
                 lambda: (self._files.identity.not_after_ms - self._clock_ms()) / 1000,
             )
@@ -759,9 +760,9 @@ class Agent:
             f"The witness {status.witness} is {status.lag_ms // 1000} s behind: {status.sentence or 'it does not answer'}"
             for status in behind
         ]
-        now_ms = self._monotonic_ms()
+        failed_ms = self._uncosigned_ms()
         said += [
-            f"Cosigning with {region} has failed for {(now_ms - each.since_ms) // 1000} s: {each.sentence}"
+            f"Cosigning with {region} has failed for {failed_ms[region] // 1000} s: {each.sentence}"
             for region, each in sorted(self._uncosigned.items())
         ]
         return " ".join(said)
@@ -769,6 +770,12 @@ class Agent:
     def witnesses(self) -> list[SubmissionStatus]:
         """How far each outside witness is."""
         return [] if self._submissions is None else self._submissions.status()
+
+    def _uncosigned_ms(self) -> dict[str, int]:
+        """For how long cosigning with each other region has failed; 0 where it does not."""
+        now_ms, failed = self._monotonic_ms(), self._uncosigned
+        others = (region for region, each in self._endpoints.items() if each is not self.context.source)
+        return {region: now_ms - failed[region].since_ms if region in failed else 0 for region in others}
 
     async def _cosign_all(self, *, final: bool = False) -> None:
         """The egress log by every destination; each region's own log by the other. `final`: up to the last leaf.

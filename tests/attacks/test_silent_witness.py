@@ -83,6 +83,7 @@ async def test_a_witness_that_gives_nothing_or_half_is_shown_until_it_gives_all(
         assert "the egress log" in agent._notice() and "the audit log of us-east" in agent._notice()
         await asyncio.sleep(7)
         assert "Cosigning with eu-west has failed" in agent._notice()
+        assert agent._uncosigned_ms()["eu-west"] > 6_000
         assert max(map(calls.count, calls)) <= 3, "at once, and 3 and 9 s later"
         tally("answers of a witness that gives nothing or half", len(calls))
         lies[0] = False
