@@ -187,9 +187,29 @@ class CheckpointFiles:
         """True where the log holds a cosignature of each of these keys for this checkpoint note of its own. Whoever brought one chose its lines, so
         one of a witness's keys does not say that the log has what the others signed."""
         asked = set(keys)
+        return bool(asked) and not self._lacking(parse_note(data).text, asked)
+
+    def lacking(self, data: bytes, keys: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
+        """Of these keys, those of which the log has no cosignature of this checkpoint note of its own; none where it has all of them on a larger one, for which
+        this one need not be kept."""
+        note, asked = parse_note(data), tuple(dict.fromkeys(keys))
+        if self.size_cosigned_by(asked) > Checkpoint.parse(note.text).size:
+            return ()
+        lacking = self._lacking(note.text, asked)
+        return tuple(key for key in asked if key in lacking)
+
+    def size_cosigned_by(self, keys: Iterable[VerifierKey]) -> int:
+        """Of the largest checkpoint on which each of these keys has a cosignature here; 0 where there is none, or no key."""
+        asked = set(keys)
+        sizes = (
+            each.checkpoint.size for each in self.cosigned() if asked <= {by.key for by in each.cosigned}
+        )
+        return max(sizes, default=0) if asked else 0
+
+    def _lacking(self, text: str, asked: Iterable[VerifierKey]) -> set[VerifierKey]:
         with self._lock:
-            held = self._of_text(parse_note(data).text)
-        return held is not None and bool(asked) and asked <= {by.key for by in held.cosigned}
+            held = self._of_text(text)
+        return set(asked).difference(() if held is None else (by.key for by in held.cosigned))
 
     def cosigned(self) -> tuple[SignedCheckpoint, ...]:
         """Those that are kept of what known witnesses cosigned, for whoever asks for a quorum: the newest first."""

@@ -2,10 +2,11 @@
 
 Each thread looks at what the log offers, once a second and when told to, and asks its witness to cosign it; what comes
 back is verified and kept on the log's checkpoint. A witness that fails is asked again after a pause that doubles up to a
-minute. Nothing here holds up the log, and nothing of it is on an event loop.
+minute; one whose answer left the log without a line of any of its keys is asked again about that checkpoint at the same pace, and about the next one at once
+(audit.asked). Nothing here holds up the log, and nothing of it is on an event loop.
 
 Invariants: all witnesses are shown the same checkpoint (audit.checkpoint_disk, `offer`); what a witness answers counts only where
-its key's signature holds; a line that somebody else brought does not stand for another key's; a witness that has more leaves than the log ever checkpointed says that the log was rolled back,
+a line of each of its keys stands in the log afterwards; a line that somebody else brought does not stand for another key's; a witness that has more leaves than the log ever checkpointed says that the log was rolled back,
 or lies: it is reported, and asked again only rarely. Callers: bridge.agent, region.startup.
 """
 
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
+from audit.asked import Asked, name_keys
 from audit.lag import Lag
 from audit.note import Note, Verified, encode_note, parse_note, verify_note
 from audit.trail import Trail
@@ -43,13 +45,17 @@ class SubmissionStatus(NamedTuple):
     witness: str
     url: str
     size: int
-    """leaves of the log that it has cosigned"""
+    """leaves of the log that it has cosigned with each of its keys, as the log shows"""
     lag_ms: int
     """for how long there has been a leaf that it has not cosigned"""
     failures: int
-    """since it last cosigned"""
+    """since the log last had all that was asked for"""
     sentence: str
     """what went wrong last, empty where nothing did"""
+
+
+class _HalfCosignedError(TamperError):
+    """The witness answered, and the log still has no line of one of its keys."""
 
 
 class Submission:
@@ -69,8 +75,8 @@ class Submission:
         self._poll_s, self._pause_s = poll_s, pause_s
         self._lag = Lag()
         self._known = 0
-        self._answered = ""
-        """the last text that the witness answered for and whose lines are kept: it has no others"""
+        """leaves that the witness says it has cosigned, or has shown by a line of any key"""
+        self._asked = Asked()
         self._size = 0
         self._failures = 0
         self._sentence = ""
@@ -109,7 +115,7 @@ class Submission:
         return int(self._runtime.clock.monotonic() * 1000)
 
     def _run(self) -> None:
-        self._size = max(
+        self._known = max(
             (
                 held.checkpoint.size
                 for held in self._trail.checkpoints.cosigned()
@@ -117,12 +123,14 @@ class Submission:
             ),
             default=0,
         )
-        self._known = self._size
         while not self._stopping:
             pause_s = self._poll_s
             try:
-                self.submit()
-                self._failures, self._sentence = 0, ""
+                if self.submit():
+                    self._failures, self._sentence = 0, ""
+            except _HalfCosignedError as error:
+                # What it does sign of the next checkpoint is worth having at once.
+                self._failed(error.sentence)
             except FelixError as error:
                 pause_s = self._failed(error.sentence)
             except Exception as error:
@@ -146,26 +154,30 @@ class Submission:
     def _is_by_it(self, cosigned: Iterable[Verified]) -> bool:
         return any(by.key in self._target.keys for by in cosigned)
 
-    def submit(self) -> None:
-        """One look: nothing where the offered checkpoint has a line of each of this witness's keys, or all that it answered with, or another broker shows
-        it. Raises FelixError, OSError."""
+    def submit(self) -> bool:
+        """One look. True where there is nothing left to ask: the offered checkpoint has a line of each of this witness's keys, or another broker shows it. False where it is
+        too early to ask again for lines that the last answer left out. Raises FelixError, OSError."""
+        keys = self._target.keys
+        self._size = self._trail.checkpoints.size_cosigned_by(keys)
         if self._trail.follows:
-            return
+            return True
         for _ in range(3):
             offered = self._trail.checkpoints.offer(at_least=self._known)
             note = parse_note(offered)
             size = parse_tree_head(note.text).size
-            if not size or note.text == self._answered:
-                return
-            if self._trail.checkpoints.is_cosigned_by(offered, self._target.keys):
-                self._size = max(self._size, size)
-                return
+            if not size:
+                return True
+            if self._trail.checkpoints.is_cosigned_by(offered, keys):
+                self._asked.stands()
+                return True
             if self._known > size:
                 claimed, self._known = self._known, self._size
                 raise TamperError(
                     f"The witness {self._target.url} has cosigned {claimed} leaves of {self._trail.key.name}, whose "
                     f"newest checkpoint has {size}: the log was rolled back, or the witness is wrong."
                 )
+            if self._asked.failure(note.text, self._now_ms()) is not None:
+                return False
             proof = (
                 self._trail.checkpoints.consistency_proof(self._known, size) if 0 < self._known < size else []
             )
@@ -177,10 +189,19 @@ class Submission:
                 self._known = answer.size
                 continue
             self._keep(note, answer)
-            self._size = self._known = size
-            self._answered = note.text
-            return
+            self._known = size
+            self._size = self._trail.checkpoints.size_cosigned_by(keys)
+            self._require_lines(note.text, offered)
+            return True
         raise TamperError(f"The witness {self._target.url} names another size each time it is asked.")
+
+    def _require_lines(self, text: str, offered: bytes) -> None:
+        if lacking := self._trail.checkpoints.lacking(offered, self._target.keys):
+            error = _HalfCosignedError(
+                f"The witness {self._target.url} answered, and {self._trail.key.name} has no line that holds of {name_keys(lacking)}, which is configured as its key."
+            )
+            self._asked.failed(text, error, self._now_ms())
+            raise error
 
     def _keep(self, note: Note, answer: Cosigned) -> None:
         # Its answer, in which nobody else has a word: one bad line is a witness that is not what it is taken for.

@@ -5,7 +5,7 @@
 
 HTTP/1.1 with keep-alive, on a plain or a TLS socket; nothing of HTTP that the two calls do not need (no chunked requests,
 no compression). Everything a stranger can make this process hold or wait for has a bound below: heads, bodies, time of a
-request and of a TLS handshake, idle time, connections in all and from one address. A connection counts from when it is accepted until its descriptor is given back. Decisions and the disk are in one thread, so they are made
+request and of a TLS handshake, idle time, connections in all and from one address, and who loses one where all are taken (audit.witness_admission). A connection counts from when it is accepted until its descriptor is given back. Decisions and the disk are in one thread, so they are made
 one after the other. Source: https://c2sp.org/tlog-witness. Callers: cli.
 """
 
@@ -15,12 +15,12 @@ import asyncio
 import logging
 import socket
 import ssl
-from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, NamedTuple
 
+from audit.witness_admission import Admission, Limits, Network
 from audit.witness_protocol import ADD_CHECKPOINT, REQUEST_BYTES_MAX
 from audit.witness_service import Answer, WitnessService
 from felix.runtime.real import REAL
@@ -46,7 +46,9 @@ class ServerLimits:
     connections: int = 512
     """at 16 KiB of head and 135 KiB of body each: 75 MiB at the worst"""
     connections_of_one: int = 64
-    """from one address: nobody has them all"""
+    """from one address, or one IPv6 /64: nobody has them all"""
+    connections_of_clients: int = 64
+    """of all of them, those that strangers do not get where the operator names clients"""
     request_s: float = 10.0
     """from a request's first byte to its last, and again to send the answer; for a TLS handshake, and for the other end to close"""
     idle_s: float = 30.0
@@ -78,15 +80,18 @@ class WitnessServer:
         prefix: str = "",
         tls: ssl.SSLContext | None = None,
         limits: ServerLimits | None = None,
+        clients: Sequence[Network] = (),
     ) -> None:
-        """`prefix`: what stands before the calls in a path, for a witness behind a proxy: "/witness"."""
+        """`prefix`: what stands before the calls in a path, for a witness behind a proxy: "/witness". `clients`: from where connections are taken whoever else wants them."""
         self.port = port
         self._service, self._host, self._tls = service, host, tls
         self._prefix = prefix.rstrip("/")
         self._limits = limits or ServerLimits()
         self._worker = REAL.pool(1, "witness")
         self._connections: set[asyncio.Task[None]] = set()
-        self._from: Counter[str] = Counter()
+        most = self._limits
+        bounds = Limits(most.connections, most.connections_of_one, most.connections_of_clients)
+        self._admission: Admission[asyncio.Task[None]] = Admission(bounds, clients)
         self._accepting: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -117,22 +122,22 @@ class WitnessServer:
                     await asyncio.sleep(_ACCEPT_AGAIN_S)
                     continue
                 peer = str((address or ("?",))[0])
-                if (
-                    len(self._connections) >= self._limits.connections
-                    or self._from[peer] >= self._limits.connections_of_one
-                ):
+                admitted = self._admission.admit(peer)
+                if not admitted.is_taken:
                     self._refuse(sock)
                     continue
                 task = loop.create_task(self._serve(sock), name="witness connection")
                 self._connections.add(task)
-                self._from[peer] += 1
-                task.add_done_callback(partial(self._ended, peer))
+                self._admission.add(task, peer)
+                task.add_done_callback(self._ended)
+                if admitted.evicted is not None:
+                    # It may not have begun; it closes its socket only where it has.
+                    await asyncio.sleep(0)
+                    admitted.evicted.cancel()
 
-    def _ended(self, peer: str, task: asyncio.Task[None]) -> None:
+    def _ended(self, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
-        self._from[peer] -= 1
-        if not self._from[peer]:
-            del self._from[peer]
+        self._admission.remove(task)
 
     def _refuse(self, sock: socket.socket) -> None:
         with sock, suppress(OSError):

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from audit.asked import Asked, answered_note, name_keys
 from audit.checkpoint import note_size
 from audit.note import Algorithm, NoteSigner, parse_note
 from audit.origin import egress_origin
@@ -42,10 +43,10 @@ from bridge.link_context import LinkContext, LinkStats
 from bridge.link_worker import LinkWorker, may_run
 from bridge.pins import Pins, list_pins
 from bridge.plan import PlannedLink, Verdict, plan_links
-from bridge.region_log import Brought, check_region_log, cosign_region_log
+from bridge.region_log import Askings, check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
 from felix.connection import RegionConnection
-from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError, UnavailableError
 from felix.expiry import Life, Stage, stage_of, until_text
 from felix.health import HealthServer
 from felix.identity import Identity
@@ -114,6 +115,14 @@ DESCRIBE_S: Final = 2.0
 """How long a plan waits for one stream's leader."""
 STREAMS_MAX: Final = 1_000
 """Streams that are looked at for wildcard grants."""
+
+
+class _Uncosigned(NamedTuple):
+    """Why cosigning with a region fails: a bundle that was not given again, others that are always first, or lines that it leaves out."""
+
+    since_ms: int
+    """of the monotonic clock"""
+    sentence: str
 
 
 class AgentFiles(NamedTuple):
@@ -283,9 +292,9 @@ class Agent:
         self._compared: dict[str, tuple[Link, Link]] = {}
         """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
         self._cosigning: dict[str, asyncio.Task[None]] = {}
-        self._brought: Brought = {}
-        self._uncosigned: dict[str, str] = {}
-        """regions with which cosigning fails, and why: a bundle that was not given again, or others that are always first"""
+        self._askings: Askings = {}
+        self._uncosigned: dict[str, _Uncosigned] = {}
+        """regions with which cosigning fails"""
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -323,6 +332,7 @@ class Agent:
                 self._trail_status,
                 self._sessions,
                 self.witnesses,
+                self._uncosigned_ms,
                 self._quorum_lag_ms,
                 lambda: (self._files.identity.not_after_ms - self._clock_ms()) / 1000,
             )
@@ -759,14 +769,22 @@ class Agent:
             f"The witness {status.witness} is {status.lag_ms // 1000} s behind: {status.sentence or 'it does not answer'}"
             for status in behind
         ]
+        failed_ms = self._uncosigned_ms()
         said += [
-            f"{region} does not cosign: {sentence}" for region, sentence in sorted(self._uncosigned.items())
+            f"Cosigning with {region} has failed for {failed_ms[region] // 1000} s: {each.sentence}"
+            for region, each in sorted(self._uncosigned.items())
         ]
         return " ".join(said)
 
     def witnesses(self) -> list[SubmissionStatus]:
         """How far each outside witness is."""
         return [] if self._submissions is None else self._submissions.status()
+
+    def _uncosigned_ms(self) -> dict[str, int]:
+        """For how long cosigning with each other region has failed; 0 where it does not."""
+        now_ms, failed = self._monotonic_ms(), self._uncosigned
+        others = (region for region, each in self._endpoints.items() if each is not self.context.source)
+        return {region: now_ms - failed[region].since_ms if region in failed else 0 for region in others}
 
     async def _cosign_all(self, *, final: bool = False) -> None:
         """The egress log by every destination; each region's own log by the other. `final`: up to the last leaf.
@@ -790,10 +808,14 @@ class Agent:
             failed += await self._why(f"cosigning with {region}", self._cosign_egress(endpoint, final))
             for of, witness in ((endpoint, source), (source, endpoint)):
                 if endpoint.is_up and source.is_up:
-                    work = cosign_region_log(of, witness, self.config.mesh, self._brought)
+                    work = cosign_region_log(
+                        of, witness, self.config.mesh, self._askings, self._monotonic_ms()
+                    )
                     failed += await self._why(f"cosigning the log of {of.region} by {witness.region}", work)
             if any(failed):
-                self._uncosigned[region] = " ".join(filter(None, failed))
+                held = self._uncosigned.get(region)
+                since_ms = self._monotonic_ms() if held is None else held.since_ms
+                self._uncosigned[region] = _Uncosigned(since_ms, " ".join(filter(None, failed)))
             elif not failed:
                 self._uncosigned.pop(region, None)
         except Exception:
@@ -812,6 +834,13 @@ class Agent:
                 log.error("%s: %s", what, error)
             ends_by_itself = isinstance(error, UnavailableError) and error.code not in CROWDED
             return ["" if ends_by_itself else f"{error.sentence} {error.hint}".strip()]
+        except Exception as error:
+            # A full disk, an answer that nobody thought of, or a mistake of ours: shown, and no other log is left out for it.
+            sentence = f"{what} failed: {type(error).__name__}: {str(error)[:300]}".rstrip(": ")
+            if self._reasons.get(what) != sentence:
+                self._reasons[what] = sentence
+                log.exception("%s failed", what)
+            return [sentence]
         return []
 
     async def _cosign_egress(self, witness: RegionEndpoint, final: bool) -> None:
@@ -823,23 +852,33 @@ class Agent:
         newest = await asyncio.to_thread(trail.publish)
         note = trail.checkpoints.offer(at_least=note_size(newest) if final else answer.size)
         size = note_size(note)
-        text, way = parse_note(note).text, (trail.key.name, witness.region)
-        if not size or (
-            answer.size >= size
-            and (
-                self._brought.get(way) == text
-                or trail.checkpoints.is_cosigned_by(note, witness.trust.witnesses)
-            )
-        ):
+        if not size:
             return
+        text, keys = parse_note(note).text, witness.trust.witnesses
+        asked = self._askings.setdefault((trail.key.name, witness.region), Asked())
+        if answer.size >= size and trail.checkpoints.is_cosigned_by(note, keys):
+            asked.stands()
+            return
+        failure = asked.failure(text, self._monotonic_ms())
+        if failure is not None and not final:
+            raise failure.with_traceback(None)
         proof: list[bytes] = []
         if 0 < answer.size < size:
             proof = await asyncio.to_thread(trail.checkpoints.consistency_proof, answer.size, size)
         cosigned = await connection.request(Cosign(note, proof))
-        if cosigned.cosigned:
+        try:
+            answered_note(cosigned.cosigned, text, "the egress log", witness.region)
             await asyncio.to_thread(trail.add_cosigned, cosigned.cosigned)
-            self._brought[way] = text
-            self.context.failpoints.at("cosign")
+            if lacking := trail.checkpoints.lacking(note, keys):
+                raise TamperError(
+                    f"{witness.region} answered, and the egress log has no line that holds of {name_keys(lacking)}, which its bundle names."
+                )
+        except FelixError as error:
+            if not isinstance(error, UnavailableError):
+                asked.failed(text, error, self._monotonic_ms())
+            raise
+        asked.stands()
+        self.context.failpoints.at("cosign")
 
     async def _renew_identity(self) -> None:
         """Ask the source region for the next certificate once it is due; the file is read again below."""

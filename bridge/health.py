@@ -51,11 +51,12 @@ class AgentCollector(Collector):
         trail: Callable[[], TrailStatus | None],
         regions: Callable[[], dict[str, bool]],
         witnesses: Callable[[], Sequence[SubmissionStatus]],
+        uncosigned_ms: Callable[[], dict[str, int]],
         quorum_lag_ms: Callable[[], int | None],
         expiry_s: Callable[[], float],
     ) -> None:
         self._links, self._trail, self._regions = links, trail, regions
-        self._witnesses, self._quorum_lag_ms = witnesses, quorum_lag_ms
+        self._witnesses, self._uncosigned_ms, self._quorum_lag_ms = witnesses, uncosigned_ms, quorum_lag_ms
         self._expiry_s = expiry_s
 
     def collect(self) -> Iterator[Metric]:
@@ -102,6 +103,14 @@ class AgentCollector(Collector):
             for each in statuses:
                 gauge.add_metric([each.witness], getattr(each, field))
             yield gauge
+        failed = GaugeMetricFamily(
+            "felix_bridge_cosigning_failed_ms",
+            "For how long cosigning with a region has failed; 0: it does not.",
+            labels=["region"],
+        )
+        for region, failed_ms in self._uncosigned_ms().items():
+            failed.add_metric([region], failed_ms)
+        yield failed
         lag_ms = self._quorum_lag_ms()
         if lag_ms is not None:
             yield GaugeMetricFamily(

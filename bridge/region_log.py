@@ -9,21 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Final
 
+from audit.asked import Asked, answered_note, name_keys
 from audit.checkpoint import Checkpoint
 from audit.errors import RolledBackError
 from audit.note import Note, VerifierKey, check_note, encode_note, parse_note
 from audit.origin import region_origin
 from bridge.endpoint import RegionEndpoint
 from bridge.history import require_continued
-from felix.errors import Code, CorruptionError, FelixError, UnavailableError
-from felix.messages import Cosign, GetCheckpoint, PutCosignature, Witnessed, WitnessedSize
+from felix.errors import Code, CorruptionError, FelixError, TamperError, UnavailableError
+from felix.messages import CheckpointAnswer, Cosign, GetCheckpoint, PutCosignature, Witnessed, WitnessedSize
 
 RACES_MAX: Final = 3
 """So often in one look a checkpoint is brought that others bring at the same time. To overtake it each time, the log must have made another one."""
 
-Brought = dict[tuple[str, str], str]
-"""By log and witness: the last checkpoint, a note's text, that the witness was asked to cosign, all of whose answer the log has kept. A bundle may name
-keys that its region does not sign with: it is not asked for them again and again."""
+Askings = dict[tuple[str, str], Asked]
+"""By log and witness."""
 
 
 async def check_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> None:
@@ -49,29 +49,49 @@ async def check_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: st
         )
 
 
-def has_lines(note: Note, keys: Iterable[VerifierKey]) -> bool:
-    """Whether each of these keys has cosigned the note, by a line on it that holds; of no keys, none has."""
-    asked = set(keys)
-    return bool(asked) and asked <= {by.key for by in check_note(note, asked).verified if by.time_s}
+def lacking_lines(note: Note, keys: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
+    """Of these keys, those that have no line on the note that holds."""
+    asked = tuple(dict.fromkeys(keys))
+    there = {by.key for by in check_note(note, asked).verified if by.time_s}
+    return tuple(key for key in asked if key not in there)
 
 
-async def cosign_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str, brought: Brought) -> None:
-    """Have `witness` cosign what is new in the log of `of`, and whatever of its lines is not there. Raises CorruptionError where it says that the log
-    is another one, UnavailableError(CONFLICT) where others were first RACES_MAX times."""
-    way = (region_origin(of.region, mesh), witness.region)
+def _shown(answer: CheckpointAnswer, of: str, origin: str) -> tuple[Note, Note]:
+    """The checkpoint that a region answered with, whole and with the log's own lines alone. Raises TamperError where it is not one of that log, or has no line of it: what
+    a witness would refuse is not brought to it. Whether the line holds is the witness's to say, who has the log's keys of today."""
+    note = parse_note(answer.checkpoint)
+    checkpoint, bare = Checkpoint.parse(note.text), note.signed_by(origin)
+    if checkpoint.origin != origin or checkpoint.size != answer.size or not bare.signatures:
+        raise TamperError(
+            f"{of} was asked for the checkpoint of its audit log, and gave one that is not of {answer.size} leaves of {origin} "
+            "with a line of that log."
+        )
+    return note, bare
+
+
+async def cosign_region_log(
+    of: RegionEndpoint, witness: RegionEndpoint, mesh: str, askings: Askings, now_ms: int
+) -> None:
+    """Have `witness` cosign what is new in the log of `of`, and whatever of its lines is not there. `now_ms`: of a clock that does not go back. Raises CorruptionError where
+    it says that the log is another one, TamperError where the log still lacks a line of a key of the witness, at each look until it has all;
+    UnavailableError(CONFLICT) where others were first RACES_MAX times."""
+    origin, keys = region_origin(of.region, mesh), witness.trust.witnesses
+    log = f"the audit log of {of.region}"
+    asked = askings.setdefault((origin, witness.region), Asked())
     known = await _known(of, witness, mesh)
     for _ in range(RACES_MAX):
         answer = await of.connection().request(GetCheckpoint(known.size))
         if not answer.size:
             return
-        note = parse_note(answer.checkpoint)
-        if answer.size == known.size and (
-            brought.get(way) == note.text or has_lines(note, witness.trust.witnesses)
-        ):
+        note, bare = _shown(answer, of.region, origin)
+        lacking = lacking_lines(note, keys)
+        if answer.size == known.size and keys and not lacking:
+            asked.stands()
             return
-        # The others' lines are nothing to the witness.
-        bare = note.signed_by(Checkpoint.parse(note.text).origin)
+        if (failure := asked.failure(note.text, now_ms)) is not None:
+            raise failure.with_traceback(None)
         try:
+            # The others' lines are nothing to the witness.
             cosigned = await witness.connection().request(Cosign(encode_note(bare), answer.proof))
         except FelixError as error:
             if not isinstance(error, CorruptionError) and error.code is not Code.CONFLICT:
@@ -81,10 +101,23 @@ async def cosign_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: s
                 raise
             # Somebody else brought a checkpoint of the same log meanwhile, so the proof began where the witness no longer stands.
             continue
-        if cosigned.cosigned:
+        try:
+            given = answered_note(cosigned.cosigned, note.text, log, witness.region)
             # Refused or lost, it is brought at the next look: the line is still not there.
             await of.connection().request(PutCosignature(cosigned.cosigned))
-        brought[way] = note.text
+            if left := lacking_lines(given, lacking):
+                raise TamperError(
+                    f"{witness.region} was asked to cosign {log}, and answered without a line that holds of {name_keys(left)}, which its bundle names."
+                )
+            if lacking and asked.was_brought(note.text):
+                raise TamperError(
+                    f"The audit log of {of.region} took the cosignature of {witness.region}, and shows no line of {name_keys(lacking)}."
+                )
+        except FelixError as error:
+            if not isinstance(error, UnavailableError):
+                asked.failed(note.text, error, now_ms)
+            raise
+        asked.brought(note.text)
         return
     raise UnavailableError(
         f"{witness.region} has cosigned further leaves of the audit log of {of.region} each time that its cosignature was to be brought.",

@@ -14,6 +14,7 @@ from typing import Annotated, Final
 import typer
 
 from audit.note import Algorithm, VerifierKey
+from audit.witness_admission import Network, parse_clients
 from audit.witness_policy import WitnessPolicy
 from audit.witness_server import WitnessServer
 from audit.witness_service import WitnessService
@@ -133,10 +134,16 @@ def serve(
     prefix: Annotated[str, typer.Option(help="What stands before the calls in a path, behind a proxy.")] = "",
     tls_cert: Annotated[Path | None, typer.Option(help="A certificate chain (PEM), to serve https.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
+    client: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="An address, or a network as in 192.0.2.0/24, from where connections are taken however many strangers hold; may be repeated."
+        ),
+    ] = None,
     folder: Folder = Path("felix-witness"),
 ) -> None:
     """Serve add-checkpoint over HTTP until interrupted. Refuses to start where its state is lost or older."""
-    address = Address.parse(listen)
+    address, clients = Address.parse(listen), parse_clients(client or ())
     tls: ssl.SSLContext | None = None
     if (tls_cert is None) is not (tls_key is None):
         raise RequestError("TLS needs both --tls-cert and --tls-key.")
@@ -152,14 +159,20 @@ def serve(
     state = WitnessState.open(folder, serve=True)
     try:
         with told("name another one with --listen."):
-            run(_serve(state, address, prefix, tls))
+            run(_serve(state, address, prefix, tls, clients))
     finally:
         state.close()
 
 
-async def _serve(state: WitnessState, address: Address, prefix: str, tls: ssl.SSLContext | None) -> None:
+async def _serve(
+    state: WitnessState,
+    address: Address,
+    prefix: str,
+    tls: ssl.SSLContext | None,
+    clients: Sequence[Network],
+) -> None:
     service = WitnessService(state, lambda: int(time.time()))
-    server = WitnessServer(service, address.host, address.port, prefix=prefix, tls=tls)
+    server = WitnessServer(service, address.host, address.port, prefix=prefix, tls=tls, clients=clients)
     ended: asyncio.Event = stop_signals()
     try:
         await server.start()

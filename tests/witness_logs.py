@@ -7,7 +7,7 @@ import http.client
 import ssl
 import threading
 from base64 import b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,7 @@ from typing import NamedTuple
 from audit.merkle import Tree, consistency_proof, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note
 from audit.tree_head import TreeHead
+from audit.witness_admission import Network
 from audit.witness_server import ServerLimits, WitnessServer
 from audit.witness_service import WitnessService
 from audit.witness_sqlite import WitnessState, init_witness
@@ -103,6 +104,7 @@ def serving(
     port: int = 0,
     tls: ssl.SSLContext | None = None,
     new_loop: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop,
+    clients: Sequence[Network] = (),
 ) -> Iterator[Running]:
     """A witness over real HTTP on loopback, its event loop in a thread of its own."""
     if not folder.exists():
@@ -111,7 +113,13 @@ def serving(
     for log in logs:
         state.add_log(log.origin, log.signer.key)
     server = WitnessServer(
-        WitnessService(state, lambda: now_s), "127.0.0.1", port, limits=limits, prefix=prefix, tls=tls
+        WitnessService(state, lambda: now_s),
+        "127.0.0.1",
+        port,
+        limits=limits,
+        prefix=prefix,
+        tls=tls,
+        clients=clients,
     )
     loop = new_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)

@@ -336,8 +336,12 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("order", "destination"): Cell(
         _F,
         "as the agent, for its ingress log. Leaves that nobody had cosigned yet, and that are written anew, are in other places "
-        "than the receipts say",
-        ("attacks/test_f05_witnesses_and_names.py", "attacks/test_half_told_evidence.py"),
+        "than the receipts say. What it does not cosign of the source's logs, or not with each of its keys, the agent says for as long as it lasts",
+        (
+            "attacks/test_f05_witnesses_and_names.py",
+            "attacks/test_half_told_evidence.py",
+            "attacks/test_silent_witness.py",
+        ),
     ),
     ("order", "third"): Cell(
         _C,
@@ -367,7 +371,9 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         ("attacks/test_f08_truncation.py", "audit/test_trail.py"),
     ),
     ("order", "network"): Cell(
-        _C, "checkpoints and cosignatures are signed", ("audit/test_witness.py", "audit/test_note.py")
+        _C,
+        "checkpoints and cosignatures are signed. A witness whose lines it takes out of the answers is shown as failing",
+        ("audit/test_witness.py", "audit/test_note.py", "audit/test_submission.py"),
     ),
     ("order", "two"): Cell(
         _Y,

@@ -21,7 +21,7 @@ from audit.checkpoint import note_size
 from audit.note import NoteSigner, encode_note, parse_note
 from audit.trail import Trail
 from audit.witness import MemoryWitnessStore, Witness
-from bridge.region_log import Brought, cosign_region_log
+from bridge.region_log import Askings, cosign_region_log
 from felix.errors import FelixError, UnavailableError
 from felix.messages import Cosign, GetCheckpoint, PutCosignature, Witnessed, WitnessedSize
 from felix.names import SpiffeId
@@ -79,7 +79,7 @@ def test_a_cosignature_that_a_third_region_keeps_to_itself_is_brought(
         trail.publish()
 
     async def play() -> int:
-        clock, brought, taken = Clock(), Brought(), 0
+        clock, askings, taken = Clock(), Askings(), 0
         own = Witness(witness_signer("us-east.acme/witness"), [], MemoryWitnessStore(), lambda: 1)
         us = Witnessing(own, trail, "us-east", clock, None)  # type: ignore[arg-type]
         memory = Witness(EU, [trail.key], MemoryWitnessStore(), lambda: 1, also=[EU_PQ])
@@ -99,7 +99,7 @@ def test_a_cosignature_that_a_third_region_keeps_to_itself_is_brought(
                     taken += await take(*rogue, brings_one_line=brings_one_line)
                 except FelixError as error:
                     assert isinstance(error, UnavailableError), "no more than its pace"
-            await cosign_region_log(*honest, "acme", brought)  # type: ignore[arg-type]
+            await cosign_region_log(*honest, "acme", askings, int(clock.now * 1000))  # type: ignore[arg-type]
             newest = trail.checkpoints.cosigned()[0]
             assert newest.checkpoint == trail.checkpoints.newest
             assert {by.key for by in newest.cosigned} == {EU.key, EU_PQ.key}

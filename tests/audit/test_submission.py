@@ -138,12 +138,72 @@ def test_a_witness_is_asked_for_lines_that_somebody_else_left_out_and_for_none_t
         submission.submit()
         Submission(trail, target(running)).submit()
         assert len(asked) == 2
-        # One of the keys that are configured is a former one.
+
+
+@pytest.mark.parametrize("is_former", [False, True])
+def test_a_key_that_gives_no_line_is_a_failure_and_is_asked_for_at_a_pace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_former: bool
+) -> None:
+    """The network takes the ML-DSA-44 line out of each answer; or a key is configured that the witness had before."""
+    asked, call, now = list[AddCheckpoint](), WitnessClient.add_checkpoint, [0]
+
+    def stripped(client: WitnessClient, request: AddCheckpoint) -> Cosigned | Behind:
+        asked.append(request)
+        answer = call(client, request)
+        if is_former or isinstance(answer, Behind):
+            return answer
+        return Cosigned(tuple(line for line in answer.signatures if len(line.data) < 1000))
+
+    monkeypatch.setattr(WitnessClient, "add_checkpoint", stripped)
+    monkeypatch.setattr(Submission, "_now_ms", lambda self: now[0])
+    monkeypatch.setattr("audit.checkpoint_disk.ROUND_MS", 0)
+    with witnessed_log(tmp_path, leaves=3) as (trail, running):
         former = VerifierKey(keys(running)[0].name, Algorithm.COSIGNATURE, log_signer().key.public)
-        submission = Submission(trail, WitnessTarget(target(running).url, (*keys(running), former)))
-        for _ in range(3):
+        lacking = former if is_former else keys(running)[1]
+        held = [key for key in keys(running) if key != lacking]
+        submission = Submission(trail, WitnessTarget(target(running).url, (*held, lacking)))
+        trail.checkpoints.trust_witnesses((*held, lacking))
+        for now[0] in range(0, 600_000, 1_000):
+            if len(asked) == 14:
+                break
+            said = ""
+            try:
+                assert not submission.submit(), "too early, and nothing is well meanwhile"
+            except TamperError as error:
+                said = error.sentence
+            assert not said or lacking.key_id.hex() in said
+        assert now[0] > 500_000, "once a minute, after a while"
+        assert submission.status().size == 0 and submission.status().lag_ms >= 0
+        (kept,) = trail.checkpoints.cosigned()
+        assert {by.key for by in kept.cosigned} == set(held), "what it gives is worth having"
+        append(trail, 4)
+        trail.publish()
+        with pytest.raises(TamperError):
             submission.submit()
-        assert len(asked) == 4, "once from nothing, once from its size, and then it has answered for this one"
+        assert trail.checkpoints.cosigned()[0].checkpoint.size == 7, "also of the next checkpoint, at once"
+
+
+def test_lines_that_the_network_takes_out_are_shown_until_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strips, call = [True], WitnessClient.add_checkpoint
+
+    def stripped(client: WitnessClient, request: AddCheckpoint) -> Cosigned | Behind:
+        answer = call(client, request)
+        if not strips[0] or isinstance(answer, Behind):
+            return answer
+        return Cosigned(tuple(line for line in answer.signatures if len(line.data) > 1000))
+
+    monkeypatch.setattr(WitnessClient, "add_checkpoint", stripped)
+    monkeypatch.setattr("audit.asked.PAUSE_MS", 50)
+    with witnessed_log(tmp_path, leaves=3) as (trail, running), submitting(trail, target(running)) as all_of:
+        until(lambda: all_of.status()[0].failures > 2, "it is asked again, and each answer is a failure")
+        status = all_of.status()[0]
+        assert status.size == 0 and status.lag_ms > 0 and "(Ed25519)" in status.sentence
+        strips[0] = False
+        until(lambda: all_of.status()[0].size == 3, "it has both lines")
+        until(lambda: not all_of.status()[0].failures, "and nothing is wrong")
+        assert not all_of.status()[0].lag_ms and not all_of.status()[0].sentence
 
 
 def test_a_witness_that_has_more_than_the_log_is_reported_and_asked_again_later(tmp_path: Path) -> None:

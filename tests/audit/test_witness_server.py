@@ -26,6 +26,7 @@ from witness_logs import NAME, NOW_S, Log, Running, body, post, serving
 from audit.merkle import EMPTY_ROOT
 from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note, parse_signatures, verify_note
 from audit.tree_head import TreeHead
+from audit.witness_admission import parse_clients
 from audit.witness_protocol import REQUEST_BYTES_MAX, AddCheckpoint, decode_request, encode_request
 from audit.witness_server import HEAD_BYTES_MAX, ServerLimits
 from audit.witness_sqlite import WitnessState, init_witness
@@ -340,6 +341,27 @@ def test_connections_count_before_their_handshake_is_done(tmp_path: Path, new_lo
             each.close()
         for _ in range(50):
             assert asked_over_tls(witness.port, "127.0.0.1") == 404
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_strangers_who_have_all_connections_keep_no_client_out(
+    tmp_path: Path, new_loop: NewLoop, named: bool
+) -> None:
+    limits = ServerLimits(connections=32, connections_of_one=8, connections_of_clients=4)
+    clients = parse_clients(["127.0.9.0/24"]) if named else ()
+    with serving(
+        tmp_path / "w", Log(), limits=limits, tls=certificate(tmp_path), new_loop=new_loop, clients=clients
+    ) as witness:
+        strangers = [f"127.0.{at % 4}.{at}" for at in range(1, 65)]
+        held = [
+            socket.create_connection(("127.0.0.1", witness.port), 30, source_address=(each, 0))
+            for each in strangers
+        ]
+        for _ in range(20):
+            assert asked_over_tls(witness.port, "127.0.9.9") == 404
+        assert sum(not closed(each) for each in held) >= (28 if named else 20)
+        for each in held:
+            each.close()
 
 
 def test_a_connection_counts_until_the_other_end_has_closed_it(tmp_path: Path, new_loop: NewLoop) -> None:

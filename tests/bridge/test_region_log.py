@@ -11,18 +11,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from audit_log import Link, log_signer, witness_signer
+from audit_log import REGION_ORIGIN, Link, log_signer, witness_signer
 
 from audit.checkpoint import Checkpoint, note_size
 from audit.errors import RolledBackError
 from audit.merkle import Tree, consistency_proof, leaf_hash
-from audit.note import Note, NoteSigner, encode_note, parse_note
+from audit.note import Note, NoteSigner, Signature, encode_note, parse_note
 from audit.trail import Trail
 from audit.witness import MemoryWitnessStore, Witness
 from bridge.agent import Agent
 from bridge.failpoint import Failpoints
-from bridge.region_log import RACES_MAX, Brought, check_region_log, cosign_region_log
-from felix.errors import Code, FelixError, UnavailableError
+from bridge.region_log import RACES_MAX, Askings, check_region_log, cosign_region_log
+from felix.errors import Code, FelixError, TamperError, UnavailableError
 from felix.messages import (
     CheckpointAnswer,
     Cosign,
@@ -32,17 +32,19 @@ from felix.messages import (
     Witnessed,
     WitnessedSize,
 )
+from felix.runtime.real import REAL
 from keys.post_quantum import MlDsaKey
 
 EU = witness_signer()
 EU_PQ = NoteSigner.from_ml_dsa(EU.key.name, MlDsaKey.from_seed(b"e" * 32))
+LOGS = [log_signer(REGION_ORIGIN).key, log_signer().key]
 
 
 class Log:
     """Leaves `word 0`, `word 1`, … behind `shared` leaves that every log here has."""
 
     def __init__(self, word: str, size: int, shared: int = 0) -> None:
-        self.signer = log_signer()
+        self.signer = log_signer(REGION_ORIGIN)
         words = ["shared"] * shared + [word] * (size - shared)
         self.hashes = [leaf_hash(f"{each} {at}".encode()) for at, each in enumerate(words)]
 
@@ -68,11 +70,11 @@ class Region:
         self.kept: list[bytes] = []
         self.cosigned = 0
         self.refuses: FelixError | None = None
+        self.keeps = True
+        self.answers: Callable[[bytes], bytes] = lambda cosigned: cosigned
         self.meanwhile: Callable[[], None] = lambda: None
         self.trust = SimpleNamespace(witnesses=tuple(each.key for each in signers))
-        self.memory = Witness(
-            signers[0], [log_signer().key], MemoryWitnessStore(), lambda: 1_760_000_000, also=signers[1:]
-        )
+        self.memory = Witness(signers[0], LOGS, MemoryWitnessStore(), lambda: 1_760_000_000, also=signers[1:])
 
     def connection(self) -> Any:
         return SimpleNamespace(request=self.request)
@@ -90,7 +92,7 @@ class Region:
 
     async def request(self, message: object) -> object:
         if isinstance(message, WitnessedSize):
-            note = self.memory.last_note(log_signer().key.name)
+            note = self.memory.last_note(message.origin)
             return Witnessed(0) if note is None else Witnessed(note_size(note), note)
         if isinstance(message, GetCheckpoint):
             assert self.log is not None
@@ -98,14 +100,17 @@ class Region:
         if isinstance(message, PutCosignature):
             if self.refuses is not None:
                 raise self.refuses
-            self.kept.append(message.cosigned)
+            if self.keeps:
+                self.kept.append(message.cosigned)
             return Done()
         assert isinstance(message, Cosign)
         self.meanwhile()
         self.cosigned += 1
-        assert {line.name for line in parse_note(message.checkpoint).signatures} == {log_signer().key.name}
+        asked = parse_note(message.checkpoint)
+        own = Checkpoint.parse(asked.text).origin
+        assert {line.name for line in asked.signatures} == {own}, "others' lines are nothing to it"
         note = self.memory.cosign(message.checkpoint, message.proof)
-        return Witnessed(note_size(note), note)
+        return Witnessed(note_size(note), self.answers(note))
 
 
 async def check(log: Log, cosigned: Log) -> None:
@@ -130,8 +135,8 @@ async def test_a_log_of_which_nothing_was_cosigned_is_taken() -> None:
     await check_region_log(Region("us-east", Log("leaf", 3)), Region("eu-west"), "acme")  # type: ignore[arg-type]
 
 
-async def look(owner: Region, witness: Region, brought: Brought) -> None:
-    await cosign_region_log(owner, witness, "acme", brought)  # type: ignore[arg-type]
+async def look(owner: Region, witness: Region, askings: Askings, now_ms: int = 0) -> None:
+    await cosign_region_log(owner, witness, "acme", askings, now_ms)  # type: ignore[arg-type]
 
 
 def shown(owner: Region) -> list[tuple[int, int]]:
@@ -171,11 +176,11 @@ async def test_who_is_overtaken_each_time_says_so_and_stops() -> None:
 
 
 async def test_a_cosignature_that_nobody_brought_back_is_brought_and_then_not_again() -> None:
-    owner, witness, brought = Region("us-east", Log("leaf", 12)), Region("eu-west"), Brought()
+    owner, witness, askings = Region("us-east", Log("leaf", 12)), Region("eu-west"), Askings()
     witness.remember(Log("leaf", 12))
-    await look(owner, witness, brought)
+    await look(owner, witness, askings)
     assert shown(owner) == [(12, 1)] and witness.cosigned == 1
-    for known in (brought, Brought()):
+    for known in (askings, Askings()):
         await look(owner, witness, known)
     assert witness.cosigned == 1, "the line is there, whoever looks"
 
@@ -206,26 +211,112 @@ async def test_a_line_that_does_not_hold_stands_for_none() -> None:
 
 
 async def test_a_cosignature_that_is_not_taken_is_brought_at_the_next_look() -> None:
-    owner, witness, brought = Region("us-east", Log("leaf", 12)), Region("eu-west"), Brought()
+    owner, witness, askings = Region("us-east", Log("leaf", 12)), Region("eu-west"), Askings()
     owner.refuses = UnavailableError("It was asked to keep cosignatures too often.", code=Code.LIMIT_RATE)
     for _ in range(2):
         with pytest.raises(UnavailableError):
-            await look(owner, witness, brought)
+            await look(owner, witness, askings)
     owner.refuses = None
-    await look(owner, witness, brought)
+    await look(owner, witness, askings)
     assert shown(owner) == [(12, 1)] and witness.cosigned == 3
 
 
-async def test_a_key_that_a_bundle_names_and_nobody_signs_with_is_asked_for_once_a_checkpoint() -> None:
-    owner, witness, brought = Region("us-east", Log("leaf", 12)), Region("eu-west"), Brought()
+async def failures(
+    owner: Region, witness: Region, askings: Askings, until_s: int, from_s: int = 0
+) -> list[str]:
+    """What each look says, every 3 s."""
+    found = []
+    for now_s in range(from_s, until_s, 3):
+        try:
+            await look(owner, witness, askings, now_s * 1000)
+            found.append("")
+        except FelixError as error:
+            found.append(error.sentence)
+    return found
+
+
+async def test_a_key_of_a_bundle_that_gives_no_line_is_a_failure_at_each_look_and_is_asked_for_at_a_pace() -> (
+    None
+):
+    owner, witness, askings = Region("us-east", Log("leaf", 12)), Region("eu-west"), Askings()
     witness.trust.witnesses = (EU.key, EU_PQ.key)
-    for _ in range(3):
-        await look(owner, witness, brought)
-    assert witness.cosigned == 1
+    found = await failures(owner, witness, askings, 600)
+    assert all(f"{EU_PQ.key.key_id.hex()} (ML-DSA-44)" in each for each in found)
+    assert not any(EU.key.key_id.hex() in each for each in found), "that one is there"
+    assert witness.cosigned == 5 + 9, "after 0, 3, 9, 21, 45 s, and then once a minute"
+    # The next checkpoint gets at once what lines there are.
     owner.log = Log("leaf", 16)
-    for _ in range(3):
-        await look(owner, witness, brought)
-    assert witness.cosigned == 2 and shown(owner) == [(12, 1), (16, 1)]
+    assert await failures(owner, witness, askings, 3) != [""]
+    assert shown(owner)[-1] == (16, 1) and witness.cosigned == 15
+    # The region signs with both now.
+    witness.memory = Witness(EU, LOGS, witness.memory._store, lambda: 1, also=[EU_PQ])
+    assert (await failures(owner, witness, askings, 9))[1:] == ["", ""]
+    assert shown(owner)[-1] == (16, 2) and witness.cosigned == 16
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        (lambda first, now: b"", "answered without a cosignature"),
+        (lambda first, now: first, "answered with another checkpoint"),
+        (lambda first, now: b"no note", "signed note"),
+        (lambda first, now: encode_note(parse_note(now).signed_by("nobody")._replace(signatures=forged(now))),
+         "without a line that holds of"),
+    ],
+)  # fmt: skip
+async def test_what_is_no_cosignature_of_this_checkpoint_is_a_failure(
+    answers: Callable[[bytes, bytes], bytes], says: str
+) -> None:
+    owner, witness, askings = Region("us-east", Log("leaf", 7)), Region("eu-west"), Askings()
+    first = witness.remember(Log("leaf", 7))
+    owner.log = Log("leaf", 12)
+    witness.answers = lambda now: answers(first, now)
+    found = await failures(owner, witness, askings, 600)
+    assert all(says in each for each in found) and witness.cosigned == 14
+    witness.answers = lambda now: now
+    assert (await failures(owner, witness, askings, 666, from_s=600))[-1] == "" and shown(owner)[-1] == (
+        12,
+        1,
+    )
+
+
+def forged(cosigned: bytes) -> tuple[Signature, ...]:
+    lines = parse_note(cosigned).signatures
+    return tuple(
+        line._replace(data=bytes(len(line.data))) if line.name == EU.key.name else line for line in lines
+    )
+
+
+async def test_a_log_that_takes_cosignatures_and_shows_none_is_a_failure() -> None:
+    owner, witness, askings = Region("us-east", Log("leaf", 12)), Region("eu-west"), Askings()
+    owner.keeps = False
+    found = await failures(owner, witness, askings, 600)
+    assert found[0] == "", "whether it kept what it took, it shows at the next look"
+    assert all("took the cosignature of eu-west, and shows no line" in each for each in found[1:])
+    assert witness.cosigned == 1 + 14
+    owner.keeps = True
+    assert (await failures(owner, witness, askings, 666, from_s=600))[-1] == ""
+
+
+@pytest.mark.parametrize("wrong", ["line", "origin", "size"])
+async def test_a_checkpoint_without_a_line_of_its_log_is_refused_before_a_witness_is_asked(
+    wrong: str,
+) -> None:
+    owner, witness = Region("us-east", Log("leaf", 12)), Region("eu-west")
+    answer = Log("leaf", 12).answer(0)
+    note = parse_note(answer.checkpoint)
+    if wrong == "line":
+        strange = tuple(line._replace(name="someone") for line in note.signatures)
+        answer = msgspec.structs.replace(answer, checkpoint=encode_note(note._replace(signatures=strange)))
+    elif wrong == "origin":
+        text = note.text.replace("us-east", "ap-south")
+        answer = msgspec.structs.replace(answer, checkpoint=encode_note(note._replace(text=text)))
+    else:
+        answer = msgspec.structs.replace(answer, size=11)
+    owner.log.answer = lambda from_size: answer  # type: ignore[union-attr, method-assign]
+    with pytest.raises(TamperError, match=r"gave one that is not of 1[12] leaves"):
+        await look(owner, witness, {})
+    assert not witness.cosigned
 
 
 async def test_a_log_that_is_another_one_is_an_alarm_each_time() -> None:
@@ -244,21 +335,58 @@ async def test_a_log_with_another_root_at_the_size_that_was_cosigned_is_an_alarm
 
 
 async def test_an_egress_log_gets_what_of_its_cosignature_somebody_left_out(tmp_path: Path) -> None:
-    """The agent ended after the witness had cosigned, or another one brought one line of two; and the bundle names a key that nobody signs with."""
+    """The agent ended after the witness had cosigned, or another one brought one line of two."""
     with closing(Trail.open(tmp_path, log_signer(), witnesses=[EU.key, EU_PQ.key])) as trail:
         ended = threading.Event()
         trail.append_nowait([Link().grant()], lambda first, error: ended.set())
         assert ended.wait(30)
         agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
         agent.context = SimpleNamespace(trail=trail, failpoints=Failpoints())  # type: ignore[assignment]
-        agent._brought = {}
+        agent._askings, agent._runtime = {}, REAL
         note = parse_note(witness.memory.cosign(trail.publish(), []))
         lines = tuple(line for line in note.signatures if line.key_id != EU_PQ.key.key_id)
         trail.add_cosigned(encode_note(note._replace(signatures=lines)))
-        for former in ((), (witness_signer("us-east.acme/witness").key,)):
-            witness.trust.witnesses = (EU.key, EU_PQ.key, *former)
-            for _ in range(2):
-                await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
+        witness.trust.witnesses = (EU.key, EU_PQ.key)
+        for _ in range(2):
+            await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
             assert witness.cosigned == 1
             (held,) = trail.checkpoints.cosigned()
             assert {by.key for by in held.cosigned} == {EU.key, EU_PQ.key}
+
+
+def one_line(cosigned: bytes) -> bytes:
+    note = parse_note(cosigned)
+    return encode_note(
+        note._replace(signatures=tuple(line for line in note.signatures if line.key_id != EU_PQ.key.key_id))
+    )
+
+
+@pytest.mark.parametrize(
+    ("answers", "says", "kept"),
+    [
+        (lambda now: b"", "answered without a cosignature", 0),
+        (one_line, f"{EU_PQ.key.key_id.hex()} \\(ML-DSA-44\\)", 1),
+    ],
+)
+async def test_an_egress_log_that_lacks_a_line_after_the_answer_is_a_failure_until_it_has_it(
+    tmp_path: Path, answers: Callable[[bytes], bytes], says: str, kept: int
+) -> None:
+    now = [0.0]
+    with closing(Trail.open(tmp_path, log_signer(), witnesses=[EU.key, EU_PQ.key])) as trail:
+        ended = threading.Event()
+        trail.append_nowait([Link().grant()], lambda first, error: ended.set())
+        assert ended.wait(30)
+        agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
+        agent.context = SimpleNamespace(trail=trail, failpoints=Failpoints())  # type: ignore[assignment]
+        agent._runtime = SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0]))  # type: ignore[assignment]
+        agent._askings, witness.answers = {}, answers
+        for now[0] in range(0, 60, 3):
+            with pytest.raises(TamperError, match=says):
+                await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
+        assert witness.cosigned == 5, "after 0, 3, 9, 21 and 45 s"
+        assert sum(len(each.cosigned) for each in trail.checkpoints.cosigned()) == kept
+        witness.answers = lambda now: now
+        now[0] = 999
+        await agent._cosign_egress(witness, False)  # type: ignore[arg-type]
+        (held,) = trail.checkpoints.cosigned()
+        assert {by.key for by in held.cosigned} == {EU.key, EU_PQ.key}

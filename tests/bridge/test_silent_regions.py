@@ -13,6 +13,7 @@ from bridge.agent import Agent
 from bridge.documents import EgressDocuments, Paper
 from bridge.ledger import Ledger
 from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.runtime.real import REAL
 from felix.tasks import end_tasks
 
 
@@ -34,7 +35,8 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
     agent._endpoints = {"us-east": source} | {  # type: ignore[assignment]
         region: SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")
     }
-    agent._cosigning, agent._uncosigned, agent._reasons, agent._brought = {}, {}, {}, {}
+    agent._cosigning, agent._uncosigned, agent._reasons, agent._askings = {}, {}, {}, {}
+    agent._runtime = REAL
     for _ in range(3):
         await agent._cosign_all()
     assert asked == [("ap-south", False), *[("eu-west", False)] * 3]
@@ -45,6 +47,18 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
     final.cancel()
     await asyncio.wait([final])
     await end_tasks(*agent._cosigning.values())
+
+
+def agent_of_two_regions() -> Agent:
+    agent = object.__new__(Agent)
+    source, end = (SimpleNamespace(is_up=True, region=region) for region in ("us-east", "eu-west"))
+    agent.context = SimpleNamespace(source=source)  # type: ignore[assignment]
+    agent.config = SimpleNamespace(mesh="acme")  # type: ignore[assignment]
+    agent._endpoints = {"us-east": source, "eu-west": end}  # type: ignore[dict-item]
+    agent._cosigning, agent._uncosigned, agent._reasons, agent._askings = {}, {}, {}, {}
+    agent._runtime = REAL
+    agent._submissions = None
+    return agent
 
 
 async def test_a_log_that_cannot_be_cosigned_keeps_no_other_from_it_and_who_is_crowded_out_is_shown(
@@ -64,13 +78,7 @@ async def test_a_log_that_cannot_be_cosigned_keeps_no_other_from_it_and_who_is_c
 
     monkeypatch.setattr(Agent, "_cosign_egress", lambda *_: cosign("egress"))
     monkeypatch.setattr("bridge.agent.cosign_region_log", lambda of, *_: cosign(of.region))
-    agent = object.__new__(Agent)
-    source, end = (SimpleNamespace(is_up=True, region=region) for region in ("us-east", "eu-west"))
-    agent.context = SimpleNamespace(source=source)  # type: ignore[assignment]
-    agent.config = SimpleNamespace(mesh="acme")  # type: ignore[assignment]
-    agent._endpoints = {"us-east": source, "eu-west": end}  # type: ignore[dict-item]
-    agent._cosigning, agent._uncosigned, agent._reasons, agent._brought = {}, {}, {}, {}
-    agent._submissions = None
+    agent = agent_of_two_regions()
     await agent._cosign_all()
     assert asked == ["egress", "eu-west", "us-east"]
     assert "not one that is cosigned here" in agent._notice() and "asked too often" in agent._notice()
@@ -81,6 +89,25 @@ async def test_a_log_that_cannot_be_cosigned_keeps_no_other_from_it_and_who_is_c
     fails.clear()
     await agent._cosign_all()
     assert agent._notice() == ""
+
+
+async def test_an_answer_that_nobody_thought_of_keeps_no_other_log_from_being_cosigned_and_is_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[str]()
+
+    async def cosign(what: str) -> None:
+        asked.append(what)
+        if what != "us-east":
+            raise AssertionError(f"{what} said what no region says")
+
+    monkeypatch.setattr(Agent, "_cosign_egress", lambda *_: cosign("egress"))
+    monkeypatch.setattr("bridge.agent.cosign_region_log", lambda of, *_: cosign(of.region))
+    agent = agent_of_two_regions()
+    await agent._cosign_all()
+    assert asked == ["egress", "eu-west", "us-east"]
+    for word in ("egress said", "eu-west said", "has failed for"):
+        assert word in agent._notice()
 
 
 async def test_documents_that_another_region_signs_without_end_wait_for_their_leaves(

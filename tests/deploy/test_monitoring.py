@@ -84,7 +84,15 @@ def agent_families() -> set[str]:
     links: Sequence[tuple[Any, LinkStats]] = ()
     registry = CollectorRegistry()
     registry.register(
-        AgentCollector(lambda: links, lambda: status, dict, lambda: [WITNESS], lambda: 0, lambda: 0.0)
+        AgentCollector(
+            lambda: links,
+            lambda: status,
+            dict,
+            lambda: [WITNESS],
+            lambda: {"eu-west": 0},
+            lambda: 0,
+            lambda: 0.0,
+        )
     )
     return families(generate_latest(registry).decode())
 
