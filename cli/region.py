@@ -504,7 +504,7 @@ def status(
                 [
                     each["broker"],
                     each["address"] or "not alive",
-                    _process_here(name, each["broker"]),
+                    "" if each["pid"] is None else str(each["pid"]),
                     each["leads"],
                     each["copies"],
                     ", ".join(
@@ -551,10 +551,10 @@ def _ends_here(region: str, brokers: Sequence[BrokerState]) -> list[str]:
     return found
 
 
-def _process_here(region: str, broker: str) -> str:
-    """The id of a broker's process on this machine; empty where it runs on another one, or not at all."""
-    state = read_state(RegionFolder.of(region).pid_of(broker))
-    return "" if state is None else str(state["pid"])
+def _process_here(folder: RegionFolder, broker: str) -> int | None:
+    """The id of a broker's process on this machine; None where it runs on another one, or not at all."""
+    state = read_state(folder.pid_of(broker))
+    return None if state is None else int(state["pid"])
 
 
 def _status(region: str) -> dict[str, Any]:
@@ -593,6 +593,7 @@ def _status(region: str) -> dict[str, Any]:
                 {
                     "broker": each.broker,
                     "address": each.address,
+                    "pid": _process_here(folder, each.broker),
                     "leads": each.leads,
                     "is_controller": each.is_controller,
                     "has_audit_log": each.has_audit_log,

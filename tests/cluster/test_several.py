@@ -385,6 +385,9 @@ async def test_the_regions_own_etcd_that_is_killed_is_started_again_and_status_s
                 )[0]
 
             await until(has_none)
+            shown = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east", "--json")
+            pids = {each["broker"]: each["pid"] for each in json.loads(shown.out)["items"][0]["brokers"]}
+            assert {psutil.Process(pid).parent() for pid in pids.values()} == {parent} and len(pids) == 2
             own_etcd(parent).suspend()
             await until(is_told)
             told = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
