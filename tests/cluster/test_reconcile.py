@@ -59,7 +59,7 @@ def put_back(etcd: EtcdProcess, snapshot: Path) -> None:
     """etcd has what it had when the snapshot was made."""
     etcd.stop()
     shutil.rmtree(etcd.folder / "data")
-    peer = etcd._peer
+    peer = etcd.peer
     words = [f"--data-dir={etcd.folder / 'data'}", "--name=test", f"--initial-cluster=test={peer}"]
     restore(snapshot, *words, f"--initial-advertise-peer-urls={peer}")
     etcd.start()
