@@ -67,7 +67,9 @@ def main(home: str, stream: str, folder: Path, mode: str) -> None:
             for query in (first, start("upserts", upserts)):
                 query.awaitTermination()
         except Exception as error:
-            # Read here: what Spark says of it is gone with the session.
+            # Read here: what Spark says of it is gone with the session. The other one may go on in a shared session.
+            for query in spark.streams.active:
+                query.stop()
             sys.exit(f"a query ended: {error}")
 
 
