@@ -27,8 +27,8 @@ _PURPOSE: Final = "region-pin"
 
 
 class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the region `by` of `mesh` compared. Of two pins of one region the later holds: that with the higher `number`, in milliseconds
-    since 1970; 1 where nobody compared when it was signed."""
+    """What the region `by` of `mesh` compared. Of two pins of one region under policy keys that `by` has now the later holds: that with the
+    higher `number`, in milliseconds since 1970; 1 where nobody compared when it was signed. The numbers of a key that it gave up count no more."""
 
     format: Literal[1] = 1
     by: str
@@ -53,7 +53,7 @@ class SignedPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.pin.bundle.bundle
 
     def is_at_least(self, other: SignedPin) -> bool:
-        """Whether the other one was signed no later than this."""
+        """Whether the other one was signed no later than this. Both hold under policy keys that the region has now."""
         return self.pin.number >= other.pin.number
 
     def encode(self) -> bytes:

@@ -8,8 +8,8 @@ Whose bundle a region is by, people compare; what stands in the store is believe
 What this broker believes by a pin it keeps with that pin, as it was signed: so it can put it back where the store has an earlier one or none.
 
 Invariants: a bundle gives way only to a later pin, to one that an operator put into the folder of a region without a signed pin, or to its own successor
-(keys.bundle.check_update); no pin gives way to an earlier one, also over a restart (region.trust_store); the region's own bundle is never read
-from the store.
+(keys.bundle.check_update); no pin gives way to an earlier one, also over a restart (region.trust_store), save that one under a policy
+key which this region gave up gives way to any that was compared under a key of now; the region's own bundle is never read from the store.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from keys.bundle import (
     check_update,
     decode_bundle,
 )
-from keys.pin import SignedPin, decode_pin
+from keys.pin import UNCOMPARED, SignedPin, decode_pin
 from region.metadata.mirror import CatalogMirror
 from region.trust_store import Memory
 
@@ -42,15 +42,28 @@ log = logging.getLogger("felix.region.governance")
 
 class Believed(msgspec.Struct, frozen=True):
     """The bundle of a region that this broker goes by. `number`: of the signed pin that it rests on; 0 without one. `pin`: that pin; None where
-    a release kept the number alone, or under a policy key that this region gave up."""
+    a release kept the number alone. `is_former`: no policy key that this region has now is known to have signed it, so its number says nothing."""
 
     bundle: RegionBundle
     number: Annotated[int, msgspec.Meta(ge=0)] = 0
     pin: SignedPin | None = None
+    is_former: bool = False
 
     @classmethod
     def by(cls, pin: SignedPin) -> Believed:
         return cls(pin.bundle, pin.pin.number, pin)
+
+    @property
+    def present(self) -> SignedPin | None:
+        """The pin, where others of this region believe it, too."""
+        return None if self.is_former else self.pin
+
+    def gives_way(self, pin: SignedPin) -> bool:
+        """Whether a pin under a policy key of now was signed after what this rests on. It is later than any under a key given up, whose numbers a
+        thief of that may have chosen; but what people compared gives way only to what they compared."""
+        if self.is_former:
+            return pin.pin.number > UNCOMPARED or self.number <= UNCOMPARED or pin.bundle == self.bundle
+        return pin.pin.number > self.number
 
 
 class _StoredPin(NamedTuple):
@@ -159,10 +172,11 @@ class TrustedRegions:
         """A pin that holds, where it is later than what is believed."""
         region = pin.bundle.region
         held = self._believed.get(region)
-        if self.is_later(pin):
+        if held is not None and held.pin is None and held.number == pin.pin.number > UNCOMPARED:
+            # The very one whose number an earlier release kept; its bundle may have followed since.
+            self._believed[region] = msgspec.structs.replace(held, pin=pin, is_former=False)
+        elif self.is_later(pin):
             self._believed[region] = Believed.by(pin)
-        elif held is not None and held.pin is None and held.number == pin.pin.number:
-            self._believed[region] = msgspec.structs.replace(held, pin=pin)
 
     def _is_behind(self, region: str, held: Believed) -> bool:
         """Whether a broker that begins anew would believe by the store an earlier pin than this one does, or none."""
@@ -170,7 +184,8 @@ class TrustedRegions:
         if there is None:
             return held.number > 0
         same = (held.bundle, None if held.pin is None else held.pin.bundle)
-        return there.pin.number < held.number and there.bundle not in same
+        is_earlier = held.is_former or there.pin.number < held.number
+        return is_earlier and not held.gives_way(there) and there.bundle not in same
 
     def _stored_pin(self, region: str) -> SignedPin | None:
         stored = self._pins.get(region)
@@ -180,9 +195,9 @@ class TrustedRegions:
         """Of what this broker goes by, the pins that the store has not, nor the like; and the bundles of `files`, those in the region's folder. Once
         `read` took in what the store holds."""
         pins = [
-            held.pin
+            pin
             for region, held in self._believed.items()
-            if held.pin is not None and self._is_behind(region, held)
+            if (pin := held.present) is not None and self._is_behind(region, held)
         ]
         return pins, [signed for signed in files if self._goes_by(signed)]
 
@@ -198,7 +213,7 @@ class TrustedRegions:
 
     def pins(self) -> dict[str, bytes]:
         """The pins of other regions, by region: as this broker believes them, else as they stand in the store."""
-        held = {region: each.pin for region, each in self._believed.items() if each.pin is not None}
+        held = {region: pin for region, each in self._believed.items() if (pin := each.present) is not None}
         self._encoded = {
             pin.signature: self._encoded.get(pin.signature) or pin.encode() for pin in held.values()
         }
@@ -206,7 +221,7 @@ class TrustedRegions:
 
     def pins_of_all(self) -> list[SignedPin]:
         """Those by which this broker believes other regions."""
-        return [held.pin for held in self._believed.values() if held.pin is not None]
+        return [pin for held in self._believed.values() if (pin := held.present) is not None]
 
     def remember(self, pins: Iterable[SignedPin]) -> bool:
         """Take pins that hold and were believed before, on whichever broker; whether one of them is later than what is believed."""
@@ -216,9 +231,9 @@ class TrustedRegions:
         return self._believed != before
 
     def pin_of(self, region: str) -> SignedPin | None:
-        """The pin by which this broker believes a region; None where it goes by none."""
+        """The pin by which this broker believes a region; None where it goes by none of a policy key of now."""
         held = self._believed.get(region)
-        return None if held is None else held.pin
+        return None if held is None else held.present
 
     def _lagging_pins(self) -> dict[str, str]:
         """What a person has to know about regions of which the store has an earlier pin, or none any more."""
@@ -255,7 +270,9 @@ class TrustedRegions:
                         "%s is trusted as before the update; have it pinned: felix region trust FILE", region
                     )
                 held = bundle
-                self._believed[region] = Believed(bundle, self._number_of(region), self.pin_of(region))
+                self._believed[region] = (
+                    Believed(bundle) if believed is None else msgspec.structs.replace(believed, bundle=bundle)
+                )
             except FelixError as error:
                 log.error("the bundle of %s in the metadata store is not believed: %s", region, error)
             if held is not None:
@@ -284,7 +301,8 @@ class TrustedRegions:
 
     def is_later(self, pin: SignedPin) -> bool:
         """Whether a pin, which holds, was signed after the one that this broker goes by."""
-        return pin.pin.number > self._number_of(pin.bundle.region)
+        held = self._believed.get(pin.bundle.region)
+        return held is None or held.gives_way(pin)
 
     def policy_keys(self) -> dict[str, tuple[bytes, ...]]:
         return {region: bundle.policy_keys for region, bundle in self.bundles.items()}
@@ -310,7 +328,7 @@ def _decode(kept: bytes, own: RegionBundle) -> dict[str, Believed]:
         log.error("what was kept of the regions that were trusted cannot be read: %s", error)
         return {}
     return {
-        region: held if _holds(held.pin, own) else msgspec.structs.replace(held, pin=None)
+        region: msgspec.structs.replace(held, is_former=held.number > 0 and not _holds(held.pin, own))
         for region, held in believed.items()
     }
 
@@ -318,7 +336,7 @@ def _decode(kept: bytes, own: RegionBundle) -> dict[str, Believed]:
 def _holds(pin: SignedPin | None, own: RegionBundle) -> bool:
     """Whether others would believe a pin that was kept: this region may have another policy key now."""
     try:
-        return pin is None or bool(decode_pin(pin.encode(), own))
+        return pin is not None and bool(decode_pin(pin.encode(), own))
     except FelixError:
         return False
 
@@ -336,6 +354,6 @@ def _earlier_pin(region: str, own: str, held: Believed, there: SignedPin | None)
         if there is None
         else f"The metadata store has an earlier pin of {region} than this broker believes: a broker that begins anew would go by that."
     )
-    if held.pin is None:
+    if held.present is None:
         return f"{what} Where {own}'s policy key is: felix region trust FILE --region {own} --fingerprint …."
     return f"{what} This one puts the later one back when it starts, and so does, where that was signed: felix region trust --region {own}."

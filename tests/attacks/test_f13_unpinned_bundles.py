@@ -45,6 +45,7 @@ from region.folder import RegionFolder
 from region.governance.service import Governance
 from region.governance.trusted_regions import TrustedRegions
 from region.metadata.transaction import Delete, Put, Write
+from region.signing_keys import change_signing_keys
 from region.trusted_bundles import pinned_bundles, signed_pins
 
 Tally = Callable[[str, int], None]
@@ -457,6 +458,85 @@ async def test_a_backup_of_before_the_comparison_takes_nothing_back_as_long_as_t
     assert new.bundle.fingerprint() in leaves[1].header.sentence
     origin = region_origin("us-east", "acme")
     assert not verify_log(mesh.log_files(folder), mesh.trust, origin=origin, cosignatures_min=0).findings
+
+
+# -- pins under a policy key that the region itself gave up ------------------------------------------------
+
+
+def change_own_keys(mesh: Mesh) -> None:
+    """us-east, which is stopped, has other signing keys from now on, by the command."""
+    config = load_config(mesh.us.config)
+    change_signing_keys(mesh.us, config, now_ms(), without=["us-east.acme/bridge/us-to-eu"])
+
+
+@pytest.mark.parametrize("signer", ["kept", "not kept"])
+@pytest.mark.parametrize("ahead", ["an hour", "highest"])
+@pytest.mark.parametrize("whose", ["forged", "real"])
+async def test_what_a_thief_pinned_under_a_key_given_up_gives_way_to_what_is_compared_now(
+    mesh: Mesh, whose: str, ahead: str, signer: str
+) -> None:
+    """He had us-east's own policy key and wrote the store. `signer`: a release kept the number of a pin without the pin."""
+    forger, real = Forger(mesh), decode_bundle(mesh.eu.bundle.read_bytes())
+    number = NUMBER_MAX if ahead == "highest" else now_ms() + 3_600_000
+    pinned = forger.bundle if whose == "forged" else real
+    by_thief = sign_pin(
+        Pin(by="us-east", mesh="acme", number=number, bundle=pinned), load_signing_key(mesh.us.policy_key)
+    )
+    await write(
+        mesh, Put(keys(mesh).pin("eu-west"), by_thief.encode()), Put(keys(mesh).trusted("eu-west"), pinned.encode())
+    )  # fmt: skip
+    await mesh.stop("us-east")
+    change_own_keys(mesh)
+    if signer == "not kept":
+        kept = mesh.us.root / "data" / "governance" / "trusted"
+        believed = msgspec.json.decode(kept.read_bytes())
+        assert believed["eu-west"].pop("pin")
+        kept.write_bytes(msgspec.json.encode(believed))
+    await mesh.start("us-east")
+    assert governance(mesh).bundles["eu-west"] == pinned.bundle, "until a pin of now comes"
+    compared = real if whose == "forged" else change_policy_key(mesh)
+    # Nor does one of now take its place that nobody compared.
+    key = load_signing_key(mesh.us.policy_key)
+    uncompared = sign_pin(Pin(by="us-east", mesh="acme", number=UNCOMPARED, bundle=compared), key)
+    async with mesh.operator("us-east") as client:
+        with pytest.raises(RequestError, match="later than this pin says"):
+            await client.request(PutDocument("pin", uncompared.encode()))
+    await trust(mesh, compared)
+    # The thief writes his pin again.
+    for _ in ("running", "restarted"):
+        assert governance(mesh).bundles["eu-west"] == compared.bundle and not governance(mesh).problems
+        await write(mesh, Put(keys(mesh).pin("eu-west"), by_thief.encode()))
+        assert governance(mesh).bundles["eu-west"] == compared.bundle and governance(mesh).problems
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+    # Among pins under the keys of now the numbers count.
+    earlier = sign_pin(Pin(by="us-east", mesh="acme", number=UNCOMPARED + 1, bundle=pinned), key)
+    async with mesh.operator("us-east") as client:
+        with pytest.raises(RequestError, match="later than this pin says"):
+            await client.request(PutDocument("pin", earlier.encode()))
+    await write(mesh, Put(keys(mesh).pin("eu-west"), earlier.encode()))
+    assert governance(mesh).bundles["eu-west"] == compared.bundle and governance(mesh).problems
+
+
+async def test_a_region_that_changes_its_own_key_goes_on_with_what_it_compared_before(mesh: Mesh) -> None:
+    """Not with the older file in this broker's folder; and who pins the same again needs not compare it."""
+    elsewhere = RegionFolder(mesh.home / "elsewhere")
+    shutil.copytree(mesh.us.root, elsewhere.root, ignore=shutil.ignore_patterns("data", "run"))
+    new = change_policy_key(mesh)
+    await trust(mesh, new, elsewhere)
+    await mesh.stop("us-east")
+    change_own_keys(mesh)
+    await mesh.start("us-east")
+    (problem,) = governance(mesh).problems
+    assert governance(mesh).bundles["eu-west"] == new.bundle and "no pin of eu-west" in problem
+    pin = trust_region(mesh.us, new, now_ms(), is_compared=False)
+    assert pin is not None and pin.pin.number == UNCOMPARED
+    async with mesh.operator("us-east") as client:
+        await client.request(PutDocument("pin", pin.encode()))
+    for _ in ("running", "restarted"):
+        assert governance(mesh).bundles["eu-west"] == new.bundle and not governance(mesh).problems
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
 
 
 # -- from a release that signed no pins ------------------------------------------------------------------
