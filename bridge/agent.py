@@ -81,6 +81,7 @@ from keys.key_file import load_key_pair, load_ml_dsa_key, load_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from policy.grant import ExportGrant, GrantBook
+from policy.signed import Trusted
 
 log = logging.getLogger("felix.bridge.agent")
 
@@ -593,6 +594,11 @@ class Agent:
         """What every region said last that said anything."""
         return {region: feed.held for region, feed in self._feeds.items() if feed.held is not None}
 
+    @property
+    def _policy_keys(self) -> Trusted:
+        """Of every region that this one trusts, those of now."""
+        return {region: endpoint.bundle.policy_keys for region, endpoint in self._endpoints.items()}
+
     async def _bring_documents(self) -> None:
         """Their leaves into the egress log, then on the way to each region what the other one signed."""
         try:
@@ -612,7 +618,7 @@ class Agent:
             return
         for giver, taker, signer, to in ((here, there, source, endpoint), (there, here, endpoint, source)):
             if to.is_up:
-                self._document_sync.send(giver, taker, signer.region, to.connection())
+                self._document_sync.send(giver, taker, signer.region, to.connection(), self._policy_keys)
 
     def _documents_brought(self, taken: int) -> None:
         self.context.failpoints.at("documents-brought")
@@ -626,7 +632,7 @@ class Agent:
         listed = self._documents
         if self._book_of == (listed, self._egress_documents.said.changes):
             return
-        trusted = {region: endpoint.bundle.policy_keys for region, endpoint in self._endpoints.items()}
+        trusted = self._policy_keys
         anchors = TrustBundle(endpoint.bundle.anchor() for endpoint in self._endpoints.values())
         self._book = await self._egress_documents.read(listed, trusted, anchors)
         # What a region said is never changed: it says something else.

@@ -27,7 +27,7 @@ from felix.page import pages
 from felix.tasks import end_tasks
 from policy.approval import Approval, Document, parse_document, require_size
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing, half_rank
-from policy.signed import Purpose, SignatureError, SignedDocument, decode_body
+from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, decode_body, verify
 
 log = logging.getLogger("felix.bridge.document_sync")
 
@@ -150,8 +150,11 @@ def _say_unreadable(name: str, sentence: str) -> None:
     log.error("document %s: %s", name, sentence)
 
 
-def missing(giver: Documents, taker: Documents, from_region: str, to_region: str) -> list[tuple[str, str]]:
-    """Kind and id of what `from_region` signed, concerns `to_region`, and is not there, or not as that region has it."""
+def missing(
+    giver: Documents, taker: Documents, from_region: str, to_region: str, trusted: Trusted
+) -> list[tuple[str, str]]:
+    """Kind and id of what `from_region` signed, concerns `to_region`, and is not there, or not as that region has it. `trusted`: the
+    policy keys of now."""
     own: dict[str, str] = {}
     wanted = []
     for kind in KINDS:
@@ -164,7 +167,7 @@ def missing(giver: Documents, taker: Documents, from_region: str, to_region: str
                 if not _concerns(document, to_region, own):
                     continue
                 # A half that was signed again takes the place of the one before; the rest is never replaced.
-                if name not in held or (held[name] != data and _outranks(document, held[name])):
+                if name not in held or (held[name] != data and _outranks(document, held[name], trusted)):
                     wanted.append((kind, name))
             except SignatureError:
                 continue
@@ -176,40 +179,53 @@ class _Missing(NamedTuple):
 
     giver: Documents
     taker: Documents
+    trusted: Trusted
     found: tuple[tuple[str, str, bytes], ...]
 
 
 def _missing_with_hashes(
-    giver: Documents, taker: Documents, from_region: str, to_region: str
+    giver: Documents, taker: Documents, from_region: str, to_region: str, trusted: Trusted
 ) -> tuple[tuple[str, str, bytes], ...]:
     return tuple(
         (kind, name, sha256(parse_document(giver[kind][name]).encode_file()).digest())
-        for kind, name in missing(giver, taker, from_region, to_region)
+        for kind, name in missing(giver, taker, from_region, to_region, trusted)
     )
 
 
-def _outranks(document: Document, held: bytes) -> bool:
-    """Whether a half takes the place of the one that a region holds, which takes no other. What cannot be read is replaced."""
-    rank = _rank_of(document)
+def _outranks(document: Document, held: bytes, trusted: Trusted) -> bool:
+    """Whether a half takes the place of the one that a region holds, which takes no other. What cannot be read is replaced, and so is what
+    no key of now signed, whatever time it states: the region would take one under a key of now in its place."""
+    rank = _rank_of(document, trusted)
     if rank is None:
         return False
     try:
-        before = _rank_of(parse_document(held))
+        before = _rank_of(parse_document(held), trusted)
     except SignatureError:
         return True
     return before is None or rank > before
 
 
-def _rank_of(document: Document) -> tuple[int, bytes] | None:
-    """None where it is no half. Raises SignatureError."""
+def _rank_of(document: Document, trusted: Trusted) -> tuple[bool, tuple[int, bytes]] | None:
+    """None where it is no half. Raises SignatureError where it cannot be read."""
+    half: ExportGrant | ImportGrant
     match document.purpose:
         case Purpose.EXPORT:
             assert isinstance(document, SignedDocument)
-            return half_rank(decode_body(document, ExportGrant, Purpose.EXPORT))
+            half = decode_body(document, ExportGrant, Purpose.EXPORT)
         case Purpose.IMPORT:
             assert isinstance(document, SignedDocument)
-            return half_rank(decode_body(document, ImportGrant, Purpose.IMPORT))
-    return None
+            half = decode_body(document, ImportGrant, Purpose.IMPORT)
+        case _:
+            return None
+    return _is_of_now(document, trusted), half_rank(half)
+
+
+def _is_of_now(document: SignedDocument, trusted: Trusted) -> bool:
+    try:
+        verify(document, trusted)
+    except SignatureError:
+        return False
+    return True
 
 
 def _concerns(document: Document, region: str, own: dict[str, str]) -> bool:
@@ -254,15 +270,23 @@ class DocumentSync:
         self._missing: dict[tuple[str, str], _Missing] = {}
         """by way"""
 
-    def send(self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection) -> None:
-        """Begin to bring what is missing. Where the last journey of this way has not ended, a later call brings it."""
+    def send(
+        self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection, trusted: Trusted
+    ) -> None:
+        """Begin to bring what is missing. Where the last journey of this way has not ended, a later call brings it. `trusted`: the policy
+        keys of now, which a region may change while its documents stay."""
         way = (from_region, to.profile.region)
         if way in self._ways:
             return
         looked_at = self._missing.get(way)
         # What a region said is never changed: it says something else.
-        if looked_at is None or looked_at.giver is not giver or looked_at.taker is not taker:
-            self._ways[way] = asyncio.ensure_future(self._look(giver, taker, from_region, to))
+        if (
+            looked_at is None
+            or looked_at.giver is not giver
+            or looked_at.taker is not taker
+            or looked_at.trusted != trusted
+        ):
+            self._ways[way] = asyncio.ensure_future(self._look(giver, taker, from_region, to, trusted))
         elif wanted := self._wanted(looked_at, to.profile.region):
             self._ways[way] = asyncio.ensure_future(self._journey(wanted, from_region, to))
 
@@ -276,13 +300,17 @@ class DocumentSync:
             if (to_region, kind, name) not in self._refused and self._is_logged(digest)
         ]
 
-    async def _look(self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection) -> None:
+    async def _look(
+        self, giver: Documents, taker: Documents, from_region: str, to: RegionConnection, trusted: Trusted
+    ) -> None:
         """Find what is missing, in a thread: both regions may list ten thousand documents. Then bring it."""
         to_region = to.profile.region
         wanted: list[tuple[str, str, bytes]] = []
         try:
-            found = await asyncio.to_thread(_missing_with_hashes, giver, taker, from_region, to_region)
-            self._missing[from_region, to_region] = looked_at = _Missing(giver, taker, found)
+            found = await asyncio.to_thread(
+                _missing_with_hashes, giver, taker, from_region, to_region, trusted
+            )
+            self._missing[from_region, to_region] = looked_at = _Missing(giver, taker, trusted, found)
             wanted = self._wanted(looked_at, to_region)
         finally:
             if not wanted:

@@ -44,6 +44,8 @@ class Said:
     def __init__(self) -> None:
         self._held: dict[str, dict[_Key, tuple[Any, Document]]] = {}
         """by region and by what they are about, with their rank there"""
+        self._first: dict[tuple[str, str], str] = {}
+        """of the exports that are held the hash of their terms, by region and grant, whichever key signed them"""
         self._bytes: Counter[str] = Counter()
         self.changes = 0
         """how many words were taken so far"""
@@ -55,8 +57,10 @@ class Said:
             return
         key, rank = found
         held = self._held.setdefault(document.region, {})
-        if key in held and (held[key][0] >= rank or _of_other_terms(document, held[key][1])):
+        if (key in held and held[key][0] >= rank) or self.refuses(document):
             return
+        if (export := _export_of(document)) is not None:
+            self._first.setdefault((document.region, export.grant), export.terms_hash)
         self._bytes[document.region] += _size(document) - (_size(held[key][1]) if key in held else 0)
         held[key] = rank, document
         self.changes += 1
@@ -72,14 +76,11 @@ class Said:
         return fits and (before > 0 or len(held) < WORDS_MAX)
 
     def refuses(self, document: Document) -> bool:
-        """Whether it is the export of other terms than those that the log has under its id: the first stand."""
-        if isinstance(document, Approval) or document.purpose is not Purpose.EXPORT:
+        """Whether it is the export of other terms than those that the log has under its id: the first stand, whichever key signed them."""
+        export = _export_of(document)
+        if export is None:
             return False
-        found = _place_of(document)
-        if found is None:
-            return False
-        held = self._held.get(document.region, {}).get(found[0])
-        return held is not None and _of_other_terms(document, held[1])
+        return self._first.get((document.region, export.grant), export.terms_hash) != export.terms_hash
 
     def current(self, listed: Iterable[Document]) -> set[Document]:
         """Of genuine documents those that no later word takes the place of, be it one of these or one that is held."""
@@ -96,22 +97,35 @@ class Said:
         return found
 
     def beside(self, listed: Iterable[Document]) -> list[Document]:
-        """What counts besides these genuine documents, which the regions list now."""
+        """What counts besides these genuine documents, which the regions list now. A half is compared with those under every key: a region
+        may have several keys of now, and whoever verifies goes by the highest of their halves."""
         shown = _newest(listed)
-        return [
-            document
-            for region, held in tuple(self._held.items())
-            for key, (rank, document) in tuple(held.items())
-            if (rank > shown[region, key] if (region, key) in shown else key[0] != _HALF)
-        ]
+        halves: dict[tuple[str, _Key], Any] = {}
+        for (region, key), rank in shown.items():
+            if key[0] == _HALF:
+                place = region, key[:-1]
+                halves[place] = max(rank, halves.get(place, rank))
+        found = list[Document]()
+        for region, held in tuple(self._held.items()):
+            for key, (rank, document) in tuple(held.items()):
+                if key[0] == _HALF:
+                    listed_rank = halves.get((region, key[:-1]))
+                    counts = listed_rank is not None and rank > listed_rank
+                else:
+                    counts = (region, key) not in shown or rank > shown[region, key]
+                if counts:
+                    found.append(document)
+        return found
 
 
-def _of_other_terms(document: Document, held: Document) -> bool:
-    """Of two documents of one place: whether they are exports of different terms, whose hashes begin alike."""
-    if isinstance(document, Approval) or isinstance(held, Approval) or document.purpose is not Purpose.EXPORT:
-        return False
-    one, other = (decode_body(each, ExportGrant, Purpose.EXPORT) for each in (document, held))
-    return one.terms_hash != other.terms_hash
+def _export_of(document: Document) -> ExportGrant | None:
+    """None where it is no export, and where it cannot be read."""
+    if isinstance(document, Approval) or document.purpose is not Purpose.EXPORT:
+        return None
+    try:
+        return decode_body(document, ExportGrant, Purpose.EXPORT)
+    except FelixError:
+        return None
 
 
 def _size(document: Document) -> int:
@@ -131,19 +145,20 @@ def _newest(listed: Iterable[Document]) -> dict[tuple[str, _Key], Any]:
 
 def _place_of(document: Document) -> tuple[_Key, Any] | None:
     """What a document is about, and its rank there as whoever verifies a log ranks it; None for one that no later word replaces, and for
-    one that cannot be read. A word that stops or lets go on is of the key that signed it, too: where its region gave that key up, whoever verifies
-    believes it no more, and it takes the place of none under the next."""
+    one that cannot be read. A half, and a word that stops or lets go on, is of the key that signed it, too, which comes last: where its region gave
+    that key up, whoever verifies believes it no more, and it takes the place of none under the next."""
     if isinstance(document, Approval):
         return None
     try:
         match document.purpose:
             case Purpose.EXPORT:
                 export = decode_body(document, ExportGrant, Purpose.EXPORT)
-                return (_HALF, "export", export.grant), half_rank(export)
+                return (_HALF, "export", export.grant, document.key), half_rank(export)
             case Purpose.IMPORT:
                 accepted = decode_body(document, ImportGrant, Purpose.IMPORT)
                 # An acceptance of something else takes no other's place, whatever terms it names.
-                return (_HALF, "import", accepted.grant, *fit_of(accepted)), half_rank(accepted)
+                place = (_HALF, "import", accepted.grant, *fit_of(accepted), document.key)
+                return place, half_rank(accepted)
             case Purpose.STANDING:
                 standing = decode_body(document, Standing, Purpose.STANDING)
                 if standing.action is StandingAction.REVOKE:

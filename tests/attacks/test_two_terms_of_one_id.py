@@ -12,6 +12,7 @@ import pytest
 from attacks.test_half_signed_again import crossing
 from audit_log import EGRESS_ORIGIN, INGRESS_ORIGIN, TIME_MS, trust
 from bridge_mesh import two_regions
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from signed_grants import (
     grant_leaves,
     make_terms,
@@ -27,6 +28,7 @@ from audit.leaf import Side
 from audit.origin import Origin
 from bridge.said import Said
 from felix.errors import Code, RequestError
+from keys.signing import SigningKey
 from policy.grant import GrantBook, open_export, sign_export
 from policy.signed import SignedDocument
 
@@ -55,9 +57,9 @@ def test_other_terms_of_the_same_id_change_no_log(one_id: None, side: Side, tall
     tally("terms of one id", 1)
 
 
-def export_of(purpose: str, at: int) -> SignedDocument:
+def export_of(purpose: str, at: int, key: Ed25519PrivateKey | None = None) -> SignedDocument:
     policy = opened_policy(policy_document("us-east"))
-    return sign_export(make_terms(purpose=purpose), policy, signing_key("us-east"), at)
+    return sign_export(make_terms(purpose=purpose), policy, key or signing_key("us-east"), at)
 
 
 def test_a_book_goes_by_the_terms_that_were_signed_first(one_id: None, tally: Tally) -> None:
@@ -72,9 +74,13 @@ def test_a_book_goes_by_the_terms_that_were_signed_first(one_id: None, tally: Ta
     tally("terms of one id", 6)
 
 
-def test_an_agent_goes_by_the_terms_that_its_log_has(one_id: None, tally: Tally) -> None:
-    """However early the source dates the others, and though it lists these alone."""
-    first, other, again = export_of("one", TIME_MS), export_of("other", 0), export_of("one", TIME_MS + 1)
+@pytest.mark.parametrize("key", ["one key", "another key"])
+def test_an_agent_goes_by_the_terms_that_its_log_has(one_id: None, key: str, tally: Tally) -> None:
+    """However early the source dates the others, and though it lists these alone, or signs them with another key."""
+    new = None if key == "one key" else SigningKey.generate().private_key
+    first, other, again = (
+        export_of(*each) for each in (("one", TIME_MS), ("other", 0, new), ("one", TIME_MS + 1, new))
+    )
     said = Said()
     for document in (first, other, again):
         said.take(document)

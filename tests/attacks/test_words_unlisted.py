@@ -189,8 +189,12 @@ def test_no_half_is_brought_that_does_not_take_the_held_ones_place(tally: Tally)
         key=lambda each: half_rank(decode_body(each, ExportGrant, Purpose.EXPORT)),
     )
     files = [{"export": {SIGNED.grant: each.encode_file()}} for each in (one, other)]
-    assert missing(files[1], files[0], "us-east", "eu-west") == [("export", SIGNED.grant)]
-    assert missing(files[0], files[1], "us-east", "eu-west") == []
-    assert missing(files[0], files[0], "us-east", "eu-west") == []
-    assert missing(files[0], {"export": {SIGNED.grant: b"no document"}}, "us-east", "eu-west")
+    assert missing(files[1], files[0], "us-east", "eu-west", trust().policy_keys) == [
+        ("export", SIGNED.grant)
+    ]
+    assert missing(files[0], files[1], "us-east", "eu-west", trust().policy_keys) == []
+    assert missing(files[0], files[0], "us-east", "eu-west", trust().policy_keys) == []
+    assert missing(
+        files[0], {"export": {SIGNED.grant: b"no document"}}, "us-east", "eu-west", trust().policy_keys
+    )
     tally("halves of the same time", 2)

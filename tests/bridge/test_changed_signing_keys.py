@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bridge_mesh import BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
+from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
 from typer.testing import CliRunner
 
 from audit.checkpoint import note_size
@@ -33,9 +33,12 @@ from policy.grant import (
     ExportGrant,
     Standing,
     StandingAction,
+    sign_export,
+    sign_import,
     sign_standing,
 )
 from policy.residency import parse_policy, sign_policy
+from policy.signed import SignedDocument
 from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
@@ -182,6 +185,37 @@ async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
     assert result.exit_code == 0 and not result.report.findings.records()
     assert not result.report.exceptions.records()
     assert {row["crossed"] for row in result.report.reconciliation.records()} == {40}
+
+
+@pytest.mark.parametrize("region", ["eu-west", "us-east"])
+async def test_a_half_of_a_thief_with_a_later_time_keeps_no_half_of_now_from_the_other_region(
+    mesh: Mesh, region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He put it in both regions before the key was changed."""
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
+    body = await twenty_crossed(mesh)
+    policy, key, later = parse_policy(POLICIES[region], region), mesh.key(region), now_ms() + 1_800_000
+    if region == "us-east":
+        kind, forged = "export", sign_export(body.terms, policy, key, later)
+    else:
+        trusted = {name: mesh.bundle(name).policy_keys for name in ("us-east", "eu-west")}
+        export = SignedDocument.parse(mesh.documents("us-east", "export")[body.grant])
+        kind, forged = "import", sign_import(export, policy, key, trusted, ACCEPTED_BY, later)
+    for name in ("us-east", "eu-west"):
+        await mesh.put(name, kind, forged)
+    await mesh.publish([flight(20)])
+    async with mesh.agent():
+        await mesh.crossed(21)
+        await rested(mesh, 21)
+
+    await change(mesh, region)
+    await sign_again(mesh, region, body.grant)
+    await mesh.publish([flight(n) for n in range(21, 41)])
+    async with mesh.agent():
+        await mesh.crossed(41)
+        await rested(mesh, 41)
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
 
 
 async def test_what_was_on_its_way_counts_once_its_end_is_raised(mesh: Mesh) -> None:

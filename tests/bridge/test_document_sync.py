@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
+from bridge_mesh import until
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from departures import DAY, terms
 
 from bridge.document_sync import DocumentSync, missing
 from felix.messages import Done, PutDocument
 from keys.signing import SigningKey
 from policy.grant import DenyEntry, ExportGrant, Standing, StandingAction, sign_deny, sign_standing
-from policy.signed import Purpose, canonical, sign
+from policy.signed import NUMBER_MAX, Purpose, canonical, raw_public_key, sign
 from policy.terms import GrantTerms, grant_id
 
 US, EU = (SigningKey.from_seed(bytes([seed]) * 32).private_key for seed in (1, 2))
 
 
-def export(wanted: GrantTerms) -> tuple[str, bytes]:
+def export(wanted: GrantTerms, key: Ed25519PrivateKey = US, at: int = DAY) -> tuple[str, bytes]:
     found = wanted.hash()
     body = ExportGrant(
         grant=grant_id(found), terms=wanted, terms_hash=found.hex(), approvals=1, separate=False, policy_revision=1, policy_hash="0" * 64,
-        signed_at=DAY,
+        signed_at=at,
     )  # fmt: skip
-    return body.grant, sign(Purpose.EXPORT, "us-east", canonical(body), US).encode_file()
+    return body.grant, sign(Purpose.EXPORT, "us-east", canonical(body), key).encode_file()
 
 
 def standing(grant: str, region: str) -> bytes:
@@ -46,13 +48,42 @@ def test_what_one_region_signed_about_the_other_is_brought_once() -> None:
         "deny": {"d.1": deny("eu-west"), "d.2": deny("ap-south"), "d.3": deny("*")},
     }
     wanted = [("export", grant), ("standing", f"{grant}.a"), ("deny", "d.1"), ("deny", "d.3")]
-    assert missing(here, {}, "us-east", "eu-west") == wanted
-    assert missing(here, here, "us-east", "eu-west") == []
-    assert missing(here, {}, "eu-west", "us-east") == [("standing", f"{grant}.b")]
+    assert missing(here, {}, "us-east", "eu-west", {}) == wanted
+    assert missing(here, here, "us-east", "eu-west", {}) == []
+    assert missing(here, {}, "eu-west", "us-east", {}) == [("standing", f"{grant}.b")]
 
 
 def test_what_cannot_be_read_is_left_where_it_is() -> None:
-    assert missing({"export": {"g": b"{}"}}, {}, "us-east", "eu-west") == []
+    assert missing({"export": {"g": b"{}"}}, {}, "us-east", "eu-west", {}) == []
+
+
+def test_a_half_under_a_key_of_now_takes_the_place_of_one_under_a_former_key_whatever_time_that_one_states() -> (
+    None
+):
+    new = SigningKey.generate().private_key
+    grant, former = export(terms(), US, NUMBER_MAX)
+    again, later = (export(terms(), new, at)[1] for at in (DAY, DAY + 1))
+    forged, first, second = ({"export": {grant: data}} for data in (former, again, later))
+    keys = {"us-east": (raw_public_key(new),)}
+    assert missing(first, forged, "us-east", "eu-west", keys) == [("export", grant)]
+    assert missing(forged, first, "us-east", "eu-west", keys) == []
+    assert missing(second, first, "us-east", "eu-west", keys) == [("export", grant)]
+    assert missing(first, second, "us-east", "eu-west", keys) == []
+
+
+async def test_what_is_missing_is_looked_for_again_where_a_region_changed_its_key() -> None:
+    new = SigningKey.generate().private_key
+    (grant, former), (_, again) = export(terms(), US, NUMBER_MAX), export(terms(), new)
+    here, there, to = {"export": {grant: again}}, {"export": {grant: former}}, Region("eu-west")
+    looked: asyncio.Queue[int] = asyncio.Queue()
+    document_sync = DocumentSync(lambda: 0, lambda file: True, looked.put_nowait)
+    async with asyncio.timeout(120):
+        for key in (US, new):
+            keys = {"us-east": (raw_public_key(key),)}
+            document_sync.send(here, there, "us-east", to, keys)  # type: ignore[arg-type]
+            await until(lambda: not document_sync.is_between("us-east", "eu-west"), "it was looked at")
+            assert to.asked == ([] if key is US else ["export"])
+        await document_sync.close()
 
 
 class Region:
@@ -81,9 +112,9 @@ async def test_a_region_that_never_answers_delays_only_itself() -> None:
     nothing: dict[str, dict[str, bytes]] = {}
 
     def send_all() -> None:
-        document_sync.send(here, nothing, "us-east", silent)  # type: ignore[arg-type]
-        document_sync.send(here, nothing, "us-east", other)  # type: ignore[arg-type]
-        document_sync.send(back, nothing, "eu-west", source)  # type: ignore[arg-type]
+        document_sync.send(here, nothing, "us-east", silent, {})  # type: ignore[arg-type]
+        document_sync.send(here, nothing, "us-east", other, {})  # type: ignore[arg-type]
+        document_sync.send(back, nothing, "eu-west", source, {})  # type: ignore[arg-type]
 
     send_all()
     assert document_sync.is_between("eu-west", "us-east")

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
+from signed_grants import signed_grant
 
 from bridge.said import Said
 from keys.signing import SigningKey
-from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_standing
-from policy.signed import SignedDocument
+from policy.grant import (
+    DenyEntry,
+    ExportGrant,
+    ImportGrant,
+    Standing,
+    StandingAction,
+    sign_deny,
+    sign_standing,
+)
+from policy.signed import Purpose, SignedDocument, canonical, decode_body, sign
 
 HIGHEST = (1 << 53) - 1
 
@@ -35,3 +45,40 @@ def test_a_word_under_a_former_key_keeps_none_under_the_next_from_its_leaf(what:
     assert said.current([lifts, stops]) == {stops}
     said.take(stops)
     assert stops in said.beside([lifts]), "where a region lists the earlier one alone"
+
+
+SIGNED = signed_grant()
+
+
+def half(side: str, key: SigningKey, at: int) -> SignedDocument:
+    """The grant's half of that side, signed at that time (ms)."""
+    body: ExportGrant | ImportGrant
+    if side == "export":
+        body = decode_body(SIGNED.export, ExportGrant, Purpose.EXPORT)
+        return sign(Purpose.EXPORT, "us-east", canonical(replace(body, signed_at=at)), key.private_key)
+    body = decode_body(SIGNED.accepted, ImportGrant, Purpose.IMPORT)
+    return sign(Purpose.IMPORT, "eu-west", canonical(replace(body, signed_at=at)), key.private_key)
+
+
+@pytest.mark.parametrize("side", ["export", "import"])
+def test_a_half_under_a_former_key_keeps_none_under_the_next_from_its_leaf(side: str) -> None:
+    former, new, said = SigningKey.generate(), SigningKey.generate(), Said()
+    said.take(half(side, former, HIGHEST))
+    again, later = half(side, new, 1), half(side, new, 2)
+    assert said.current([again]) == {again}
+    said.take(again)
+    assert said.current([again, later]) == {later}
+    said.take(later)
+    assert later in said.beside([again]), "where a region lists the earlier one alone"
+    assert again not in said.beside([later])
+
+
+@pytest.mark.parametrize("side", ["export", "import"])
+def test_of_two_keys_of_now_the_higher_half_counts_whichever_is_listed(side: str) -> None:
+    one, other, said = SigningKey.generate(), SigningKey.generate(), Said()
+    strict, lax = half(side, one, 2), half(side, other, 1)
+    said.take(strict)
+    assert said.beside([lax]) == [strict]
+    said.take(lax)
+    assert said.beside([strict]) == []
+    assert said.beside([]) == [], "without a half that is listed there is no grant"
