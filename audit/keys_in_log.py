@@ -8,7 +8,8 @@ at any place that nobody has cosigned. So a document or receipt under a former k
 2. its leaf stands below that end; and
 3. the leaves up to there are those that the region itself had cosigned, or signed: the log's tree has the end's root at that size. Of a copy of the log that is
    shorter, and of a proof that does not carry the path to that root: the region itself has cosigned the checkpoint at hand, and a witness cosigns no two histories.
-   In a region's own logs, which it does not cosign, the cosignatures that are asked for stand in for its own.
+   In a region's own logs, which it does not cosign, the cosignatures that are asked for stand in for its own, where the copy or the proof's checkpoint is shorter
+   than the end; a proof under a larger one carries the path.
 
 Callers: audit.verify, audit.proof, audit.tlog_proof, audit.agreement, audit.spark. Brokers and agents take nothing by it: they ask for keys of now alone.
 """
@@ -195,6 +196,9 @@ def keys_of_proof(
             return True
         if ending.size == size:
             return ending.root == root
-        return ending.region == own or ending.region in cosigners
+        if ending.region == own:
+            # A region signs its own log and does not cosign it: whoever cosigned a larger checkpoint does not say what stood below the end.
+            return size < ending.size
+        return ending.region in cosigners
 
     return KeysInLog(trust, origin, counts)

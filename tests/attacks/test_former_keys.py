@@ -352,6 +352,53 @@ def trust_bundles_of_before() -> list[RegionBundle]:
     return [region_bundle("eu-west", receipt_keys=both), region_bundle("us-east")]
 
 
+US_FORMER, US_NOW = key(POLICY_SEEDS["us-east"]), key(60)
+
+
+def us_ended() -> RegionBundle:
+    """us-east's bundle after it gave its policy key up, in its own log where the story's first part ends."""
+    former = FormerKeys(policy_keys=(US_FORMER.verify_key.public,), ends=(end(),))
+    now = region_bundle("us-east", issued_ms=TIME_MS + 1, policy_keys=(US_NOW.verify_key.public,))
+    return now.with_former((former,))
+
+
+def test_a_regions_own_log_written_anew_proves_nothing_under_its_former_key(tally: Tally) -> None:
+    """The thief has us-east's former policy key and its log's key, and a third region cosigns: the log is refused, and so is each proof from it."""
+    trusted = Trust.of([us_ended(), *map(region_bundle, ("eu-west", "ap-south"))])
+    before = Trust.of([*map(region_bundle, ("us-east", "eu-west", "ap-south"))])
+    forged = rewritten("receipt")
+    link = Link()
+    link.offset, link.destination_offset, link.time_ms = 5, 5, TIME_MS + 5_000
+    for _ in range(2):
+        intents = link.intent()
+        forged += [*intents, under(RECEIPT_KEY, link.ack(intents))]
+    files = log_of(forged, "ap-south")
+    assert len(forged) > end().size and not verify_log(files, trusted).ok
+    for offset in (0, 3):
+        proof = prove(files, before, STREAM, 0, offset)
+        check_proof(proof, before)
+        with pytest.raises(TamperError, match="nothing shows"):
+            check_proof(proof, trusted)
+    tally("proofs from an own log written anew below the end", 2)
+
+
+def test_proofs_from_a_regions_own_log_hold_over_the_end_of_its_key() -> None:
+    """Those of before the change, whose checkpoint does not go further than the end; and those of after it, which carry the path."""
+    trusted = Trust.of([us_ended(), region_bundle("eu-west")])
+    for kept in (story().size - 1, story().size):
+        files = log_of(story().before[:kept])
+        check_proof(prove(files, trust(), STREAM, 0, 0), trusted)
+    link = Link()
+    leaves = [*link.agreement()]
+    for _ in range(3):
+        intents = link.intent()
+        leaves += [*intents, under(RECEIPT_KEY, link.ack(intents))]
+    assert root_of(leaves[: end().size]) == end().root and len(leaves) > end().size
+    proof = prove(log_of(leaves), trusted, STREAM, 0, 0)
+    assert b'"felix/proof/3"' in proof
+    check_proof(proof, trusted)
+
+
 def test_a_log_written_anew_and_cut_short_of_the_end_is_found(tally: Tally) -> None:
     """Below the end there is no root to compare: eu-west's own cosignature must stand on it, and it cosigns no two histories."""
     forged = rewritten("half")[: story().size - 1]
