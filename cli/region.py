@@ -758,13 +758,21 @@ def change_signing_keys_(
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(help="One of this region's logs that is gone, or was never written. Repeatable."),
+        typer.Option(
+            help="A log in which nothing that the keys signed is to count: one of this region's that is gone or was never written, or another region's. Repeatable."
+        ),
     ] = None,
+    drop_earliest: Annotated[
+        int,
+        typer.Option(
+            help="Name the former keys of so many of the earliest changes no more, to make room: what they signed counts for nothing then."
+        ),
+    ] = 0,
     raise_ends: Annotated[
         bool,
         typer.Option(
             "--raise-ends",
-            help="Change no key: have those that ended last count as far as other regions' logs are cosigned by now.",
+            help="Change no key: have those that ended last count as far as other regions' logs are cosigned by now, and this region's as --checkpoint says.",
         ),
     ] = False,
 ) -> None:
@@ -785,12 +793,22 @@ def change_signing_keys_(
             hint=f"felix region down {config.region}",
         )
     if raise_ends:
-        changed = raise_(folder, config, now_ms(), checkpoints=notes)
+        if drop_earliest:
+            raise RequestError("--drop-earliest goes with a change of keys, not with --raise-ends.")
+        changed = raise_(folder, config, now_ms(), checkpoints=notes, without=without or ())
     else:
         named = [role for role, is_named in zip(ROLES, (policy, receipt), strict=True) if is_named]
         changed = change_signing_keys(
-            folder, config, now_ms(), named or ROLES, checkpoints=notes, without=without or ()
+            folder,
+            config,
+            now_ms(),
+            named or ROLES,
+            checkpoints=notes,
+            without=without or (),
+            drop_earliest=drop_earliest,
         )
+    for sentence in changed.left_out:
+        note(sentence)
     table(
         "What the keys before signed counts in",
         ["log", "leaves#"],

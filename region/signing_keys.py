@@ -19,6 +19,7 @@ Between 3 and 4 no broker starts with a receipt key that has ended (`require_of_
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, Literal, NamedTuple
 
@@ -33,9 +34,9 @@ from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
 from audit.witness import DiskWitnessStore
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 from felix.files import PUBLIC, replace_file
-from keys.bundle import FormerKeys, KeyEnd, RegionBundle, SignedBundle, decode_bundle, sign_bundle
+from keys.bundle import FORMER_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
 from region.config import RegionConfig
@@ -48,10 +49,11 @@ ROLES: Final[tuple[Role, ...]] = ("policy", "receipt")
 
 
 class ChangedSigningKeys(NamedTuple):
-    """The bundle that names the new keys, and where the ones before ended."""
+    """The bundle that names the new keys, and where the ones before ended. `left_out`: of which logs nothing is said, or less than this folder has, and why."""
 
     signed: SignedBundle
     ends: tuple[KeyEnd, ...]
+    left_out: tuple[str, ...] = ()
 
 
 def change_signing_keys(
@@ -62,11 +64,14 @@ def change_signing_keys(
     *,
     checkpoints: Iterable[bytes] = (),
     without: Iterable[str] = (),
+    drop_earliest: int = 0,
 ) -> ChangedSigningKeys:
     """Give the region new keys of these roles. Its brokers, and the agents whose logs lie in the folder, are stopped.
 
-    `checkpoints`: the last ones of logs that lie elsewhere; of other regions' logs, as this one cosigned them. `without`: own logs that are gone, where nothing that the
-    former keys signed counts. Raises RequestError where one of the own logs is not at hand, is being written (CONFLICT), or the bundle has no room.
+    `checkpoints`: the last ones of logs that lie elsewhere; of other regions' logs, as this one cosigned them. `without`: logs where nothing that the former keys signed
+    counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. What another region does stops no change: of a log of its that
+    cannot be taken nothing is said (`left_out`). Raises RequestError where one of the own logs is not at hand, is being written or has two histories (CONFLICT), or the bundle has no
+    room; then nothing was written.
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     chosen = [role for role in ROLES if role in set(roles)]
@@ -77,60 +82,88 @@ def change_signing_keys(
     assert chosen, "at least one key is changed"
     for role in chosen:
         _require_in_place(folder, bundle, role)
+    earlier = _without_earliest(bundle, drop_earliest)
     new = {role: SigningKey.generate() for role in chosen}
+    signer = new.get("policy") or load_signing_key(folder.policy_key)
     given = [_given(folder, bundle, note) for note in checkpoints]
-    ends = _largest(
-        (
-            *_own_ends(folder, config, bundle, given, set(without), new, now_ms),
-            *_cosigned_ends(folder, config),
-            *given,
+    cosigned, unread = _cosigned_ends(folder, config, set(without))
+
+    def signed_with(own: list[KeyEnd]) -> ChangedSigningKeys:
+        ends, forked = _largest((*own, *cosigned), given, bundle.region)
+        former = FormerKeys(
+            policy_keys=bundle.policy_keys if "policy" in new else (),
+            receipt_keys=bundle.receipt_keys if "receipt" in new else (),
+            ends=ends,
         )
-    )
-    former = FormerKeys(
-        policy_keys=bundle.policy_keys if "policy" in new else (),
-        receipt_keys=bundle.receipt_keys if "receipt" in new else (),
-        ends=ends,
-    )
-    changed = msgspec.structs.replace(
-        bundle.with_former((*bundle.former, former)),
-        issued_ms=max(now_ms, bundle.issued_ms + 1),
-        **{f"{role}_keys": (key.verify_key.public,) for role, key in new.items()},
-    )
-    signed = sign_bundle(changed, new.get("policy") or load_signing_key(folder.policy_key))
+        changed = msgspec.structs.replace(
+            bundle.with_former((*earlier, former)),
+            issued_ms=max(now_ms, bundle.issued_ms + 1),
+            **{f"{role}_keys": (key.verify_key.public,) for role, key in new.items()},
+        )
+        return ChangedSigningKeys(sign_bundle(changed, signer), ends, (*unread, *forked))
+
+    known = {end.log for end in given}.union(without)
+    with ExitStack() as opened:
+        logs = _own_logs(folder, config, bundle, known, opened)
+        # All that may be refused is refused here, before the log says that the keys were changed.
+        signed_with([log.end() for log in logs])
+        for log in logs:
+            if log.trail is not None and log.origin == region_origin(bundle.region, bundle.mesh):
+                for role, key in new.items():
+                    append_changed(
+                        log.trail, bundle.region, key, now_ms, f"The region's {role} key was changed."
+                    )
+        done = signed_with([log.end() for log in logs])
     for role in ROLES:
         # Of a call that did not come as far as the bundle: nobody knows them.
         _new(_path(folder, role)).unlink(missing_ok=True)
     for role, key in new.items():
         save_signing_key(key, _new(_path(folder, role)))
-    replace_file(folder.bundle, signed.encode(), PUBLIC)
+    replace_file(folder.bundle, done.signed.encode(), PUBLIC)
     _put_in_place(folder)
-    return ChangedSigningKeys(signed, ends)
+    return done
 
 
 def raise_ends(
-    folder: RegionFolder, config: RegionConfig, now_ms: int, *, checkpoints: Iterable[bytes] = ()
+    folder: RegionFolder,
+    config: RegionConfig,
+    now_ms: int,
+    *,
+    checkpoints: Iterable[bytes] = (),
+    without: Iterable[str] = (),
 ) -> ChangedSigningKeys:
-    """Have the keys that ended last count up to where other regions' logs are cosigned by now: what was on its way when they ended has its leaf behind the end.
+    """Have the keys that ended last count up to where other regions' logs are cosigned by now, and own logs as their given checkpoints say: what was on its way when
+    they ended has its leaf behind the end. A log of which nothing was said is added.
 
-    Whoever has the former keys and one of those logs' keys may have put something there meanwhile. Raises RequestError where no key ended, or nothing is cosigned further.
+    Whoever has the former keys and one of those logs' keys may have put something there meanwhile. Raises RequestError where no key ended, or nothing goes further.
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     if not bundle.former:
         raise RequestError(f"No policy or receipt key of {bundle.region} has ended.", code=Code.NOT_FOUND)
     *earlier, last = bundle.former
-    own = RegionTrust(bundle)
-    measured = (*_cosigned_ends(folder, config), *(_given(folder, bundle, note) for note in checkpoints))
-    others = [end for end in measured if Origin.parse(end.log).region != own.region]
-    ends = _largest((*last.ends, *others))
-    if ends == last.ends:
+    given = [_given(folder, bundle, note) for note in checkpoints]
+    cosigned, unread = _cosigned_ends(folder, config, set(without))
+    measured, forked = _largest(cosigned, given, bundle.region)
+    left_out = [*unread, *forked]
+    ends = {end.log: end for end in last.ends}
+    for end in measured:
+        held = ends.setdefault(end.log, end)
+        if held.size == end.size and held.root != end.root:
+            left_out.append(f"{_two_roots(end.log, end.size)} Its end stays as it is.")
+        if end.size > held.size:
+            ends[end.log] = end
+    raised_ends = tuple(ends[log] for log in sorted(ends))
+    if raised_ends == last.ends:
         raise RequestError(
-            "No log of another region is cosigned further than where the keys ended.", code=Code.CONFLICT
+            " ".join(("No log is cosigned further than where the keys ended.", *left_out)),
+            code=Code.CONFLICT,
+            hint="A log of this region is raised by its last checkpoint, with --checkpoint.",
         )
-    raised = bundle.with_former((*earlier, msgspec.structs.replace(last, ends=ends)))
+    raised = bundle.with_former((*earlier, msgspec.structs.replace(last, ends=raised_ends)))
     raised = msgspec.structs.replace(raised, issued_ms=max(now_ms, bundle.issued_ms + 1))
     signed = sign_bundle(raised, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)
-    return ChangedSigningKeys(signed, ends)
+    return ChangedSigningKeys(signed, raised_ends, tuple(left_out))
 
 
 def require_of_now(own: RegionBundle, receipt_key: SigningKey) -> None:
@@ -188,33 +221,84 @@ def _end(signed: SignedCheckpoint) -> KeyEnd:
     return KeyEnd(checkpoint.origin, checkpoint.size, checkpoint.root)
 
 
-def _largest(ends: Iterable[KeyEnd]) -> tuple[KeyEnd, ...]:
-    """Of each log the largest, in the order of their names; of one without leaves nothing is said. Raises RequestError(CONFLICT) where two of one size differ."""
-    found: dict[str, KeyEnd] = {}
-    for end in ends:
-        held = found.setdefault(end.log, end)
-        if held.size == end.size and held.root != end.root:
+def _without_earliest(bundle: RegionBundle, dropped: int) -> tuple[FormerKeys, ...]:
+    """The former keys that the next bundle names besides those that end now. Raises RequestError where there are not so many, or no room is left."""
+    if not 0 <= dropped <= len(bundle.former):
+        raise RequestError(
+            f"The bundle of {bundle.region} names the former keys of {len(bundle.former)} changes, not of {dropped}."
+        )
+    kept = bundle.former[dropped:]
+    if len(kept) >= FORMER_MAX:
+        raise RequestError(
+            f"The bundle of {bundle.region} names the former keys of {len(kept)} changes: there is no room for one more.",
+            code=Code.CONFLICT,
+            hint="--drop-earliest 1 makes room: what the keys of the earliest change signed counts for nothing then.",
+        )
+    return kept
+
+
+def _two_roots(log: str, size: int) -> str:
+    return f"Two roots are known of the first {size:,} leaves of {log}: somebody wrote another history of it, see docs/audit.md."
+
+
+def _largest(
+    found: Iterable[KeyEnd], given: Iterable[KeyEnd], region: str
+) -> tuple[tuple[KeyEnd, ...], list[str]]:
+    """Of each log the largest, in the order of their names; of one without leaves nothing is said. Of a log of which two roots of one size are known only what was given
+    counts, and where nothing was, another region's log is left out: the sentences say which. Raises RequestError(CONFLICT) where that is one of this `region`'s, or both were given.
+    """
+    given = tuple(given)
+    by_log: dict[str, list[KeyEnd]] = {}
+    for end in (*found, *given):
+        by_log.setdefault(end.log, []).append(end)
+    ends, left_out = [], []
+    for log, known in sorted(by_log.items()):
+        said = [end for end in given if end.log == log]
+        size = _forked_at(known)
+        if size is not None and _forked_at(said) is None and said:
+            left_out.append(f"{_two_roots(log, size)} The checkpoint that was given is taken.")
+            known = said
+        elif size is not None and (said or Origin.parse(log).region == region):
             raise RequestError(
-                f"Two roots are known of the first {end.size} leaves of {end.log}.",
+                _two_roots(log, size),
                 code=Code.CONFLICT,
-                hint="Somebody wrote another history of this log; see docs/audit.md before you go on.",
+                hint=f"Give the checkpoint that holds with --checkpoint, or say --without {log}.",
             )
-        if end.size > held.size:
-            found[end.log] = end
-    return tuple(found[log] for log in sorted(found) if found[log].size)
+        elif size is not None:
+            left_out.append(
+                f"{_two_roots(log, size)} What the keys signed there counts for nothing, until --raise-ends --checkpoint FILE says how far."
+            )
+            continue
+        largest = max(known, key=lambda end: end.size)
+        ends += [largest] if largest.size else []
+    return tuple(ends), left_out
 
 
-def _own_ends(
-    folder: RegionFolder,
-    config: RegionConfig,
-    bundle: RegionBundle,
-    given: list[KeyEnd],
-    without: set[str],
-    new: dict[Role, SigningKey],
-    now_ms: int,
-) -> list[KeyEnd]:
-    """The last checkpoints of the region's own log and of its bridges' logs."""
-    known, found = {end.log for end in given} | without, []
+def _forked_at(ends: Iterable[KeyEnd]) -> int | None:
+    """The size, if any, of which these ends of one log have two roots."""
+    roots: dict[int, bytes] = {}
+    return next((end.size for end in ends if roots.setdefault(end.size, end.root) != end.root), None)
+
+
+class _OwnLog(NamedTuple):
+    """One of the region's own logs, as it lies here. `trail`: of one that one process writes."""
+
+    origin: str
+    bundle: RegionBundle
+    note: bytes
+    trail: Trail | None
+
+    def end(self) -> KeyEnd:
+        """Its last checkpoint; of one that one process writes, over all that it has."""
+        note = self.note if self.trail is None else self.trail.publish()
+        return _end(open_checkpoint(note, RegionTrust(self.bundle).log_keys(self.origin)))
+
+
+def _own_logs(
+    folder: RegionFolder, config: RegionConfig, bundle: RegionBundle, known: set[str], opened: ExitStack
+) -> list[_OwnLog]:
+    """The region's own log and its bridges' logs, but for the known ones, opened until `opened` ends. Raises RequestError(NOT_FOUND) where one has no checkpoint here."""
+    found = []
     origins = dict.fromkeys(key.name for key in bundle.audit_keys if key.role == "log")
     for origin in origins:
         if origin in known:
@@ -227,60 +311,58 @@ def _own_ends(
         else:
             paths = [folder.bridge(bridge.name) / "egress"]
             keys = (folder.egress_key(bridge.name), folder.egress_ml_dsa_key(bridge.name))
-        notes = [
-            note
+        logs = [
+            log
             for path in paths
-            if path.is_dir() and (note := _last_note(path, origin, keys, bundle, new, now_ms)) is not None
+            if path.is_dir() and (log := _open_log(path, origin, keys, bundle, opened)) is not None
         ]
-        if not notes and (bridge is None or not folder.bridge(bridge.name).is_dir()):
+        if not logs:
             raise RequestError(
                 f"The log {origin} is not here: what the keys signed counts up to its last checkpoint.",
                 code=Code.NOT_FOUND,
                 hint=f"Give that checkpoint's file with --checkpoint, or say --without {origin} where the log is gone, or was never written.",
             )
-        log_keys = RegionTrust(bundle).log_keys(origin)
-        found += [_end(open_checkpoint(note, log_keys)) for note in notes]
+        found += logs
     return found
 
 
-def _last_note(
-    path: Path,
-    origin: str,
-    keys: tuple[Path, Path],
-    bundle: RegionBundle,
-    new: dict[Role, SigningKey],
-    now_ms: int,
-) -> bytes | None:
-    """The last checkpoint of a log that lies here; of one that one process writes, over all that it has. None: it has none."""
+def _open_log(
+    path: Path, origin: str, keys: tuple[Path, Path], bundle: RegionBundle, opened: ExitStack
+) -> _OwnLog | None:
+    """A log that lies here. None: it has no checkpoint."""
     log = Folder(path)
-    if log.read(CHECKPOINT_PATH) is None:
-        return None
-    if log.read(COPIED_PATH) is not None:
-        return log.read(CHECKPOINT_PATH)
+    note = log.read(CHECKPOINT_PATH)
+    if note is None or log.read(COPIED_PATH) is not None:
+        return None if note is None else _OwnLog(origin, bundle, note, None)
     signers = load_signers(origin, *keys)
     earlier = RegionTrust(bundle).earlier_keys(origin, (signer.key for signer in signers))
     trail = Trail.open(path, signers[0], also=signers[1:], earlier=earlier)
-    try:
-        if origin == region_origin(bundle.region, bundle.mesh):
-            for role, key in new.items():
-                append_changed(trail, bundle.region, key, now_ms, f"The region's {role} key was changed.")
-        return trail.publish()
-    finally:
-        trail.close()
+    opened.callback(trail.close)
+    return _OwnLog(origin, bundle, note, trail)
 
 
-def _cosigned_ends(folder: RegionFolder, config: RegionConfig) -> list[KeyEnd]:
-    """How far the brokers whose data folders lie here have cosigned the logs of the regions that are trusted."""
+def _cosigned_ends(
+    folder: RegionFolder, config: RegionConfig, without: set[str]
+) -> tuple[list[KeyEnd], list[str]]:
+    """How far the brokers whose data folders lie here have cosigned the logs of the regions that are trusted; and of each note that does not open, why."""
     trusted = {region: RegionTrust(bundle) for region, bundle in pinned_bundles(folder).items()}
     named = {key.name: region for region, own in trusted.items() for key in own.logs}
-    found = []
+    found, unread = [], []
     for data in config.data_folders:
         path = folder.root / data / "witness"
         for note in DiskWitnessStore(path).notes() if path.is_dir() else ():
-            origin = Checkpoint.parse(parse_note(note).text).origin
-            if origin in named:
-                found.append(_end(open_checkpoint(note, trusted[named[origin]].log_keys(origin))))
-    return found
+            origin = "a log"
+            try:
+                origin = Checkpoint.parse(parse_note(note).text).origin
+                if origin in named and origin not in without:
+                    found.append(_end(open_checkpoint(note, trusted[named[origin]].log_keys(origin))))
+            except TamperError as error:
+                unread.append(
+                    f"What {path} has cosigned of {origin} does not open under the bundle that is trusted here, and is left out: {error.sentence} "
+                    "Where nothing else says how far this region has cosigned the log, what the keys signed there counts for nothing; once the right bundle is trusted, "
+                    "--raise-ends adds it."
+                )
+    return found, unread
 
 
 def _given(folder: RegionFolder, bundle: RegionBundle, note: bytes) -> KeyEnd:

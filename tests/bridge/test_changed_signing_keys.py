@@ -10,15 +10,18 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
 from typer.testing import CliRunner
 
-from audit.checkpoint import note_size
+from audit.checkpoint import Checkpoint, note_size
 from audit.leaf import Kind
+from audit.note import Note, encode_note
 from audit.origin import egress_origin, region_origin
 from audit.proof import check_proof, prove
 from audit.receipt import signer_of
+from audit.signer_disk import load_signers
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from cli.bridge import app as bridge
@@ -27,8 +30,9 @@ from felix.address import Address
 from felix.errors import FelixError, RequestError, TamperError
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
-from keys.bundle import SignedBundle, check_update, decode_bundle
+from keys.bundle import FORMER_MAX, SignedBundle, check_update, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
+from keys.signing import SigningKey
 from policy.grant import (
     ExportGrant,
     Standing,
@@ -297,3 +301,133 @@ async def test_the_command_names_every_log_or_asks_for_it(
     shown = CliRunner().invoke(app, ["bundle", "--json", "--region", "us-east"])
     (listed,) = json.loads(shown.output)["former_keys"]
     assert {end["log"] for end in listed["ends"]} == set(logs(mesh)) and listed["receipt_keys"] == []
+
+
+def ended_in(mesh: Mesh, region: str) -> set[str]:
+    return {end.log for end in mesh.bundle(region).former[-1].ends}
+
+
+def key_changes(mesh: Mesh) -> int:
+    """KEY leaves of us-east's own log that say a policy or receipt key was changed."""
+    found = mesh.headers(mesh.us.root / "data" / "audit", Kind.KEY)
+    return sum("was changed" in header.sentence for header in found)
+
+
+async def test_a_note_that_does_not_open_stops_no_change(mesh: Mesh) -> None:
+    """us-east gave its egress log another key, and eu-west compared the bundle: what eu-west's witness remembers is under the one before."""
+    await twenty_crossed(mesh)
+    await mesh.stop("eu-west")
+    config, path = load_config(mesh.eu.config), mesh.eu.trusted / "us-east.json"
+    kept = path.read_bytes()
+    bundle, public = decode_bundle(kept).bundle, SigningKey.generate().verify_key.public
+    keys = tuple(
+        msgspec.structs.replace(key, public=public)
+        if (key.name, key.algorithm) == (EGRESS, "ed25519")
+        else key
+        for key in bundle.audit_keys
+        if key.name != EGRESS or key.algorithm == "ed25519"
+    )
+    replaced = msgspec.structs.replace(bundle, audit_keys=keys, issued_ms=bundle.issued_ms + 1)
+    path.write_bytes(sign_bundle(replaced, load_signing_key(mesh.us.policy_key)).encode())
+    changed = change_signing_keys(mesh.eu, config, now_ms())
+    (sentence,) = changed.left_out
+    assert EGRESS in sentence and "does not open" in sentence
+    assert ended_in(mesh, "eu-west") == set(logs(mesh)) - {EGRESS}
+    # Once the right bundle is trusted, the end is added; and whoever leaves the log out is told nothing.
+    path.write_bytes(kept)
+    raised = raise_ends(mesh.eu, config, now_ms())
+    assert not raised.left_out and ended_in(mesh, "eu-west") == set(logs(mesh))
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+    assert not change_signing_keys(mesh.eu, config, now_ms(), without=[EGRESS]).left_out
+    assert ended_in(mesh, "eu-west") == set(logs(mesh)) - {EGRESS}
+
+
+@pytest.mark.parametrize("how", ["", "without", "checkpoint"])
+async def test_two_histories_of_another_region_stop_no_change(mesh: Mesh, how: str) -> None:
+    """us-east signed two roots at one size, and two of eu-west's brokers have cosigned one each."""
+    await twenty_crossed(mesh)
+    await mesh.stop("eu-west")
+    witness = mesh.eu.root / "data" / "witness"
+    note = DiskWitnessStore(witness).last(EGRESS)
+    assert note is not None
+    text = Checkpoint(EGRESS, note_size(note), b"x" * 32).text()
+    signers = load_signers(EGRESS, mesh.us.egress_key(BRIDGE), mesh.us.egress_ml_dsa_key(BRIDGE))
+    fork = encode_note(Note(text, tuple(signer.sign(text) for signer in signers)))
+    copied = mesh.eu.root / "data2" / "witness"
+    shutil.copytree(witness, copied)
+    (held,) = [path for path in copied.rglob("*") if path.is_file() and path.read_bytes() == note]
+    held.write_bytes(fork)
+
+    class Config:
+        data_folders = (*load_config(mesh.eu.config).data_folders, "data2")
+
+    config: Any = Config()
+    given = [(mesh.egress_folder / "checkpoint").read_bytes()] if how == "checkpoint" else []
+    changed = change_signing_keys(
+        mesh.eu, config, now_ms(), checkpoints=given, without=[EGRESS] if how == "without" else []
+    )
+    assert len(changed.left_out) == (how != "without")
+    assert all("Two roots are known" in sentence and EGRESS in sentence for sentence in changed.left_out)
+    assert (EGRESS in ended_in(mesh, "eu-west")) == (how == "checkpoint")
+
+
+async def test_the_earliest_former_keys_are_dropped_where_there_is_no_room(mesh: Mesh) -> None:
+    await mesh.stop("us-east")
+    config, now = load_config(mesh.us.config), now_ms()
+    without = [EGRESS]
+    for _ in range(FORMER_MAX):
+        change_signing_keys(mesh.us, config, now, ["receipt"], without=without)
+    before, changes = mesh.bundle("us-east"), key_changes(mesh)
+    with pytest.raises(RequestError, match="no room for one more") as refused:
+        change_signing_keys(mesh.us, config, now, without=without)
+    assert "--drop-earliest 1" in refused.value.hint
+    with pytest.raises(RequestError, match="names the former keys of"):
+        change_signing_keys(mesh.us, config, now, without=without, drop_earliest=FORMER_MAX + 1)
+    assert mesh.bundle("us-east") == before and key_changes(mesh) == changes
+    change_signing_keys(mesh.us, config, now, without=without, drop_earliest=2)
+    assert mesh.bundle("us-east").former[:-1] == before.former[2:]
+
+
+async def test_a_change_that_is_refused_writes_no_key_leaf(mesh: Mesh) -> None:
+    await twenty_crossed(mesh)
+    await mesh.stop("us-east")
+    config = load_config(mesh.us.config)
+    shutil.move(mesh.us.bridge(BRIDGE), mesh.home / "another machine")
+    with pytest.raises(RequestError, match="is not here"):
+        change_signing_keys(mesh.us, config, now_ms())
+    policy = mesh.us.policy_key.rename(mesh.home / "policy.pem")
+    for role in signing_keys.ROLES:
+        with pytest.raises(RequestError, match=r"policy\.pem"):
+            change_signing_keys(mesh.us, config, now_ms(), [role], without=[EGRESS])
+    assert key_changes(mesh) == 0
+    policy.rename(mesh.us.policy_key)
+    change_signing_keys(mesh.us, config, now_ms(), without=[EGRESS])
+    assert key_changes(mesh) == 2
+
+
+async def test_an_own_log_that_is_not_here_is_asked_for_though_its_bridges_folder_is(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await twenty_crossed(mesh)
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
+    await mesh.stop("us-east")
+    command = ["change-signing-keys", "--region", "us-east"]
+    elsewhere = mesh.home / "another machine"
+    shutil.move(mesh.egress_folder, elsewhere)
+    mesh.us.bridge(BRIDGE).mkdir(parents=True, exist_ok=True)
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, RequestError) and f"--without {EGRESS}" in refused.exception.hint
+    done = CliRunner().invoke(app, [*command, "--without", EGRESS])
+    assert done.exit_code == 0, done.exception
+    assert EGRESS not in ended_in(mesh, "us-east")
+    shutil.move(elsewhere, mesh.egress_folder)
+    assert not verified(mesh)[EGRESS].ok
+    # What was forgotten is mended by the log's last checkpoint, once.
+    mend = [*command, "--raise-ends", "--checkpoint", str(mesh.egress_folder / "checkpoint")]
+    done = CliRunner().invoke(app, mend)
+    assert done.exit_code == 0, done.exception
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+    again = CliRunner().invoke(app, mend)
+    assert isinstance(again.exception, RequestError) and "cosigned further" in again.exception.sentence
