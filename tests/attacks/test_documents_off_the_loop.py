@@ -125,7 +125,7 @@ async def test_what_is_missing_is_found_while_the_loop_goes_on(monkeypatch: pyte
     to: Any = SimpleNamespace(profile=SimpleNamespace(region="us-east"), request=request)
     sync = DocumentSync(lambda: 0, lambda digest: True, brought.put_nowait)
     held = lists()
-    sync.send(held["eu-west"], held["us-east"], "eu-west", to)
+    sync.send(held["eu-west"], held["us-east"], "eu-west", to, {})
     assert sync.is_between("eu-west", "us-east"), "what is looked for may be on its way"
     await asyncio.sleep(0)
     went_on.set()

@@ -195,7 +195,7 @@ async def test_a_region_that_takes_no_more_grants_is_still_brought_the_revocatio
     held = {"export": {body.grant: export.encode_file()}, "standing": {"s.1": revoked.encode_file()}}
     taken: asyncio.Queue[int] = asyncio.Queue()
     document_sync = DocumentSync(lambda: 0, lambda file: True, taken.put_nowait)
-    document_sync.send(held, {}, "us-east", Full())  # type: ignore[arg-type]
+    document_sync.send(held, {}, "us-east", Full(), {})  # type: ignore[arg-type]
     async with asyncio.timeout(120):
         assert await taken.get() == 1
     assert brought == ["export", "standing"]
