@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 
 from felix.connection import RegionConnection
 from felix.errors import Code, FelixError, UnavailableError
-from felix.messages import ListDocuments, PutDocument
-from felix.page import pages
+from felix.messages import PutDocument
+from felix.page import document_pages
 from felix.tasks import end_tasks
 from policy.approval import Approval, Document, parse_document, require_size
 from policy.grant import EVERYWHERE, DenyEntry, ExportGrant, ImportGrant, Standing, half_rank
@@ -67,8 +67,7 @@ async def list_documents(
     size = 0
     for kind in kinds:
         listed_of_kind = 0
-        listed = ListDocuments(kind, "", 100)
-        async for page in pages(connection, listed, "documents", lambda page: max(page.documents)):
+        async for page in document_pages(connection, kind):
             revision = page.revision if revision is None else revision
             found[kind].update(await asyncio.to_thread(room.taken, kind, page.documents))
             size += sum(map(len, page.documents.values()))

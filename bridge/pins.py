@@ -15,8 +15,7 @@ from typing import Final
 from felix.connection import RegionConnection
 from felix.errors import FelixError
 from felix.files import PUBLIC, replace_file
-from felix.messages import ListDocuments
-from felix.page import pages
+from felix.page import document_pages
 from keys.bundle import RegionBundle, SignedBundle, check_update, decode_bundle
 from keys.pin import SignedPin, decode_pin, decode_pins
 
@@ -29,7 +28,7 @@ PINS_MAX: Final = 1_000
 async def list_pins(connection: RegionConnection) -> dict[str, bytes]:
     """What a broker of the agent's own region lists, by region; nothing is verified yet. Raises what it is refused with, UnavailableError."""
     found: dict[str, bytes] = {}
-    async for page in pages(connection, ListDocuments("pin"), "documents", lambda page: max(page.documents)):
+    async for page in document_pages(connection, "pin"):
         found |= page.documents
         if len(found) >= PINS_MAX:
             break

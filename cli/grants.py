@@ -12,8 +12,8 @@ import msgspec
 from cli.output import note
 from cli.setting import connect, run
 from felix.errors import Code, RequestError
-from felix.messages import ListDocuments, PutDocument
-from felix.page import pages
+from felix.messages import PutDocument
+from felix.page import list_documents
 from felix.peer import TrustBundle
 from felix.profile import load_credentials, load_profile
 from felix.runtime.real import now_ms
@@ -86,7 +86,7 @@ async def _held_and_judged(client: RegionClient) -> tuple[dict[str, Document], d
         listed = await _documents(client, KINDS)
         held = {hashlib.sha256(document.encode_file()).hexdigest(): document for document in listed}
         try:
-            judged = await _list(client, "judged")
+            judged = await list_documents(client, "judged")
         except RequestError as error:
             if error.code is not Code.INVALID:
                 raise
@@ -100,18 +100,11 @@ async def _documents(client: RegionClient, kinds: tuple[str, ...]) -> list[Docum
     """Those of these kinds. What cannot be read, whoever wrote it into the store, is told, and keeps nobody from stopping a grant."""
     found: list[Document] = []
     for kind in kinds:
-        for name, body in (await _list(client, kind)).items():
+        for name, body in (await list_documents(client, kind)).items():
             try:
                 found.append(parse_document(body))
             except SignatureError as error:
                 note(f"the {kind} document {name} in the store: {error.sentence}")
-    return found
-
-
-async def _list(client: RegionClient, kind: str) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    async for page in pages(client, ListDocuments(kind), "documents", lambda page: max(page.documents)):
-        found |= page.documents
     return found
 
 

@@ -12,8 +12,7 @@ from cli.policy import fetch_policy
 from cli.setting import IdentityOption, RegionOption, connect, folder_of, run
 from cli.terms import confirm, show_terms
 from felix.errors import Code, RequestError
-from felix.messages import ListDocuments
-from felix.page import pages
+from felix.page import document_pages
 from felix.runtime.real import now_ms
 from keys.key_file import load_signing_key
 from policy.approval import parse_document
@@ -54,9 +53,7 @@ def sign_again(
 async def _find(region: str, grant: str, keys: Trusted) -> tuple[SignedDocument, ExportGrant]:
     """The grant's export, as the region's broker holds it. Raises RequestError, SignatureError."""
     async with connect(region) as client:
-        async for page in pages(
-            client, ListDocuments("export"), "documents", lambda page: max(page.documents)
-        ):
+        async for page in document_pages(client, "export"):
             if grant in page.documents:
                 document = parse_document(page.documents[grant])
                 assert isinstance(document, SignedDocument)

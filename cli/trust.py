@@ -17,8 +17,8 @@ from cli.process import read_state
 from cli.setting import JsonOption, RegionOption, connect, folder_of, read_file, run
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
-from felix.messages import ListDocuments, PutDocument
-from felix.page import pages
+from felix.messages import PutDocument
+from felix.page import list_documents
 from felix.runtime.real import now_ms
 from keys.bundle import (
     Known,
@@ -421,8 +421,6 @@ async def _put(region: str, documents: Sequence[PutDocument]) -> None:
 
 async def _pins(region: str, own: RegionBundle) -> dict[str, SignedPin]:
     """The pins that a broker goes by and this region's policy key signed, by region."""
-    found: dict[str, bytes] = {}
     async with connect(region) as client:
-        async for page in pages(client, ListDocuments("pin"), "documents", lambda page: max(page.documents)):
-            found |= page.documents
+        found = await list_documents(client, "pin")
     return decode_pins(found, own)

@@ -14,7 +14,7 @@ import msgspec
 
 from felix.errors import RequestError
 from felix.frames import CONTROL_BYTES_MAX
-from felix.messages import AnswerT, Request
+from felix.messages import AnswerT, DocumentPage, ListDocuments, Request
 
 E = TypeVar("E")
 
@@ -53,6 +53,19 @@ async def pages(
                 f"{type(request).__name__} was answered with a page that does not go on behind what was listed."
             )
         request = msgspec.structs.replace(request, after=following, **({"skip": seen} if by_number else {}))
+
+
+def document_pages(asked: Asked, kind: str) -> AsyncIterator[DocumentPage]:
+    """Every page of a region's documents of one kind. Raises as `pages` does."""
+    return pages(asked, ListDocuments(kind), "documents", lambda page: max(page.documents))
+
+
+async def list_documents(asked: Asked, kind: str) -> dict[str, bytes]:
+    """A region's documents of one kind, by name. Raises as `pages` does."""
+    found: dict[str, bytes] = {}
+    async for page in document_pages(asked, kind):
+        found |= page.documents
+    return found
 
 
 def in_frames(entries: Iterable[E]) -> Iterator[list[E]]:

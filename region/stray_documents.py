@@ -14,6 +14,7 @@ from typing import Final
 from audit.document_disk import stray
 from audit.document_leaf import DOCUMENTS_FOLDER
 from audit.tile_disk import Folder
+from felix.periodic import every
 from felix.tasks import end_tasks
 
 log = logging.getLogger("felix.region.audit_log")
@@ -57,9 +58,12 @@ class StrayDocuments:
 
     async def _run(self) -> None:
         await self.look(await asyncio.to_thread(self._folder().names, DOCUMENTS_FOLDER))
-        while True:
-            await asyncio.sleep(AGAIN_S)
-            await self.look(tuple(self._found))
+        await every(
+            AGAIN_S,
+            lambda: self.look(tuple(self._found)),
+            "files beside the audit log could not be looked at",
+            log,
+        )
 
     async def look(self, names: Sequence[str]) -> None:
         """At these files."""
