@@ -13,7 +13,7 @@ from typing import Final
 from felix.rate import TokenBucket
 from felix.runtime.port import Clock
 
-COPY_RATE_BYTES: Final = 16 << 20
+COPY_RATE_BYTES: Final = 8 << 20
 """A second: decision 0136 has what publishers notice of it."""
 BURST_S: Final = 0.004
 """What may come at once after a pause, in time of the rate: one message of a copy. More of them in a row hold the event loop for as long as publishers notice."""
