@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sqlite3
 import sys
 import time
@@ -74,4 +76,5 @@ def main(home: str, stream: str, folder: Path, mode: str) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.register(signal.SIGUSR1)
     main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), sys.argv[4])
