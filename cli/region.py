@@ -781,7 +781,8 @@ def change_signing_keys_(
     The region's brokers are stopped meanwhile, and agents that run from this folder. The bundle is signed again; other regions accept it only by its
     fingerprint. Policies, halves of grants, pauses and deny entries that are to stand are signed again; docs/keys.md has the steps.
     """
-    from region.signing_keys import ROLES, change_signing_keys
+    from region.signing_key_leaves import ROLES
+    from region.signing_keys import change_signing_keys
     from region.signing_keys import raise_ends as raise_
 
     folder, config = folder_of(region)

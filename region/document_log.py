@@ -31,6 +31,7 @@ from felix.news import News
 from felix.runtime.port import Clock
 from felix.runtime.real import REAL
 from felix.storage.small_file import read_file, replace_durably
+from region.signing_key_leaves import ACTIONS, LoggedKey, LoggedKeys
 
 log = logging.getLogger("felix.region.governance")
 
@@ -50,11 +51,16 @@ LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.PO
 
 
 class _Logged(NamedTuple):
-    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, and of pins."""
+    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, and of pins; the region's keys by their last leaves."""
 
     documents: set[bytes]
     lasting: dict[bytes, int]
     pins: dict[bytes, int]
+    signing_keys: dict[str, LoggedKey]
+
+    @classmethod
+    def nothing(cls) -> _Logged:
+        return cls(set(), {}, {}, {})
 
 
 class _Snapshot(msgspec.Struct):
@@ -65,6 +71,8 @@ class _Snapshot(msgspec.Struct):
     """none in a snapshot of version 0.1, which is not taken"""
     pins: dict[bytes, int] | None = None
     """none in a snapshot of a release that wrote no leaves of pins; it is not taken either"""
+    signing_keys: dict[str, LoggedKey] | None = None
+    """none in a snapshot of a release that looked for no changes of keys; nor is that"""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -78,7 +86,7 @@ class DocumentLog:
         self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int, clock: Clock
     ) -> None:
         self._trail, self._path, self._clock = trail, path, clock
-        self._documents, self._lasting, self._pins = logged
+        self._documents, self._lasting, self._pins, self._signing_keys = logged
         self._saved_to, self._read_to = saved_to, read_to
         self._writing: dict[bytes, int] = {}
         """documents whose leaf may stand: since when it was first appended (`Clock.boot_ms`), oldest first"""
@@ -101,12 +109,13 @@ class DocumentLog:
         size = self._trail.readable_size
         if size <= self._read_to:
             return 0
-        found = _Logged(set(), {}, {})
+        found = _Logged.nothing()
         _read(self._trail, found, self._read_to, size)
         new = len(found.documents - self._documents)
         for digest, index in found.lasting.items():
             self._lasting.setdefault(digest, index)
         self._pins |= found.pins
+        self._signing_keys |= found.signing_keys
         self._documents |= found.documents
         self._read_to = size
         return new
@@ -130,6 +139,16 @@ class DocumentLog:
     def pins(self) -> list[bytes]:
         """This region's pins of others, oldest first, as far as this broker has the log. Blocks."""
         return self._read_documents(set(self._pins.values()))
+
+    @property
+    def signing_keys(self) -> LoggedKeys:
+        """The region's policy and receipt keys since they were last changed, as far as this broker has the log."""
+        return self._signing_keys
+
+    async def append_key(self, leaf: Leaf) -> None:
+        """Append the leaf of a changed key; durable on return. Raises as the log does."""
+        await self._trail.append([leaf])
+        self._signing_keys[leaf.header.action] = LoggedKey(leaf.header.key_id, leaf.header.time_ms)
 
     def _read_documents(self, indexes: set[int]) -> list[bytes]:
         size = note_size(self._trail.publish())
@@ -204,7 +223,9 @@ class DocumentLog:
             last = TileHashes(self._trail.files, size)(0, size - 1)
             files = self._trail.files.storage
             files.make_folder(self._path.parent)
-            snapshot = _Snapshot(size, last, sorted(logged.documents), logged.lasting, logged.pins)
+            snapshot = _Snapshot(
+                size, last, sorted(logged.documents), logged.lasting, logged.pins, logged.signing_keys
+            )
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
 
@@ -218,6 +239,8 @@ def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:
                 logged.lasting.setdefault(header.document_sha256, index)
             elif header.kind is Kind.KEY and header.action == PINNED:
                 logged.pins.setdefault(header.document_sha256, index)
+        elif header is not None and header.kind is Kind.KEY and header.action in ACTIONS.values():
+            logged.signing_keys[header.action] = LoggedKey(header.key_id, header.time_ms)
 
 
 def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
@@ -226,10 +249,11 @@ def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
         if (
             held.lasting is not None
             and held.pins is not None
+            and held.signing_keys is not None
             and 0 < held.size <= size
             and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash
         ):
-            return _Logged(set(held.documents), held.lasting, held.pins), held.size
+            return _Logged(set(held.documents), held.lasting, held.pins, held.signing_keys), held.size
     except (OSError, msgspec.MsgspecError):
         pass  # a shortcut that is not there, or does not hold, is not taken
-    return _Logged(set(), {}, {}), 0
+    return _Logged.nothing(), 0

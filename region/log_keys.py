@@ -16,14 +16,13 @@ Between 3 and 4 neither broker nor agent opens the log (`audit.trust.RegionTrust
 from __future__ import annotations
 
 import threading
-from hashlib import sha256
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
 from audit.checkpoint import note_size
-from audit.leaf import KEY_ID_BYTES, Header, Kind, Leaf, Side
+from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import egress_origin, region_origin
 from audit.signer_disk import load_signers
 from audit.tile import CHECKPOINT_PATH
@@ -38,6 +37,7 @@ from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.config import RegionConfig
 from region.folder import RegionFolder
+from region.signing_key_leaves import key_id_of
 
 APPEND_S: Final = 60.0
 """How long the log's disk may take for the leaf."""
@@ -155,8 +155,21 @@ def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: Si
     trail = Trail.open(files.log, signers[0], also=signers[1:], earlier=earlier)
     try:
         if files.origin == region_origin(bundle.region, bundle.mesh):
-            append_changed(
-                trail, bundle.region, new, now_ms, "The keys that sign this log's checkpoints were changed."
+            # A region's keys stand in its own log: this leaf says which one signs from here on.
+            append_waiting(
+                trail,
+                Leaf(
+                    Header(
+                        kind=Kind.KEY,
+                        side=Side.INGRESS,
+                        time_ms=now_ms,
+                        source_region=bundle.region,
+                        destination_region=bundle.region,
+                        action="rotated",
+                        key_id=key_id_of(new.verify_key.public),
+                        sentence="The keys that sign this log's checkpoints were changed.",
+                    )
+                ),
             )
         return note_size(trail.publish())
     finally:
@@ -168,25 +181,15 @@ def _own_log(folder: RegionFolder, config: RegionConfig) -> Path:
     return next((path for path in paths if path.is_dir()), paths[0])
 
 
-def append_changed(trail: Trail, region: str, new: SigningKey, now_ms: int, sentence: str) -> None:
-    """A region's keys stand in its own log: this leaf says which one signs from here on. Blocks."""
-    header = Header(
-        kind=Kind.KEY,
-        side=Side.INGRESS,
-        time_ms=now_ms,
-        source_region=region,
-        destination_region=region,
-        action="rotated",
-        key_id=sha256(new.verify_key.public).digest()[:KEY_ID_BYTES],
-        sentence=sentence,
-    )
+def append_waiting(trail: Trail, leaf: Leaf) -> None:
+    """Append a leaf, and wait until it is durable. Blocks. Raises UnavailableError, and as the log does."""
     done, failed = threading.Event(), list[Exception]()
 
     def ended(_: int, error: Exception | None) -> None:
         failed.extend([error] if error is not None else [])
         done.set()
 
-    trail.append_nowait([Leaf(header)], ended)
+    trail.append_nowait([leaf], ended)
     if not done.wait(APPEND_S):
         raise UnavailableError(f"The audit log {trail.key.name} was not synced within {APPEND_S:.0f} s.")
     if failed:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -41,11 +41,9 @@ from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
 from region.config import RegionConfig
 from region.folder import RegionFolder
-from region.log_keys import append_changed
+from region.log_keys import append_waiting
+from region.signing_key_leaves import ROLES, STALE_HINT, LoggedKeys, Role, changed_key_leaf, stale_key
 from region.trusted_bundles import pinned_bundles
-
-Role = Literal["policy", "receipt"]
-ROLES: Final[tuple[Role, ...]] = ("policy", "receipt")
 
 
 class ChangedSigningKeys(NamedTuple):
@@ -110,8 +108,8 @@ def change_signing_keys(
         for log in logs:
             if log.trail is not None and log.origin == region_origin(bundle.region, bundle.mesh):
                 for role, key in new.items():
-                    append_changed(
-                        log.trail, bundle.region, key, now_ms, f"The region's {role} key was changed."
+                    append_waiting(
+                        log.trail, changed_key_leaf(bundle.region, role, key.verify_key.public, now_ms)
                     )
         done = signed_with([log.end() for log in logs])
     for role in ROLES:
@@ -166,8 +164,11 @@ def raise_ends(
     return ChangedSigningKeys(signed, raised_ends, tuple(left_out))
 
 
-def require_of_now(own: RegionBundle, receipt_key: SigningKey) -> None:
-    """Raises RequestError(CONFIG_INVALID) where a broker has a receipt key that its region's bundle does not name: nobody takes what it signs."""
+def require_of_now(own: RegionBundle, receipt_key: SigningKey, logged: LoggedKeys) -> None:
+    """Raises RequestError(CONFIG_INVALID) where a broker has a receipt key that its region's bundle does not name, as nobody takes what it signs; or a bundle of before a
+    change of keys that the region's audit log has."""
+    if stale := stale_key(own, logged):
+        raise RequestError(stale, code=Code.CONFIG_INVALID, hint=STALE_HINT)
     if receipt_key.verify_key.public in own.receipt_keys:
         return
     has_ended = any(receipt_key.verify_key.public in keys.receipt_keys for keys in own.former)

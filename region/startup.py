@@ -424,7 +424,7 @@ async def open_broker(
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
-    require_of_now(own, receipt_key)
+    require_of_now(own, receipt_key, logged.signing_keys)
     if peers is not None:
         peers.requests.serve(StreamsPassed, partial(_passed, governance, streams))
     export = ExportService(broker, governance, keyring, receipt_key)

@@ -19,6 +19,7 @@ from region.broker import Broker
 from region.document_log import DocumentLog
 from region.document_watch import DocumentWatch
 from region.governance.book import MadeBook, make_book
+from region.governance.changed_keys import ChangedKeys
 from region.governance.held_documents import HeldDocuments
 from region.governance.leaves import DocumentLeaves, Drain, Neighbours
 from region.governance.pin_leaves import PinLeaves
@@ -68,6 +69,7 @@ class Judgement:
         self.pin_leaves = PinLeaves(
             broker, regions.own.region, regions.own.mesh, trail, logged, lambda: neighbours.writes_here
         )
+        self.changed_keys = ChangedKeys(broker, regions.own, trail, logged, lambda: neighbours.writes_here)
         self.book = GrantBook()
         self._broker = broker
         self._mirror = mirror
@@ -111,6 +113,7 @@ class Judgement:
         before, self._made = self._made, None
         self.regions.read()
         self.pin_leaves.log_soon(self.regions.pins_of_all())
+        self.changed_keys.log_soon()
         self._trail.checkpoints.trust_witnesses(self.regions.witnesses())
         self._waiting = set()
         self._stored.clear()
@@ -187,6 +190,7 @@ class Judgement:
         """Judge no more; leaves that are being written are given up, and the next start writes them."""
         self._closed = True
         await self.pin_leaves.close()
+        await self.changed_keys.close()
         await self.leaves.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from hashlib import sha256
 from typing import Final
 
@@ -29,6 +29,23 @@ AGAIN_S: Final = 1.0
 """How soon a leaf is tried again that the audit log did not take."""
 WAIT_S: Final = 10.0
 """How long whoever brings a pin waits for its leaf. It counts before that."""
+
+
+async def until_taken(
+    append: Callable[[], Awaitable[object]], what: str, trail: Trail, writes_here: Callable[[], bool]
+) -> bool:
+    """Call `append` until the audit log takes it; False where the log is written here no more, or by nobody."""
+    while writes_here():
+        try:
+            await append()
+        except (FelixError, OSError) as error:
+            log.error("the audit log did not take %s: %s", what, error)
+            if trail.failure is not None and not trail.copied:
+                return False  # nothing crosses any more
+            await asyncio.sleep(AGAIN_S)
+        else:
+            return True
+    return False
 
 
 class PinLeaves:
@@ -79,18 +96,12 @@ class PinLeaves:
 
     async def _append(self, pin: SignedPin) -> None:
         document = pin.encode()
-        while self._writes_here():
-            try:
-                await self._logged.append(document, lambda: self._leaf(pin, document))
-            except (FelixError, OSError) as error:
-                log.error("the audit log did not take the pin of %s: %s", pin.bundle.region, error)
-                if self._trail.failure is not None and not self._trail.copied:
-                    return  # nothing crosses any more
-                await asyncio.sleep(AGAIN_S)
-            else:
-                self._stand.add(pin.signature)
-                self._actors.pop(pin.signature, None)
-                return
+        if await until_taken(
+            lambda: self._logged.append(document, lambda: self._leaf(pin, document)),
+            f"the pin of {pin.bundle.region}", self._trail, self._writes_here,
+        ):  # fmt: skip
+            self._stand.add(pin.signature)
+            self._actors.pop(pin.signature, None)
 
     def _leaf(self, pin: SignedPin, document: bytes) -> Leaf:
         bundle = pin.bundle

@@ -51,6 +51,7 @@ from region.key_service import KeyService
 from region.listing import fitting
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
+from region.signing_key_leaves import STALE_HINT
 from region.stray_documents import StrayDocuments
 from region.trust_store import Memory, Remembered
 from region.witnessing import Witnessing
@@ -193,9 +194,14 @@ class Governance:
 
     @property
     def problems(self) -> list[str]:
-        """Regions that the store names and this broker does not believe, with the command to go on with; and what stands beside the audit log
-        and is no document of it."""
-        return [*self._judgement.regions.problems.values(), *self.strays.problems]
+        """Keys of before in this region's folder; regions that the store names and this broker does not believe, with the command to go on with; and what stands
+        beside the audit log and is no document of it."""
+        stale = self._judgement.changed_keys.problem
+        return [
+            *([f"{stale} {STALE_HINT}"] if stale else []),
+            *self._judgement.regions.problems.values(),
+            *self.strays.problems,
+        ]
 
     def trust_of(self, region: str) -> RegionTrust:
         """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""

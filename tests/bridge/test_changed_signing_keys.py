@@ -28,7 +28,7 @@ from cli.bridge import app as bridge
 from cli.region import app
 from felix.address import Address
 from felix.errors import FelixError, RequestError, TamperError
-from felix.messages import PutDocument
+from felix.messages import DescribeRegion, PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import FORMER_MAX, SignedBundle, check_update, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
@@ -46,6 +46,7 @@ from policy.signed import SignedDocument
 from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
+from region.signing_key_leaves import ROLES
 from region.signing_keys import change_signing_keys, raise_ends
 
 EGRESS = egress_origin("us-east", "acme", BRIDGE)
@@ -266,8 +267,10 @@ async def test_a_change_that_is_cut_off_is_finished_by_the_next_call(
             patch.setattr(signing_keys, name, cut_off)
             change_signing_keys(mesh.eu, config, now_ms())
         assert (mesh.bundle("eu-west") != before) == replaced
-    with pytest.raises(RequestError, match="one that eu-west gave up"):
-        await mesh.start("eu-west")
+        why = "one that eu-west gave up" if replaced else "policy key was changed at"
+        with pytest.raises(RequestError, match=why) as refused:
+            await mesh.start("eu-west")
+        assert "change-signing-keys" in refused.value.hint
     changed = change_signing_keys(mesh.eu, config, now_ms())
     assert changed.signed.bundle == mesh.bundle("eu-west") and len(changed.signed.bundle.former) == 1
     assert not list(mesh.eu.secrets.glob("new.*")) and mesh.eu.receipt_key.read_bytes() != old
@@ -397,13 +400,53 @@ async def test_a_change_that_is_refused_writes_no_key_leaf(mesh: Mesh) -> None:
     with pytest.raises(RequestError, match="is not here"):
         change_signing_keys(mesh.us, config, now_ms())
     policy = mesh.us.policy_key.rename(mesh.home / "policy.pem")
-    for role in signing_keys.ROLES:
+    for role in ROLES:
         with pytest.raises(RequestError, match=r"policy\.pem"):
             change_signing_keys(mesh.us, config, now_ms(), [role], without=[EGRESS])
     assert key_changes(mesh) == 0
     policy.rename(mesh.us.policy_key)
     change_signing_keys(mesh.us, config, now_ms(), without=[EGRESS])
     assert key_changes(mesh) == 2
+
+
+async def test_a_folder_of_before_the_change_is_not_taken_up_beside_a_log_that_goes_on(mesh: Mesh) -> None:
+    """A thief of the former keys gains nothing by an old backup of bundle.json and secrets/; whoever has lost the new keys changes them again."""
+    folder, old = mesh.us, mesh.home / "old"
+
+    async def back_to(saved: Path) -> None:
+        shutil.rmtree(folder.secrets)
+        shutil.copytree(saved / "secrets", folder.secrets)
+        shutil.copy(saved / "bundle.json", folder.bundle)
+
+    def save(to: Path) -> Path:
+        shutil.copytree(folder.secrets, to / "secrets")
+        shutil.copy(folder.bundle, to / "bundle.json")
+        return to
+
+    await twenty_crossed(mesh)
+    save(old)
+    await change(mesh, "us-east")
+    newest = save(mesh.home / "newest")
+    await mesh.stop("us-east")
+    await back_to(old)
+    for again in range(2):
+        # Read from the log, and from what the first start keeps of it.
+        with pytest.raises(RequestError, match="policy key was changed at") as refused:
+            await mesh.start("us-east")
+        assert "change-signing-keys" in refused.value.hint, again
+    await back_to(newest)
+    await mesh.start("us-east")
+    await mesh.stop("us-east")
+
+    lost = mesh.bundle("us-east")
+    await back_to(old)
+    await change(mesh, "us-east")
+    anew = mesh.bundle("us-east")
+    known = {*anew.policy_keys, *(key for former in anew.former for key in former.policy_keys)}
+    assert not known & {*lost.policy_keys} and key_changes(mesh) == 4
+    async with mesh.operator("us-east") as client:
+        described = await client.request(DescribeRegion())
+    assert described.alarms == []
 
 
 async def test_an_own_log_that_is_not_here_is_asked_for_though_its_bridges_folder_is(

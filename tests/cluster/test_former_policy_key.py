@@ -19,6 +19,7 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trust import Trust
 from audit.verify import verify_log
+from felix.errors import RequestError
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import SignedBundle, decode_bundle, sign_bundle
@@ -27,6 +28,7 @@ from keys.signing import SigningKey
 from policy.grant import DenyEntry, sign_deny
 from policy.residency import parse_policy, sign_policy
 from region.bootstrap import trust_region
+from region.signing_key_leaves import ACTIONS
 from region.signing_keys import change_signing_keys
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -115,7 +117,13 @@ async def test_a_region_of_several_brokers_changes_its_own_keys(tmp_path: Path, 
         headers = [decode_leaf(data).header for _, data in read_entries(log, 0, size, size)]
         return [header.policy_version for header in headers if header.kind is Kind.POLICY]
 
+    def changes_of(log: Folder) -> list[str]:
+        size = note_size(log.read("checkpoint") or b"")
+        headers = [decode_leaf(data).header for _, data in read_entries(log, 0, size, size)]
+        return sorted(header.action for header in headers if header.action in ACTIONS.values())
+
     async with serving(tmp_path, etcd, 3) as region:
+        before = region.folder.bundle.read_bytes()
         await put(1)
         names = sorted(region.nodes)
         for name in names:
@@ -130,3 +138,19 @@ async def test_a_region_of_several_brokers_changes_its_own_keys(tmp_path: Path, 
         assert policies_of(log) == [1, 2] and note_size(log.read("checkpoint") or b"") > end.size
         report = verify_log(log, Trust.of([bundle]), cosignatures_min=0)
         assert report.ok and report.documents == 2, report.findings
+
+        # The command could write no leaf into a log that several brokers have: the one that writes it has, once for each key, over restarts.
+        assert changes_of(log) == ["policy-key-changed", "receipt-key-changed"]
+        for name in names:
+            await region.stop(name)
+            await region.start(name)
+        await put(3)
+        home = await home_of(region)
+        log = Folder(region.folder.root / region.config.of_broker(home).data / "audit")
+        assert changes_of(log) == ["policy-key-changed", "receipt-key-changed"]
+
+        # No broker takes up a bundle of before beside its copy of such a log.
+        region.folder.bundle.write_bytes(before)
+        await region.stop(home)
+        with pytest.raises(RequestError, match="key was changed at"):
+            await region.start(home)

@@ -1,0 +1,65 @@
+"""Leaves of the region's changed policy and receipt keys, where the command could write none: in a log of which several brokers have copies. On the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from audit.trail import Trail
+from felix.names import SpiffeId
+from felix.tasks import end_tasks
+from keys.bundle import RegionBundle
+from region.broker import Broker
+from region.document_log import DocumentLog
+from region.governance.pin_leaves import until_taken
+from region.signing_key_leaves import Role, changed_key_leaf, stale_key, unlogged
+
+
+class ChangedKeys:
+    """One per broker. `writes_here`: whether the region's audit log is this broker's to write."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        own: RegionBundle,
+        trail: Trail,
+        logged: DocumentLog,
+        writes_here: Callable[[], bool],
+    ) -> None:
+        self._broker = broker
+        self._own = own
+        self._identity = SpiffeId(own.region, own.mesh, "broker", broker.broker_id)
+        self._trail = trail
+        self._logged = logged
+        self._writes_here = writes_here
+        self._writing: asyncio.Task[None] | None = None
+
+    @property
+    def problem(self) -> str:
+        """A sentence where the log has got the leaf of a later change, while this broker runs with the bundle of before."""
+        return stale_key(self._own, self._logged.signing_keys)
+
+    def log_soon(self) -> None:
+        """Write the leaves that the log lacks, where it is written here."""
+        if self._writing is None and not self.problem and self._writes_here():
+            lacking = unlogged(self._own, self._logged.signing_keys)
+            if lacking:
+                self._writing = asyncio.ensure_future(self._write(lacking))
+
+    async def _write(self, lacking: dict[Role, bytes]) -> None:
+        try:
+            for role, public in lacking.items():
+                leaf = changed_key_leaf(
+                    self._own.region, role, public, self._broker.clock_ms(), str(self._identity)
+                )
+                await until_taken(
+                    lambda leaf=leaf: self._logged.append_key(leaf),  # type: ignore[misc]
+                    f"the region's changed {role} key", self._trail, self._writes_here,
+                )  # fmt: skip
+        finally:
+            self._writing = None
+
+    async def close(self) -> None:
+        """Leaves that are being written are given up; the next start writes them."""
+        if self._writing is not None:
+            await end_tasks(self._writing)
