@@ -1,7 +1,9 @@
 """The yardstick: what this machine's QUIC engine moves without Felix above it.
 
 `measure_relay`: publisher → relay → subscriber, three processes, opaque bytes on one stream each way, through
-the same transport port that Felix uses. `measure_echo`: one small message there and back, over and over.
+the same transport port that Felix uses. `measure_echo`: one small message there and back, over and over; with a folder
+the server writes and syncs each message on a thread before it answers, which is the least that an acknowledgement of a
+synced record can take over this engine, this loop and this disk.
 
 What makes it fair: the relay forwards bytes as they come and looks at nothing; the subscriber's count goes back to
 the publisher, which keeps at most `WINDOW_BYTES` under way, so that no side buffers without bound; both ends hash
@@ -15,11 +17,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
+import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 from typing import Final
 
 import xxhash
@@ -32,6 +40,7 @@ from cryptography.x509.oid import NameOID
 from cli.benchmark.figures import Latency
 from cli.benchmark.processes import HOST, Processes, until_parent_is_done
 from felix.errors import UnavailableError
+from felix.runtime.real import REAL
 from felix.transport.port import (
     ENGINE_NAMES,
     ClientTls,
@@ -48,6 +57,9 @@ WINDOW_BYTES: Final = 8 * 1024 * 1024
 
 REPORT_BYTES: Final = 512 * 1024
 """The subscriber says how much it has after each such step; small against the window, large against a datagram."""
+
+SYNCED_BYTES: Final = 16 * 1024 * 1024
+"""Of the file in which echoes are synced: more than any run writes."""
 
 CHUNK_KINDS: Final = 16
 """Different chunks that the publisher sends in turn, so that a repeated or swapped one changes the hash."""
@@ -110,13 +122,15 @@ def measure_echo(
     message_bytes: int = 64,
     count: int = 3000,
     *,
+    synced_in: Path | None = None,
     limits: TransportLimits = TransportLimits(),  # noqa: B008 - frozen
     timeout_s: float = 60.0,
 ) -> Latency:
-    """Round trips of one message at a time between two processes. UnavailableError as for `measure_relay`."""
+    """Round trips of one message at a time between two processes; `synced_in`: with each of them synced in a file there before its answer.
+    UnavailableError as for `measure_relay`."""
     authority, tls = _certificate()
     with Processes(time.monotonic() + timeout_s, what=_WHAT) as processes:
-        server = processes.start(_echo_server, engine, tls, limits)
+        server = processes.start(_echo_server, engine, tls, limits, synced_in)
         port = processes.answer(server)
         client = processes.start(
             _echo_client, engine, port, ClientTls(authority, NAME), limits, message_bytes, count
@@ -293,11 +307,63 @@ class _EchoServer(_Quiet):
         self.connection.send(stream_id, data, end=end)
 
 
-async def _echo_server(pipe: Pipe, engine: str, tls: ServerTls, limits: TransportLimits) -> None:
-    listener = await engine_named(engine).listen(HOST, 0, tls, _EchoServer, limits)
-    pipe.send(listener.address[1])
-    await until_parent_is_done(pipe)
-    await listener.close()
+class _SyncedEchoServer(_Quiet):
+    """Answers once what came is on the disk, with the thread that a broker's log has for it and nothing else of one."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        self._came: list[tuple[int, bytes, bool]] = []
+        self._loop = asyncio.get_running_loop()
+        self._worker = REAL.worker(self._step, "sync")
+        self._worker.start()
+
+    def stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
+        self._came.append((stream_id, data, end))
+        self._worker.wake()
+
+    def _step(self) -> float:
+        while self._came:
+            stream_id, data, end = self._came.pop(0)
+            os.write(self._file, data)
+            os.fdatasync(self._file)
+            self._loop.call_soon_threadsafe(partial(self.connection.send, stream_id, data, end=end))
+        return math.inf
+
+
+async def _echo_server(
+    pipe: Pipe, engine: str, tls: ServerTls, limits: TransportLimits, synced_in: Path | None
+) -> None:
+    with ExitStack() as opened:
+        made: Callable[[], _Quiet] = _EchoServer
+        if synced_in is not None:
+            made = partial(_SyncedEchoServer, opened.enter_context(_preallocated(synced_in)))
+        listener = await engine_named(engine).listen(HOST, 0, tls, made, limits)
+        pipe.send(listener.address[1])
+        await until_parent_is_done(pipe)
+        await listener.close()
+
+
+@contextmanager
+def _preallocated(folder: Path) -> Iterator[int]:
+    """A file that a sync need not grow, as a broker's segments are."""
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, SYNCED_BYTES)
+        os.fsync(file.fileno())
+        yield file.fileno()
+
+
+def measure_sync(folder: Path, message_bytes: int = 64, count: int = 3000) -> Latency:
+    """Writes of one message, each synced, with nothing else in between."""
+    message, took = os.urandom(message_bytes), []
+    with _preallocated(folder) as file:
+        for _ in range(count):
+            begun = time.perf_counter_ns()
+            os.write(file, message)
+            os.fdatasync(file)
+            took.append(time.perf_counter_ns() - begun)
+    found = Latency.of(took)
+    assert found is not None
+    return found
 
 
 class _EchoClient(_Quiet):
@@ -394,6 +460,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--total", type=int, default=64 * 1024 * 1024, help="bytes to measure")
     parser.add_argument("--datagram", type=int, help="bytes per datagram on loopback")
     parser.add_argument("--echoes", type=int, default=3000)
+    parser.add_argument("--synced-in", type=Path, help="a folder: echoes that are synced there, too")
     chosen = parser.parse_args(arguments)
     limits = (
         TransportLimits(datagram_loopback_bytes_max=chosen.datagram) if chosen.datagram else TransportLimits()
@@ -403,4 +470,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{engine}: relay {relay.bytes_per_second / 1e6:.1f} MB/s, nothing lost", flush=True)
         echo = measure_echo(engine, count=chosen.echoes, limits=limits)
         print(f"{engine}: echo p50 {echo.p50_us:.0f} µs, p99 {echo.p99_us:.0f} µs", flush=True)
+        if chosen.synced_in is not None:
+            sync = measure_sync(chosen.synced_in, count=chosen.echoes)
+            print(f"the disk: sync p50 {sync.p50_us:.0f} µs, p99 {sync.p99_us:.0f} µs", flush=True)
+            echo = measure_echo(engine, count=chosen.echoes, synced_in=chosen.synced_in, limits=limits)
+            print(f"{engine}: synced echo p50 {echo.p50_us:.0f} µs, p99 {echo.p99_us:.0f} µs", flush=True)
     return 0
