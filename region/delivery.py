@@ -111,7 +111,7 @@ class Subscription:
     """A cursor per shard, and the event stream it feeds."""
 
     __slots__ = (
-        "_awaits_turn", "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_filter", "_meter", "_order", "_paced",
+        "_awaits_turn", "_broker", "_catching_up", "_credit", "_cursors", "_ended", "_filter", "_meter", "_order", "_paced", "_paced_at",
         "_reader", "_redeliveries", "_session", "_stream", "_stream_id", "_unlisten", "_waits", "_wanted_bytes",
         "delivered_bytes", "delivered_records", "number", "stalled",
     )  # fmt: skip
@@ -137,7 +137,9 @@ class Subscription:
         self._meter = meter
         self._awaits_turn = False
         self._waits = ""
-        self._paced: asyncio.TimerHandle | None = None
+        self._paced: asyncio.Handle | None = None
+        # Kept beside the handle: uvloop's says nothing of a time that is less than half a millisecond away.
+        self._paced_at = 0.0
         self._broker = broker
         self._session = session
         self._stream_id = stream_id
@@ -280,11 +282,11 @@ class Subscription:
         loop = asyncio.get_running_loop()
         due = loop.time() + throttle.wait_s
         if self._paced is not None:
-            if self._paced.when() <= due:
+            if self._paced_at <= due:
                 return
             # The rate is higher than it was.
             self._paced.cancel()
-        self._paced = loop.call_at(due, self._go_on)
+        self._paced, self._paced_at = loop.call_at(due, self._go_on), due
 
     def _go_on(self) -> None:
         self._paced = None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import uvloop
 from prometheus_client import CollectorRegistry, generate_latest
-from region_home import running
+from region_home import make_region, running
 from region_peer import client, raw_peer, take, until
 
 import felix
@@ -20,6 +22,8 @@ from region.config import IdentityQuota, QuotasConfig, TenantQuota
 from region.folder import RegionFolder
 from region.metrics import BrokerCollector
 from region.node import Node
+from region.quota import Throttle
+from region.session import ClientSession
 
 CREW = "acme/ops/crew"
 ORDERS = "spiffe://us-east.acme/client/orders-svc"
@@ -339,3 +343,26 @@ async def test_transactions_of_an_identity_are_bounded(node: Node, operator: fel
             await third.publish(CREW, b"z")
     (shard,) = (await operator.describe_stream(CREW)).state
     assert shard.log_end == 2
+
+
+@pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_delivery_that_waits_for_less_than_a_timer_of_the_loop_may_be_told_to_wait_again(
+    tmp_path: Path, loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    """uvloop's handle of a time less than half a millisecond away knows no time."""
+
+    async def waits() -> None:
+        async with running(make_region(tmp_path, "us-east")) as node, client(node.folder) as operator:
+            await operator.create_stream(CREW)
+            async with operator.stream(CREW).subscribe("earliest") as reader:
+                sessions = (each for each in node.broker.sessions if isinstance(each, ClientSession))
+                (delivery,) = (each for session in sessions for each in session.subscriptions.values())
+                account = node.broker.quotas.find("tenant", "acme")
+                assert account is not None
+                for _ in range(3):
+                    delivery._wait(Throttle(1e-5, account, "delivery_bytes"))
+                await operator.stream(CREW).publish(b"1")
+                assert [record.payload for record in await take(reader, 1)] == [b"1"]
+
+    with asyncio.Runner(loop_factory=loop) as runner:
+        runner.run(waits())
