@@ -197,11 +197,17 @@ class Stop(NamedTuple):
 
 
 class _Policy(NamedTuple):
-    """A revision, its leaf, and the time of that (ms)."""
+    """A revision, its leaf, and the time of that (ms). `era`: of the key that signed it (audit.keys_in_log)."""
 
     policy: ResidencyPolicy
     leaf: int
     time_ms: int
+    era: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Of two policies of a region the one under the later key counts, and then the higher revision."""
+        return self.era, self.policy.revision
 
 
 @dataclass(slots=True)
@@ -464,8 +470,11 @@ class Agreements:
         }
         differing = _differences(header, said)
         if not differing:
-            held = self._policies.setdefault(policy.region, {})
-            held.setdefault(policy.hash, _Policy(policy, index, header.time_ms))
+            held, era = self._policies.setdefault(policy.region, {}), self._in_log.era(document)
+            known = held.setdefault(policy.hash, _Policy(policy, index, header.time_ms, era))
+            if known.era < era:
+                # The same text, signed again under a later key.
+                held[policy.hash] = known._replace(era=era)
             if policy.region == self._origin.region and len(held) == 1:
                 # Nothing was complete without it.
                 for grant, about in self._grants.items():
@@ -480,10 +489,10 @@ class Agreements:
         for held in self._grants.values():
             named.update(export.policy_hash for export in held.exports)
             named.update(accepted.policy_hash for accepted in held.imports)
-        newest = max(policies, key=lambda hash_: policies[hash_].policy.revision)
+        newest = max(policies, key=lambda hash_: policies[hash_].rank)
         kept = sorted(
             policies,
-            key=lambda hash_: (hash_ == newest, hash_.hex() in named, policies[hash_].policy.revision),
+            key=lambda hash_: (hash_ == newest, hash_.hex() in named, *policies[hash_].rank),
             reverse=True,
         )
         return {hash_: policies[hash_] for hash_ in kept[: POLICIES_MAX // 2]}
@@ -853,10 +862,11 @@ class Agreements:
         whoever writes the log would choose it. One that came behind a newer one never had its place."""
         known = self._policies.get(region, {})
         named = known.get(bytes.fromhex(half.policy_hash))
-        later = (held for held in known.values() if held.policy.revision > half.policy_revision)
+        made_under = (0, half.policy_revision) if named is None else named.rank
+        later = (held for held in known.values() if held.rank > made_under)
         counting = [] if named is None else [named]
         behind: int | None = None
-        for held in sorted(later, key=lambda held: held.policy.revision, reverse=True):
+        for held in sorted(later, key=lambda held: held.rank, reverse=True):
             if behind is not None and held.leaf > behind:
                 continue
             counting.append(held)

@@ -775,6 +775,13 @@ def change_signing_keys_(
             help="Change no key: have those that ended last count as far as other regions' logs are cosigned by now, and this region's as --checkpoint says.",
         ),
     ] = False,
+    back: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="With --raise-ends: of which change the keys are, 1 for the last one, 2 for the one before. They count no further than those of the change after it.",
+        ),
+    ] = 1,
 ) -> None:
     """Give the region a new policy key and a new receipt key. What the ones before signed counts up to where each log was cosigned, and they sign nothing any more.
 
@@ -796,8 +803,10 @@ def change_signing_keys_(
     if raise_ends:
         if drop_earliest:
             raise RequestError("--drop-earliest goes with a change of keys, not with --raise-ends.")
-        changed = raise_(folder, config, now_ms(), checkpoints=notes, without=without or ())
+        changed = raise_(folder, config, now_ms(), checkpoints=notes, without=without or (), back=back)
     else:
+        if back != 1:
+            raise RequestError("--back goes with --raise-ends, not with a change of keys.")
         named = [role for role, is_named in zip(ROLES, (policy, receipt), strict=True) if is_named]
         changed = change_signing_keys(
             folder,

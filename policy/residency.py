@@ -40,6 +40,7 @@ from policy.pattern import PatternMap, covers, overlap
 from policy.quantity import Duration, Instant
 from policy.signed import (
     KEY_ID_BYTES,
+    NUMBER_MAX,
     SIGNATURE_BYTES,
     Purpose,
     SignatureError,
@@ -53,6 +54,8 @@ from policy.transform import Action, FieldRule, Format, KeyRule, TransformSpec, 
 
 APPROVALS_MAX: Final = 8
 """More signatures than any procedure asks for; each is verified by every broker."""
+REVISION_MAX: Final = NUMBER_MAX
+"""What a half can name as its policy's."""
 RULES_MAX: Final = 1_000
 """Rules of one kind: a decision looks through all of them."""
 POLICIES_KEPT: Final = 16
@@ -286,9 +289,20 @@ def _undeclared(document: Document[PolicyFile]) -> Iterator[Mistake]:
 
 
 def sign_policy(policy: ResidencyPolicy, key: Ed25519PrivateKey) -> SignedDocument:
-    """The region's policy, signed by its policy key; the text is the body. Raises what `require_size_to_sign` does."""
+    """The region's policy, signed by its policy key; the text is the body. Raises what `require_size_to_sign` and `require_revision` do."""
     require_size_to_sign(policy)
+    require_revision(policy)
     return sign(Purpose.POLICY, policy.region, policy.text.encode(), key)
+
+
+def require_revision(policy: ResidencyPolicy) -> None:
+    """Raises ResidencyError where no half could name the policy's revision. What stands in a log is not asked."""
+    if policy.revision > REVISION_MAX:
+        raise ResidencyError(
+            f"The policy of {policy.region} has revision {policy.revision}; {REVISION_MAX} is the most.",
+            code=Code.CONFIG_INVALID,
+            hint="Give it the number that follows the one in force.",
+        )
 
 
 def require_size_to_sign(policy: ResidencyPolicy) -> None:

@@ -31,7 +31,7 @@ from felix.news import News
 from felix.runtime.port import Clock
 from felix.runtime.real import REAL
 from felix.storage.small_file import read_file, replace_durably
-from region.signing_key_leaves import ACTIONS, LoggedKey, LoggedKeys
+from region.signing_key_leaves import LoggedKey, LoggedKeys, Role, take
 
 log = logging.getLogger("felix.region.governance")
 
@@ -56,7 +56,7 @@ class _Logged(NamedTuple):
     documents: set[bytes]
     lasting: dict[bytes, int]
     pins: dict[bytes, int]
-    signing_keys: dict[str, LoggedKey]
+    signing_keys: dict[Role, LoggedKey]
 
     @classmethod
     def nothing(cls) -> _Logged:
@@ -71,7 +71,7 @@ class _Snapshot(msgspec.Struct):
     """none in a snapshot of version 0.1, which is not taken"""
     pins: dict[bytes, int] | None = None
     """none in a snapshot of a release that wrote no leaves of pins; it is not taken either"""
-    signing_keys: dict[str, LoggedKey] | None = None
+    signing_keys: dict[Role, LoggedKey] | None = None
     """none in a snapshot of a release that looked for no changes of keys; nor is that"""
 
 
@@ -109,13 +109,12 @@ class DocumentLog:
         size = self._trail.readable_size
         if size <= self._read_to:
             return 0
-        found = _Logged.nothing()
+        found = _Logged.nothing()._replace(signing_keys=self._signing_keys)
         _read(self._trail, found, self._read_to, size)
         new = len(found.documents - self._documents)
         for digest, index in found.lasting.items():
             self._lasting.setdefault(digest, index)
         self._pins |= found.pins
-        self._signing_keys |= found.signing_keys
         self._documents |= found.documents
         self._read_to = size
         return new
@@ -148,7 +147,7 @@ class DocumentLog:
     async def append_key(self, leaf: Leaf) -> None:
         """Append the leaf of a changed key; durable on return. Raises as the log does."""
         await self._trail.append([leaf])
-        self._signing_keys[leaf.header.action] = LoggedKey(leaf.header.key_id, leaf.header.time_ms)
+        take(self._signing_keys, leaf.header.action, leaf.header.key_id, leaf.header.time_ms)
 
     def _read_documents(self, indexes: set[int]) -> list[bytes]:
         size = note_size(self._trail.publish())
@@ -239,8 +238,8 @@ def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:
                 logged.lasting.setdefault(header.document_sha256, index)
             elif header.kind is Kind.KEY and header.action == PINNED:
                 logged.pins.setdefault(header.document_sha256, index)
-        elif header is not None and header.kind is Kind.KEY and header.action in ACTIONS.values():
-            logged.signing_keys[header.action] = LoggedKey(header.key_id, header.time_ms)
+        elif header is not None and header.kind is Kind.KEY:
+            take(logged.signing_keys, header.action, header.key_id, header.time_ms)
 
 
 def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:

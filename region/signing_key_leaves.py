@@ -1,11 +1,11 @@
-"""What a region's own audit log says of its policy and receipt keys: which ones it has since its last change, by KEY leaves. Pure.
+"""What a region's own audit log says of its policy and receipt keys: which ones it gave up, and which ones it has since, by KEY leaves. Pure.
 
 A folder of before a change (`bundle.json`, `secrets/`) that is put back beside a log that goes on would take up the former keys again, and with them whoever
-stole them. The log says which keys the change brought, so a broker with a bundle that does not know them does not begin. A bundle that is issued after such a leaf
-is no earlier one: whoever has lost the new keys changes them again, from the folder that is left.
+stole them. A key that the log says was given up is none that a broker begins with, whenever its bundle was signed. Whoever has lost the new keys changes them again,
+from the folder that is left: those are in no leaf yet, and the lost ones are given up with that.
 
 The command writes these leaves where one process writes the log (region.signing_keys); of a log of which several brokers have copies, the one that writes it does
-(region.governance.key_leaves).
+(region.governance.changed_keys).
 """
 
 from __future__ import annotations
@@ -15,29 +15,70 @@ from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Final, Literal, NamedTuple
 
+import msgspec
+
 from audit.leaf import KEY_ID_BYTES, Header, Kind, Leaf, Side
 from keys.bundle import RegionBundle
 
 Role = Literal["policy", "receipt"]
+Change = Literal["ended", "changed"]
 ROLES: Final[tuple[Role, ...]] = ("policy", "receipt")
-ACTIONS: Final[Mapping[Role, str]] = {"policy": "policy-key-changed", "receipt": "receipt-key-changed"}
-
-
+ACTIONS: Final[Mapping[str, tuple[Role, Change]]] = {
+    f"{role}-key-{change}": (role, change) for role in ROLES for change in ("ended", "changed")
+}
+ENDED_MAX: Final = 1_024
+"""Keys of a role that are known as given up; of more, the earliest are forgotten. A bundle names those of 16 changes."""
 STALE_HINT: Final = (
-    "Put bundle.json and secrets/ of after the change into the folder, and start the broker again. Where the change was cut off, or they are lost, run felix region change-signing-keys, have the other "
-    "regions compare the bundle, and sign again what stands: what the lost keys signed counts for nothing then."
+    "Put bundle.json and secrets/ of after the change into the folder, and start the broker again. Where the change was cut off, or they are lost, run felix region "
+    "change-signing-keys, have the other regions compare the bundle, and sign again what stands: what the lost keys signed counts for nothing then."
 )
 
 
-class LoggedKey(NamedTuple):
-    """A role's key as the log's last leaf of it names it, and since when (Unix time)."""
+class LoggedKey(msgspec.Struct, frozen=True):
+    """Of one role: the key that the last leaf of a change names (16 bytes of its SHA-256; none before the first change), since when (Unix time), and those that were
+    given up, the earliest first."""
 
+    key_id: bytes = b""
+    time_ms: int = 0
+    ended: tuple[bytes, ...] = ()
+
+    def after(self, change: Change, key_id: bytes, time_ms: int) -> LoggedKey:
+        """With the next leaf."""
+        given_up = key_id if change == "ended" else self.key_id
+        ended = self.ended
+        if given_up and given_up not in ended and (change == "ended" or given_up != key_id):
+            ended = (*ended, given_up)[-ENDED_MAX:]
+        return (
+            LoggedKey(self.key_id, time_ms, ended) if change == "ended" else LoggedKey(key_id, time_ms, ended)
+        )
+
+
+LoggedKeys = Mapping[Role, LoggedKey]
+NEVER_CHANGED: Final = LoggedKey()
+
+
+class KeyLeaf(NamedTuple):
+    """What a leaf is to say."""
+
+    role: Role
+    change: Change
     key_id: bytes
-    time_ms: int
 
-
-LoggedKeys = Mapping[str, LoggedKey]
-"""By `ACTIONS`."""
+    def leaf(self, own: str, now_ms: int, actor: str = "") -> Leaf:
+        said = "was given up" if self.change == "ended" else "is another one from here on"
+        return Leaf(
+            Header(
+                kind=Kind.KEY,
+                side=Side.INGRESS,
+                time_ms=now_ms,
+                source_region=own,
+                destination_region=own,
+                actor=actor,
+                action=f"{self.role}-key-{self.change}",
+                key_id=self.key_id,
+                sentence=f"The region's {self.role} key {said}.",
+            )
+        )
 
 
 def key_id_of(public: bytes) -> bytes:
@@ -45,44 +86,38 @@ def key_id_of(public: bytes) -> bytes:
     return sha256(public).digest()[:KEY_ID_BYTES]
 
 
-def changed_key_leaf(own: str, role: Role, public: bytes, now_ms: int, actor: str = "") -> Leaf:
-    """The region's key of this role is this one from here on."""
-    return Leaf(
-        Header(
-            kind=Kind.KEY,
-            side=Side.INGRESS,
-            time_ms=now_ms,
-            source_region=own,
-            destination_region=own,
-            actor=actor,
-            action=ACTIONS[role],
-            key_id=key_id_of(public),
-            sentence=f"The region's {role} key was changed.",
-        )
-    )
+def take(known: dict[Role, LoggedKey], action: str, key_id: bytes, time_ms: int) -> None:
+    """Take in a KEY leaf; those of other actions are left aside."""
+    if action in ACTIONS:
+        role, change = ACTIONS[action]
+        known[role] = known.get(role, NEVER_CHANGED).after(change, key_id, time_ms)
 
 
 def stale_key(own: RegionBundle, logged: LoggedKeys) -> str:
-    """A sentence where the bundle is of before a change that the log has; else nothing."""
+    """A sentence where the bundle's key is one that the region gave up, by its log; else nothing."""
     for role in ROLES:
-        last = logged.get(ACTIONS[role])
-        if last is not None and own.issued_ms < last.time_ms and last.key_id not in _named(own, role):
+        last = logged.get(role, NEVER_CHANGED)
+        if any(key_id_of(public) in last.ended for public in _of_now(own, role)):
             changed = datetime.fromtimestamp(last.time_ms / 1000, UTC).isoformat(timespec="seconds")
             return (
-                f"The audit log of {own.region} says that the region's {role} key was changed at {changed}, and bundle.json in this folder is of "
-                "before that: its keys are ones that the region gave up."
+                f"The audit log of {own.region} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {changed}, "
+                "and the file is of before that."
             )
     return ""
 
 
-def unlogged(own: RegionBundle, logged: LoggedKeys) -> dict[Role, bytes]:
-    """The keys of now that a change brought and the log does not name yet."""
-    found: dict[Role, bytes] = {}
+def unlogged(own: RegionBundle, logged: LoggedKeys) -> list[KeyLeaf]:
+    """What the log is to say of this bundle's keys, and does not yet: first what was given up."""
+    if stale_key(own, logged):
+        return []
+    found = []
     for role in ROLES:
-        public, last = _of_now(own, role)[0], logged.get(ACTIONS[role])
-        was_changed = last is not None or any(_former(own, role))
-        if was_changed and (last is None or last.key_id not in map(key_id_of, _of_now(own, role))):
-            found[role] = public
+        last, former, now = logged.get(role, NEVER_CHANGED), _former(own, role), _of_now(own, role)
+        found += [
+            KeyLeaf(role, "ended", key_id) for key_id in map(key_id_of, former) if key_id not in last.ended
+        ]
+        if (former or last.key_id) and last.key_id not in map(key_id_of, now):
+            found.append(KeyLeaf(role, "changed", key_id_of(now[0])))
     return found
 
 
@@ -96,7 +131,3 @@ def _former(own: RegionBundle, role: Role) -> list[bytes]:
         for keys in own.former
         for public in (keys.policy_keys if role == "policy" else keys.receipt_keys)
     ]
-
-
-def _named(own: RegionBundle, role: Role) -> set[bytes]:
-    return {key_id_of(public) for public in (*_of_now(own, role), *_former(own, role))}

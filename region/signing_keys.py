@@ -18,7 +18,7 @@ Between 3 and 4 no broker starts with a receipt key that has ended (`require_of_
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -42,7 +42,8 @@ from keys.signing import SigningKey
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.log_keys import append_waiting
-from region.signing_key_leaves import ROLES, STALE_HINT, LoggedKeys, Role, changed_key_leaf, stale_key
+from region.signing_key_leaves import ROLES, STALE_HINT, KeyLeaf, LoggedKeys, Role, key_id_of, stale_key
+from region.trust_store import believed_bundles
 from region.trusted_bundles import pinned_bundles
 
 
@@ -107,10 +108,8 @@ def change_signing_keys(
         signed_with([log.end() for log in logs])
         for log in logs:
             if log.trail is not None and log.origin == region_origin(bundle.region, bundle.mesh):
-                for role, key in new.items():
-                    append_waiting(
-                        log.trail, changed_key_leaf(bundle.region, role, key.verify_key.public, now_ms)
-                    )
+                for said in _said_of(bundle, new):
+                    append_waiting(log.trail, said.leaf(bundle.region, now_ms))
         done = signed_with([log.end() for log in logs])
     for role in ROLES:
         # Of a call that did not come as far as the bundle: nobody knows them.
@@ -129,22 +128,32 @@ def raise_ends(
     *,
     checkpoints: Iterable[bytes] = (),
     without: Iterable[str] = (),
+    back: int = 1,
 ) -> ChangedSigningKeys:
     """Have the keys that ended last count up to where other regions' logs are cosigned by now, and own logs as their given checkpoints say: what was on its way when
     they ended has its leaf behind the end. A log of which nothing was said is added.
 
-    Whoever has the former keys and one of those logs' keys may have put something there meanwhile. Raises RequestError where no key ended, or nothing goes further.
+    `back`: of which change the keys are, 1 for the last, 2 for the one before; keys of an earlier one count no further than those of the one after it. Whoever has the
+    former keys and one of those logs' keys may have put something there meanwhile. Raises RequestError where no key ended, or nothing goes further.
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     if not bundle.former:
         raise RequestError(f"No policy or receipt key of {bundle.region} has ended.", code=Code.NOT_FOUND)
-    *earlier, last = bundle.former
+    if not 1 <= back <= len(bundle.former):
+        raise RequestError(
+            f"The bundle of {bundle.region} names former keys of {len(bundle.former)} changes; there is no change {back}, counted from the last.",
+            code=Code.NOT_FOUND,
+        )
+    at = len(bundle.former) - back
+    last, following = bundle.former[at], bundle.former[at + 1 : at + 2]
     given = [_given(folder, bundle, note) for note in checkpoints]
     cosigned, unread = _cosigned_ends(folder, config, set(without))
     measured, forked = _largest(cosigned, given, bundle.region)
     left_out = [*unread, *forked]
     ends = {end.log: end for end in last.ends}
-    for end in measured:
+    for found in measured:
+        limits = [limit for each in following if (limit := each.end_in(found.log)) is not None]
+        end = min((found, *limits), key=lambda each: each.size)
         held = ends.setdefault(end.log, end)
         if held.size == end.size and held.root != end.root:
             left_out.append(f"{_two_roots(end.log, end.size)} Its end stays as it is.")
@@ -157,7 +166,8 @@ def raise_ends(
             code=Code.CONFLICT,
             hint="A log of this region is raised by its last checkpoint, with --checkpoint.",
         )
-    raised = bundle.with_former((*earlier, msgspec.structs.replace(last, ends=raised_ends)))
+    changed = msgspec.structs.replace(last, ends=raised_ends)
+    raised = bundle.with_former((*bundle.former[:at], changed, *bundle.former[at + 1 :]))
     raised = msgspec.structs.replace(raised, issued_ms=max(now_ms, bundle.issued_ms + 1))
     signed = sign_bundle(raised, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)
@@ -180,6 +190,15 @@ def require_of_now(own: RegionBundle, receipt_key: SigningKey, logged: LoggedKey
         hint="Put receipt.pem and bundle.json of one and the same time into the region's folder, the newest; where a change was cut off, run felix region "
         "change-signing-keys again.",
     )
+
+
+def _said_of(bundle: RegionBundle, new: Mapping[Role, SigningKey]) -> list[KeyLeaf]:
+    """What the region's log is to say of a change: the keys that are given up, and then the new ones."""
+    given_up = {"policy": bundle.policy_keys, "receipt": bundle.receipt_keys}
+    return [
+        *(KeyLeaf(role, "ended", key_id_of(public)) for role in new for public in given_up[role]),
+        *(KeyLeaf(role, "changed", key_id_of(key.verify_key.public)) for role, key in new.items()),
+    ]
 
 
 def _path(folder: RegionFolder, role: Role) -> Path:
@@ -345,25 +364,42 @@ def _open_log(
 def _cosigned_ends(
     folder: RegionFolder, config: RegionConfig, without: set[str]
 ) -> tuple[list[KeyEnd], list[str]]:
-    """How far the brokers whose data folders lie here have cosigned the logs of the regions that are trusted; and of each note that does not open, why."""
-    trusted = {region: RegionTrust(bundle) for region, bundle in pinned_bundles(folder).items()}
-    named = {key.name: region for region, own in trusted.items() for key in own.logs}
+    """How far the brokers whose data folders lie here have cosigned other regions' logs; and of each note that is of no use, why."""
     found, unread = [], []
     for data in config.data_folders:
-        path = folder.root / data / "witness"
+        root = folder.root / data
+        path = root / "witness"
+        # Bundles come by the store, too: what this folder trusts may be earlier than what its broker goes by, or nothing.
+        trusts = [
+            RegionTrust(bundle)
+            for bundles in (pinned_bundles(folder), believed_bundles(root / "governance"))
+            for bundle in bundles.values()
+        ]
         for note in DiskWitnessStore(path).notes() if path.is_dir() else ():
             origin = "a log"
             try:
                 origin = Checkpoint.parse(parse_note(note).text).origin
-                if origin in named and origin not in without:
-                    found.append(_end(open_checkpoint(note, trusted[named[origin]].log_keys(origin))))
+                if origin not in without:
+                    found.append(_end(_opened(note, origin, trusts)))
             except TamperError as error:
                 unread.append(
-                    f"What {path} has cosigned of {origin} does not open under the bundle that is trusted here, and is left out: {error.sentence} "
-                    "Where nothing else says how far this region has cosigned the log, what the keys signed there counts for nothing; once the right bundle is trusted, "
-                    "--raise-ends adds it."
+                    f"What {path} has cosigned of {origin} is left out: {error.sentence} "
+                    "Where nothing else says how far this region has cosigned the log, what the keys signed there counts for nothing; once the right bundle is trusted "
+                    f"(felix region trust), --raise-ends adds it. Where nothing there is to count: --without {origin}."
                 )
     return found, unread
+
+
+def _opened(note: bytes, origin: str, trusts: Iterable[RegionTrust]) -> SignedCheckpoint:
+    """A note under the keys of the log that one of these bundles names. Raises TamperError."""
+    why = TamperError("No bundle that is trusted here names that log.")
+    for trust in trusts:
+        if any(key.name == origin for key in trust.logs):
+            try:
+                return open_checkpoint(note, trust.log_keys(origin))
+            except TamperError as error:
+                why = TamperError(f"It does not open under the bundle that is trusted here. {error.sentence}")
+    raise why
 
 
 def _given(folder: RegionFolder, bundle: RegionBundle, note: bytes) -> KeyEnd:
@@ -375,7 +411,11 @@ def _given(folder: RegionFolder, bundle: RegionBundle, note: bytes) -> KeyEnd:
         return _end(open_checkpoint(note, own.log_keys(origin)))
     other = pinned_bundles(folder).get(region)
     if other is None:
-        raise RequestError(f"{region} is not trusted here, whose log {origin} is.", code=Code.NOT_FOUND)
+        raise RequestError(
+            f"{region} is not trusted here, whose log {origin} is.",
+            code=Code.NOT_FOUND,
+            hint=f"felix region trust FILE --region {bundle.region}, with the bundle of {region}",
+        )
     signed = open_checkpoint(note, RegionTrust(other).log_keys(origin), own.witnesses)
     if not signed.cosigned:
         raise RequestError(

@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import msgspec
+
 from felix.errors import Code, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
 from felix.storage.port import Files, is_full
 from felix.storage.small_file import TEMPORARY_SUFFIX, read_file, replace_durably
+from keys.bundle import RegionBundle
 from policy.grant import DenyEntry, Standing, StandingAction
 from policy.signed import Purpose, SignatureError, SignedDocument, Trusted, decode_body, verify
 
@@ -195,6 +198,25 @@ class Remembered(NamedTuple):
     def every(self) -> list[bytes]:
         """All of them."""
         return [*self.documents, *([self.policy] if self.policy is not None else [])]
+
+
+class _KeptBundle(msgspec.Struct):
+    """Of what is kept of a region that is believed (region.governance.trusted_regions), the bundle."""
+
+    bundle: RegionBundle
+
+
+_kept_bundles: Final = msgspec.json.Decoder(dict[str, _KeptBundle])
+
+
+def believed_bundles(folder: Path) -> dict[str, RegionBundle]:
+    """The other regions' bundles that a broker believed last, by region; none where it kept nothing, or nothing that can be read. Blocks."""
+    path = folder / _TRUSTED
+    try:
+        kept = _kept_bundles.decode(path.read_bytes() or b"{}")
+    except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return {}
+    return {region: held.bundle for region, held in kept.items()}
 
 
 class Memory:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 
 from audit.trail import Trail
 from felix.names import SpiffeId
@@ -12,7 +13,7 @@ from keys.bundle import RegionBundle
 from region.broker import Broker
 from region.document_log import DocumentLog
 from region.governance.pin_leaves import until_taken
-from region.signing_key_leaves import Role, changed_key_leaf, stale_key, unlogged
+from region.signing_key_leaves import KeyLeaf, stale_key, unlogged
 
 
 class ChangedKeys:
@@ -41,20 +42,18 @@ class ChangedKeys:
 
     def log_soon(self) -> None:
         """Write the leaves that the log lacks, where it is written here."""
-        if self._writing is None and not self.problem and self._writes_here():
+        if self._writing is None and self._writes_here():
             lacking = unlogged(self._own, self._logged.signing_keys)
             if lacking:
                 self._writing = asyncio.ensure_future(self._write(lacking))
 
-    async def _write(self, lacking: dict[Role, bytes]) -> None:
+    async def _write(self, lacking: list[KeyLeaf]) -> None:
         try:
-            for role, public in lacking.items():
-                leaf = changed_key_leaf(
-                    self._own.region, role, public, self._broker.clock_ms(), str(self._identity)
-                )
+            for said in lacking:
+                leaf = said.leaf(self._own.region, self._broker.clock_ms(), str(self._identity))
                 await until_taken(
-                    lambda leaf=leaf: self._logged.append_key(leaf),  # type: ignore[misc]
-                    f"the region's changed {role} key", self._trail, self._writes_here,
+                    partial(self._logged.append_key, leaf),
+                    f"the change of the region's {said.role} key", self._trail, self._writes_here,
                 )  # fmt: skip
         finally:
             self._writing = None

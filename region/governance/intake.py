@@ -38,7 +38,7 @@ from policy.grant import (
     open_export,
     open_import,
 )
-from policy.residency import check_successor, open_policy
+from policy.residency import check_successor, open_policy, require_revision
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.truncation import Truncation
 from region.broker import Broker
@@ -233,9 +233,11 @@ class DocumentIntake:
 
     async def _put_policy(self, actor: SpiffeId, document: SignedDocument) -> str:
         policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
-        if self._judgement.policy is not None:
-            check_successor(self._judgement.policy, policy)
-        await self._catalog.put_policy(policy.revision, document.encode_file())
+        require_revision(policy)
+        if self._judgement.policies.newest is not None:
+            check_successor(self._judgement.policies.newest, policy)
+        unbelieved = self._judgement.policies.unbelieved
+        await self._catalog.put_policy(policy.revision, document.encode_file(), unbelieved=unbelieved)
         self._leaves.name_actor(document, actor)
         await self._leaves.log_stored(document)
         if digest_of(document) not in self._logged:

@@ -37,11 +37,16 @@ class PolicyInForce:
         """in force now; without one, nothing may cross"""
         self.record: Policy | None = None
         """what `policy` was read from"""
+        self.problem = ""
+        """why what the store has is not believed"""
+        self.unbelieved = 0
+        """the version of what the store has, where it is no policy under a policy key of now: it gives way to any that is, whatever its number"""
         self._own = own
         self._mirror = mirror
         self._logged = logged
         self._memory = memory
-        self._newest: ResidencyPolicy | None = None
+        self.newest: ResidencyPolicy | None = None
+        """the last one that was, whatever the store has now"""
         self._parsed: tuple[bytes, SignedDocument, ResidencyPolicy] | None = None
         for document in remembered:
             if document.region != own.region:
@@ -51,8 +56,8 @@ class PolicyInForce:
             except FelixError as error:
                 log.error("a policy that was kept cannot be read: %s", error)
                 continue
-            if self._newest is None or policy.revision > self._newest.revision:
-                self._newest = policy
+            if self.newest is None or policy.revision > self.newest.revision:
+                self.newest = policy
 
     def open(self, document: SignedDocument) -> ResidencyPolicy:
         """A policy of this region. Raises what is wrong with it."""
@@ -61,24 +66,31 @@ class PolicyInForce:
     def read(self) -> SignedDocument | None:
         """Take in the policy that the store holds now. Returns it where its leaf is missing."""
         held = self._mirror.policy
+        self.problem, self.unbelieved = "", 0
         if held is None:
             self.policy = None
             return None
         try:
             if self._parsed is None or self._parsed[0] != held.document:
+                self.unbelieved = held.version
                 document = SignedDocument.parse(held.document)
                 self._parsed = held.document, document, self.open(document)
+                self.unbelieved = 0
             _, document, policy = self._parsed
-            is_other = self._newest is None or self._newest.hash != policy.hash
-            if self._newest is not None and is_other:
-                check_successor(self._newest, policy)
+            is_other = self.newest is None or self.newest.hash != policy.hash
+            if self.newest is not None and is_other:
+                check_successor(self.newest, policy)
             if digest_of(document) not in self._logged:
                 # Until then the one before it, as of a half that is signed again.
                 return document
             if is_other:
                 self._memory.keep_policy(held.document)
-            self.policy, self._newest, self.record = policy, policy, held
+            self.policy, self.newest, self.record = policy, policy, held
         except FelixError as error:
             log.error("the residency policy is not believed, so nothing may cross: %s", error)
+            self.problem = (
+                f"The residency policy that the metadata store has is not believed, so nothing may cross: {error.sentence} Put one into force that the "
+                "policy key of now signs: felix policy apply FILE."
+            )
             self.policy = None
         return None

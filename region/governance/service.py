@@ -194,11 +194,12 @@ class Governance:
 
     @property
     def problems(self) -> list[str]:
-        """Keys of before in this region's folder; regions that the store names and this broker does not believe, with the command to go on with; and what stands
+        """Keys of before in this region's folder; a policy that is not believed; regions that the store names and this broker does not believe, with the command to go on with; and what stands
         beside the audit log and is no document of it."""
         stale = self._judgement.changed_keys.problem
         return [
             *([f"{stale} {STALE_HINT}"] if stale else []),
+            *filter(None, [self._judgement.policies.problem]),
             *self._judgement.regions.problems.values(),
             *self.strays.problems,
         ]

@@ -376,16 +376,16 @@ class Catalog:
         entry = await self.store.get(self.keys.policy_version(version))
         return None if entry is None else Policy(version, entry.value)
 
-    async def put_policy(self, version: int, document: bytes) -> None:
-        """Put a signed policy into force. Versions only grow. Raises RequestError(CONFLICT). The same again is
-        no error."""
+    async def put_policy(self, version: int, document: bytes, *, unbelieved: int = 0) -> None:
+        """Put a signed policy into force. Versions only grow, but for one that the caller does not believe (`unbelieved`), which gives way to any. Raises
+        RequestError(CONFLICT). The same again is no error."""
         pointer_key, key = self.keys.policy_pointer(), self.keys.policy_version(version)
         for _ in range(_SWAPS_MAX):
             entry = await self.store.get(pointer_key)
             current = 0 if entry is None else decode(entry.value, PolicyPointer, pointer_key).version
             if version == current and await self.policy_version(version) == Policy(version, document):
                 return
-            if version <= current:
+            if version <= current and current != unbelieved:
                 raise RequestError(
                     f"Policy version {version} cannot come into force: version {current} already is.",
                     code=Code.CONFLICT,

@@ -41,12 +41,12 @@ from policy.grant import (
     sign_import,
     sign_standing,
 )
-from policy.residency import parse_policy, sign_policy
+from policy.residency import REVISION_MAX, ResidencyError, parse_policy, sign_policy
 from policy.signed import SignedDocument
 from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
-from region.signing_key_leaves import ROLES
+from region.signing_key_leaves import ROLES, Role
 from region.signing_keys import change_signing_keys, raise_ends
 
 EGRESS = egress_origin("us-east", "acme", BRIDGE)
@@ -267,7 +267,7 @@ async def test_a_change_that_is_cut_off_is_finished_by_the_next_call(
             patch.setattr(signing_keys, name, cut_off)
             change_signing_keys(mesh.eu, config, now_ms())
         assert (mesh.bundle("eu-west") != before) == replaced
-        why = "one that eu-west gave up" if replaced else "policy key was changed at"
+        why = "one that eu-west gave up" if replaced else "gave up the policy key"
         with pytest.raises(RequestError, match=why) as refused:
             await mesh.start("eu-west")
         assert "change-signing-keys" in refused.value.hint
@@ -313,7 +313,7 @@ def ended_in(mesh: Mesh, region: str) -> set[str]:
 def key_changes(mesh: Mesh) -> int:
     """KEY leaves of us-east's own log that say a policy or receipt key was changed."""
     found = mesh.headers(mesh.us.root / "data" / "audit", Kind.KEY)
-    return sum("was changed" in header.sentence for header in found)
+    return sum(header.action in ("policy-key-changed", "receipt-key-changed") for header in found)
 
 
 async def test_a_note_that_does_not_open_stops_no_change(mesh: Mesh) -> None:
@@ -332,6 +332,7 @@ async def test_a_note_that_does_not_open_stops_no_change(mesh: Mesh) -> None:
     )
     replaced = msgspec.structs.replace(bundle, audit_keys=keys, issued_ms=bundle.issued_ms + 1)
     path.write_bytes(sign_bundle(replaced, load_signing_key(mesh.us.policy_key)).encode())
+    shutil.rmtree(mesh.eu.root / "data" / "governance")
     changed = change_signing_keys(mesh.eu, config, now_ms())
     (sentence,) = changed.left_out
     assert EGRESS in sentence and "does not open" in sentence
@@ -429,11 +430,14 @@ async def test_a_folder_of_before_the_change_is_not_taken_up_beside_a_log_that_g
     newest = save(mesh.home / "newest")
     await mesh.stop("us-east")
     await back_to(old)
-    for again in range(2):
-        # Read from the log, and from what the first start keeps of it.
-        with pytest.raises(RequestError, match="policy key was changed at") as refused:
+    for again in range(3):
+        # Read from the log, from what the first start keeps of it, and where a command has signed the file anew.
+        with pytest.raises(RequestError, match="gave up the policy key") as refused:
             await mesh.start("us-east")
-        assert "change-signing-keys" in refused.value.hint, again
+        assert "change-signing-keys" in refused.value.hint
+        if again == 1:
+            later = msgspec.structs.replace(mesh.bundle("us-east"), issued_ms=now_ms())
+            folder.bundle.write_bytes(sign_bundle(later, load_signing_key(folder.policy_key)).encode())
     await back_to(newest)
     await mesh.start("us-east")
     await mesh.stop("us-east")
@@ -445,8 +449,101 @@ async def test_a_folder_of_before_the_change_is_not_taken_up_beside_a_log_that_g
     known = {*anew.policy_keys, *(key for former in anew.former for key in former.policy_keys)}
     assert not known & {*lost.policy_keys} and key_changes(mesh) == 4
     async with mesh.operator("us-east") as client:
-        described = await client.request(DescribeRegion())
-    assert described.alarms == []
+        (alarm,) = (await client.request(DescribeRegion())).alarms
+    assert "felix policy apply" in alarm
+    await mesh.stop("us-east")
+    await back_to(newest)
+    with pytest.raises(RequestError, match="gave up the policy key"):
+        await mesh.start("us-east")
+
+
+@pytest.mark.parametrize("has", ["no file", "a file of before the bridge"])
+async def test_the_ends_are_those_of_what_the_broker_believed_whatever_the_folder_has(
+    mesh: Mesh, has: str
+) -> None:
+    """A bundle is compared once, where the policy key is; brokers take pins and successors from the store."""
+    await twenty_crossed(mesh)
+    path, pin = mesh.eu.trusted / "us-east.json", mesh.eu.pin("us-east")
+    whole = mesh.bundle("us-east")
+    pin.unlink(missing_ok=True)
+    path.unlink()
+    if has != "no file":
+        keys = tuple(key for key in whole.audit_keys if key.name != EGRESS)
+        before = msgspec.structs.replace(whole, audit_keys=keys, issued_ms=whole.issued_ms - 1)
+        path.write_bytes(sign_bundle(before, load_signing_key(mesh.us.policy_key)).encode())
+    await mesh.stop("eu-west")
+    changed = change_signing_keys(mesh.eu, load_config(mesh.eu.config), now_ms())
+    assert {end.log for end in changed.ends} == set(logs(mesh)) and not changed.left_out
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+
+    # Where nobody has the bundle any more, the command says of each log that nothing is said of it.
+    shutil.rmtree(mesh.eu.root / "data" / "governance")
+    path.unlink(missing_ok=True)
+    again = change_signing_keys(mesh.eu, load_config(mesh.eu.config), now_ms())
+    assert len(again.left_out) == 2
+    assert all("No bundle that is trusted here names that log" in each for each in again.left_out)
+
+
+@pytest.mark.parametrize("roles", [(["policy"], ["receipt"]), (ROLES, ROLES)])
+async def test_an_end_that_was_left_out_is_added_after_a_second_change_too(
+    mesh: Mesh, roles: tuple[list[Role], list[Role]]
+) -> None:
+    await twenty_crossed(mesh)
+    await mesh.stop("eu-west")
+    config = load_config(mesh.eu.config)
+    change_signing_keys(mesh.eu, config, now_ms(), roles[0], without=[EGRESS])
+    change_signing_keys(mesh.eu, config, now_ms(), roles[1])
+    assert not verified(mesh)[EGRESS].ok
+    with pytest.raises(RequestError, match="No log is cosigned further"):
+        raise_ends(mesh.eu, config, now_ms())
+    with pytest.raises(RequestError, match="there is no change 3"):
+        raise_ends(mesh.eu, config, now_ms(), back=3)
+    before, after = raise_ends(mesh.eu, config, now_ms(), back=2).signed.bundle.former
+    assert before.end_in(EGRESS) == after.end_in(EGRESS) is not None
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+
+
+@pytest.mark.parametrize("region", ["us-east", "eu-west"])
+async def test_no_revision_of_a_thiefs_policy_keeps_those_of_now_out(
+    mesh: Mesh, region: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """He puts the highest one into force before the keys are changed; the region's next one is of the number that it has in its file."""
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
+    body = await twenty_crossed(mesh)
+    text = POLICIES[region]
+
+    def revision(number: int) -> SignedDocument:
+        changed = parse_policy(text.replace("revision: 1", f"revision: {number}"), region)
+        return sign_policy(changed, mesh.key(region))
+
+    with pytest.raises(ResidencyError, match="is the most"):
+        revision(REVISION_MAX + 1)
+    await mesh.put(region, "policy", revision(REVISION_MAX))
+    async with mesh.agent():
+        await rested(mesh, 20)
+    await change(mesh, region)
+    async with mesh.operator(region) as client:
+        (alarm,) = (await client.request(DescribeRegion())).alarms
+    assert "policy that the metadata store has is not believed" in alarm and "felix policy apply" in alarm
+
+    await sign_again(mesh, region, body.grant)
+    async with mesh.operator(region) as client:
+        assert (await client.request(DescribeRegion())).alarms == []
+    with pytest.raises(FelixError, match="revision 2"):
+        await mesh.put(region, "policy", revision(1))
+    await mesh.publish([flight(n) for n in range(20, 40)])
+    async with mesh.agent():
+        await mesh.crossed(40)
+        await rested(mesh, 40)
+    await mesh.put(region, "policy", revision(3))
+    await mesh.stop(region)
+    await mesh.start(region)
+    with pytest.raises(FelixError, match="revision 3"):
+        await mesh.put(region, "policy", revision(2))
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
 
 
 async def test_an_own_log_that_is_not_here_is_asked_for_though_its_bridges_folder_is(
