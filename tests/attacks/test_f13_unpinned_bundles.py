@@ -63,6 +63,11 @@ def governance(mesh: Mesh) -> Governance:
     return mesh.nodes["us-east"].services.governance
 
 
+def problems(mesh: Mesh) -> list[str]:
+    """Those about regions: a policy under a key that was given up is one, too, until it is signed again."""
+    return [each for each in governance(mesh).problems if "residency policy" not in each]
+
+
 def allowed(mesh: Mesh, grant: str) -> Code | None:
     """Why us-east's broker hands nothing out; None where it does."""
     try:
@@ -394,19 +399,19 @@ async def test_a_broker_puts_the_pin_that_it_goes_by_back_and_never_an_earlier_o
     shutil.copytree(mesh.us.root, elsewhere.root, ignore=shutil.ignore_patterns("data", "run"))
     new = change_policy_key(mesh)
     await trust(mesh, new, elsewhere)
-    assert not governance(mesh).problems
+    assert not problems(mesh)
     if lost == "all since a backup":
         await write(mesh, *(Put(name, value) for name, value in backup.items()))
     else:
         await write(mesh, Delete(pin), *([Delete(bundle)] if lost == "pin and bundle" else []))
     if lost != "pin and bundle":
-        (problem,) = governance(mesh).problems
+        (problem,) = problems(mesh)
         there = "an earlier pin" if lost == "all since a backup" else "no pin"
         assert f"The metadata store has {there} of eu-west" in problem
         assert "felix region trust --region us-east" in problem
     await mesh.stop("us-east")
     await mesh.start("us-east")
-    assert governance(mesh).bundles["eu-west"] == new.bundle and not governance(mesh).problems
+    assert governance(mesh).bundles["eu-west"] == new.bundle and not problems(mesh)
     # So one that joins believes the same.
     await mesh.stop("us-east")
     for name in ("governance", "audit"):
@@ -415,16 +420,16 @@ async def test_a_broker_puts_the_pin_that_it_goes_by_back_and_never_an_earlier_o
         (mesh.us.trusted / name).unlink()
     await mesh.start("us-east")
     assert governance(mesh).bundles["eu-west"] == new.bundle != old
-    assert not governance(mesh).problems
+    assert not problems(mesh)
 
 
 async def test_the_operator_of_a_pin_puts_it_back_while_brokers_run(mesh: Mesh) -> None:
     pin = (mesh.us.trusted / "eu-west.pin").read_bytes()
     await write(mesh, Delete(keys(mesh).pin("eu-west")))
-    assert governance(mesh).problems
+    assert problems(mesh)
     async with mesh.operator("us-east") as client:
         await client.request(PutDocument("pin", pin))
-    assert not governance(mesh).problems
+    assert not problems(mesh)
 
 
 @pytest.mark.parametrize("snapshot", [True, False], ids=["with the log's snapshot", "without"])
@@ -447,7 +452,7 @@ async def test_a_backup_of_before_the_comparison_takes_nothing_back_as_long_as_t
         (mesh.us.root / "data" / "governance" / "logged").write_bytes(logged)
     for _ in ("restored", "restarted"):
         await mesh.start("us-east")
-        assert governance(mesh).bundles["eu-west"] == new.bundle and not governance(mesh).problems
+        assert governance(mesh).bundles["eu-west"] == new.bundle and not problems(mesh)
         await mesh.stop("us-east")
     await mesh.start("us-east")
     # Each pin has one leaf, which names who put it, and the log verifies.
@@ -504,9 +509,9 @@ async def test_what_a_thief_pinned_under_a_key_given_up_gives_way_to_what_is_com
     await trust(mesh, compared)
     # The thief writes his pin again.
     for _ in ("running", "restarted"):
-        assert governance(mesh).bundles["eu-west"] == compared.bundle and not governance(mesh).problems
+        assert governance(mesh).bundles["eu-west"] == compared.bundle and not problems(mesh)
         await write(mesh, Put(keys(mesh).pin("eu-west"), by_thief.encode()))
-        assert governance(mesh).bundles["eu-west"] == compared.bundle and governance(mesh).problems
+        assert governance(mesh).bundles["eu-west"] == compared.bundle and problems(mesh)
         await mesh.stop("us-east")
         await mesh.start("us-east")
     # Among pins under the keys of now the numbers count.
@@ -515,7 +520,7 @@ async def test_what_a_thief_pinned_under_a_key_given_up_gives_way_to_what_is_com
         with pytest.raises(RequestError, match="later than this pin says"):
             await client.request(PutDocument("pin", earlier.encode()))
     await write(mesh, Put(keys(mesh).pin("eu-west"), earlier.encode()))
-    assert governance(mesh).bundles["eu-west"] == compared.bundle and governance(mesh).problems
+    assert governance(mesh).bundles["eu-west"] == compared.bundle and problems(mesh)
 
 
 async def test_a_region_that_changes_its_own_key_goes_on_with_what_it_compared_before(mesh: Mesh) -> None:
@@ -527,14 +532,14 @@ async def test_a_region_that_changes_its_own_key_goes_on_with_what_it_compared_b
     await mesh.stop("us-east")
     change_own_keys(mesh)
     await mesh.start("us-east")
-    (problem,) = governance(mesh).problems
+    (problem,) = problems(mesh)
     assert governance(mesh).bundles["eu-west"] == new.bundle and "no pin of eu-west" in problem
     pin = trust_region(mesh.us, new, now_ms(), is_compared=False)
     assert pin is not None and pin.pin.number == UNCOMPARED
     async with mesh.operator("us-east") as client:
         await client.request(PutDocument("pin", pin.encode()))
     for _ in ("running", "restarted"):
-        assert governance(mesh).bundles["eu-west"] == new.bundle and not governance(mesh).problems
+        assert governance(mesh).bundles["eu-west"] == new.bundle and not problems(mesh)
         await mesh.stop("us-east")
         await mesh.start("us-east")
 
