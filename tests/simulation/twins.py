@@ -148,7 +148,7 @@ TWINS: Final = (
     ),
     Twin(
         "an INTENT is durable before its envelope is sent",
-        23,
+        71,
         MeshWorld,
         patched(Trail, "append_nowait", tell_first("/bridge/")),
     ),
