@@ -6,6 +6,7 @@ file's folder.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -29,6 +30,8 @@ from region.metadata.records import REPLICAS_MAX
 from region.replication.copy_pace import COPY_RATE_BYTES
 
 DEFAULT_PORT: Final = 7443
+CONFIGS_KEPT: Final = 8
+"""A process reads that of its own region, over and over."""
 DAY_MS: Final = 86_400_000
 LIFETIME_MS_MIN: Final = 1_000
 """Certificates count in seconds."""
@@ -418,4 +421,12 @@ def load_config(path: Path) -> RegionConfig:
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"{path} cannot be read: {error}.", code=Code.CONFIG_INVALID) from error
-    return decode_document(text, RegionConfig, str(path))
+    try:
+        return _read_once(text)
+    except RequestError:
+        return decode_document(text, RegionConfig, str(path))
+
+
+@lru_cache(maxsize=CONFIGS_KEPT)
+def _read_once(text: str) -> RegionConfig:
+    return decode_document(text, RegionConfig, "")

@@ -254,6 +254,7 @@ class TrustedRegions:
                 continue
             believed = self._believed.get(region)
             held = None if believed is None else believed.bundle
+            trust: RegionTrust | None = None
             try:
                 signed = decode_bundle(data)
                 bundle = signed.bundle
@@ -264,7 +265,7 @@ class TrustedRegions:
                     continue
                 if held is not None and held != bundle and not self.is_pinned(bundle):
                     self.check_update(held, signed)
-                RegionTrust(bundle)
+                trust = RegionTrust(bundle)
                 if held is None:
                     log.warning(
                         "%s is trusted as before the update; have it pinned: felix region trust FILE", region
@@ -277,7 +278,7 @@ class TrustedRegions:
                 log.error("the bundle of %s in the metadata store is not believed: %s", region, error)
             if held is not None:
                 bundles[region] = held
-                self._follow_logs(RegionTrust(held).logs)
+                self._follow_logs((trust or RegionTrust(held)).logs)
         return bundles, problems
 
     def check_update(self, held: RegionBundle, signed: SignedBundle) -> None:
