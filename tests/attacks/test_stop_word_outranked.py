@@ -15,9 +15,12 @@ from attacks.conftest import Tally
 from attacks.test_f13_store_administrator import Administrator
 from attacks.test_f13_unpinned_bundles import allowed, change_policy_key, keys, trust, write
 from bridge_mesh import ACCEPTED_BY, POLICIES, Mesh, two_regions, until
+from typer.testing import CliRunner
 
+from cli.exits import exit_code
+from cli.main import app
 from felix.address import Address
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import decode_bundle, sign_bundle
@@ -42,21 +45,33 @@ PATTERN = "acme/ops/*"
 
 
 class Operator:
-    """us-east's, who has the commands."""
+    """us-east's, who has the commands: each in a process of its own, or in a thread of this one, as they need a second to start."""
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, *, processes: bool = False) -> None:
         self.mesh = mesh
+        self._run = self._process if processes else self._thread
         write_profile(mesh.us, "us-east", "acme", Address("127.0.0.1", mesh.ports["us-east"]))
 
     async def run(self, *words: str) -> tuple[int, str]:
+        """How `felix bridge WORDS` ended, and what it told."""
+        return await self._run("bridge", *words, "--region", "us-east")
+
+    async def _process(self, *words: str) -> tuple[int, str]:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from cli.main import main; main()", "bridge", *words, "--region", "us-east",
+            sys.executable, "-c", "from cli.main import main; main()", *words,
             env={**os.environ, "FELIX_HOME": str(self.mesh.home), "PYTHONPATH": ":".join(sys.path)},
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         told, error = await process.communicate()
         assert process.returncode is not None
         return process.returncode, (told or error).decode()
+
+    async def _thread(self, *words: str) -> tuple[int, str]:
+        environment = {"FELIX_HOME": str(self.mesh.home)}
+        done = await asyncio.to_thread(CliRunner().invoke, app, list(words), env=environment)
+        if isinstance(done.exception, FelixError):
+            return exit_code(done.exception), f"{done.exception} {done.exception.hint}"
+        return done.exit_code, done.stdout or done.stderr
 
     async def does(self, *words: str) -> str:
         code, told = await self.run(*words)
@@ -84,7 +99,7 @@ async def test_what_the_operator_stops_is_stopped_whatever_the_store_lost(
     tmp_path: Path, restarted: bool, tally: Tally
 ) -> None:
     async with two_regions(tmp_path) as mesh:
-        grant, operator = await agreed(mesh), Operator(mesh)
+        grant, operator = await agreed(mesh), Operator(mesh, processes=not restarted)
         await operator.does("pause", grant)
         await operator.does("resume", grant)
         await operator.does("deny", "stream", PATTERN)
