@@ -50,6 +50,8 @@ _NAME_BYTES_MAX: Final = 255
 """Of a name in an ML-DSA-44 message, which counts it in one byte; and of an origin there."""
 _UNFIT: Final = re.compile(r"[\s\x00-\x1f+]")
 """What no key's name has."""
+_CONTROL: Final = re.compile(r"[\x00-\x09\x0b-\x1f]")
+"""What no note has: its lines end in newlines."""
 _TIME_BYTES: Final = 8
 _TIME_MAX: Final = (1 << 63) - 1
 
@@ -283,7 +285,7 @@ def parse_note(data: bytes) -> Note:
         whole = data.decode()
     except UnicodeDecodeError as error:
         raise TamperError("A signed note is not valid UTF-8.") from error
-    if any(c < " " and c != "\n" for c in whole):
+    if _CONTROL.search(whole):
         raise TamperError("A signed note contains a control character.")
     at = whole.rfind("\n\n")
     if at < 0 or not whole.endswith("\n"):
