@@ -13,6 +13,7 @@ import schedule
 from hypothesis import HealthCheck, settings
 from long_runs import IS_LONG
 from processor_time import recorded
+from rewritten import compile_share
 from slow_disk import slow_down
 
 from felix.collector import collector_paused
@@ -72,6 +73,13 @@ def spark() -> Iterator[Any]:
         pytest.skip(f"no Java that Spark can use: {error}")
     with open_session("local[2]", small=True) as session:
         yield session
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Before all tests are collected by several processes: each compiles some of them."""
+    worker = getattr(session.config, "workerinput", None)
+    if worker is not None and session.config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        compile_share(session.config, int(worker["workerid"].removeprefix("gw")), worker["workercount"])
 
 
 @pytest.hookimpl(hookwrapper=True)
