@@ -35,6 +35,8 @@ from region.views.dead_letter import DEAD_OFFSET, DELIVER_AT, read_records
 
 STEPS_LEAST = count(1_500, 10_000)
 SELDOM_LEAST = count(5, 20)
+POLL_S = 0.0005
+"""Between looks at what is read from disk meanwhile: a loop that never rests takes the disk's threads their processor."""
 ROUNDS_MOST = 20
 """Of each operation; a purge is drawn seldom."""
 ATTEMPTS = 3
@@ -215,7 +217,7 @@ class Model(RuleBasedStateMachine):
             # As a worker would: what is being read from disk is waited for.
             while self.shard.is_reading or self.shard.state.head < self.shard.log.high_watermark:
                 self.shard.sweep()
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
             self.shard._tick()  # leases that ran out before a replay
             await self.shard.settle_dead()
             found: list[Job] = []
@@ -236,7 +238,7 @@ class Model(RuleBasedStateMachine):
                     waiting.append(future)
                 elif not self.shard.is_reading:
                     break
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S if self.shard.is_reading else 0)
             await asyncio.gather(*waiting)
             return found
 
@@ -370,7 +372,7 @@ class Model(RuleBasedStateMachine):
         async def work() -> None:
             while self.shard.is_reading or self.shard.state.head < self.shard.log.high_watermark:
                 self.shard.sweep()
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
             self.shard._tick()
             await self.shard.settle_dead()
 
@@ -423,7 +425,7 @@ class Model(RuleBasedStateMachine):
         async def work() -> None:
             self.shard.actor._reload(UnavailableError("refused"))
             while self.shard.actor.is_reloading:  # noqa: ASYNC110 - nobody announces it
-                await asyncio.sleep(0)
+                await asyncio.sleep(POLL_S)
 
         self.run(work())
 
