@@ -25,7 +25,12 @@ def test_drawn(chance, tally):
 def test_not_drawn(tally):
     tally("others", 1)
 """
-OPTIONS = ("-p", "no:cacheprovider", "-o", "asyncio_default_fixture_loop_scope=function")
+# Without what these tests do not use, and what takes its time to start.
+OPTIONS = tuple(
+    word
+    for name in ("cacheprovider", "asyncio", "hypothesispytest", "timeout")
+    for word in ("-p", f"no:{name}")
+)
 
 ROOT = Path(__file__).parents[2]
 

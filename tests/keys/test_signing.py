@@ -92,10 +92,10 @@ Point = tuple[int, int]
 def add(one: Point, other: Point) -> Point:
     """RFC 8032, section 5.1.4, in affine coordinates."""
     (x1, y1), (x2, y2) = one, other
-    product = D * x1 * x2 * y1 * y2
+    product = D * x1 * x2 * y1 * y2 % P
     return (
-        (x1 * y2 + x2 * y1) * pow(1 + product, P - 2, P) % P,
-        (y1 * y2 + x1 * x2) * pow(1 - product, P - 2, P) % P,
+        (x1 * y2 + x2 * y1) * pow(1 + product, -1, P) % P,
+        (y1 * y2 + x1 * x2) * pow(1 - product, -1, P) % P,
     )
 
 
