@@ -270,8 +270,8 @@ class World:
     def fail(self, shard: int, offset: int) -> None:
         self.failures[shard][offset] = self.failures[shard].get(offset, 0) + 1
 
-    async def bury(self) -> None:
-        """Records that had all their attempts land among the dead letters."""
+    async def bury(self) -> bool:
+        """Records that had all their attempts land among the dead letters. Returns whether there were any."""
         dead = [
             (shard, offset)
             for shard in range(SHARDS)
@@ -279,13 +279,14 @@ class World:
             if count >= ATTEMPTS_MAX
         ]
         if not dead:
-            return
+            return False
         self.subscription._tick()
         async with asyncio.timeout(120):
             for shard, offset in dead:
                 while not self.is_settled(shard, offset):  # noqa: ASYNC110 - nobody announces it
                     await asyncio.sleep(0.001)
                 self.settle(shard, offset)
+        return True
 
     def is_settled(self, shard: int, offset: int) -> bool:
         progress = self.subscription.progress(shard)
@@ -308,8 +309,8 @@ class World:
     async def quiet(self) -> None:
         """Let everything that is on its way arrive."""
         await self.arrived()
-        await self.bury()
-        await self.arrived()
+        if await self.bury():
+            await self.arrived()
 
     def under_way(self) -> bool:
         """Records count as delivered to a player that does not have them in hand yet."""
