@@ -251,6 +251,15 @@ def test_each_page_brings_back_a_mesh_that_was_broken_so(mesh: Mesh, monkeypatch
     mesh.follow("leaked-log-key", "The other regions")
     mesh.publish(2)
 
+    mesh.follow("changed-signing-keys", "The region")
+    for name, region in (("FINGERPRINT", "us-east"), ("OTHER_FINGERPRINT", "eu-west")):
+        mesh.environment[name] = mesh.run(f"felix region bundle --fingerprint --region {region}").strip()
+    mesh.follow("changed-signing-keys", "The other regions")
+    policy = mesh.place / "us-east.yaml"
+    policy.write_text(policy.read_text().replace("revision: 1\n", "revision: 2\n"))
+    mesh.follow("changed-signing-keys", "What is to stand")
+    mesh.publish(2)
+
     mesh.follow("leaked-bridge-key")
     mesh.bridge = "us-to-eu-2"
     mesh.publish(2)
