@@ -43,6 +43,7 @@ from audit.keys_in_log import KeysInLog
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, Terms
 from audit.legal_fields import legal_fields
 from audit.origin import Origin
+from audit.pin_leaf import differences, is_pinned
 from audit.trust import Trust
 from audit.words import Denied, Ranked, Words
 from felix.errors import FelixError
@@ -390,6 +391,26 @@ class Agreements:
             return [f"{what}: {error.sentence}"]
         if differing:
             return [f"{what}: leaf and document differ in {', '.join(differing)}."]
+        self.documents += 1
+        return []
+
+    def pinned(self, index: int, leaf: Leaf, load: Load) -> list[str]:
+        """What does not hold of the pin in a KEY leaf, a sentence for each thing; other leaves are left aside. Which bundle is believed is not
+        asked: that is the verifier's own choice."""
+        header = leaf.header
+        if not is_pinned(header) or leaf.version == 1:
+            return []
+        try:
+            data = load(header)
+            if data is None:
+                return ["KEY, pinned: its pin is neither in the leaf nor beside the log."]
+            if sha256(data).digest() != header.document_sha256:
+                return ["KEY, pinned: the pin is not the one that the leaf names."]
+            pin = self._in_log.open_pin(data, index, self._origin.region)
+        except FelixError as error:
+            return [f"KEY, pinned: {error.sentence}"]
+        if differing := differences(header, pin):
+            return [f"KEY, pinned: leaf and pin differ in {', '.join(differing)}."]
         self.documents += 1
         return []
 

@@ -25,6 +25,7 @@ from audit.signed_body import ReceiptKeys
 from audit.tile import Files, TileHashes
 from audit.trust import Ending, Trust
 from felix.errors import TamperError
+from keys.pin import SignedPin, not_signed, parse_pin
 from keys.signing import VerifyKey
 from policy.signed import SignatureError, SignedDocument, key_id
 
@@ -101,6 +102,19 @@ class KeysInLog:
                 )
             keys = ReceiptKeys.of(keys.region, keys.ingress_origin, (*keys.by_id.values(), public))
         return open_receipt(data, keys)
+
+    def open_pin(self, data: bytes, index: int, region: str) -> SignedPin:
+        """Verify a pin in this leaf under the policy keys of the region whose log it is. Raises RequestError, TamperError."""
+        pin = parse_pin(data, region, self._trust.region(region).mesh)
+        if pin.holds_under(self.policy_keys_at(index)[region]):
+            return pin
+        for public in self._trust.former_policy_keys(region):
+            if pin.holds_under((public,)):
+                ending = self._ending(region, "policy", public)
+                raise TamperError(
+                    f"The pin of {pin.bundle.region} is signed by the key {key_id(public)[:32]}, {self._why(region, ending, index)}"
+                )
+        raise not_signed(pin)
 
     def ending_of_document(self, document: object) -> Ending | None:
         """Of a document that verified in this log: where the key ended that signed it; None where it is one of now."""

@@ -24,6 +24,7 @@ from audit.keys_in_log import KeysInLog, keys_of_log
 from audit.largest import Largest
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf, leaf_version
 from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash, root_from_nodes
+from audit.pin_leaf import is_pinned
 from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, WITHOUT_PATH_UNSUPPORTED, differences
 from audit.tile import (
     CHECKPOINT_PATH,
@@ -95,7 +96,8 @@ FASTER: Final = "faster-than-rate"
 UNCOSIGNED: Final = "not-cosigned"
 """Kinds of notices."""
 OVER_BUDGET: Final = "crossed-over-budget"
-"""A kind of findings that has a name."""
+PIN_FAILS: Final = "pin-does-not-hold"
+"""Kinds of findings that have a name."""
 
 
 class Finding(NamedTuple):
@@ -554,7 +556,9 @@ class _Run:
         if self._uncosigned_from is not None and index >= self._uncosigned_from and crosses(header):
             self._uncosigned_crossings += 1
             self._uncosigned_records += header.records
-        self._report.steps[9].checked += header.kind in DOCUMENT_KINDS and leaf.version > 1
+        self._report.steps[9].checked += leaf.version > 1 and (
+            header.kind in DOCUMENT_KINDS or is_pinned(header)
+        )
         # A receipt is about records that their INTENT counts already.
         self._report.steps[6].checked += 0 if is_receipt else header.records
         self._report.steps[7].checked += is_receipt
@@ -577,6 +581,9 @@ class _Run:
         for sentence in self._ask(index, lambda: self._over_budget(index, leaf)):
             place = Place((OVER_BUDGET, header.grant_id), is_limited=True)
             self._report.find(7, sentence, leaf=index, path=path, place=place, name=OVER_BUDGET)
+        for sentence in self._ask(index, lambda: self._agreements.pinned(index, leaf, self._document)):
+            place = Place((PIN_FAILS, header.key_id), is_limited=True)
+            self._report.find(10, sentence, leaf=index, path=path, place=place, name=PIN_FAILS)
         if header.kind is Kind.REVOKE and (by_ms := self._agreements.taken_late(header)):
             self._late.add(by_ms, _taken_late(index, by_ms))
         if header.kind is Kind.APPROVE and (by_ms := self._agreements.late_ms):

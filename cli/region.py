@@ -33,7 +33,7 @@ from cli.setting import (
     stop_signals,
 )
 from cli.to_cluster import to_cluster
-from cli.trust import offer, trust
+from cli.trust import ended_in_words, offer, trust
 from felix.address import Address
 from felix.collector import start_kept
 from felix.errors import Code, FelixError, RequestError
@@ -42,7 +42,7 @@ from felix.files import write_output
 from felix.messages import BrokerState, RegionState
 from felix.profile import load_profile
 from felix.runtime.real import now_ms
-from keys.bundle import AuditKey, FormerKeys, decode_bundle
+from keys.bundle import AuditKey, decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
@@ -666,16 +666,10 @@ def bundle(
             ["jurisdiction", held.jurisdiction],
             ["issued", iso(held.issued_ms)],
             ["audit logs and cosigners", lines(map(_named, held.audit_keys))],
-            *([["former keys", lines(map(_ended, held.former))]] if held.former else []),
+            *([["former keys", ended_in_words(held.former)]] if held.former else []),
             ["fingerprint", held.fingerprint()],
         ],
     )
-
-
-def _ended(keys: FormerKeys) -> str:
-    """Keys that ended together, and in how many logs what they signed counts."""
-    roles = [role for role, held in (("policy", keys.policy_keys), ("receipt", keys.receipt_keys)) if held]
-    return f"{' and '.join(roles)}, up to their ends in {len(keys.ends):,} logs"
 
 
 def _named(key: AuditKey) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 import typer
 from rich.text import Text
 
+from cli.form import chosen
 from cli.grants import own_bundle
 from cli.output import iso, lines, note, out, print_json, table
 from cli.process import read_state
@@ -21,6 +22,7 @@ from felix.messages import PutDocument
 from felix.page import list_documents
 from felix.runtime.real import now_ms
 from keys.bundle import (
+    FormerKeys,
     Known,
     RegionBundle,
     SignedBundle,
@@ -31,7 +33,7 @@ from keys.bundle import (
     decode_bundle,
 )
 from keys.offer import SignedOffer, decode_offer, is_offer
-from keys.pin import SignedPin, decode_pins
+from keys.pin import UNCOMPARED, SignedPin, decode_pins
 from region.folder import RegionFolder
 from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
 
@@ -206,6 +208,14 @@ def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
     taken = [pin for name, pin in there.items() if name not in held or not held[name].is_at_least(pin)]
     for pin in taken:
         keep_pin(folder, pin)
+    if chosen.is_data:
+        told, found = {pin.bundle.region for pin in given}, {pin.bundle.region for pin in taken}
+        trusted = [
+            {**each._asdict(), "told": each.region in told, "taken": each.region in found}
+            for each in _trusted(folder, own)
+        ]
+        print_json(trusted, kind="TrustedRegion")
+        return
     for pin in given:
         out.print(
             f"the brokers of {config.region} were told of {pin.bundle.region}, fingerprint {pin.bundle.fingerprint()}"
@@ -216,6 +226,51 @@ def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
         )
     if not given and not taken:
         note(f"neither {folder.trusted} nor the brokers of {config.region} have a signed pin.")
+    if regions := _trusted(folder, own):
+        table(
+            f"{config.region} trusts",
+            ["region", "compared", "former keys", "fingerprint"],
+            [
+                [each.region, each.compared_in_words, ended_in_words(each.former_keys), each.fingerprint]
+                for each in regions
+            ],
+        )
+
+
+class Trusted(NamedTuple):
+    """Another region, by the bundle that the folder has. `compared_ms`: None where nobody knows when people compared it."""
+
+    region: str
+    fingerprint: str
+    issued_ms: int
+    compared_ms: int | None
+    former_keys: tuple[FormerKeys, ...]
+
+    @property
+    def compared_in_words(self) -> str:
+        return "at an unknown time" if self.compared_ms is None else iso(self.compared_ms)
+
+
+def _trusted(folder: RegionFolder, own: RegionBundle) -> list[Trusted]:
+    """The regions that this folder trusts, by name. Raises RequestError, which names the file that cannot be read."""
+    from region.trusted_bundles import pinned_bundles, read_pin
+
+    found = []
+    for region, bundle in sorted(pinned_bundles(folder).items()):
+        pin = read_pin(folder, own, region)
+        compared_ms = pin.pin.number if pin is not None and pin.pin.number > UNCOMPARED else None
+        found.append(Trusted(region, bundle.fingerprint(), bundle.issued_ms, compared_ms, bundle.former))
+    return found
+
+
+def ended_in_words(former: Sequence[FormerKeys]) -> Text:
+    """Keys that a region gave up, a line for those that ended together: which, and in how many logs what they signed counts."""
+    return lines(map(_ended, former) if former else ["none"])
+
+
+def _ended(keys: FormerKeys) -> str:
+    roles = [role for role, held in (("policy", keys.policy_keys), ("receipt", keys.receipt_keys)) if held]
+    return f"{' and '.join(roles)}, up to their ends in {len(keys.ends):,} logs"
 
 
 def _take_compared(folder: RegionFolder, config: RegionConfig, other: str) -> None:
@@ -263,9 +318,11 @@ def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Te
             ["reached at", lines(offer.offer.addresses)],
         ]
     bridges = dict.fromkeys(key.name.rpartition("/")[2] for key in bundle.bridge_logs())
+    rows.append(["bridges", lines(bridges) if bridges else "none yet"])
+    if bundle.former:
+        rows.append(["former keys", ended_in_words(bundle.former)])
     return [
         *rows,
-        ["bridges", lines(bridges) if bridges else "none yet"],
         ["issued", iso(offer.offer.issued_ms if offer is not None else bundle.issued_ms)],
         ["fingerprint", bundle.fingerprint()],
     ]

@@ -52,6 +52,11 @@ class SignedPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What is pinned."""
         return self.pin.bundle.bundle
 
+    def holds_under(self, policy_keys: Iterable[bytes]) -> bool:
+        """Whether one of these public keys signed it."""
+        message = self.pin.signed_bytes()
+        return any(VerifyKey(public).holds(_PURPOSE, message, self.signature) for public in policy_keys)
+
     def is_at_least(self, other: SignedPin) -> bool:
         """Whether the other one was signed no later than this. Both hold under policy keys that the region has now."""
         return self.pin.number >= other.pin.number
@@ -74,29 +79,40 @@ def sign_pin(pin: Pin, policy_key: SigningKey) -> SignedPin:
 def decode_pin(data: bytes, own: RegionBundle) -> SignedPin:
     """A pin that this region signed, of another one of its mesh. Raises RequestError for its shape or whose it is, TamperError for a
     signature."""
+    signed = parse_pin(data, own.region, own.mesh)
+    if not signed.holds_under(own.policy_keys):
+        raise not_signed(signed)
+    return signed
+
+
+def parse_pin(data: bytes, region: str, mesh: str) -> SignedPin:
+    """A pin by this region, of another one of its mesh, of which the bundle holds. Whether the region's policy key signed the pin is for the caller to
+    ask. Raises RequestError for its shape or whose it is, TamperError for the bundle's signature."""
     # 1. the shape
     signed = _decode(data)
     # 2. whose it is, and of whom
     pin, bundle = signed.pin, signed.bundle
-    if (pin.by, pin.mesh) != (own.region, own.mesh):
+    if (pin.by, pin.mesh) != (region, mesh):
         raise RequestError(
-            f"A pin by {trust_domain(pin.by, pin.mesh)}; this is {trust_domain(own.region, own.mesh)}.",
+            f"A pin by {trust_domain(pin.by, pin.mesh)}; this is {trust_domain(region, mesh)}.",
             code=Code.WRONG_REGION,
         )
-    if bundle.region == own.region or bundle.mesh != own.mesh:
+    if bundle.region == region or bundle.mesh != mesh:
         raise RequestError(
-            f"{own.region} pins other regions of mesh {own.mesh}, not {trust_domain(bundle.region, bundle.mesh)}.",
+            f"{region} pins other regions of mesh {mesh}, not {trust_domain(bundle.region, bundle.mesh)}.",
             code=Code.WRONG_REGION,
         )
-    # 3. the signature, and the bundle's own
-    message = pin.signed_bytes()
-    if not any(VerifyKey(public).holds(_PURPOSE, message, signed.signature) for public in own.policy_keys):
-        raise TamperError(
-            f"The pin of {bundle.region} is not signed by a policy key of {own.region}.",
-            hint=f"Where that key was changed, trust {bundle.region} again: felix region trust FILE. Else find out who wrote it.",
-        )
+    # 3. the bundle's own signature
     check_holds(pin.bundle)
     return signed
+
+
+def not_signed(pin: SignedPin) -> TamperError:
+    """Nobody knows who signed it."""
+    return TamperError(
+        f"The pin of {pin.bundle.region} is not signed by a policy key of {pin.pin.by}.",
+        hint=f"Where that key was changed, trust {pin.bundle.region} again: felix region trust FILE. Else find out who wrote it.",
+    )
 
 
 def decode_pins(found: Mapping[str, bytes], own: RegionBundle) -> dict[str, SignedPin]:

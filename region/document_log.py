@@ -24,6 +24,7 @@ import msgspec
 from audit.checkpoint import note_size
 from audit.document_disk import read_documents
 from audit.leaf import Header, Kind, Leaf, read_header
+from audit.pin_leaf import is_pinned
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
 from felix.errors import UnavailableError
@@ -44,8 +45,6 @@ RECENT_LEAVES: Final = 4_096
 """How far back a broker that goes on with the log looks for what may be asked again, because its answer was lost."""
 
 
-PINNED: Final = "pinned"
-"""What a KEY leaf says of a pin: this region's operator compared another one's bundle."""
 LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.POLICY))
 """Kinds of documents that must not be forgotten (region.trust_store)."""
 
@@ -236,7 +235,7 @@ def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:
             logged.documents.add(header.document_sha256)
             if header.kind in LASTING:
                 logged.lasting.setdefault(header.document_sha256, index)
-            elif header.kind is Kind.KEY and header.action == PINNED:
+            elif is_pinned(header):
                 logged.pins.setdefault(header.document_sha256, index)
         elif header is not None and header.kind is Kind.KEY:
             take(logged.signing_keys, header.action, header.key_id, header.time_ms)

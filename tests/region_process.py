@@ -35,13 +35,14 @@ def fixed_region(home: Path, region: str = "us-east", extra: str = "") -> Region
 class BrokerProcess:
     """`felix region up`, in the foreground of a process of its own, whose imports are done."""
 
-    def __init__(self, folder: RegionFolder, home: Path) -> None:
+    def __init__(self, folder: RegionFolder, home: Path, program: str | Path = "felix") -> None:
+        """`program`: a script in place of the command, which it ends in."""
         self.folder = folder
         self.log = folder.run / "test.log"
         environment = {**os.environ, "FELIX_HOME": str(home), "PYTHONPATH": str(ROOT)}
         with self.log.open("ab") as log:
             self.process = WarmProcess(
-                "felix", "region", "up", folder.root.name, env=environment, cwd=ROOT, log=log
+                program, "region", "up", folder.root.name, env=environment, cwd=ROOT, log=log
             )
 
     def wait(self) -> dict[str, Any]:

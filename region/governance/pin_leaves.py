@@ -10,18 +10,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
-from hashlib import sha256
 from typing import Final
 
-from audit.document_leaf import stands_beside
-from audit.leaf import KEY_ID_BYTES, Header, Kind, Leaf, Side
+from audit.leaf import Leaf
+from audit.pin_leaf import pin_leaf
 from audit.trail import Trail
 from felix.errors import FelixError
 from felix.names import SpiffeId
 from felix.tasks import end_tasks
 from keys.pin import SignedPin
 from region.broker import Broker
-from region.document_log import PINNED, DocumentLog
+from region.document_log import DocumentLog
 
 log = logging.getLogger("felix.region.governance")
 
@@ -61,7 +60,6 @@ class PinLeaves:
         writes_here: Callable[[], bool],
     ) -> None:
         self._broker = broker
-        self._region = region
         self._identity = SpiffeId(region, mesh, "broker", broker.broker_id)
         self._trail = trail
         self._logged = logged
@@ -97,29 +95,15 @@ class PinLeaves:
     async def _append(self, pin: SignedPin) -> None:
         document = pin.encode()
         if await until_taken(
-            lambda: self._logged.append(document, lambda: self._leaf(pin, document)),
+            lambda: self._logged.append(document, lambda: self._leaf(pin)),
             f"the pin of {pin.bundle.region}", self._trail, self._writes_here,
         ):  # fmt: skip
             self._stand.add(pin.signature)
             self._actors.pop(pin.signature, None)
 
-    def _leaf(self, pin: SignedPin, document: bytes) -> Leaf:
-        bundle = pin.bundle
-        return Leaf(
-            Header(
-                kind=Kind.KEY,
-                side=Side.INGRESS,
-                time_ms=self._broker.clock_ms(),
-                source_region=self._region,
-                destination_region=self._region,
-                actor=str(self._actors.get(pin.signature) or self._identity),
-                action=PINNED,
-                key_id=sha256(bundle.policy_keys[0]).digest()[:KEY_ID_BYTES],
-                sentence=f"{bundle.region} is trusted by the bundle with the fingerprint {bundle.fingerprint()}.",
-                document=b"" if stands_beside(document) else document,
-                document_sha256=sha256(document).digest(),
-            )
-        )
+    def _leaf(self, pin: SignedPin) -> Leaf:
+        actor = self._actors.get(pin.signature) or self._identity
+        return pin_leaf(pin, time_ms=self._broker.clock_ms(), actor=str(actor))
 
     async def close(self) -> None:
         """Leaves that are being written are given up; the next start writes them."""

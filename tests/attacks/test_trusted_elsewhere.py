@@ -4,6 +4,7 @@ reaches them all, and a command that told nobody says so."""
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 from pathlib import Path
 
@@ -16,12 +17,15 @@ import bridge.agent
 from bridge.pins import Pins
 from cli.exits import EXIT_UNAVAILABLE, exit_code
 from cli.region import app
+from cli.trust import _trusted
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
 from felix.messages import ListDocuments, PutDocument
 from felix.names import SpiffeId
 from felix.runtime.real import now_ms
-from keys.bundle import SignedBundle, decode_bundle
+from keys.bundle import FormerKeys, KeyEnd, SignedBundle, decode_bundle, sign_bundle
+from keys.key_file import load_signing_key
+from keys.pin import UNCOMPARED, Pin, sign_pin
 from policy.grant import sign_import
 from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
@@ -190,3 +194,32 @@ async def test_pins_are_listed_to_agents_of_the_region_alone(machines: Machines)
         pin = (machines.operator.trusted / "eu-west.pin").read_bytes()
         await client.request(PutDocument("pin", pin))
         assert (await client.request(ListDocuments("pin"))).documents.keys() == {"eu-west"}
+
+
+async def test_whom_a_folder_trusts_is_shown_with_the_keys_that_each_region_gave_up(
+    machines: Machines,
+) -> None:
+    mesh = machines.mesh
+    before = mesh.bundle("eu-west")
+    said = await machines.trust()
+    assert "eu-west" in said.output and "none" in said.output, said.output
+    new = change_policy_key(mesh)
+    ends = (KeyEnd("eu-west.acme/audit", 7, b"r" * 32), KeyEnd("us-east.acme/audit", 5, b"r" * 32))
+    former = FormerKeys(policy_keys=before.policy_keys, ends=ends)
+    key = load_signing_key(mesh.eu.policy_key)
+    new = sign_bundle(new.bundle.with_former((former,)), key)
+    compared = await machines.compare(new)
+    assert "policy, up to their ends in 2 logs" in compared.output, "before it is trusted"
+    said = await machines.trust("-o", "wide")
+    assert "policy, up to their ends in 2 logs" in said.output, said.output
+    (shown,) = json.loads((await machines.trust("--json")).stdout)["items"]
+    assert (shown["kind"], shown["region"]) == ("TrustedRegion", "eu-west")
+    assert shown["fingerprint"] == new.bundle.fingerprint() and shown["compared_ms"] <= now_ms()
+    assert shown["told"] and not shown["taken"], "it is given again"
+    (ended,) = shown["former_keys"]
+    assert [each["log"] for each in ended["ends"]] == [end.log for end in ends] and not ended["receipt_keys"]
+    # What was trusted before there were pins was compared nobody knows when.
+    uncompared = Pin(by="us-east", mesh="acme", number=UNCOMPARED, bundle=new)
+    own_key = load_signing_key(machines.operator.policy_key)
+    machines.operator.pin("eu-west").write_bytes(sign_pin(uncompared, own_key).encode())
+    assert _trusted(machines.operator, mesh.bundle("us-east"))[0].compared_in_words == "at an unknown time"

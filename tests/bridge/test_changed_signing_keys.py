@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from attacks.test_f08_truncation import accept, link, source_put_back
 from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
 from typer.testing import CliRunner
 
@@ -81,14 +82,17 @@ def witnessed(mesh: Mesh, origin: str) -> int:
 async def rested(mesh: Mesh, records: int) -> None:
     """Wait until all that crossed has its receipt, and every log is cosigned as far as it goes."""
 
-    def is_cosigned() -> bool:
+    def has_rested() -> bool:
         acks = mesh.headers(mesh.egress_folder, Kind.ACK)
-        sizes = {origin: note_size((path / "checkpoint").read_bytes()) for origin, path in logs(mesh).items()}
-        return sum(ack.records for ack in acks) == records and all(
-            witnessed(mesh, origin) == size for origin, size in sizes.items()
-        )
+        return sum(ack.records for ack in acks) == records and is_cosigned(mesh)
 
-    await until(is_cosigned, "every log is cosigned to its end")
+    await until(has_rested, "every log is cosigned to its end")
+
+
+def is_cosigned(mesh: Mesh) -> bool:
+    """Whether the other region has cosigned each log as far as it goes."""
+    sizes = {origin: note_size((path / "checkpoint").read_bytes()) for origin, path in logs(mesh).items()}
+    return all(witnessed(mesh, origin) == size for origin, size in sizes.items())
 
 
 async def change(mesh: Mesh, region: str) -> SignedBundle:
@@ -190,6 +194,33 @@ async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
     assert result.exit_code == 0 and not result.report.findings.records()
     assert not result.report.exceptions.records()
     assert {row["crossed"] for row in result.report.reconciliation.records()} == {40}
+
+
+async def test_a_truncation_that_was_accepted_before_is_signed_again_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What crossed since crossed under an incarnation that follows from the acceptance."""
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    async with two_regions(tmp_path) as mesh:
+        await source_put_back(mesh, tmp_path / "older")
+        async with mesh.agent() as agent:
+            await accept(mesh, await link(agent, "truncated"))
+            await link(agent, "active", 13)
+            await until(lambda: is_cosigned(mesh), "every log is cosigned to its end")
+        (grant,) = mesh.documents("us-east", "export")
+        await change(mesh, "us-east")
+        async with mesh.agent() as agent:
+            await sign_again(mesh, "us-east", grant)
+            await mesh.publish([flight(13)])
+            goes_on = await link(agent, "active", 14)
+            assert goes_on.cut is None
+            await until(lambda: is_cosigned(mesh), "every log is cosigned to its end")
+        # A second time there is nothing left of the former key.
+        command = ["sign-again", grant, "--region", "us-east", "--yes"]
+        done = await asyncio.to_thread(CliRunner().invoke, bridge, command)
+        assert done.exit_code == 0 and "goes on" not in done.output, done.output
+        for report in verified(mesh).values():
+            assert report.ok, report.findings
 
 
 @pytest.mark.parametrize("region", ["eu-west", "us-east"])

@@ -76,6 +76,7 @@ SCENARIO: Sequence[str] = (
     "region status",
     "region bundle",
     "region offer",
+    "region trust",
     "top --interval 0.2",
     "mesh",
     "audit show",

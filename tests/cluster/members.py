@@ -26,10 +26,18 @@ class Members:
     """`folder` has the profile of clients, which names every broker; `places` where each listens."""
 
     def __init__(
-        self, home: Path, etcd: EtcdProcess, count: int, *, lease_s: int, others: Sequence[EtcdProcess] = ()
+        self,
+        home: Path,
+        etcd: EtcdProcess,
+        count: int,
+        *,
+        lease_s: int,
+        others: Sequence[EtcdProcess] = (),
+        program: str | Path = "felix",
     ) -> None:
-        """`others`: more members of the etcd."""
+        """`others`: more members of the etcd. `program`: what each broker is, a script that ends in the command."""
         self._etcd = etcd
+        self._program = program
         self.folder: RegionFolder = make_region(home / "clients", REGION)
         self.places = places = own_places(count)
         endpoints = [each.endpoint.removeprefix("http://") for each in (etcd, *others)]
@@ -47,7 +55,7 @@ class Members:
         """Start these; returns once they serve."""
         for name in names:
             folder = self._folders[name]
-            self.running[name] = BrokerProcess(folder, folder.root.parent)
+            self.running[name] = BrokerProcess(folder, folder.root.parent, self._program)
         for name in names:
             await asyncio.to_thread(self.running[name].wait)
 
@@ -99,10 +107,16 @@ def _leader(records: list[ShardRecord]) -> str:
 
 @asynccontextmanager
 async def serving(
-    home: Path, etcd: EtcdProcess, count: int = 3, *, lease_s: int = 2, others: Sequence[EtcdProcess] = ()
+    home: Path,
+    etcd: EtcdProcess,
+    count: int = 3,
+    *,
+    lease_s: int = 2,
+    others: Sequence[EtcdProcess] = (),
+    program: str | Path = "felix",
 ) -> AsyncIterator[Members]:
     """All of them, until the block ends."""
-    members = Members(home, etcd, count, lease_s=lease_s, others=others)
+    members = Members(home, etcd, count, lease_s=lease_s, others=others, program=program)
     try:
         await members.start(*members._folders)
         yield members

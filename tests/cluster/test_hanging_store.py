@@ -1,14 +1,15 @@
 """An etcd that hangs under a region at work: its processes stand still (SIGSTOP), with their connections open, so that nobody is told that they are gone.
 
 One member of three, whichever; then all of them, with all brokers alive, with the leader killed, and with the leader standing still for longer than its lease.
-What was acknowledged is never lost, no two brokers lead one epoch, and all is served again once the etcd goes on.
+What was acknowledged is never lost, no two brokers lead one epoch, and all is served again once the etcd goes on. Brokers that break the rule of
+commits lose records in the last of these, and the judge says so.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import replace
 from itertools import pairwise
@@ -19,7 +20,7 @@ import pytest
 from cluster.history import History
 from cluster.load import Load, stored_in
 from cluster.members import Members, serving
-from etcd_process import EtcdProcess, etcd_binary, running_members
+from etcd_process import EtcdProcess, etcd_binary, running_etcd, running_members
 from region_peer import client
 
 import felix
@@ -34,8 +35,13 @@ STREAM = "acme/ops/orders"
 LEASE_S = 2
 HANGS_S = 2 * LEASE_S + 1
 """For longer than a lease, and than its holder may count on it."""
+ALONE_S = 1
+"""Time enough for whoever needs nobody to acknowledge a hundred records."""
 GOES_ON = 100
 PAUSE_S = 0.01
+COMMITS_ALONE = Path(__file__).parent / "commits_alone.py"
+Judge = Callable[[], Awaitable[None]]
+"""Judges the history of clients so far. Raises AssertionError with each rule that was broken."""
 
 
 @contextmanager
@@ -62,12 +68,16 @@ async def is_well(members: Members) -> None:
 
 
 @asynccontextmanager
-async def at_work(tmp_path: Path, etcd: Sequence[EtcdProcess]) -> AsyncIterator[tuple[Members, Load]]:
+async def at_work(
+    tmp_path: Path, etcd: Sequence[EtcdProcess], program: str | Path = "felix"
+) -> AsyncIterator[tuple[Members, Load, Judge]]:
     """Three brokers, two writers, two readers, and one who asks each broker whether it leads. In the end the history is judged."""
     history = History()
     async with AsyncExitStack() as stack:
         first, *others = etcd
-        members = await stack.enter_async_context(serving(tmp_path, first, lease_s=LEASE_S, others=others))
+        members = await stack.enter_async_context(
+            serving(tmp_path, first, lease_s=LEASE_S, others=others, program=program)
+        )
         region = await stack.enter_async_context(client(members.folder))
         profile = felix.load_profile("us-east", home=members.folder.root.parent)
         backoff = felix.BackoffPolicy(first_ms=5, ceiling_ms=100)
@@ -82,12 +92,16 @@ async def at_work(tmp_path: Path, etcd: Sequence[EtcdProcess]) -> AsyncIterator[
         await region.create_stream(STREAM, replicas=3)
         await is_well(members)
         load = Load(region, STREAM, history, pause_s=PAUSE_S)
+
+        async def judge() -> None:
+            history.check(await stored_in(region, STREAM))
+
         async with load.going_on(writers=2, readers=2, brokers=asked):
             await load.goes_on(GOES_ON)
-            yield members, load
+            yield members, load, judge
             await load.goes_on(GOES_ON)
             await is_well(members)
-        history.check(await stored_in(region, STREAM))
+        await judge()
         epochs = {told.epoch for each in history.told.values() for told in each}
         ats = [each.at for each in history.acknowledged]
         longest = max(after - before for before, after in pairwise(ats))
@@ -96,7 +110,7 @@ async def at_work(tmp_path: Path, etcd: Sequence[EtcdProcess]) -> AsyncIterator[
 
 async def test_a_member_that_hangs_whichever_it_is_keeps_nothing_from_being_written(tmp_path: Path) -> None:
     with running_members(tmp_path) as etcd:
-        async with at_work(tmp_path, etcd) as (_, load):
+        async with at_work(tmp_path, etcd) as (_, load, _):
             for member in etcd[: long_runs.count(1, 3)]:
                 with hanging(member):
                     until = time.monotonic() + HANGS_S
@@ -109,7 +123,7 @@ async def test_an_etcd_that_hangs_as_a_whole_loses_nothing_and_all_is_served_onc
     tmp_path: Path,
 ) -> None:
     with running_members(tmp_path) as etcd:
-        async with at_work(tmp_path, etcd) as (members, load):
+        async with at_work(tmp_path, etcd) as (members, load, _):
             with hanging(*etcd):
                 await asyncio.sleep(HANGS_S)
                 # A leader that more than half of the copies follow needs no etcd for some time.
@@ -137,8 +151,29 @@ async def test_an_etcd_that_hangs_as_a_whole_loses_nothing_and_all_is_served_onc
             await is_well(members)
 
             # And is killed: nobody is elected before the etcd goes on.
-            leader = await members.leader(STREAM)
-            with hanging(*etcd):
-                members.kill(leader)
-                await asyncio.sleep(HANGS_S)
+            await the_leader_is_alone_and_killed(members, etcd)
             await load.goes_on(GOES_ON)
+
+
+async def the_leader_is_alone_and_killed(members: Members, etcd: Sequence[EtcdProcess]) -> None:
+    """While the etcd hangs: first the other brokers hang, too, then the leader is killed."""
+    leader = await members.leader(STREAM)
+    others = members.running.keys() - {leader}
+    with hanging(*etcd):
+        try:
+            for name in others:
+                members.freeze(name)
+            await asyncio.sleep(ALONE_S)
+            members.kill(leader)
+        finally:
+            for name in others:
+                members.thaw(name)
+        await asyncio.sleep(HANGS_S)
+
+
+async def test_a_leader_that_commits_alone_loses_records_of_an_etcd_that_hangs(tmp_path: Path) -> None:
+    with running_etcd(tmp_path) as etcd, pytest.raises(AssertionError, match=r"(?m)^lost: "):
+        async with at_work(tmp_path, [etcd], COMMITS_ALONE) as (members, _, judge):
+            await the_leader_is_alone_and_killed(members, [etcd])
+            await is_well(members)
+            await judge()

@@ -24,6 +24,7 @@ import pytest
 from deploy_words import check_words
 from ports import claim_port
 from typer.testing import CliRunner
+from warm.process import WarmProcess
 
 import keys.authority
 from cli.exits import exit_code
@@ -94,7 +95,10 @@ class Mesh:
             "BACKUP": str(self.backup),
             "PYTHONPATH": str(ROOT),
             "GRANT": "",
+            "WITNESSES": str(place / "witnesses"),
         }
+        self.witnesses: dict[str, WarmProcess] = {}
+        """those that serve, by folder"""
 
     # -- commands --------------------------------------------------------------------------------------
 
@@ -108,13 +112,22 @@ class Mesh:
         return done.exit_code, done.output
 
     def run(self, line: str, wanted: int = 0) -> str:
-        """A command as a page has it, until it ends so."""
+        """A command as a page has it, until it ends so; what it prints goes into the file behind `>`."""
+        line, _, into = line.partition(" > ")
+        said = self._run(line, wanted)
+        if into:
+            (self.place / into).write_text(said)
+        return said
+
+    def _run(self, line: str, wanted: int) -> str:
         limit = time.monotonic() + WAIT_S
         while True:
             if line.startswith("felix "):
                 words = shlex.split(line)[1:]
                 for name, value in self.environment.items():
                     words = [word.replace(f"${name}", value) for word in words]
+                if words[:2] == ["witness", "serve"]:
+                    return self.serve(words)
                 code, said = self.felix(*words)
             else:
                 done = subprocess.run(
@@ -130,6 +143,37 @@ class Mesh:
                 return said
             assert time.monotonic() < limit, f"{line}\nended with {code}, not {wanted}: {said[-2000:]}"
             time.sleep(0.2)
+
+    def serve(self, words: list[str]) -> str:
+        """A witness as a service: `felix witness serve`, which goes on."""
+        log = self.place / f"witness-{len(self.witnesses)}.log"
+        with log.open("wb") as file:
+            served = WarmProcess(
+                "felix", *words, env={**os.environ, **self.environment}, cwd=self.place, log=file
+            )
+        self.witnesses[words[-1]] = served
+        limit = time.monotonic() + WAIT_S
+        while " serves at " not in log.read_text():
+            assert served.poll() is None and time.monotonic() < limit, log.read_text()
+            time.sleep(0.05)
+        return log.read_text()
+
+    def have_witnesses(self, *witnesses: tuple[str, str]) -> None:
+        """Name these in region.yaml and bridge.yaml, in place of those before: by folder, and where each listens."""
+        named = []
+        for folder, place in witnesses:
+            told = json.loads(self.run(f"felix witness list --dir {folder} --json"))
+            named.append({"url": f"http://{place}/", "keys": told["verifier_keys"]})
+        line = f"witnesses: {json.dumps(named)}"
+        for path, indent in ((self.us.config, "  "), (self.us.bridge(self.bridge) / "bridge.yaml", "")):
+            text = re.sub(rf"^{indent}witnesses: .*\n", "", path.read_text(), flags=re.M)
+            if not indent:
+                text += f"\n{line}\n"
+            elif re.search(r"^audit:$", text, re.M):
+                text = re.sub(r"^audit:$", f"audit:\n  {line}", text, flags=re.M)
+            else:
+                text += f"\naudit:\n  {line}\n"
+            path.write_text(text)
 
     def follow(self, page: str, heading: str = "") -> None:
         """Run the commands of a page, or of one of its sections."""
@@ -199,6 +243,8 @@ class Mesh:
             self.felix("region", "down", "us-east")
 
     def close(self) -> None:
+        for witness in self.witnesses.values():
+            witness.kill()
         for pid_file in self.home.glob("**/*.pid"):
             state = read_state(pid_file)
             if state is not None:
@@ -251,6 +297,35 @@ def test_each_page_brings_back_a_mesh_that_was_broken_so(mesh: Mesh, monkeypatch
     mesh.follow("leaked-log-key", "The other regions")
     mesh.publish(2)
 
+    mesh.follow("changed-signing-keys", "The region")
+    for name, region in (("FINGERPRINT", "us-east"), ("OTHER_FINGERPRINT", "eu-west")):
+        mesh.environment[name] = mesh.run(f"felix region bundle --fingerprint --region {region}").strip()
+    mesh.follow("changed-signing-keys", "The other regions")
+    policy = mesh.place / "us-east.yaml"
+    policy.write_text(policy.read_text().replace("revision: 1\n", "revision: 2\n"))
+    mesh.follow("changed-signing-keys", "What is to stand")
+    mesh.publish(2)
+
+    old, new = (str(mesh.place / "witnesses" / name) for name in ("w1", "w2"))
+    places = [f"127.0.0.1:{claim_port()}" for _ in range(2)]
+    mesh.environment["PLACE"] = places[1]
+    mesh.run("felix audit policy --signing --bundle $FELIX_HOME/us-east/bundle.json > before.policy")
+    mesh.run(f"felix witness init witness.example/w1 --dir {old}")
+    mesh.run(f"felix witness add-log --from {mesh.place}/before.policy --dir {old}")
+    mesh.run(f"felix witness serve --listen {places[0]} --dir {old}")
+    mesh.have_witnesses((old, places[0]))
+    mesh.follow("changed-witness-key", "The new witness")
+    mesh.have_witnesses((old, places[0]), (new, places[1]))
+    mesh.follow("changed-witness-key", "The logs' owners")
+    key = json.loads(mesh.run(f"felix witness list --dir {new} --json"))["verifier_keys"][0]
+    (mesh.place / "new.policy").write_text(f"witness w2 {key}\nquorum w2\n")
+    mesh.publish(1)
+    mesh.follow("changed-witness-key", "Those who verify")
+    mesh.witnesses.pop(old).kill()
+    mesh.have_witnesses((new, places[1]))
+    mesh.follow("changed-witness-key", "The old one goes")
+    mesh.publish(2)
+
     mesh.follow("leaked-bridge-key")
     mesh.bridge = "us-to-eu-2"
     mesh.publish(2)
@@ -291,4 +366,4 @@ def test_every_page_is_listed_and_run() -> None:
         assert f"]({page.name})" in index and f'follow("{page.stem}"' in here, page.name
         for line, _ in commands(page.stem):
             if line.startswith("felix "):
-                check_words(shlex.split(line)[1:])
+                check_words(shlex.split(line.partition(" > ")[0])[1:])
