@@ -25,6 +25,7 @@ from cli.benchmark.processes import HOST, next_message, until_parent_is_done
 from cli.benchmark.raw_quic import WINDOW_BYTES
 from felix.address import Address
 from felix.batch import NewRecord
+from felix.collector import keep_what_is_there, start_kept
 from felix.profile import load_profile
 from felix.publisher import Publisher
 from felix.publisher_core import Receipt
@@ -154,8 +155,12 @@ async def serving(folder: RegionFolder, config: RegionConfig) -> AsyncIterator[N
 
 async def broker(pipe: Pipe, home: Path, engine: str) -> None:
     """Found a region in `home`, serve it until the parent is done. Answers once it serves."""
-    folder = found_bench_region(home)
-    async with serving(folder, msgspec.structs.replace(load_config(folder.config), engine=engine)):
+    async with AsyncExitStack() as stack:
+        # As `felix region up` starts one.
+        with start_kept():
+            folder = found_bench_region(home)
+            config = msgspec.structs.replace(load_config(folder.config), engine=engine)
+            await stack.enter_async_context(serving(folder, config))
         pipe.send(None)
         await until_parent_is_done(pipe)
 
@@ -181,6 +186,7 @@ async def publisher(pipe: Pipe, progress: Pipe, home: Path, engine: str) -> None
                     await _create(client, command)
                     load = PublishLoad(client, progress, command)
                     await load.open()
+                    keep_what_is_there()
                     pipe.send(None)
                 case Load():
                     assert load is not None
@@ -327,6 +333,7 @@ async def subscriber(pipe: Pipe, progress: Pipe, home: Path, engine: str) -> Non
                     open_loads.push_async_callback(load.close)
                     if command.followed:
                         await load.open()
+                    keep_what_is_there()
                     pipe.send(None)
                 case Collect():
                     assert load is not None
