@@ -762,6 +762,13 @@ def change_signing_keys_(
             help="Name the former keys of so many of the earliest changes no more, to make room: what they signed counts for nothing then."
         ),
     ] = 0,
+    lost_bundle: Annotated[
+        bool,
+        typer.Option(
+            "--lost-bundle",
+            help="The log says that this bundle's keys were given up, and nobody has the bundle of that change: what they signed counts up to the checkpoints that are given alone.",
+        ),
+    ] = False,
     raise_ends: Annotated[
         bool,
         typer.Option(
@@ -795,8 +802,10 @@ def change_signing_keys_(
             hint=f"felix region down {config.region}",
         )
     if raise_ends:
-        if drop_earliest:
-            raise RequestError("--drop-earliest goes with a change of keys, not with --raise-ends.")
+        if drop_earliest or lost_bundle:
+            raise RequestError(
+                "--drop-earliest and --lost-bundle go with a change of keys, not with --raise-ends."
+            )
         changed = raise_(folder, config, now_ms(), checkpoints=notes, without=without or (), back=back)
     else:
         if back != 1:
@@ -810,6 +819,7 @@ def change_signing_keys_(
             checkpoints=notes,
             without=without or (),
             drop_earliest=drop_earliest,
+            lost_bundle=lost_bundle,
         )
     for sentence in changed.left_out:
         note(sentence)

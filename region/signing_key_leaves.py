@@ -2,7 +2,7 @@
 
 A folder of before a change (`bundle.json`, `secrets/`) that is put back beside a log that goes on would take up the former keys again, and with them whoever
 stole them. A key that the log says was given up is none that a broker begins with, whenever its bundle was signed. Whoever has lost the new keys changes them again,
-from the folder that is left: those are in no leaf yet, and the lost ones are given up with that.
+with the bundle that names them: the next ones are in no leaf yet, and the lost ones are given up with that.
 
 The command writes these leaves where one process writes the log (region.signing_keys); of a log of which several brokers have copies, the one that writes it does
 (region.governance.changed_keys).
@@ -29,8 +29,9 @@ ACTIONS: Final[Mapping[str, tuple[Role, Change]]] = {
 ENDED_MAX: Final = 1_024
 """Keys of a role that are known as given up; of more, the earliest are forgotten. A bundle names those of 16 changes."""
 STALE_HINT: Final = (
-    "Put bundle.json and secrets/ of after the change into the folder, and start the broker again. Where the change was cut off, or they are lost, run felix region "
-    "change-signing-keys, have the other regions compare the bundle, and sign again what stands: what the lost keys signed counts for nothing then."
+    "Put bundle.json and secrets/ of after the change into the folder, and start the broker again. Where the change was cut off, run felix region change-signing-keys again. "
+    "Where secrets/ is lost, take that bundle.json from a region that trusts this one, run felix region change-signing-keys, have the other regions compare the new "
+    "bundle, and sign again what stands."
 )
 
 

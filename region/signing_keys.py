@@ -10,26 +10,30 @@ Whoever has the former key can put nothing below that: the region would have to 
 
 Order, so that a crash at any step leaves a region that goes on after the next call:
 
-1. what the logs' ends are is read, and in a region's own log that one process writes a KEY leaf records the change;
-2. the new keys are written beside the old ones; 3. the bundle names the new ones, and where the old ones ended; 4. the new keys take the old ones' place.
+1. what the logs' ends are is read; 2. the new keys are written beside the old ones, and beside the bundle the one that names them, and where the old ones ended;
+3. in a region's own log that one process writes KEY leaves record the change; 4. that bundle takes the place of the one before, and 5. the new keys that of theirs.
 
-Between 3 and 4 no broker starts with a receipt key that has ended (`require_of_now`). Callers: cli.region, region.startup.
+Between 3 and 5 no broker starts (`require_of_now`), and the next call goes on with what was written: the ends stay those of 1. Before 3 it begins anew.
+
+A folder of before the change, put back beside a log that has its leaves, is refused here as by brokers: the keys ended where they ended then, and what a thief signed
+meanwhile must not count because they are ended once more. The bundle of that change says where; other regions have it. Callers: cli.region, region.startup.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.leaf import Kind, read_header
 from audit.note import parse_note
 from audit.origin import Origin, region_origin
 from audit.signer_disk import load_signers
-from audit.tile import CHECKPOINT_PATH, COPIED_PATH
+from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
@@ -42,9 +46,24 @@ from keys.signing import SigningKey
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.log_keys import append_waiting
-from region.signing_key_leaves import ROLES, STALE_HINT, KeyLeaf, LoggedKeys, Role, key_id_of, stale_key
+from region.signing_key_leaves import (
+    ROLES,
+    STALE_HINT,
+    LoggedKey,
+    LoggedKeys,
+    Role,
+    key_id_of,
+    stale_key,
+    take,
+    unlogged,
+)
 from region.trust_store import believed_bundles
 from region.trusted_bundles import pinned_bundles
+
+_NEWER_HINT: Final = (
+    "Put the bundle.json of that change into the folder, and run this again: it says where the keys ended. Regions and auditors that trust this one have it (trusted/REGION.json); "
+    "the secrets of then are not needed. Where nobody has it: --lost-bundle, and what these keys signed counts up to the checkpoints that are given with --checkpoint alone."
+)
 
 
 class ChangedSigningKeys(NamedTuple):
@@ -64,31 +83,42 @@ def change_signing_keys(
     checkpoints: Iterable[bytes] = (),
     without: Iterable[str] = (),
     drop_earliest: int = 0,
+    lost_bundle: bool = False,
 ) -> ChangedSigningKeys:
     """Give the region new keys of these roles. Its brokers, and the agents whose logs lie in the folder, are stopped.
 
     `checkpoints`: the last ones of logs that lie elsewhere; of other regions' logs, as this one cosigned them. `without`: logs where nothing that the former keys signed
-    counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. What another region does stops no change: of a log of its that
-    cannot be taken nothing is said (`left_out`). Raises RequestError where one of the own logs is not at hand, is being written or has two histories (CONFLICT), or the bundle has no
-    room; then nothing was written.
+    counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. `lost_bundle`: the log says that the keys of this
+    bundle were given up, and nobody has the bundle of that change; what they signed counts up to the `checkpoints` that are given, and nowhere else. What another region does
+    stops no change: of a log of its that cannot be taken nothing is said (`left_out`). Raises RequestError where one of the own logs is not at hand, is being written or has
+    two histories (CONFLICT), where the folder is of before a change, or the bundle has no room; then nothing was written.
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     chosen = [role for role in ROLES if role in set(roles)]
     if _begun(folder, bundle):
-        _put_in_place(folder)
-        last = bundle.former[-1].ends if bundle.former else ()
-        return ChangedSigningKeys(decode_bundle(folder.bundle.read_bytes()), last)
+        return _put_in_place(folder, decode_bundle(folder.bundle.read_bytes()))
     assert chosen, "at least one key is changed"
-    for role in chosen:
-        _require_in_place(folder, bundle, role)
-    earlier = _without_earliest(bundle, drop_earliest)
-    new = {role: SigningKey.generate() for role in chosen}
-    signer = new.get("policy") or load_signing_key(folder.policy_key)
     given = [_given(folder, bundle, note) for note in checkpoints]
-    cosigned, unread = _cosigned_ends(folder, config, set(without))
-
-    def signed_with(own: list[KeyEnd]) -> ChangedSigningKeys:
-        ends, forked = _largest((*own, *cosigned), given, bundle.region)
+    known = {end.log for end in given}.union(without)
+    with ExitStack() as opened:
+        own = _own_log(folder, config, bundle, opened)
+        logged = own.logged_keys() if own is not None else {}
+        stale = stale_key(bundle, logged)
+        if stale and (planned := _planned(folder)) is not None:
+            _record(own, planned.bundle, logged, now_ms)
+            return _put_in_place(folder, planned)
+        if stale and not lost_bundle:
+            raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
+        for role in {*chosen, "policy"}:
+            _require_in_place(folder, bundle, role, logged if role in chosen else {})
+        earlier = _without_earliest(bundle, drop_earliest)
+        new = {role: SigningKey.generate() for role in chosen}
+        if stale:
+            measured, unread = list[KeyEnd](), list[str]()
+        else:
+            measured, unread = _cosigned_ends(folder, config, set(without))
+            measured += [log.end() for log in _own_logs(folder, config, bundle, known, own, opened)]
+        ends, forked = _largest(measured, given, bundle.region)
         former = FormerKeys(
             policy_keys=bundle.policy_keys if "policy" in new else (),
             receipt_keys=bundle.receipt_keys if "receipt" in new else (),
@@ -99,26 +129,16 @@ def change_signing_keys(
             issued_ms=max(now_ms, bundle.issued_ms + 1),
             **{f"{role}_keys": (key.verify_key.public,) for role, key in new.items()},
         )
-        return ChangedSigningKeys(sign_bundle(changed, signer), ends, (*unread, *forked))
-
-    known = {end.log for end in given}.union(without)
-    with ExitStack() as opened:
-        logs = _own_logs(folder, config, bundle, known, opened)
-        # All that may be refused is refused here, before the log says that the keys were changed.
-        signed_with([log.end() for log in logs])
-        for log in logs:
-            if log.trail is not None and log.origin == region_origin(bundle.region, bundle.mesh):
-                for said in _said_of(bundle, new):
-                    append_waiting(log.trail, said.leaf(bundle.region, now_ms))
-        done = signed_with([log.end() for log in logs])
-    for role in ROLES:
-        # Of a call that did not come as far as the bundle: nobody knows them.
-        _new(_path(folder, role)).unlink(missing_ok=True)
-    for role, key in new.items():
-        save_signing_key(key, _new(_path(folder, role)))
-    replace_file(folder.bundle, done.signed.encode(), PUBLIC)
-    _put_in_place(folder)
-    return done
+        # All that may be refused was refused, before anything is written.
+        signed = sign_bundle(changed, new.get("policy") or load_signing_key(folder.policy_key))
+        for role in ROLES:
+            # Of a call that did not come as far as the log: nobody knows them.
+            _new(_path(folder, role)).unlink(missing_ok=True)
+        for role, key in new.items():
+            save_signing_key(key, _new(_path(folder, role)))
+        replace_file(_new(folder.bundle), signed.encode(), PUBLIC)
+        _record(own, changed, logged, now_ms)
+    return _put_in_place(folder, signed)._replace(left_out=(*unread, *forked))
 
 
 def raise_ends(
@@ -192,15 +212,6 @@ def require_of_now(own: RegionBundle, receipt_key: SigningKey, logged: LoggedKey
     )
 
 
-def _said_of(bundle: RegionBundle, new: Mapping[Role, SigningKey]) -> list[KeyLeaf]:
-    """What the region's log is to say of a change: the keys that are given up, and then the new ones."""
-    given_up = {"policy": bundle.policy_keys, "receipt": bundle.receipt_keys}
-    return [
-        *(KeyLeaf(role, "ended", key_id_of(public)) for role in new for public in given_up[role]),
-        *(KeyLeaf(role, "changed", key_id_of(key.verify_key.public)) for role, key in new.items()),
-    ]
-
-
 def _path(folder: RegionFolder, role: Role) -> Path:
     return folder.policy_key if role == "policy" else folder.receipt_key
 
@@ -220,17 +231,41 @@ def _begun(folder: RegionFolder, bundle: RegionBundle) -> bool:
     )
 
 
-def _put_in_place(folder: RegionFolder) -> None:
+def _planned(folder: RegionFolder) -> SignedBundle | None:
+    """The bundle of a change that was cut off, with the keys that it names beside the old ones."""
+    path = _new(folder.bundle)
+    signed = decode_bundle(path.read_bytes()) if path.exists() else None
+    return signed if signed is not None and _begun(folder, signed.bundle) else None
+
+
+def _put_in_place(folder: RegionFolder, signed: SignedBundle) -> ChangedSigningKeys:
+    replace_file(folder.bundle, signed.encode(), PUBLIC)
+    _move_new(folder)
+    _new(folder.bundle).unlink(missing_ok=True)
+    return ChangedSigningKeys(signed, signed.bundle.former[-1].ends if signed.bundle.former else ())
+
+
+def _move_new(folder: RegionFolder) -> None:
     for role in ROLES:
         path = _path(folder, role)
         if _new(path).exists():
             _new(path).replace(path)
 
 
-def _require_in_place(folder: RegionFolder, bundle: RegionBundle, role: Role) -> None:
+def _record(own: _OwnLog | None, bundle: RegionBundle, logged: LoggedKeys, now_ms: int) -> None:
+    """Have the region's own log say of the change what it does not say yet. One of which several brokers have copies is written by them."""
+    if own is not None and own.trail is not None:
+        for said in unlogged(bundle, logged):
+            append_waiting(own.trail, said.leaf(bundle.region, now_ms))
+
+
+def _require_in_place(folder: RegionFolder, bundle: RegionBundle, role: Role, logged: LoggedKeys) -> None:
+    """Raises RequestError where the folder has another key than the bundle names, unless the log says that it was given up: then the one of now is lost."""
     path = _path(folder, role)
     public = load_signing_key(path).verify_key.public
-    if public not in (bundle.policy_keys if role == "policy" else bundle.receipt_keys):
+    if public in (bundle.policy_keys if role == "policy" else bundle.receipt_keys):
+        return
+    if role not in logged or key_id_of(public) not in logged[role].ended:
         raise RequestError(
             f"The bundle of {bundle.region} names another {role} key than {path} holds.", code=Code.CONFLICT
         )
@@ -306,6 +341,7 @@ class _OwnLog(NamedTuple):
     origin: str
     bundle: RegionBundle
     note: bytes
+    files: Folder
     trail: Trail | None
 
     def end(self) -> KeyEnd:
@@ -313,9 +349,38 @@ class _OwnLog(NamedTuple):
         note = self.note if self.trail is None else self.trail.publish()
         return _end(open_checkpoint(note, RegionTrust(self.bundle).log_keys(self.origin)))
 
+    def logged_keys(self) -> LoggedKeys:
+        """What it says of the region's keys. Reads all of it."""
+        files = self.files if self.trail is None else self.trail.files
+        size, found = self.end().size, dict[Role, LoggedKey]()
+        for _, data in read_entries(files, 0, size, size):
+            header = read_header(data)
+            if header is not None and header.kind is Kind.KEY:
+                take(found, header.action, header.key_id, header.time_ms)
+        return found
+
+
+def _own_log(
+    folder: RegionFolder, config: RegionConfig, bundle: RegionBundle, opened: ExitStack
+) -> _OwnLog | None:
+    """The region's own log, opened until `opened` ends; of several brokers' copies the one that goes furthest. None: it has no checkpoint here."""
+    origin, keys = region_origin(bundle.region, bundle.mesh), (folder.audit_key, folder.audit_ml_dsa_key)
+    logs = [
+        log
+        for data in config.data_folders
+        if (path := folder.root / data / "audit").is_dir()
+        and (log := _open_log(path, origin, keys, bundle, opened)) is not None
+    ]
+    return max(logs, key=lambda log: log.end().size, default=None)
+
 
 def _own_logs(
-    folder: RegionFolder, config: RegionConfig, bundle: RegionBundle, known: set[str], opened: ExitStack
+    folder: RegionFolder,
+    config: RegionConfig,
+    bundle: RegionBundle,
+    known: set[str],
+    own: _OwnLog | None,
+    opened: ExitStack,
 ) -> list[_OwnLog]:
     """The region's own log and its bridges' logs, but for the known ones, opened until `opened` ends. Raises RequestError(NOT_FOUND) where one has no checkpoint here."""
     found = []
@@ -323,26 +388,18 @@ def _own_logs(
     for origin in origins:
         if origin in known:
             continue
-        bridge = Origin.parse(origin).bridge
-        if bridge is None:
-            # Of several brokers' copies the one that goes furthest.
-            paths = [folder.root / data / "audit" for data in config.data_folders]
-            keys = (folder.audit_key, folder.audit_ml_dsa_key)
-        else:
-            paths = [folder.bridge(bridge.name) / "egress"]
+        bridge, log = Origin.parse(origin).bridge, own
+        if bridge is not None:
+            path = folder.bridge(bridge.name) / "egress"
             keys = (folder.egress_key(bridge.name), folder.egress_ml_dsa_key(bridge.name))
-        logs = [
-            log
-            for path in paths
-            if path.is_dir() and (log := _open_log(path, origin, keys, bundle, opened)) is not None
-        ]
-        if not logs:
+            log = _open_log(path, origin, keys, bundle, opened) if path.is_dir() else None
+        if log is None:
             raise RequestError(
                 f"The log {origin} is not here: what the keys signed counts up to its last checkpoint.",
                 code=Code.NOT_FOUND,
                 hint=f"Give that checkpoint's file with --checkpoint, or say --without {origin} where the log is gone, or was never written.",
             )
-        found += logs
+        found.append(log)
     return found
 
 
@@ -353,12 +410,12 @@ def _open_log(
     log = Folder(path)
     note = log.read(CHECKPOINT_PATH)
     if note is None or log.read(COPIED_PATH) is not None:
-        return None if note is None else _OwnLog(origin, bundle, note, None)
+        return None if note is None else _OwnLog(origin, bundle, note, log, None)
     signers = load_signers(origin, *keys)
     earlier = RegionTrust(bundle).earlier_keys(origin, (signer.key for signer in signers))
     trail = Trail.open(path, signers[0], also=signers[1:], earlier=earlier)
     opened.callback(trail.close)
-    return _OwnLog(origin, bundle, note, trail)
+    return _OwnLog(origin, bundle, note, log, trail)
 
 
 def _cosigned_ends(

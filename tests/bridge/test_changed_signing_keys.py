@@ -293,17 +293,44 @@ async def test_a_change_that_is_cut_off_is_finished_by_the_next_call(
     def cut_off(*_: object) -> None:
         raise OSError("no power")
 
-    for name, replaced in (("replace_file", False), ("_put_in_place", True)):
+    async def refused(why: str) -> None:
+        with pytest.raises(RequestError, match=why) as refusal:
+            await mesh.start("eu-west")
+        assert "change-signing-keys" in refusal.value.hint
+
+    # Before the log says so, nothing has happened, whatever lies beside: brokers serve, and the next call begins anew.
+    for name in ("save_signing_key", "replace_file", "_record"):
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no power"):
             patch.setattr(signing_keys, name, cut_off)
             change_signing_keys(mesh.eu, config, now_ms())
+        assert mesh.bundle("eu-west") == before
+        await mesh.start("eu-west")
+        await mesh.stop("eu-west")
+    # From then on no broker begins, and the next call goes on with what was written.
+    planned = None
+    appended = signing_keys.append_waiting
+
+    def second_fails(trail: Any, leaf: Any) -> None:
+        if leaf.header.action == "receipt-key-ended":
+            cut_off()
+        appended(trail, leaf)
+
+    for name, fails, replaced in (
+        ("append_waiting", second_fails, False),
+        ("_put_in_place", cut_off, False),
+        ("_move_new", cut_off, True),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no power"):
+            patch.setattr(signing_keys, name, fails)
+            change_signing_keys(mesh.eu, config, now_ms())
         assert (mesh.bundle("eu-west") != before) == replaced
-        why = "one that eu-west gave up" if replaced else "gave up the policy key"
-        with pytest.raises(RequestError, match=why) as refused:
-            await mesh.start("eu-west")
-        assert "change-signing-keys" in refused.value.hint
+        await refused("one that eu-west gave up" if replaced else "gave up the policy key")
+        written = mesh.eu.bundle.with_name("new.bundle.json").read_bytes()
+        assert planned in (None, written)
+        planned = written
     changed = change_signing_keys(mesh.eu, config, now_ms())
     assert changed.signed.bundle == mesh.bundle("eu-west") and len(changed.signed.bundle.former) == 1
+    assert changed.signed.encode() == planned and not mesh.eu.bundle.with_name("new.bundle.json").exists()
     assert not list(mesh.eu.secrets.glob("new.*")) and mesh.eu.receipt_key.read_bytes() != old
     await mesh.start("eu-west")
     for report in verified(mesh).values():
@@ -473,12 +500,17 @@ async def test_a_folder_of_before_the_change_is_not_taken_up_beside_a_log_that_g
     await mesh.start("us-east")
     await mesh.stop("us-east")
 
-    lost = mesh.bundle("us-east")
+    # The new keys are lost. Their bundle is not: other regions have it.
     await back_to(old)
+    with pytest.raises(RequestError, match="gave up the policy key") as told:
+        change_signing_keys(folder, load_config(folder.config), now_ms())
+    assert "trusted/REGION.json" in told.value.hint
+    shutil.copy(newest / "bundle.json", folder.bundle)
     await change(mesh, "us-east")
-    anew = mesh.bundle("us-east")
-    known = {*anew.policy_keys, *(key for former in anew.former for key in former.policy_keys)}
-    assert not known & {*lost.policy_keys} and key_changes(mesh) == 4
+    first, second = mesh.bundle("us-east").former
+    assert first == decode_bundle((newest / "bundle.json").read_bytes()).bundle.former[0]
+    assert second.policy_keys == decode_bundle((newest / "bundle.json").read_bytes()).bundle.policy_keys
+    assert key_changes(mesh) == 4
     async with mesh.operator("us-east") as client:
         (alarm,) = (await client.request(DescribeRegion())).alarms
     assert "felix policy apply" in alarm
@@ -486,6 +518,54 @@ async def test_a_folder_of_before_the_change_is_not_taken_up_beside_a_log_that_g
     await back_to(newest)
     with pytest.raises(RequestError, match="gave up the policy key"):
         await mesh.start("us-east")
+
+
+@pytest.mark.parametrize("has_bundle", [True, False])
+async def test_what_a_thief_signed_behind_an_end_stays_there_where_the_keys_are_changed_again_from_an_older_folder(
+    mesh: Mesh, has_bundle: bool
+) -> None:
+    """eu-west takes an export of the thief before it has compared. us-east then loses the new keys, and changes them with what is left."""
+    folder, old = mesh.us, mesh.home / "old"
+    await twenty_crossed(mesh)
+    shutil.copytree(folder.secrets, old)
+    bundle, thief = folder.bundle.read_bytes(), mesh.key("us-east")
+    before = decode_bundle(bundle).bundle
+    await mesh.stop("us-east")
+    change_signing_keys(folder, load_config(folder.config), now_ms())
+    newer = folder.bundle.read_bytes()
+    (ended,) = mesh.bundle("us-east").former
+    await mesh.start("us-east")
+    own = parse_policy(POLICIES["us-east"], "us-east")
+    forged = sign_export(mesh.terms(purpose="what the thief likes"), own, thief, now_ms())
+    await mesh.put("eu-west", "export", forged)
+    ingress = region_origin("eu-west", "acme")
+    size = note_size((mesh.ingress_folder / "checkpoint").read_bytes())
+    for by, of in (("eu-west", "us-east"), ("us-east", "eu-west")):
+        pin = trust_region(mesh.folder(by), decode_bundle(mesh.folder(of).bundle.read_bytes()), now_ms())
+        assert pin is not None
+        async with mesh.operator(by) as client:
+            await client.request(PutDocument("pin", pin.encode()))
+    async with mesh.agent():
+        await until(lambda: witnessed(mesh, ingress) > size, "us-east has cosigned the thief's leaf")
+    assert "gave up at" in str(verified(mesh)[ingress].findings)
+
+    await mesh.stop("us-east")
+    shutil.rmtree(folder.secrets)
+    shutil.copytree(old, folder.secrets)
+    folder.bundle.write_bytes(newer if has_bundle else bundle)
+    config = load_config(folder.config)
+    if has_bundle:
+        change_signing_keys(folder, config, now_ms())
+    else:
+        with pytest.raises(RequestError, match="gave up the policy key"):
+            change_signing_keys(folder, config, now_ms())
+        change_signing_keys(folder, config, now_ms(), lost_bundle=True)
+    again = mesh.bundle("us-east").former[0]
+    assert again.policy_keys == before.policy_keys
+    assert again.ends == (ended.ends if has_bundle else ())
+    why = "gave up at" if has_bundle else "names no end of it in this log"
+    assert why in str(verified(mesh)[ingress].findings)
+    await mesh.start("us-east")
 
 
 @pytest.mark.parametrize("has", ["no file", "a file of before the bridge"])
