@@ -422,11 +422,13 @@ def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
 
 def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known: Known) -> bool:
     """Whether a person was asked. Raises unless people compared the bundle's fingerprint, or it is a successor that needs no
-    comparing.
+    comparing. After a change of the own policy key they compare again.
 
     The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, or a new one the key of somebody else,
     the whole bundle's is compared. `known`: whose keys are known here.
     """
+    from region.trusted_bundles import is_pinned_before
+
     new = signed.bundle
     held = _held(folder, new.region)
     beyond = changes_beyond_fingerprint(held, new, known)
@@ -447,8 +449,13 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
             f"The bundle's fingerprint is {found}, not the one given.",
             hint="Do not trust it. Get the bundle again from that region's operator.",
         )
-    changed = ""
-    if held is not None:
+    changed, own = "", own_bundle(folder)
+    if folder.policy_key.exists() and is_pinned_before(folder, own, new.region):
+        # What was compared last, and on which machine, only the numbers of the former key's pins say, and a thief of it may have chosen those.
+        changed = (
+            f" {own.region} changed its policy key, and the pin of {new.region} here is under the one before."
+        )
+    elif held is not None:
         try:
             if held != new:
                 check_update(held, signed, known)

@@ -9,7 +9,7 @@ from pathlib import Path
 from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
 from keys.bundle import RegionBundle, SignedBundle, check_update, decode_bundle
-from keys.pin import SignedPin, decode_pin
+from keys.pin import SignedPin, decode_pin, parse_pin
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
@@ -67,6 +67,16 @@ def read_pin(folder: RegionFolder, own: RegionBundle, region: str) -> SignedPin 
     except FelixError as error:
         log.error("%s is not believed: %s", path, error)
         return None
+
+
+def is_pinned_before(folder: RegionFolder, own: RegionBundle, region: str) -> bool:
+    """Whether the folder's pin of a region is under a policy key that this one gave up, so that people have to compare again. Blocks."""
+    path = folder.pin(region)
+    try:
+        pin = parse_pin(_read(path), own.region, own.mesh) if path.exists() else None
+    except FelixError:
+        return False
+    return pin is not None and pin.holds_under(key for former in own.former for key in former.policy_keys)
 
 
 def keep_pin(folder: RegionFolder, pin: SignedPin) -> None:

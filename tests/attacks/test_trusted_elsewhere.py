@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import bridge.agent
 from bridge.pins import Pins
 from cli.exits import EXIT_UNAVAILABLE, exit_code
+from cli.form import Form, chosen
 from cli.region import app
 from cli.trust import _trusted
 from felix.address import Address
@@ -45,9 +46,10 @@ class Machines:
         mesh.us.policy_key.unlink()
         monkeypatch.delenv("FELIX_REGION", raising=False)
 
-    async def trust(self, *words: str, on: RegionFolder | None = None) -> Result:
-        """`felix region trust`, on the operator's machine unless another is named."""
+    async def trust(self, *words: str, on: RegionFolder | None = None, form: Form = "table") -> Result:
+        """`felix region trust`, on the operator's machine unless another is named; its output as `-o FORM` has it."""
         self._patch.setenv("FELIX_HOME", str((on or self.operator).root.parent))
+        self._patch.setattr(chosen, "form", form)
         return await asyncio.to_thread(CliRunner().invoke, app, ["trust", *words, "--region", "us-east"])
 
     async def compare(self, bundle: SignedBundle, on: RegionFolder | None = None) -> Result:
@@ -210,9 +212,9 @@ async def test_whom_a_folder_trusts_is_shown_with_the_keys_that_each_region_gave
     new = sign_bundle(new.bundle.with_former((former,)), key)
     compared = await machines.compare(new)
     assert "policy, up to their ends in 2 logs" in compared.output, "before it is trusted"
-    said = await machines.trust("-o", "wide")
+    said = await machines.trust(form="wide")
     assert "policy, up to their ends in 2 logs" in said.output, said.output
-    (shown,) = json.loads((await machines.trust("--json")).stdout)["items"]
+    (shown,) = json.loads((await machines.trust(form="json")).stdout)["items"]
     assert (shown["kind"], shown["region"]) == ("TrustedRegion", "eu-west")
     assert shown["fingerprint"] == new.bundle.fingerprint() and shown["compared_ms"] <= now_ms()
     assert shown["told"] and not shown["taken"], "it is given again"

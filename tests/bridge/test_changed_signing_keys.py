@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from attacks.test_f08_truncation import accept, link, source_put_back
 from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
+from click.testing import Result
 from typer.testing import CliRunner
 
 from audit.checkpoint import Checkpoint, note_size
@@ -33,6 +34,7 @@ from felix.messages import DescribeRegion, PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import FORMER_MAX, SignedBundle, check_update, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
+from keys.pin import UNCOMPARED
 from keys.signing import SigningKey
 from policy.grant import (
     ExportGrant,
@@ -47,8 +49,10 @@ from policy.signed import SignedDocument
 from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
+from region.folder import RegionFolder
 from region.signing_key_leaves import ROLES, Role
 from region.signing_keys import change_signing_keys, raise_ends
+from region.trusted_bundles import read_pin
 
 EGRESS = egress_origin("us-east", "acme", BRIDGE)
 
@@ -566,6 +570,47 @@ async def test_what_a_thief_signed_behind_an_end_stays_there_where_the_keys_are_
     why = "gave up at" if has_bundle else "names no end of it in this log"
     assert why in str(verified(mesh)[ingress].findings)
     await mesh.start("us-east")
+
+
+async def test_after_an_own_change_other_regions_are_compared_again_on_whichever_machine(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second machine's folder has eu-west as it was before that region gave up its stolen key; nobody who only signs again what lies there brings that back."""
+
+    async def trust(home: Path, *words: str) -> Result:
+        monkeypatch.setenv("FELIX_HOME", str(home))
+        return await asyncio.to_thread(CliRunner().invoke, app, ["trust", *words, "--region", "us-east"])
+
+    await twenty_crossed(mesh)
+    second = mesh.home / "second"
+    shutil.copytree(mesh.us.root, second / "us-east", ignore=shutil.ignore_patterns("data", "run"))
+    two = RegionFolder(second / "us-east")
+    former = mesh.home / "former.json"
+    shutil.copy(mesh.eu.bundle, former)
+    await change(mesh, "eu-west")
+    await mesh.stop("us-east")
+    change_signing_keys(mesh.us, load_config(mesh.us.config), now_ms())
+    await mesh.start("us-east")
+    for name in ("policy.pem", "receipt.pem"):
+        shutil.copy(mesh.us.secrets / name, two.secrets / name)
+    shutil.copy(mesh.us.bundle, two.bundle)
+    for folder in (mesh.us, two):
+        write_profile(folder, "us-east", "acme", Address("127.0.0.1", mesh.ports["us-east"]))
+    own, compared = mesh.bundle("us-east"), mesh.bundle("eu-west")
+
+    for home, file in ((mesh.home, mesh.eu.bundle), (second, former)):
+        refused = await trust(home, str(file), "--yes")
+        assert isinstance(refused.exception, RequestError) and "under the one before" in str(
+            refused.exception
+        )
+    done = await trust(mesh.home, str(mesh.eu.bundle), "--fingerprint", compared.fingerprint(), "--yes")
+    assert done.exit_code == 0, done.exception
+    done = await trust(second)
+    assert done.exit_code == 0, done.exception
+    for folder in (mesh.us, two):
+        pin = read_pin(folder, own, "eu-west")
+        assert pin is not None and pin.bundle == compared and pin.pin.number > UNCOMPARED
+    assert (await trust(second, str(mesh.eu.bundle), "--yes")).exit_code == 0, "it is compared now"
 
 
 @pytest.mark.parametrize("has", ["no file", "a file of before the bridge"])
