@@ -499,7 +499,7 @@ def status(
     if name and found and found[0]["brokers"]:
         table(
             "Brokers",
-            ["broker", "address", "process#", "leads#", "copies#", "role"],
+            ["broker", "address", "process#", "streams led#", "copies#", "in sync#", "role"],
             [
                 [
                     each["broker"],
@@ -507,6 +507,7 @@ def status(
                     "" if each["pid"] is None else str(each["pid"]),
                     each["leads"],
                     each["copies"],
+                    each["in_sync"],
                     ", ".join(
                         role
                         for role, has in (
@@ -598,6 +599,7 @@ def _status(region: str) -> dict[str, Any]:
                     "is_controller": each.is_controller,
                     "has_audit_log": each.has_audit_log,
                     "copies": each.copies,
+                    "in_sync": each.in_sync,
                     "alone": each.alone,
                     "is_drained": each.is_drained,
                 }

@@ -355,7 +355,7 @@ class Clustered:
         """Every broker that was ever registered, with how many of these streams it has."""
         member, home = self.member, self.audit_home
         view, leads, copies, alone = member.mirror.view, Counter[str](), Counter[str](), Counter[str]()
-        staying = set()
+        staying, in_sync = set(), Counter[str]()
         for record in records:
             placed = member.assignments.placed(record.incarnation)
             leads[placed] += 1
@@ -366,6 +366,7 @@ class Clustered:
         for shard, held in view.shards.items():
             if shard.incarnation not in staying:
                 copies.update({*held.replicas, *held.target})
+                in_sync.update(held.isr)
         return [
             BrokerState(
                 broker,
@@ -376,6 +377,7 @@ class Clustered:
                 copies[broker],
                 alone[broker],
                 broker in view.nodes and view.nodes[broker].drain,
+                in_sync[broker],
             )
             for broker, address in member.brokers.items()
         ]

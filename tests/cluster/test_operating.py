@@ -103,6 +103,8 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
             await until(nothing_moves)
             state = await client.describe()
             assert of(state, drained).is_drained and of(state, drained).copies == 0
+            assert of(state, drained).in_sync == 0
+            assert all(of(state, name).in_sync == of(state, name).copies > 0 for name in others)
             await until(lambda: not home.exists())
             before = len(published)
             await until(lambda: len(published) >= before + 20)
