@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from long_runs import count
-from shared_spark import shared_session
+from shared_spark import SLOW_WORKER, shared_session
 from spark import two_sinks
 from spark_region import SparkRegion
 
@@ -31,9 +31,6 @@ pytestmark = [pytest.mark.spark, pytest.mark.slow, pytest.mark.fault]
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("FELIX_SPARK_KILLS", count(1, 5)))
-SLOW_WORKER = "Python worker failed to connect back"
-"""Spark's own word where a Python worker takes more than ten seconds to start, which no setting makes longer. On a busy machine that happens; the
-query ends, and whoever runs it starts it again."""
 STEP_S = 150.0
 """Far longer than a driver takes to start and to write something, on a busy machine."""
 DRIVERS_MAX = 3

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_spark import run_to_end
 from spark_region import WRITES, SparkRegion
 
 from felix.settings import Deduplication, Views
@@ -115,9 +116,8 @@ def test_a_query_goes_on_where_its_checkpoint_says_and_no_key_is_in_plan_or_chec
             maxRecordsPerTrigger="400",
         )
         writer = frame.load().writeStream.option("checkpointLocation", str(tmp_path / "state"))
-        query = writer.trigger(availableNow=True).start(str(tmp_path / "out"), format="parquet")
-        query.awaitTermination()
-        return query
+        writer = writer.trigger(availableNow=True)
+        return run_to_end(lambda: writer.start(str(tmp_path / "out"), format="parquet"))
 
     region.publish(name, 0, 1000)
     query = run()
@@ -172,8 +172,7 @@ def test_a_micro_batch_that_is_repeated_is_published_once_where_the_stream_dedup
     def run() -> int:
         writer = rows.load().select("key", "value").writeStream.format("felix")
         writer = writer.options(**region.options(name, "operator"), checkpointLocation=str(tmp_path))
-        query = writer.trigger(availableNow=True).start()
-        query.awaitTermination()
+        query = run_to_end(writer.trigger(availableNow=True).start)
         return sum(progress["numInputRows"] for progress in query.recentProgress)
 
     assert run() == 1000
