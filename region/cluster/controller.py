@@ -240,9 +240,12 @@ class ControllerCore:
         return self._term
 
     def planning(self) -> Planning:
-        """A plan of where everything should be, by what is known now; nothing is done by it."""
+        """A plan of where everything should be, by what is known now; nothing is done by it. A stream stays that has a shard which nobody leads: there is nobody
+        to copy from."""
         wishes = [
-            _placed_wish(wish) for wish in self._wishes.values() if wish.incarnation not in self._deleted
+            _placed_wish(wish, stays=wish.stays or self._has_vacant(wish))
+            for wish in self._wishes.values()
+            if wish.incarnation not in self._deleted
         ]
         return Planning(
             self._sites_now(), wishes, {shard: _place(record) for shard, record in self.view.shards.items()}
@@ -677,7 +680,9 @@ class ControllerCore:
                 for wish in self._wishes.values()
                 if wish.incarnation in incarnations or not groups.isdisjoint(wish.groups)
             ]
-        wanted = [_placed_wish(wish) for wish in wishes if wish.incarnation not in self._deleted]
+        wanted = [
+            _placed_wish(wish, stays=wish.stays) for wish in wishes if wish.incarnation not in self._deleted
+        ]
         return place(self._sites_now(), wanted, current | self._placing)
 
     def _gatherings(self, taken: set[ShardId], room: int) -> list[tuple[ShardId, Transaction]]:
@@ -754,7 +759,8 @@ class ControllerCore:
         places = self._plan()
         if places is None:
             return []
-        under_way = [view.shards[shard] for shard in self._under_way]
+        # What nobody leads is not on its way: it keeps nothing else from moving.
+        under_way = [view.shards[shard] for shard in self._under_way if not self._is_vacant(shard)]
         gets = [broker for record in under_way for broker in record.target if broker not in record.replicas]
         gives = [
             broker
@@ -768,6 +774,8 @@ class ControllerCore:
         for shard in sorted(view.shards if self._rebalances else self._leaving):
             record, target = view.shards[shard], places.get(shard, ())
             if not target or _place(record) == target or (record.target and shard not in self._leaving):
+                continue
+            if self._is_vacant(shard):
                 continue
             is_left = True
             target = self._step_to(shard, target, places, ready)
@@ -936,7 +944,16 @@ class ControllerCore:
             self._bid_ms = now_ms + self._lease_ms
             self._send(transactions.resign(self.view, self._term))
 
+    def _is_vacant(self, shard: ShardId) -> bool:
+        """Whether nobody leads a shard, nor is about to."""
+        return _subject(shard) in self._alarms
+
+    def _has_vacant(self, wish: StreamWish) -> bool:
+        return any(self._is_vacant(ShardId(wish.incarnation, number)) for number in range(wish.shards))
+
     def _alarm(self, subject: str, sentence: str) -> None:
+        if subject.startswith(SHARD_SUBJECT) and (subject in self._alarms) != bool(sentence):
+            self._drop_plan()
         if self._alarms.get(subject, "") != sentence:
             self._actions.append(Alarm(subject, sentence))
             self._alarms[subject] = sentence
@@ -949,8 +966,8 @@ def _unit(wish: StreamWish) -> str:
     return wish.groups[-1] if wish.groups else wish.incarnation
 
 
-def _placed_wish(wish: StreamWish) -> Wish:
-    return Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups, wish.stays)
+def _placed_wish(wish: StreamWish, *, stays: bool) -> Wish:
+    return Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups, stays)
 
 
 def _place(record: ShardRecord) -> tuple[str, ...]:

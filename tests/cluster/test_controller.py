@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -544,6 +545,55 @@ def test_a_rebalance_moves_streams_of_several_shards_as_one() -> None:
         assert len({records[ShardId(wish.incarnation, number)].replicas for number in range(3)}) == 1
     assert not any(record.target for record in records.values())
     assert sum(record.leader == "d" for record in records.values()) == 9
+
+
+def test_what_nobody_leads_is_not_moved_and_holds_up_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its only copies went with their broker: there is nobody to copy from, until an operator decides. Then it moves as others do."""
+    plans = 0
+
+    class Counted(Planning):
+        def __init__(self, *of: Any) -> None:
+            nonlocal plans
+            plans += 1
+            super().__init__(*of)
+
+    monkeypatch.setattr(controller, "Planning", Counted)
+    region = Region("abc", controllers="a")
+    wishes = [StreamWish(f"{number:032x}", f"acme/ops/s{number}", 1, 1, 1) for number in range(1, 25)]
+    region.wants(*wishes)
+    region.until(lambda: len(region.view().shards) == 24 and all(region.leaders()))
+    lost = {shard for shard, record in region.view().shards.items() if record.leader == "c"}
+    assert len(lost) == 8
+    region.die("c")
+    region.pass_ms(3 * LEASE_MS)
+    region.boots["d"] = 1
+    region.files["d"] = FolderRecord(folder="dd" * 16)
+    region.start("d")
+    region.pass_ms(500)
+    host = region.hosts["a"]
+    host.step(Rebalance())
+    for _ in range(120):
+        region.pass_ms(50)
+        arrive(region)
+    records = region.view().shards
+    assert {shard for shard, record in records.items() if not record.leader} == lost
+    assert all(records[shard].replicas == ("c",) and not records[shard].target for shard in lost)
+    led = Counter(record.leader for shard, record in records.items() if shard not in lost)
+    assert min(led[name] for name in "abd") >= 4 and not any(record.target for record in records.values())
+    settled = plans
+    region.pass_ms(3_000)
+    assert plans == settled and not host.core.wants_step, "nothing is planned for ever"
+
+    # They come back, and go where they should.
+    region.start("c")
+    region.pass_ms(2 * LEASE_MS)
+    assert all(region.view().shards[shard].leader == "c" for shard in lost)
+    host.step(Rebalance())
+    for _ in range(120):
+        region.pass_ms(50)
+        arrive(region)
+    led = Counter(record.leader for record in region.view().shards.values())
+    assert set(led.values()) == {6}
 
 
 def test_what_stays_is_not_moved_off_a_drained_broker_and_holds_up_nothing() -> None:
