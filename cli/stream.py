@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -26,6 +27,7 @@ from cli.setting import IdentityOption, JsonOption, RegionOption, connect, reade
 from felix.errors import Code, RequestError
 from felix.messages import ShardState, StreamState
 from felix.settings import Compaction, Deduplication, Offload, Views
+from felix.tasks import end_tasks
 from policy.quantity import Duration, Size
 
 if TYPE_CHECKING:
@@ -388,9 +390,29 @@ def format_state(shard: ShardState) -> str:
     return "; ".join(parts)
 
 
+UNLED_S: Final = 2.0
+"""How long `describe` waits for a stream's leader before it asks whether there is one."""
+
+
 async def _describe(region: str, identity: str, name: str) -> StreamState:
     async with connect(region, identity) as client:
-        return await client.describe_stream(name)
+        described = asyncio.ensure_future(client.describe_stream(name))
+        try:
+            done, _ = await asyncio.wait({described}, timeout=UNLED_S)
+            # Nobody answers for a shard that nobody leads. Why, every broker knows.
+            if not done and (unled := await _unled(client, name)) is not None:
+                return unled
+            return await described
+        finally:
+            await end_tasks(described)
+
+
+async def _unled(client: felix.RegionClient, name: str) -> StreamState | None:
+    """The stream, as the broker that answers knows it, where one of its shards is led by nobody."""
+    async for state in client.list_streams(name):
+        if state.stream == name:
+            return state if any(shard.stopped and not shard.leader for shard in state.state) else None
+    return None
 
 
 @app.command()

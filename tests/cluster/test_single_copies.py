@@ -13,6 +13,7 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import payloads, until
 
 import felix
+from cli import stream as stream_commands
 from felix.settings import Durability
 from region.cluster.records import ShardId, ShardRecord
 from region.replicas import is_kept_elsewhere
@@ -200,3 +201,26 @@ def test_what_a_broker_has_is_kept_while_others_may_lack_something() -> None:
     assert not is_kept_elsewhere(changed(whole, isr={"b1": 1}))
     assert not is_kept_elsewhere(changed(whole, target=("b1", "b2", "b3")))
     assert not is_kept_elsewhere(changed(whole, unclean=2))
+
+
+async def test_a_stream_that_nobody_leads_is_described_all_the_same(
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Why, and what goes on from there, is what its operator asks for."""
+    async with serving(tmp_path, etcd, 2) as region:
+        async with region.client("b1") as client:
+            await client.create_stream(STREAM, replicas=1)
+            (shard,) = (await client.describe_stream(STREAM)).state
+        gone = shard.leader
+        (other,) = {*region.nodes} - {gone}
+        await region.stop(gone)
+        monkeypatch.setattr(stream_commands, "connect", lambda *_: region.client(other))
+        monkeypatch.setattr(stream_commands, "UNLED_S", 0.2)
+
+        async with asyncio.timeout(60):
+            while True:
+                (shard,) = (await stream_commands._describe("", "", STREAM)).state
+                if not shard.leader and f"{gone} is not alive" in shard.stopped:
+                    break
+                await asyncio.sleep(0.1)
+        assert shard.replicas == [gone]
