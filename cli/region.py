@@ -16,7 +16,7 @@ from cli.copy_audit_log import copy_audit_log
 from cli.free_address import free_address
 from cli.notify import Notifier
 from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
-from cli.output import iso, lines, note, out, print_json, styled, table
+from cli.output import counted, iso, lines, note, out, print_json, styled, table
 from cli.process import PidFile, failure, read_state, start_detached, stop
 from cli.reconcile import reconcile
 from cli.setting import (
@@ -522,7 +522,7 @@ def status(
             ],
         )
         if moving := found[0]["moving"]:
-            out.print(f"{moving:,} shards are moving")
+            out.print(f"{counted(moving, 'shard')} {'is' if moving == 1 else 'are'} moving")
         out.print(f"a new stream has {copies_text(found[0]['replicas'])}, unless it says how many")
 
 
