@@ -628,15 +628,15 @@ class Agent:
                 feed.look()
 
     async def _make_book(self) -> None:
-        """Anew where a document changed, or the egress log has another word."""
-        listed = self._documents
-        if self._book_of == (listed, self._egress_documents.said.changes):
+        """Anew where a document changed, the egress log has another word, or a region is trusted by another bundle."""
+        listed, bundles = self._documents, [endpoint.bundle for endpoint in self._endpoints.values()]
+        if self._book_of == (listed, self._egress_documents.said.changes, bundles):
             return
         trusted = self._policy_keys
-        anchors = TrustBundle(endpoint.bundle.anchor() for endpoint in self._endpoints.values())
+        anchors = TrustBundle(bundle.anchor() for bundle in bundles)
         self._book = await self._egress_documents.read(listed, trusted, anchors)
         # What a region said is never changed: it says something else.
-        self._book_of = (listed, self._egress_documents.said.changes)
+        self._book_of = (listed, self._egress_documents.said.changes, bundles)
         problems = self._book.problems
         for problem in problems[:PROBLEMS_MAX]:
             log.error("a document of %s is not believed: %s", problem.document.region, problem.sentence)

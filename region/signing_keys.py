@@ -104,7 +104,7 @@ def change_signing_keys(
         own = _own_log(folder, config, bundle, opened)
         logged = own.logged_keys() if own is not None else {}
         stale = stale_key(bundle, logged)
-        if stale and (planned := _planned(folder)) is not None:
+        if stale and (planned := _planned(folder)) is not None and _is_last(planned.bundle, bundle, logged):
             _record(own, planned.bundle, logged, now_ms)
             return _put_in_place(folder, planned)
         if stale and not lost_bundle:
@@ -236,6 +236,16 @@ def _planned(folder: RegionFolder) -> SignedBundle | None:
     path = _new(folder.bundle)
     signed = decode_bundle(path.read_bytes()) if path.exists() else None
     return signed if signed is not None and _begun(folder, signed.bundle) else None
+
+
+def _is_last(planned: RegionBundle, before: RegionBundle, logged: LoggedKeys) -> bool:
+    """Whether the log names no other change since that of this plan was begun: one that was made later may have left the plan behind in a backup of the folder."""
+    of_plan, of_before = ({*each.policy_keys, *each.receipt_keys} for each in (planned, before))
+    known = {key_id_of(public) for public in (*of_plan, *of_before)}
+    known |= {
+        key_id_of(public) for keys in before.former for public in (*keys.policy_keys, *keys.receipt_keys)
+    }
+    return all(not each.key_id or each.key_id in known for each in logged.values())
 
 
 def _put_in_place(folder: RegionFolder, signed: SignedBundle) -> ChangedSigningKeys:

@@ -702,6 +702,36 @@ async def test_no_revision_of_a_thiefs_policy_keeps_those_of_now_out(
         assert report.ok, report.findings
 
 
+async def test_a_plan_that_a_backup_has_left_over_takes_the_place_of_no_later_change(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await twenty_crossed(mesh)
+    await mesh.stop("us-east")
+    folder, config, backup = mesh.us, load_config(mesh.us.config), mesh.home / "backup"
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no power"):
+        patch.setattr(signing_keys, "_record", lambda *_: (_ for _ in ()).throw(OSError("no power")))
+        change_signing_keys(folder, config, now_ms())
+    planned = folder.bundle.with_name("new.bundle.json")
+    shutil.copytree(folder.secrets, backup)
+    for path in (folder.bundle, planned):
+        shutil.copy(path, backup)
+    made = change_signing_keys(folder, config, now_ms()).signed
+
+    shutil.rmtree(folder.secrets)
+    shutil.copytree(backup, folder.secrets)
+    for path in (folder.bundle, planned):
+        shutil.copy(backup / path.name, path)
+    with pytest.raises(RequestError, match="gave up the policy key") as refused:
+        change_signing_keys(folder, config, now_ms())
+    assert "bundle.json of that change" in refused.value.hint
+    folder.bundle.write_bytes(made.encode())
+    again = change_signing_keys(folder, config, now_ms()).signed.bundle
+    assert again.former[-1].policy_keys == made.bundle.policy_keys
+    await mesh.start("us-east")
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+
+
 async def test_an_own_log_that_is_not_here_is_asked_for_though_its_bridges_folder_is(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
