@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 import bridge.agent
 from bridge.pins import Pins
 from cli.exits import EXIT_UNAVAILABLE, exit_code
-from cli.form import Form, chosen
-from cli.region import app
+from cli.form import Form
+from cli.main import app
 from cli.trust import _trusted
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError
@@ -50,8 +50,8 @@ class Machines:
     async def trust(self, *words: str, on: RegionFolder | None = None, form: Form = "table") -> Result:
         """`felix region trust`, on the operator's machine unless another is named; its output as `-o FORM` has it."""
         self._patch.setenv("FELIX_HOME", str((on or self.operator).root.parent))
-        self._patch.setattr(chosen, "form", form)
-        return await asyncio.to_thread(CliRunner().invoke, app, ["trust", *words, "--region", "us-east"])
+        command = ["region", "trust", *words, "--region", "us-east", "-o", form]
+        return await asyncio.to_thread(CliRunner().invoke, app, command)
 
     async def compare(self, bundle: SignedBundle, on: RegionFolder | None = None) -> Result:
         path = self.mesh.home / "compared"
