@@ -486,20 +486,10 @@ def status(
             out.print(f"{notice['name']} {until_text(notice['not_after_ms'], now_ms())}: {notice['advice']}")
     if name and found:
         out.print(f"entity {found[0]['entity'] or 'not named'}, contact {found[0]['contact'] or 'not named'}")
-    if name and found and found[0]["gauges"]:
-        gauges = found[0]["gauges"]
-        assert isinstance(gauges, dict)
-        rows = [
-            [key, int(value), int(gauges[f"{key}_limit"]) if f"{key}_limit" in gauges else None]
-            for key, value in gauges.items()
-            if not key.endswith("_limit")
-        ]
-        of = f"Broker {found[0]['broker']}, which answered" if found[0]["brokers"] else "Broker"
-        table(of, ["gauge", "now#", "limit#"], rows)
     if name and found and found[0]["brokers"]:
         table(
             "Brokers",
-            ["broker", "address", "process#", "streams led#", "copies#", "in sync#", "role"],
+            ["broker", "address", "process#", "streams led#", "copies#", "in sync#", "lag records#", "role"],
             [
                 [
                     each["broker"],
@@ -508,6 +498,7 @@ def status(
                     each["leads"],
                     each["copies"],
                     each["in_sync"],
+                    each["lag_records"],
                     ", ".join(
                         role
                         for role, has in (
@@ -524,6 +515,16 @@ def status(
         if moving := found[0]["moving"]:
             out.print(f"{counted(moving, 'shard')} {'is' if moving == 1 else 'are'} moving")
         out.print(f"a new stream has {copies_text(found[0]['replicas'])}, unless it says how many")
+    if name and found and found[0]["gauges"]:
+        gauges = found[0]["gauges"]
+        assert isinstance(gauges, dict)
+        rows = [
+            [key, int(value), int(gauges[f"{key}_limit"]) if f"{key}_limit" in gauges else None]
+            for key, value in gauges.items()
+            if not key.endswith("_limit")
+        ]
+        of = f"Broker {found[0]['broker']}, which answered" if found[0]["brokers"] else "Broker"
+        table(of, ["gauge", "now#", "limit#"], rows)
 
 
 def _print_problems(row: dict[str, Any]) -> None:
@@ -600,6 +601,7 @@ def _status(region: str) -> dict[str, Any]:
                     "has_audit_log": each.has_audit_log,
                     "copies": each.copies,
                     "in_sync": each.in_sync,
+                    "lag_records": each.lag_records,
                     "alone": each.alone,
                     "is_drained": each.is_drained,
                 }

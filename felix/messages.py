@@ -516,7 +516,7 @@ class BrokerState(Message, frozen=True, tag="broker"):
     """One of a region's several brokers. `address`: where clients reach it, empty while it is not alive. `leads`: streams that it leads,
     whether it is alive or not. `is_controller`: it places and elects. `has_audit_log`: it writes the region's audit log. `copies`: shards of
     streams that it has a copy of, or is to get, but those of `alone`: streams whose only copy it has, and which cannot be moved
-    (offloaded or fed by another region). `in_sync`: of these copies, those in the in-sync sets. `is_drained`: it gets nothing, and its copies move away."""
+    (offloaded or fed by another region). `in_sync`: of these copies, those in the in-sync sets. `lag_records`: how many records they lack in all, as those leaders say that answer soon. `is_drained`: it gets nothing, and its copies move away."""
 
     broker: Name
     address: Name = ""
@@ -527,6 +527,7 @@ class BrokerState(Message, frozen=True, tag="broker"):
     alone: int = 0
     is_drained: bool = False
     in_sync: int = 0
+    lag_records: int = 0
 
 
 class RegionState(Message, frozen=True, tag="region"):

@@ -40,6 +40,7 @@ from region.cluster import condition, registration, transactions
 from region.cluster.assignments import Leader
 from region.cluster.election import LogEnd, Unopened
 from region.cluster.member import ClusterMember
+from region.cluster.membership import place_of
 from region.cluster.problems import Found, Survey, living_copies, survey, vacancy
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
@@ -48,7 +49,7 @@ from region.copy_troubles import CopyTroubles
 from region.log.copies import Copies
 from region.log.epochs import elected_epoch
 from region.metadata.records import AUDIT_STREAM, Stream, is_replicated, one_copy_since
-from region.peer_requests import PeerRequest, PeerRequests
+from region.peer_requests import AnswerT, PeerRequest, PeerRequests
 from region.replicas import Replicas
 from region.replication.leader import DETACHED_MS
 
@@ -57,8 +58,8 @@ log = logging.getLogger("felix.region.cluster")
 RETRY_MS: Final = 25
 """A client that asked the wrong broker, or one that is about to lead, retries after this; the SDK waits twice as long each time. A leader that
 stops in order is followed within some tens of milliseconds."""
-BRIDGES_S: Final = 1.0
-"""How long a broker is waited for that is asked which bridges it knows."""
+OTHERS_S: Final = 1.0
+"""How long a broker is waited for that is asked for what it knows alone: bridges, and what copies lack."""
 DEFAULT_REPLICAS: Final = 3
 """With three copies, one may be away for maintenance while another fails."""
 _RECOVER_HINTS: Final = {
@@ -101,6 +102,14 @@ class ListBridges(PeerRequest, frozen=True, tag="list_bridges"):
 
 class BridgesListed(msgspec.Struct, frozen=True, array_like=True):
     names: list[str]
+
+
+class ListLags(PeerRequest, frozen=True, tag="list_lags"):
+    """How many records the copies of what a broker leads lack, by the broker that has them."""
+
+
+class LagsListed(msgspec.Struct, frozen=True, array_like=True):
+    records: dict[str, int]
 
 
 class Clustered:
@@ -351,8 +360,9 @@ class Clustered:
         """The brokers that have copies of a shard, and those of them that are in sync."""
         return self.member.assignments.members(record.incarnation, shard)
 
-    def states(self, records: Iterable[Stream]) -> list[BrokerState]:
+    async def states(self, records: Iterable[Stream]) -> list[BrokerState]:
         """Every broker that was ever registered, with how many of these streams it has."""
+        lags = await self._lags()
         member, home = self.member, self.audit_home
         view, leads, copies, alone = member.mirror.view, Counter[str](), Counter[str](), Counter[str]()
         staying, in_sync = set(), Counter[str]()
@@ -366,7 +376,7 @@ class Clustered:
         for shard, held in view.shards.items():
             if shard.incarnation not in staying:
                 copies.update({*held.replicas, *held.target})
-                in_sync.update(held.isr)
+                in_sync.update(held.isr.keys())
         return [
             BrokerState(
                 broker,
@@ -378,6 +388,7 @@ class Clustered:
                 alone[broker],
                 broker in view.nodes and view.nodes[broker].drain,
                 in_sync[broker],
+                lags[broker],
             )
             for broker, address in member.brokers.items()
         ]
@@ -389,30 +400,46 @@ class Clustered:
         arrives = self.receives(StreamName.parse(record.name))
         return one_copy_since(record.config) or ("fed by another region" if arrives else "")
 
-    def list_bridges(self, own: Callable[[], list[str]]) -> None:
-        """Tell the other brokers which bridges have a session here."""
+    def tell_others(self, bridges: Callable[[], list[str]]) -> None:
+        """Tell the other brokers, when they ask, which `bridges` have a session here, and what copies lack of what is led here."""
         assert self.requests is not None
 
         async def listed(peer: str, asked: ListBridges) -> BridgesListed:
-            return BridgesListed(own())
+            return BridgesListed(bridges())
+
+        async def lags(peer: str, asked: ListLags) -> LagsListed:
+            return LagsListed(self._own_lags())
 
         self.requests.serve(ListBridges, listed)
+        self.requests.serve(ListLags, lags)
 
     async def bridges(self, own: list[str]) -> list[str]:
         """The region's bridges that have a session with some broker. `own`: with this one. One that does not answer soon is left out."""
+        told = await self._told(ListBridges(), BridgesListed)
+        return sorted({*own, *(name for each in told for name in each.names)})
+
+    def _own_lags(self) -> Counter[str]:
+        return Counter() if self.replicas is None else self.replicas.lags()
+
+    async def _lags(self) -> Counter[str]:
+        """How many records the copies at each broker lack, as the leaders say that answer soon."""
+        return sum(
+            (Counter(each.records) for each in await self._told(ListLags(), LagsListed)), self._own_lags()
+        )
+
+    async def _told(self, request: PeerRequest, answer: type[AnswerT]) -> list[AnswerT]:
+        """What the other brokers say that are up, and answer soon."""
         requests = self.requests
         if requests is None:
-            return own
+            return []
         others = [
             broker
             for broker in self.member.brokers
             if broker != self.member.broker and requests.is_up(broker)
         ]
-        asked = (requests.ask(broker, ListBridges(), BridgesListed, timeout_s=BRIDGES_S) for broker in others)
+        asked = (requests.ask(broker, request, answer, timeout_s=OTHERS_S) for broker in others)
         told = await asyncio.gather(*asked, return_exceptions=True)
-        return sorted(
-            {*own, *(name for each in told if isinstance(each, BridgesListed) for name in each.names)}
-        )
+        return [each for each in told if isinstance(each, answer)]
 
     @property
     def moving(self) -> int:
@@ -555,9 +582,9 @@ class Clustered:
             )
         planned, shards = await member.controls.planned(), member.mirror.view.shards
         moves = [
-            ShardMove(record.stream, shard.number, list(record.replicas), list(then))
+            ShardMove(record.stream, shard.number, list(place_of(record)), list(then))
             for shard, record in sorted(shards.items())
-            if (then := planned.get(shard, ())) and then != (record.target or record.replicas)
+            if (then := planned.get(shard, ())) and then != place_of(record)
         ]
         if not dry_run:
             member.controls.rebalance()

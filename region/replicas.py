@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from concurrent.futures import Executor
 from functools import partial
@@ -323,6 +324,10 @@ class Replicas:
     def lag_records(self, record: Stream, number: int) -> int:
         """How far the furthest copy of a shard that is led here is behind."""
         return self.host.lag_records(ShardId(record.incarnation, number), RECORDS)
+
+    def lags(self) -> Counter[str]:
+        """How many records the copies at each broker lack of what is led here."""
+        return self.host.lags(RECORDS)
 
     def lead(self, record: Stream, number: int) -> Copies:
         """What a shard's log, or the journal of this number beside it, is led by. Raises UnavailableError where it is not led here."""

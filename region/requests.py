@@ -589,7 +589,7 @@ class Requests:
                 for each in broker.expiries.expiring(broker.clock_ms(), EXPIRING_MAX)
             ],
             broker.bridges() if several is None else await several.bridges(broker.bridges()),
-            [] if several is None else several.states(stream.record for stream in broker.streams),
+            [] if several is None else await several.states(stream.record for stream in broker.streams),
             [*found.problems, *self._governance.problems],
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,

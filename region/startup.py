@@ -376,7 +376,7 @@ async def open_broker(
         clustered=clustered,
     )
     if clustered is not None and peers is not None:
-        clustered.list_bridges(broker.bridges)
+        clustered.tell_others(broker.bridges)
         view = clustered.member.mirror.view
         exchange = QuotaExchange(broker, peers.requests, lambda: view.alive)
         stack.push_async_callback(exchange.close)

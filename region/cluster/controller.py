@@ -19,7 +19,7 @@ from typing import Final
 
 from region.cluster import transactions
 from region.cluster.election import LogEnd, has_yielded, longest, may_ask_for_ends
-from region.cluster.membership import has_arrived, moves_leader_alone, without_replaced
+from region.cluster.membership import has_arrived, moves_leader_alone, place_of, without_replaced
 from region.cluster.placement import Planning, Site, Wish, of_equals, place
 from region.cluster.records import ClusterKeys, ShardDurability, ShardId, ShardRecord
 from region.cluster.transactions import (
@@ -248,7 +248,7 @@ class ControllerCore:
             if wish.incarnation not in self._deleted
         ]
         return Planning(
-            self._sites_now(), wishes, {shard: _place(record) for shard, record in self.view.shards.items()}
+            self._sites_now(), wishes, {shard: place_of(record) for shard, record in self.view.shards.items()}
         )
 
     @property
@@ -670,7 +670,7 @@ class ControllerCore:
             for shard, replicas in self._placing.items()
             if shard in self._busy and shard not in shards
         }
-        current = {shard: record.target or record.replicas for shard, record in shards.items()}
+        current = {shard: place_of(record) for shard, record in shards.items()}
         wishes = [self._wishes[incarnation] for incarnation in sorted(incarnations)]
         groups: set[str] = set()
         while more := {group for wish in wishes for group in wish.groups} - groups:
@@ -773,13 +773,13 @@ class ControllerCore:
         ready: dict[str, bool] = {}
         for shard in sorted(view.shards if self._rebalances else self._leaving):
             record, target = view.shards[shard], places.get(shard, ())
-            if not target or _place(record) == target or (record.target and shard not in self._leaving):
+            if not target or place_of(record) == target or (record.target and shard not in self._leaving):
                 continue
             if self._is_vacant(shard):
                 continue
             is_left = True
             target = self._step_to(shard, target, places, ready)
-            if _place(record) == target:
+            if place_of(record) == target:
                 continue
             new = [broker for broker in target if broker not in record.replicas]
             old = [broker for broker in record.replicas if broker not in target]
@@ -876,7 +876,7 @@ class ControllerCore:
         nodes, wish = self.view.nodes, self._wishes.get(shard.incarnation)
         if wish is None or wish.stays:
             return False
-        place = _place(record)
+        place = place_of(record)
         usable = sum(broker in nodes and not nodes[broker].drain for broker in self.view.alive)
         return (
             len(place) > wish.replicas
@@ -909,7 +909,7 @@ class ControllerCore:
         else:
             self._unplaced.discard(shard)
         if self._planning is not None:
-            place = () if record is None else _place(record)
+            place = () if record is None else place_of(record)
             planned = None if self._planned is None else self._planned.get(shard, ())
             # On its way there the leader may go along first (`_step_to`).
             step = place if planned and set(place) == {*planned, *place[:1]} else planned
@@ -968,11 +968,6 @@ def _unit(wish: StreamWish) -> str:
 
 def _placed_wish(wish: StreamWish, *, stays: bool) -> Wish:
     return Wish(wish.incarnation, wish.shards, wish.replicas, wish.spread, wish.groups, stays)
-
-
-def _place(record: ShardRecord) -> tuple[str, ...]:
-    """Where a shard is, or where its move leads."""
-    return record.target or record.replicas
 
 
 def _named(record: ShardRecord) -> tuple[str, ...]:

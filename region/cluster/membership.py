@@ -177,6 +177,13 @@ def is_replaced(node: NodeRecord | None, registration: int) -> bool:
     return node is not None and registration < node.whole_since
 
 
+def place_of(record: ShardRecord) -> tuple[str, ...]:
+    """The brokers that have a shard, or that its move leads to; the first leads it, or is to lead it. After an election that need not be the first of its replicas."""
+    if record.target or record.leader not in record.replicas:
+        return record.target or record.replicas
+    return (record.leader, *(broker for broker in record.replicas if broker != record.leader))
+
+
 def has_arrived(record: ShardRecord) -> bool:
     """Whether a move is done but for its record: all of `target` are in sync, and the first of them leads and goes on leading."""
     return is_target_in_sync(record) and record.leader == record.target[0] and record.yielded is None

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -491,13 +492,15 @@ class ReplicaHost:
         hosted = self._hosted.get(shard)
         if hosted is None or not hosted.serves:
             return 0
-        log = hosted.core.replica.logs[number]
-        acknowledged = [
-            log.start.offset if copy is None else max(log.start.offset, copy.durable.offset)
-            for follower in list(hosted.core.leader.followers.values())
-            for copy in (follower.logs.get(number),)
-        ]
-        return max(0, log.end.offset - min(acknowledged, default=log.end.offset))
+        return max(_lags(hosted, number).values(), default=0)
+
+    def lags(self, number: int) -> Counter[str]:
+        """Of each broker with copies of what is led here: how many records of the logs of this number it has not acknowledged, in all."""
+        found = Counter[str]()
+        for hosted in self._hosted.values():
+            if hosted.serves:
+                found.update(_lags(hosted, number))
+        return found
 
     def lead(self, shard: ShardId, number: int) -> HostedCopies:
         """What a log of a shard is led by, until it is released. Raises UnavailableError where the shard does not serve here, or not all that
@@ -1247,6 +1250,17 @@ class ReplicaHost:
 def _end_of(segments: Sequence[SegmentState]) -> int:
     """The offset behind the last of them; -1 where there is none."""
     return segments[-1].next_offset if segments else -1
+
+
+def _lags(hosted: Hosted, number: int) -> dict[str, int]:
+    """How many records of a log that is led here each other copy has not acknowledged. One that is away lacks what came since, and of one that is not known yet
+    it is all. From every thread."""
+    log, found = hosted.core.replica.logs[number], {}
+    for peer, follower in list(hosted.core.leader.followers.items()):
+        copy = follower.logs.get(number)
+        durable = follower.acknowledged.get(number, log.start) if copy is None else copy.durable
+        found[peer] = max(0, log.end.offset - max(log.start.offset, durable.offset))
+    return found
 
 
 def _producers(hosted: Hosted, number: int) -> bytes:

@@ -691,6 +691,25 @@ def test_a_rebalance_gives_a_new_broker_its_share_and_each_its_leaders() -> None
     assert sorted(record.leader for record in after.values()) == [*"aaabbbcccddd"]
 
 
+def test_a_rebalance_spreads_leaders_that_elections_gathered_and_copies_nothing() -> None:
+    """Whoever was restarted first leads everything; who is named first of the copies says who led it once."""
+    region = Region("abc", controllers="a")
+    for number in range(9):
+        region.place(
+            "abc", number=number, leader="a", replicas=tuple("abc"[number % 3 :] + "abc"[: number % 3])
+        )
+    region.wants(dataclasses.replace(WISH, shards=9))
+    region.pass_ms(500)
+    assert region.leaders() == ["a"] * 9, "not by itself"
+    region.hosts["a"].step(Rebalance())
+    for _ in range(20):
+        region.pass_ms(50)
+        records = region.view().shards.values()
+        assert all(set(record.target) <= {*"abc"} == set(record.replicas) for record in records)
+        arrive(region)
+    assert Counter(region.leaders()) == {"a": 3, "b": 3, "c": 3}
+
+
 def test_a_record_that_cannot_be_read_is_left_alone_with_an_alarm() -> None:
     region = Region()
     region.wants(changed_wish(shards=2, replicas=3))

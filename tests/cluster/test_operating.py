@@ -127,6 +127,35 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
         assert refused.value.code is Code.NOT_FOUND
 
 
+async def test_status_says_of_each_broker_how_many_records_its_copies_lack(region: ClusteredRegion) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3, min_in_sync=1)
+        await until_it(region, lambda record: len(record.isr) == 3)
+        record = record_of(region)
+        away = next(name for name in record.replicas if name not in (record.leader, "b1"))
+
+        async def lags() -> dict[str, int]:
+            return {each.broker: each.lag_records for each in (await client.describe()).brokers}
+
+        await client.stream(STREAM).publish(b"before")
+        await region.stop(away)
+        for number in range(20):
+            await client.stream(STREAM).publish(b"%d" % number)
+
+        async def one_lacks_what_came_since() -> bool:
+            found = await lags()
+            # The audit log is copied as well.
+            return 20 <= found.pop(away) < 40 and set(found.values()) == {0}
+
+        await until(one_lacks_what_came_since)
+        await region.start(away)
+
+        async def nothing() -> bool:
+            return set((await lags()).values()) == {0}
+
+        await until(nothing)
+
+
 async def test_copies_are_made_and_dropped_while_the_stream_serves(region: ClusteredRegion) -> None:
     async with region.client("b1") as client:
         await client.create_stream(STREAM, replicas=2)

@@ -89,7 +89,9 @@ class LogModel:
         """What stood in the cache when the sync began is on the disk. One that began before another one which has returned adds nothing."""
         if captured.number < self.synced:
             return
-        self.synced, frames, starts = captured
+        self.synced, captured_frames, starts = captured
+        # What was let go of meanwhile is not there again.
+        frames = [frame for frame in captured_frames if frame.end > self.start]
         self.stable = frames if self.hole < 0 else frames[: self.hole]
         self.stable_starts = starts
 
