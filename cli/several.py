@@ -119,6 +119,8 @@ def name_brokers(
         section = f"metadata:\n  kind: etcd\n  endpoints: [{json.dumps(str(etcd))}]\n"
         # As `felix region init` writes it; another one is its writer's to change.
         text = re.sub(r"^metadata:\n +kind: embedded\n", "", text, count=1, flags=re.M) + section
+    # All of them are of this machine: none is named as the one that is. Commands that look at one broker's data take the first.
+    text = re.sub(r"^broker: b1\n", "", text, count=1, flags=re.M)
     copies = f"  replicas: {replicas}\n" if replicas else ""
     places = "".join(_line(each) for each in _places(config, first, count, free_address))
     text += f"cluster:\n{copies}  brokers:\n{places}"

@@ -11,6 +11,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 from cluster.processes import kill, own_places, running, several, write_cluster
@@ -21,6 +22,7 @@ from region_peer import client, until
 
 from cli import several as cli_several
 from cli.process import FAILURE
+from cli.region import are_all_here
 from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, make_cluster, scaled
 from felix.address import Address
 from felix.backoff import BackoffPolicy
@@ -72,6 +74,31 @@ def test_an_etcd_that_is_named_is_used(tmp_path: Path) -> None:
     folder.config.write_text(text)
     made = make_cluster(folder, load_config(folder.config), 2, free_address)
     assert made.metadata.endpoints == ("10.0.0.1:2379",) and not (folder.root / ETCD_FOLDER).exists()
+
+
+def test_all_brokers_are_started_again_with_an_etcd_that_is_named_unless_one_is_this_machines(
+    tmp_path: Path,
+) -> None:
+    folder = make_region(tmp_path, "us-east")
+    with running_etcd(tmp_path) as etcd:
+        endpoint = etcd.endpoint.removeprefix("http://")
+        text = folder.config.read_text().replace("kind: embedded", f'kind: etcd\n  endpoints: ["{endpoint}"]')
+        folder.config.write_text(text)
+        for words in (("--brokers", "2"), ()):
+            felix_command(tmp_path, "region", "up", "us-east", *words, "--detach")
+            try:
+                shown = felix_command(tmp_path, "region", "status", "us-east", "--json")
+                brokers = json.loads(shown.out)["items"][0]["brokers"]
+                assert [each["broker"] for each in brokers if each["address"]] == ["b1", "b2"], words
+            finally:
+                felix_command(tmp_path, "region", "down", "us-east")
+    made = load_config(folder.config)
+    assert are_all_here(folder, made) and made.cluster is not None
+    elsewhere = msgspec.structs.replace(made.cluster.brokers[1], listen=Address("10.0.0.2", 7443))
+    apart = msgspec.structs.replace(made.cluster, brokers=(made.cluster.brokers[0], elsewhere))
+    assert not are_all_here(folder, msgspec.structs.replace(made, cluster=apart))
+    folder.config.write_text(f"broker: b2\n{folder.config.read_text()}")
+    assert not are_all_here(folder, load_config(folder.config))
 
 
 def test_a_broker_that_is_started_by_itself_names_all_that_region_yaml_names_in_the_profile(
