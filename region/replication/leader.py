@@ -303,8 +303,13 @@ class LeaderCore:
             if not self._names_us(record):
                 if event.revision > standing.revision:
                     self._depose(ready)
-            elif standing.read(record, event.revision):
-                self._settled(now, ready)
+            else:
+                is_own = standing.is_sent(record)
+                if standing.read(record, event.revision):
+                    if is_own:
+                        # The watch was faster than the answer.
+                        self._swap_after_ms = now
+                    self._settled(now, ready)
         if self.phase is Phase.IDLE and self._may_lead(record):
             self._elect(record, event.revision, now, ready)
             if record.unclean == record.epoch > self.replica.lost_in:
@@ -445,6 +450,8 @@ class LeaderCore:
         self._handing = None
         self.followers = {}
         ready.deposed = True
+        # Nobody serves the shard until this stands: it does not wait because of what was wanted before.
+        self._swap_after_ms = now
         self._change(now, ready)
 
     # -- writing ---------------------------------------------------------------------------------------

@@ -52,6 +52,10 @@ class Standing:
         """Whether more than one record may stand."""
         return self._sent is not None or bool(self._unknown)
 
+    def is_sent(self, record: ShardRecord) -> bool:
+        """Whether this is what the swap that is not answered yet was to write."""
+        return self._sent is not None and self._sent.record == record
+
     def read(self, record: ShardRecord, revision: int) -> bool:
         """The record was read; whether it says more than what was known."""
         if revision <= self.revision:

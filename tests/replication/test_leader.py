@@ -648,6 +648,29 @@ def test_a_leader_that_is_elected_while_another_is_to_lead_hands_over_as_soon_as
     assert ready.swap.record.yielded == Yielded(1, "move")
 
 
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_yield_does_not_wait_because_of_what_was_swapped_before(is_told: bool) -> None:
+    """A broker is stopped as soon as all copies are in sync. Its last swap was seen before it was answered, or is to be settled yet."""
+    shard = serving()
+    shard.tell(Living({"a": 1, "b": 1, "c": 1}))
+    swap = shard.tell(MinWanted(1)).swap
+    assert swap is not None
+    if is_told:
+        shard.read(swap.record)
+    else:
+        answer(shard, swap, Outcome.REFUSED)
+    ready = shard.tell(YieldAsked("drain"))
+    assert ready.deposed and ready.swap is not None and ready.swap.record.yielded == Yielded(1, "drain")
+
+
+def test_a_change_waits_no_longer_once_the_one_before_was_seen() -> None:
+    shard = serving()
+    for wanted in (1, 3, 1):
+        swap = shard.tell(MinWanted(wanted)).swap
+        assert swap is not None and swap.record.min == wanted
+        shard.read(swap.record)
+
+
 def test_a_leader_with_nobody_else_stays_when_it_is_to_be_drained() -> None:
     shard = Shard("a")
     shard.lead(record(isr="a1", minimum=1, replicas=("a",)))
