@@ -237,7 +237,7 @@ class LogTrust:
     origin: Origin
     keys: tuple[VerifierKey, ...]
     witnesses: Mapping[VerifierKey, str]
-    """who stands behind each witness's key: a region, or an outside witness by its name"""
+    """who stands behind each witness's key: a region, or an outside witness by its name, which is never a region's"""
     policy: WitnessPolicy | None = None
     """which witnesses are a quorum; without one, they are counted"""
     unlisted: tuple[VerifierKey, ...] = ()
@@ -436,8 +436,15 @@ class Trust:
 
     def _party(self, key: VerifierKey) -> str:
         """Who stands behind a key that no region calls its witness's: a region where it is that one's for something else that people compared."""
-        of = (name for name in self.regions if key.public in self._regions[name].compared_keys)
-        return next(of, key.name)
+        of = next((name for name in self.regions if key.public in self._regions[name].compared_keys), None)
+        if of is not None:
+            return of
+        # Whoever runs a witness chooses its name. Called like a region it is not that region, for which rules ask by name (audit.keys_in_log).
+        called = key.name.partition("/")[0]
+        is_like_one = any(
+            called in (each.region, trust_domain(each.region, each.mesh)) for each in self._regions.values()
+        )
+        return f"outside witness {key.name}" if is_like_one else key.name
 
     def endings(self, origin: str) -> tuple[Ending, ...]:
         """The former keys of all regions that ended in this log."""

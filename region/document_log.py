@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Iterable
 from hashlib import sha256
 from pathlib import Path
@@ -87,6 +88,11 @@ class DocumentLog:
         self._trail, self._path, self._clock = trail, path, clock
         self._documents, self._lasting, self._pins, self._signing_keys = logged
         self._saved_to, self._read_to = saved_to, read_to
+        self._keys_read = dict(self._signing_keys)
+        """as the leaves below `_read_to` have them"""
+        self._key_leaves: list[tuple[int, Header]] = []
+        """those appended here from `_read_to` on, with their indexes"""
+        self._refreshing, self._keys_change = threading.Lock(), threading.Lock()
         self._writing: dict[bytes, int] = {}
         """documents whose leaf may stand: since when it was first appended (`Clock.boot_ms`), oldest first"""
         self._appending = asyncio.Lock()
@@ -104,19 +110,28 @@ class DocumentLog:
         return cls(trail, path, logged, start, size, clock)
 
     def refresh(self) -> int:
-        """Take in what other brokers have written, up to the newest checkpoint; how many documents that were. Blocks."""
-        size = self._trail.readable_size
-        if size <= self._read_to:
-            return 0
-        found = _Logged.nothing()._replace(signing_keys=self._signing_keys)
-        _read(self._trail, found, self._read_to, size)
-        new = len(found.documents - self._documents)
-        for digest, index in found.lasting.items():
-            self._lasting.setdefault(digest, index)
-        self._pins |= found.pins
-        self._documents |= found.documents
-        self._read_to = size
-        return new
+        """Take in what other brokers have written, up to the newest checkpoint; how many documents that were. Blocks. Where reading fails, nothing was
+        taken in; it may be called on several threads."""
+        with self._refreshing:
+            size = self._trail.readable_size
+            if size <= self._read_to:
+                return 0
+            # Each leaf of a key once, in order: one that was taken twice would give up the key that came after it.
+            found = _Logged.nothing()._replace(signing_keys=dict(self._keys_read))
+            _read(self._trail, found, self._read_to, size)
+            new = len(found.documents - self._documents)
+            for digest, index in found.lasting.items():
+                self._lasting.setdefault(digest, index)
+            self._pins |= found.pins
+            self._documents |= found.documents
+            with self._keys_change:
+                self._read_to = size
+                self._keys_read = dict(found.signing_keys)
+                self._key_leaves = [each for each in self._key_leaves if each[0] >= size]
+                for _, header in self._key_leaves:
+                    take(found.signing_keys, header.action, header.key_id, header.time_ms)
+                self._signing_keys = found.signing_keys
+            return new
 
     def recent_keys(self) -> list[Header]:
         """The KEY leaves among the newest RECENT_LEAVES. Blocks."""
@@ -145,8 +160,11 @@ class DocumentLog:
 
     async def append_key(self, leaf: Leaf) -> None:
         """Append the leaf of a changed key; durable on return. Raises as the log does."""
-        await self._trail.append([leaf])
-        take(self._signing_keys, leaf.header.action, leaf.header.key_id, leaf.header.time_ms)
+        index, header = await self._trail.append([leaf]), leaf.header
+        with self._keys_change:
+            if index >= self._read_to:
+                self._key_leaves.append((index, header))
+                take(self._signing_keys, header.action, header.key_id, header.time_ms)
 
     def _read_documents(self, indexes: set[int]) -> list[bytes]:
         size = note_size(self._trail.publish())

@@ -34,7 +34,7 @@ from audit.checkpoint import Checkpoint
 from audit.keys_in_log import keys_of_log
 from audit.leaf import Leaf, Side, encode_leaf
 from audit.merkle import Tree, leaf_hash
-from audit.note import Note, encode_note
+from audit.note import Algorithm, Note, NoteSigner, encode_note
 from audit.origin import Origin
 from audit.proof import check_proof, prove
 from audit.receipt import open_receipt, read_unverified, sign_receipt
@@ -43,6 +43,7 @@ from audit.tile import MemoryFiles, bundle_path, encode_bundle, tile_path
 from audit.tlog_proof import check_leaf, prove_leaves
 from audit.trust import RegionTrust, Trust
 from audit.verify import Report, verify_log
+from audit.witness_policy import WitnessPolicy
 from felix.errors import RequestError, TamperError
 from keys.bundle import FormerKeys, KeyEnd, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.pin import Pin, decode_pin, sign_pin
@@ -100,8 +101,10 @@ def root_of(leaves: Iterable[Leaf]) -> bytes:
     return tree.root()
 
 
-def log_of(leaves: Sequence[Leaf], *cosigners: str, origin: str = EGRESS_ORIGIN) -> MemoryFiles:
-    """The log with these leaves, signed by its key and cosigned by these regions."""
+def log_of(
+    leaves: Sequence[Leaf], *cosigners: str, origin: str = EGRESS_ORIGIN, outside: NoteSigner | None = None
+) -> MemoryFiles:
+    """The log with these leaves, signed by its key and cosigned by these regions, or by one outside witness alone."""
     data, tree = [encode_leaf(leaf) for leaf in leaves], Tree()
     for each in data:
         tree.add(leaf_hash(each))
@@ -111,6 +114,8 @@ def log_of(leaves: Sequence[Leaf], *cosigners: str, origin: str = EGRESS_ORIGIN)
         found[tile_path(tile.level, tile.number, tile.width)] = tile.hashes
     text = Checkpoint(origin, len(data), tree.root()).text()
     witnesses = [witness_signer(f"{name}.acme/witness") for name in cosigners or ("eu-west",)]
+    if outside is not None:
+        witnesses = [outside]
     cosigned = (each.cosign(text, TIME_MS // 1000 + 3_600) for each in witnesses)
     found["checkpoint"] = encode_note(Note(text, (log_signer(origin).sign(text), *cosigned)))
     return MemoryFiles(found)
@@ -406,6 +411,54 @@ def test_a_log_written_anew_and_cut_short_of_the_end_is_found(tally: Tally) -> N
     report = verify_log(log_of(forged, "ap-south"), trusted)
     assert any("nothing shows" in each for each in sentences(report))
     tally("logs written anew and cut short", 1)
+
+
+@pytest.mark.parametrize("name", ["eu-west", "eu-west/witness", "witness.example"])
+@pytest.mark.parametrize("how", ["named", "policy"])
+def test_an_outside_witness_that_is_called_like_a_region_is_not_that_region(
+    name: str, how: str, tally: Tally
+) -> None:
+    """Whoever runs a witness chooses its name. That eu-west had cosigned the leaves below its keys' end, it does not say."""
+    witness = NoteSigner.from_key(name, key(77), Algorithm.COSIGNATURE)
+
+    def judged(bundles: Iterable[RegionBundle]) -> Trust:
+        if how == "named":
+            return Trust.of(bundles, [witness.key])
+        return Trust.of(bundles).under(WitnessPolicy.parse(f"witness w {witness.key}\nquorum w\n".encode()))
+
+    trusted = judged([ended(end()), region_bundle("us-east")])
+    before = judged(trust_bundles_of_before())
+    for what in WHAT:
+        short = log_of(rewritten(what)[: story().size - 1], outside=witness)
+        report = verify_log(short, trusted)
+        assert any("nothing shows" in each for each in sentences(report)), sentences(report)
+        assert "eu-west" not in report.cosigners
+        link, forged = Link(), rewritten(what)
+        link.offset = link.destination_offset = 5 if what == "receipt" else 6
+        link.time_ms = TIME_MS + 5_000
+        for _ in range(3):
+            intents = link.intent()
+            forged += [*intents, under(NEW_RECEIPT_KEY, link.ack(intents))]
+        files = log_of(forged, outside=witness)
+        for offset in (0, 3):
+            with pytest.raises(TamperError, match=r"nothing shows|gave up"):
+                check_proof(prove(files, before, STREAM, 0, offset), trusted)
+            for each in prove_leaves(files, before, STREAM, 0, offset)[1:]:
+                with pytest.raises(TamperError, match=r"nothing shows|gave up"):
+                    check_leaf(each, trusted)
+    both = log_of(story().leaves, outside=witness)
+    assert verify_log(both, trusted).ok, "it counts as what it is"
+    tally("logs cosigned by a witness that is called like a region", 2 * len(WHAT))
+
+
+def test_an_outside_witness_and_the_region_that_it_is_called_like_are_two() -> None:
+    witness = NoteSigner.from_key("eu-west", key(77), Algorithm.COSIGNATURE)
+    log = Trust.of([region_bundle("us-east"), region_bundle("eu-west")], [witness.key]).log(EGRESS_ORIGIN)
+    text = Checkpoint(EGRESS_ORIGIN, 5, root_of(story().before[:5])).text()
+    signers = (witness, witness_signer("eu-west.acme/witness"))
+    cosigned = (each.cosign(text, 1) for each in signers)
+    opened = log.open(encode_note(Note(text, (log_signer(EGRESS_ORIGIN).sign(text), *cosigned))))
+    assert log.cosigners(opened.cosigned) == ("eu-west", "outside witness eu-west")
 
 
 def test_a_thief_of_the_witness_key_besides_is_found_in_the_log(tally: Tally) -> None:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from audit_log import TIME_MS, region_bundle
+from audit_log import TIME_MS, log_signer, region_bundle
 from bridge_mesh import until
 from signed_grants import signed_grant
 
 from audit.errors import AuditUnavailableError
 from audit.leaf import Leaf
+from audit.trail import Trail as RealTrail
+from felix.errors import CorruptionError
 from felix.names import SpiffeId, StreamName
 from policy.grant import GrantBook
+from region import document_log
 from region.document_log import KNOWN_MS_MAX, DocumentLog
 from region.governance import leaves as leaves_module
 from region.governance.leaves import DocumentLeaves
 from region.held_document import digest_of
+from region.signing_key_leaves import KeyLeaf, LoggedKey, key_id_of
 
 OPERATOR = SpiffeId("us-east", "acme", "operator", "alice")
 DOCUMENT = signed_grant().export
@@ -230,3 +235,45 @@ async def test_a_document_that_two_follow_is_waited_for_until_both_have_ended(br
     broker.others.reached.set()
     await second
     assert broker.leaves.is_current
+
+
+async def test_a_refresh_that_fails_half_way_gives_up_no_key_that_came_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of the log that lacks a file yet, over two changes of the region's policy key."""
+    first, second, third = (key_id_of(bytes([number]) * 32) for number in (1, 2, 3))
+    trail = RealTrail.open(tmp_path / "audit", log_signer("us-east.acme/audit"))
+    documents = DocumentLog.open(trail, tmp_path / "snapshot")
+    for change in ((first, second), (second, third)):
+        for word, key_id in zip(("ended", "changed"), change, strict=True):
+            await trail.append([KeyLeaf("policy", cast("Any", word), key_id).leaf("us-east", 5)])
+    await trail.append([KeyLeaf("receipt", "ended", first).leaf("us-east", 5)])
+    trail.publish()
+    whole, reads = document_log.read_entries, 0
+
+    def broken(*of: Any) -> Iterator[tuple[int, bytes]]:
+        nonlocal reads
+        reads += 1
+        for index, data in whole(*of):
+            if reads < 5 and index == reads:
+                raise CorruptionError("It is not there yet.")
+            yield index, data
+
+    monkeypatch.setattr(document_log, "read_entries", broken)
+    for _ in range(4):
+        with pytest.raises(CorruptionError):
+            documents.refresh()
+    documents.refresh()
+    assert documents.signing_keys["policy"] == LoggedKey(third, 5, (first, second))
+    # What is appended here is known at once, and stands once after the next reading, too.
+    fourth = key_id_of(bytes([4]) * 32)
+    for word, key_id in (("ended", third), ("changed", fourth)):
+        await documents.append_key(KeyLeaf("policy", cast("Any", word), key_id).leaf("us-east", 6))
+    known = LoggedKey(fourth, 6, (first, second, third))
+    assert documents.signing_keys["policy"] == known
+    trail.publish()
+    documents.refresh()
+    assert documents.signing_keys["policy"] == known
+    await documents.close()
+    assert DocumentLog.open(trail, tmp_path / "snapshot").signing_keys["policy"] == known
+    await asyncio.to_thread(trail.close)
