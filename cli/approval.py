@@ -54,7 +54,9 @@ def _context(region: str, named: Path | None, files: list[Path]) -> _ApprovalCon
 def _identity(as_: str, path: Path | None, context: _ApprovalContext) -> Identity:
     if path is None:
         assert context.folder is not None
-        path = context.folder.identity(as_)
+        path, other = (context.folder.identity(name) for name in (as_, f"{as_}.{APPROVER}"))
+        if other.exists():
+            path = other
         if not path.exists():
             raise RequestError(
                 f"There is no identity {as_!r} in {path.parent}.",

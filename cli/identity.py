@@ -18,7 +18,7 @@ from keys.authority import load_authority, save_issuing
 from keys.bundle import decode_bundle
 from policy.access import parse_rights
 from policy.quantity import Duration
-from region.bootstrap import issue_identity
+from region.bootstrap import identity_file, issue_identity
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -58,7 +58,7 @@ def issue(
         note(
             "that is sooner than asked for: no identity outlives the certificate that the region issues with"
         )
-    out.print(f"  {folder.identity(name)}")
+    out.print(f"  {identity_file(folder, identity.spiffe_id)}")
     if identity.renewal is not None and identity.renewal.until_ms > identity.not_after_ms:
         out.print(f"  renews itself while it is used, until {iso(identity.renewal.until_ms)}")
     elif identity.renewal is not None:

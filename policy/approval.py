@@ -339,7 +339,7 @@ def sign_approval(terms_hash: bytes, identity: Identity, at: int, comment: str =
     if approver.kind != APPROVER:
         raise SignatureError(
             f"{approver} is of kind {approver.kind}; approvals are signed by identities of kind {APPROVER}.",
-            hint=f"Issue one: felix identity issue {approver.name}-approver --kind {APPROVER}.",
+            hint=f"Issue one, of the same person's name: felix identity issue {approver.name} --kind {APPROVER}.",
         )
     body = canonical(
         ApprovalBody(

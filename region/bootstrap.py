@@ -43,6 +43,8 @@ from region.folder import RegionFolder
 from region.trusted_bundles import read_pin
 
 OPERATOR: Final = "operator"
+PEOPLE: Final = frozenset(("operator", "approver"))
+"""Kinds of identities that one person may have both of, under one name."""
 _COUNTRY: Final = re.compile("[A-Z]{2}")
 
 _CONFIG: Final = """\
@@ -191,6 +193,19 @@ def write_profile(folder: RegionFolder, region: str, mesh: str, *addresses: Addr
     replace_file(folder.profile, (json.dumps(profile, indent=2) + "\n").encode(), PUBLIC)
 
 
+def identity_file(folder: RegionFolder, wanted: SpiffeId) -> Path:
+    """Where an identity is kept: under its name, and where a person has one of another kind there, under name and kind. Whoever draws grants up as an operator and
+    approves others has one name for both, by which `separate` knows them. Raises RequestError(ALREADY_EXISTS)."""
+    path = folder.identity(wanted.name)
+    for path in (path, folder.identity(f"{wanted.name}.{wanted.kind}")):
+        held = load_identity(path).spiffe_id if path.exists() else wanted
+        if held == wanted:
+            return path
+        if not {held.kind, wanted.kind} <= PEOPLE:
+            break
+    raise RequestError(f"{path} holds {held}; {wanted} needs another name.", code=Code.ALREADY_EXISTS)
+
+
 def issue_identity(
     folder: RegionFolder,
     config: RegionConfig,
@@ -208,13 +223,7 @@ def issue_identity(
     """
     authority = load_authority(folder.authority, config.region, config.mesh)
     spiffe_id = SpiffeId(config.region, config.mesh, kind, name)
-    path = folder.identity(name)
-    if path.exists():
-        held = load_identity(path)
-        if held.spiffe_id != spiffe_id:
-            raise RequestError(
-                f"{path} holds {held.spiffe_id}; {spiffe_id} needs another name.", code=Code.ALREADY_EXISTS
-            )
+    path = identity_file(folder, spiffe_id)
     if kind == "bridge":
         _found_bridge(folder, config, name, now_ms)
     terms = None

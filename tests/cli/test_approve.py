@@ -17,7 +17,7 @@ from felix.files import PUBLIC, replace_file
 from felix.names import StreamName
 from felix.peer import TrustBundle
 from felix.runtime.real import now_ms
-from policy.approval import Approval, open_approval
+from policy.approval import Approval, ApprovalRule, name_of, open_approval, tally
 from policy.grant import GrantState
 
 
@@ -143,3 +143,26 @@ async def test_nothing_is_signed_without_a_yes_by_a_stranger_or_over_what_was_ed
         await desk.approve("--out", str(out), "--yes", grant=desk.body.grant, code=2)
     ).err  # fmt: skip
     assert not out.exists()
+
+
+async def test_a_person_has_one_name_as_operator_and_as_approver(mesh: Mesh, desk: Desk) -> None:
+    """By which `separate` knows whoever drew the grant up."""
+
+    async def said(*words: str, code: int = 0) -> Said:
+        return await asyncio.to_thread(felix_command, mesh.home, *words, "--region", "us-east", code=code)
+
+    issued = await said("identity", "issue", "operator", "--kind", "approver")
+    assert str(mesh.us.identity("operator.approver")) in issued.out.replace("\n", "")
+    assert (await said("identity", "issue", "operator", "--kind", "approver")).out, "and renewed there"
+    assert (
+        "needs another name" in (await said("identity", "issue", "operator", "--kind", "client", code=1)).err
+    )
+    file = desk.place / "own.approval"
+    await said("bridge", "approve", str(desk.grant), "--as", "operator", "--out", str(file), "--yes")
+    found = open_approval(Approval.parse(file.read_bytes()), TrustBundle([mesh.bundle("us-east").anchor()]))
+    assert found.approver == "spiffe://us-east.acme/approver/operator"
+    own = name_of(desk.body.terms.drawn_up_by)
+    for others, counted in (({own}, False), (set(), True)):
+        rule = ApprovalRule(1, separate=True)
+        counts = tally(rule, "us-east", [found], desk.body.terms_hash, others, now_ms())
+        assert (counts.missing == 0) is counted
