@@ -236,7 +236,7 @@ def scale(
 
     region.yaml says it from then on; `felix region up`, where it runs, starts and stops them.
     """
-    from cli.several import ETCD_FOLDER, scaled
+    from cli.several import are_all_here, scaled
 
     name = choose_region(region)
     folder, config = folder_of(name)
@@ -244,7 +244,7 @@ def scale(
         raise RequestError(
             f"{name} has one broker.", hint=f"Several begin with: felix region up {name} --brokers {count}"
         )
-    if not (folder.root / ETCD_FOLDER).is_dir():
+    if not are_all_here(folder, config):
         raise RequestError(
             f"The brokers of {name} may be on several machines, which this command does not reach.",
             hint="Change cluster.brokers in each region.yaml; drain and retire those that go (docs/clusters.md).",
@@ -294,6 +294,16 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
                     hint="These are streams of one copy that are fed by another region: delete those that are "
                     "not needed any more, or copy their records into another stream.",
                 )
+        drained = [each.broker for each in state.brokers if each.is_drained and each.broker not in names]
+        if drained:
+            left = sum(
+                bool(each.address) and not each.is_drained and each.broker not in names
+                for each in state.brokers
+            )
+            note(
+                f"{', '.join(drained)} {'is' if len(drained) == 1 else 'are'} drained: {counted(left, 'broker')} "
+                f"may have copies from then on; felix region undrain {drained[0]} changes that"
+            )
     for name in names:
         await _drain(region, identity, name, wait_ms)
 

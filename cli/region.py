@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 from collections.abc import Sequence
 from contextlib import suppress
@@ -239,8 +238,11 @@ def up(
     folder, config = folder_of(name)
     if brokers and broker:
         raise RequestError("--brokers runs all of them, --broker one.", hint="Give one of the two.")
-    if config.cluster is not None and not broker and are_all_here(folder, config):
-        brokers = brokers or len(config.cluster.brokers)
+    if config.cluster is not None and not broker:
+        from cli.several import are_all_here
+
+        if are_all_here(folder, config):
+            brokers = brokers or len(config.cluster.brokers)
     if replace_folder and not broker:
         raise RequestError("--replace-folder is of one of several brokers.", hint="Say which with --broker.")
     if (host or zone) and not broker:
@@ -294,15 +296,6 @@ def up(
                 run(_serve(folder, config, pid, replace_folder=replace_folder))
     finally:
         pid.close()
-
-
-def are_all_here(folder: RegionFolder, config: RegionConfig) -> bool:
-    """Whether all of a region's several brokers run on this machine: with an etcd of the region's own none elsewhere has its metadata; without one, where all
-    listen at one host and region.yaml does not say which of them is this machine's."""
-    assert config.cluster is not None
-    hosts = {each.listen.host for each in config.cluster.brokers}
-    names_one = re.search(r"^broker\s*:", folder.config.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return _has_own_etcd(folder) or (len(hosts) == 1 and names_one is None)
 
 
 def _has_own_etcd(folder: RegionFolder) -> bool:

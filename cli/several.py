@@ -98,6 +98,15 @@ def make_cluster(
     return name_brokers(folder, config, "b1", count, free_address, etcd=etcd, replicas=replicas)
 
 
+def are_all_here(folder: RegionFolder, config: RegionConfig) -> bool:
+    """Whether all of a region's several brokers run on this machine: with an etcd of the region's own none elsewhere has its metadata; without one, where all
+    listen at one host and region.yaml does not say which of them is this machine's."""
+    assert config.cluster is not None
+    hosts = {each.listen.host for each in config.cluster.brokers}
+    names_one = re.search(r"^broker\s*:", folder.config.read_text(encoding="utf-8"), flags=re.M)
+    return (folder.root / ETCD_FOLDER).is_dir() or (len(hosts) == 1 and names_one is None)
+
+
 def free_etcd(free_address: FreeAddress) -> Address:
     """Where an etcd of the region's own may listen."""
     return free_address(ETCD_PORT, [], socket.SOCK_STREAM)

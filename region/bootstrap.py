@@ -196,8 +196,8 @@ def write_profile(folder: RegionFolder, region: str, mesh: str, *addresses: Addr
 def identity_file(folder: RegionFolder, wanted: SpiffeId) -> Path:
     """Where an identity is kept: under its name, and where a person has one of another kind there, under name and kind. Whoever draws grants up as an operator and
     approves others has one name for both, by which `separate` knows them. Raises RequestError(ALREADY_EXISTS)."""
-    path = folder.identity(wanted.name)
-    for path in (path, folder.identity(f"{wanted.name}.{wanted.kind}")):
+    for name in (wanted.name, f"{wanted.name}.{wanted.kind}"):
+        path = folder.identity(name)
         held = load_identity(path).spiffe_id if path.exists() else wanted
         if held == wanted:
             return path

@@ -22,8 +22,7 @@ from region_peer import client, until
 
 from cli import several as cli_several
 from cli.process import FAILURE
-from cli.region import are_all_here
-from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, make_cluster, scaled
+from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, are_all_here, make_cluster, scaled
 from felix.address import Address
 from felix.backoff import BackoffPolicy
 from felix.errors import RequestError
@@ -380,6 +379,13 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             await until(has_a_copy)
             await operator.alter_stream("acme/ops/orders", replicas=2)
             await operator.stream("acme/ops/orders").publish(b"y")
+            await operator.drain_broker("b2")
+        # Two copies of the stream, and of the audit log, have nowhere to go while one broker may have some.
+        said = await asyncio.to_thread(
+            felix_command, tmp_path, "region", "scale", "2", "--wait", "2s", code=4
+        )
+        assert "b2 is drained: 1 broker may have copies from then on" in " ".join(said.err.split())
+        await asyncio.to_thread(felix_command, tmp_path, "region", "undrain", "b2")
         said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
         assert "b3 is drained, stopped and retired" in said.out
         async with client(folder) as operator:
