@@ -63,12 +63,10 @@ ATTEMPT_MS: Final = 500
 """How long the first endpoint has for a request that may be sent again; each further one has twice as long. A lease of two seconds is renewed
 three times: one renewal at a member that hangs leaves time for the next."""
 WATCH_QUIET_MS: Final = 500
-"""After so long without a word a watch asks its member for progress."""
+"""After so long without a word of its member a watch asks for progress. All watches at a member go by one answer."""
 WATCH_ANSWER_MS: Final = 500
 """How long that member has to answer, and once more to answer anything at all. So a member that hangs is left after a second and a half, before
 the shortest lease of brokers (2 s) has ended: whoever waits for its end sees it at another member."""
-WATCH_STUCK_MS: Final = 10_000
-"""A watch that has answered once, and does not for so long, ends, though its member answers other questions."""
 MEMBERS_LOOK_MS: Final = 5_000
 """How often each member that nothing is heard of otherwise is asked whether it is there."""
 MEMBERS_LOOK_AGAIN_MS: Final = 1_000
@@ -188,6 +186,8 @@ class _Endpoint:
         self.target = target
         self.heard_ms = _boot_ms()
         """when it answered anything last"""
+        self.asked_ms = 0
+        """when a watch asked it for progress last"""
         self.silent_since_ms = 0
         """when it was asked first what it has not answered; 0 while it answers"""
         self.is_told = False
@@ -752,32 +752,39 @@ class _Answers:
     def __init__(self, endpoint: _Endpoint, call: Any) -> None:
         self._endpoint = endpoint
         self._call = call
-        self._has_progressed = False
-        """whether this watch answers when it is asked: one that catches up, or begins at a revision that is not there yet, need not"""
 
     async def next(self) -> Any:
         """The next one, also to what was asked. Raises AioRpcError, and TimeoutError where the member hangs."""
         # A read that is cancelled ends its watch, so it is not waited for with a timeout.
         reading = asyncio.ensure_future(self._call.read())
         try:
-            asked_ms = 0
-            while not await _ends_within(WATCH_ANSWER_MS if asked_ms else WATCH_QUIET_MS, reading):
-                now_ms = _boot_ms()
-                if asked_ms:
+            asked_ms, wait_ms = 0, WATCH_QUIET_MS
+            while not await _ends_within(wait_ms, reading):
+                if asked_ms > self._endpoint.heard_ms:
+                    # A watch that catches up need not answer, nor one from a revision that is not there yet.
                     await self._ask_otherwise(reading)
-                    if self._has_progressed and now_ms - asked_ms >= WATCH_STUCK_MS:
-                        raise TimeoutError(f"a watch was not answered for {WATCH_STUCK_MS} ms")
-                asked_ms = asked_ms or now_ms
-                async with asyncio.timeout(WATCH_ANSWER_MS / 1_000):
-                    await self._call.write(_ASK_PROGRESS)
+                asked_ms = await self._ask()
+                wait_ms = (
+                    WATCH_ANSWER_MS if asked_ms else self._endpoint.heard_ms + WATCH_QUIET_MS - _boot_ms()
+                )
             answer = reading.result()
         finally:
             if not reading.cancel() and not reading.cancelled():
                 reading.exception()
         if answer is not grpc.aio.EOF:
             self._endpoint.heard()
-            self._has_progressed |= answer.watch_id == _ASKED
         return answer
+
+    async def _ask(self) -> int:
+        """Ask for progress, unless another watch just did. When; 0 where the member has just been heard of."""
+        endpoint, now_ms = self._endpoint, _boot_ms()
+        if now_ms - endpoint.heard_ms < WATCH_QUIET_MS:
+            return 0
+        if now_ms - endpoint.asked_ms >= WATCH_ANSWER_MS:
+            endpoint.asked_ms = now_ms
+            async with asyncio.timeout(WATCH_ANSWER_MS / 1_000):
+                await self._call.write(_ASK_PROGRESS)
+        return now_ms
 
     async def _ask_otherwise(self, reading: asyncio.Future[Any]) -> None:
         """The watch says nothing: whether its member does. Raises TimeoutError where nothing comes, also to the watch."""
@@ -801,7 +808,7 @@ class _Answers:
 
 async def _ends_within(limit_ms: int, waiting: asyncio.Future[Any]) -> bool:
     """Whether it ends in time; it is not cancelled where it does not."""
-    done, _ = await asyncio.wait((waiting,), timeout=limit_ms / 1_000)
+    done, _ = await asyncio.wait((waiting,), timeout=max(0, limit_ms) / 1_000)
     return bool(done)
 
 

@@ -250,7 +250,7 @@ async def test_a_quiet_watch_stays_at_a_member_that_answers_other_questions(etcd
         await store.get("/quiet")
         watch = _Quiet()
         answering = asyncio.ensure_future(_Answers(store._endpoints[0], watch).next())
-        for _ in range(5):
+        for _ in range(3):
             await watch.asked.acquire()
         assert not answering.done()
         said = rpc.WatchResponse(watch_id=1)
