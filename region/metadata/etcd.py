@@ -66,7 +66,7 @@ WATCH_QUIET_MS: Final = 500
 """After so long without a word of its member a watch asks for progress. All watches at a member go by one answer."""
 WATCH_ANSWER_MS: Final = 500
 """How long that member has to answer, and once more to answer anything at all. So a member that hangs is left after a second and a half, before
-the shortest lease of brokers (2 s) has ended: whoever waits for its end sees it at another member."""
+the shortest lease that etcd grants by default (2 s) has ended: whoever waits for its end sees it at another member."""
 MEMBERS_LOOK_MS: Final = 5_000
 """How often each member that nothing is heard of otherwise is asked whether it is there."""
 MEMBERS_LOOK_AGAIN_MS: Final = 1_000
@@ -217,7 +217,8 @@ class _Endpoint:
         """It hangs: nobody waits for it any longer."""
         now = asyncio.get_running_loop().time()
         for limit in self._waiting:
-            limit.reschedule(now)
+            if not limit.expired():
+                limit.reschedule(now)
 
     @contextlib.asynccontextmanager
     async def within(self, limit_ms: int) -> AsyncGenerator[None, None]:
@@ -357,6 +358,9 @@ class EtcdStore(MetadataStore):
     # Members
 
     def silent_members(self) -> dict[str, int]:
+        if len(self._endpoints) == 1:
+            # That the store does not answer says it all.
+            return {}
         now_ms = _boot_ms()
         return {
             name: silent_ms
