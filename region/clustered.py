@@ -41,7 +41,7 @@ from region.cluster.assignments import Leader
 from region.cluster.election import LogEnd, Unopened
 from region.cluster.member import ClusterMember
 from region.cluster.membership import place_of
-from region.cluster.problems import Found, Survey, living_copies, survey, vacancy
+from region.cluster.problems import NOTHING_HEARD, Ends, Found, Survey, living_copies, survey, vacancy
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.copy_ends import CopyEnds
@@ -246,20 +246,21 @@ class Clustered:
         others, heard = await asyncio.gather(
             self._hear_troubles(), asyncio.gather(*map(self._hear_ends, shards))
         )
-        found = self._with_own(surveyed.found(self.member.region, dict(zip(shards, heard, strict=True))))
+        found = self._found(surveyed, dict(zip(shards, heard, strict=True)))
         return Found([*found.problems, *others], found.remarks)
 
     def problems(self, records: Iterable[Stream]) -> Found:
         """What is wrong with the region, the most serious first, and what an operator has it be, as this broker knows: from the records, so each
         broker says the same, and of the copies that it has itself. `records`: the catalog's streams."""
-        return self._with_own(self._survey(records).found(self.member.region))
+        return self._found(self._survey(records), NOTHING_HEARD)
 
     def _survey(self, records: Iterable[Stream]) -> Survey:
         own = self.member.audit.stream
         return survey(self.member.mirror.view, (*records, *([own] if own is not None else [])))
 
-    def _with_own(self, found: Found) -> Found:
+    def _found(self, surveyed: Survey, ends: Mapping[ShardId, Ends]) -> Found:
         """With what this broker alone knows."""
+        found = surveyed.found(self.member.region, ends, is_out_of_date=self.member.may_be_out_of_date())
         own = self.member.audit.stream
         problems = [*self._store_troubles(), *found.problems]
         if own is None and len(self.member.brokers) > 1:
@@ -308,6 +309,16 @@ class Clustered:
             )
         elif refusal is not None:
             yield refusal.sentence
+        for name, member_ms in member.silent_members().items():
+            yield (
+                f"The member {name} of the metadata store has not answered broker {member.broker} for {member_ms // 1_000} s. While more than half "
+                "of its members answer, nothing waits for this one. Start it again; where its process hangs, end that first (kill -9)."
+            )
+        if not silent_ms and not member.mirror.is_current:
+            yield (
+                f"Broker {member.broker} cannot follow what changes in the metadata store. What is said here of brokers and shards was so "
+                "before. Have more than half of etcd's members answer."
+            )
         view = member.mirror.view
         is_told = view.frozen is not None or view.keys.frozen in view.unreadable
         if not is_told and (went_back := member.alarms.get("frozen")):

@@ -223,6 +223,16 @@ class ClusterMember:
         silent_ms = self._registry.unanswered_ms()
         return (silent_ms, self._runtime.clock.now_ms() - silent_ms) if silent_ms else (0, 0)
 
+    def silent_members(self) -> dict[str, int]:
+        """Members of the metadata store that do not answer this broker, by name, and for how long in ms."""
+        return self._store.silent_members()
+
+    def may_be_out_of_date(self) -> bool:
+        """Whether what is known of the other brokers may be from before: the store cannot be asked, cannot be followed, or has only just begun to
+        answer again."""
+        registry = self._registry
+        return bool(registry.unanswered_ms()) or registry.is_returning() or not self._mirror.is_current
+
     def refusal(self) -> UnavailableError | None:
         """Why this broker may not answer for what it leads now, or None."""
         return self._registry.refusal()

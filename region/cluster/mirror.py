@@ -44,6 +44,11 @@ class ClusterMirror:
             apply=self._apply,
         )
 
+    @property
+    def is_current(self) -> bool:
+        """False while changes cannot be followed: `view` has what was so before."""
+        return self._follower.is_current
+
     def on_change(self, listener: Listener) -> None:
         """Tell `listener` of all that is known from now on. To be told of everything, before `start`."""
         self._listeners.append(listener)

@@ -24,6 +24,13 @@ GROUPS_SHOWN: Final = 5
 """Reasons why nobody leads a shard that are told one by one."""
 
 
+FROM_BEFORE: Final = (
+    "That is from before: the metadata store does not answer this broker, or has only just begun to. Ask again once it has for a while, and give up "
+    "nothing until then."
+)
+"""In place of what a person would do about brokers that may live."""
+
+
 class Found(NamedTuple):
     """Sentences, and of problems the command to go on with where there is one."""
 
@@ -64,14 +71,21 @@ class Survey(NamedTuple):
             if found[0].record and len(living_copies(self.view, found[0].record)) > 1
         ]
 
-    def found(self, region: str, ends: Mapping[ShardId, Ends] = NOTHING_HEARD) -> Found:
-        """`ends`: how far copies go, of shards that `asks_for_ends` named."""
+    def found(
+        self,
+        region: str,
+        ends: Mapping[ShardId, Ends] = NOTHING_HEARD,
+        *,
+        is_out_of_date: bool = False,
+    ) -> Found:
+        """`ends`: how far copies go, of shards that `asks_for_ends` named. `is_out_of_date`: the records may be those of before, and brokers that
+        are not alive there may live. Then nothing is advised that gives up what they have."""
         view = self.view
-        away, away_remarks = _away(view)
+        away, away_remarks = _away(view, is_out_of_date=is_out_of_date)
         copies, copies_remarks = _copies(view, self.shards)
         problems = [
             *_frozen(view, region),
-            *_led_by_nobody(self, region, ends),
+            *_led_by_nobody(self, region, None if is_out_of_date else ends),
             *_below_min(view, self.shards),
             *away,
             *copies,
@@ -147,10 +161,11 @@ def _largest(groups: Mapping[str, list[_Shard]]) -> list[tuple[str, list[_Shard]
     return sorted(groups.items(), key=lambda item: -len(item[1]))[:GROUPS_SHOWN]
 
 
-def _led_by_nobody(survey: Survey, region: str, ends: Mapping[ShardId, Ends]) -> Iterator[str]:
+def _led_by_nobody(survey: Survey, region: str, ends: Mapping[ShardId, Ends] | None) -> Iterator[str]:
+    """`ends` None: what is known is from before."""
     view, groups, soon = survey.view, survey.groups, survey.soon
     for why, found in _largest(groups):
-        way = _go_on(view, found[0], region, ends.get(found[0].id, {}))
+        way = FROM_BEFORE if ends is None else _go_on(view, found[0], region, ends.get(found[0].id, {}))
         yield f"Nobody leads {_named(found)}: {why}. {way}".rstrip()
     if len(groups) > GROUPS_SHOWN:
         yield f"Nobody leads shards for {len(groups) - GROUPS_SHOWN:,} more reasons."
@@ -268,7 +283,7 @@ def _below_min(view: ClusterView, shards: Iterable[_Shard]) -> Iterator[str]:
         yield f"Nothing is written to {_named(found)}: fewer copies are in sync than a record needs."
 
 
-def _away(view: ClusterView) -> tuple[list[str], list[str]]:
+def _away(view: ClusterView, *, is_out_of_date: bool) -> tuple[list[str], list[str]]:
     """A line for each broker that is not alive; remarks of those that an operator drained."""
     problems, remarks = [], []
     has = Counter(
@@ -285,8 +300,9 @@ def _away(view: ClusterView) -> tuple[list[str], list[str]]:
             remarks.append(f"Broker {broker} {state}, is drained, and has {copies}.")
         else:
             gone = "" if not has[broker] else f"`felix region drain {broker}`, then "
+            way = f"Start it; if it is gone for good: {gone}`felix region retire {broker}`."
             problems.append(
-                f"Broker {broker} {state}, and has {copies}. Start it; if it is gone for good: {gone}`felix region retire {broker}`."
+                f"Broker {broker} {state}, and has {copies}. {FROM_BEFORE if is_out_of_date else way}"
             )
     return problems, remarks
 

@@ -47,6 +47,8 @@ EXPIRY_SLACK_MS: Final = 2_000
 """How long after its time a store may still show what a lease held: etcd looks twice a second, and deletes by consensus."""
 RETRY_MS: Final = 1_000
 """How soon a broker that is not alive in the store tries again."""
+RETURN_MS: Final = 10_000
+"""So soon after the store answers again every broker that lives is alive there again: a second between two tries, and one request."""
 CATCH_UP_MS: Final = 30_000
 """How long the watch may take to show a broker its own registration; it takes milliseconds while the store answers."""
 STOP_TRIES: Final = 3
@@ -92,6 +94,8 @@ class Registry:
         self._lease: Lease | None = None
         self._answered_ms = 0
         """when it answered last while there was no lease"""
+        self._resumed_ms = 0
+        """when it answered again after a lease was lost; 0 where none was"""
         self._is_announced = False
         self._health = Health()
         self._why = "it is not registered yet"
@@ -193,6 +197,12 @@ class Registry:
             return 0
         silent_ms = self._clock.boot_ms() - max(lease.renewed_ms, self._answered_ms)
         return silent_ms if silent_ms > lease.ttl_ms * 2 // 3 else 0
+
+    def is_returning(self) -> bool:
+        """Whether the store has only just begun to answer again: who lost its lease meanwhile may live, and not be alive there yet."""
+        lease = self._lease
+        resumed_ms = max(self._resumed_ms, 0 if lease is None else lease.resumed_ms)
+        return bool(resumed_ms) and self._clock.boot_ms() - resumed_ms < RETURN_MS
 
     def on_lease(self, listener: Callable[[Lease | None], None]) -> None:
         """Tell `listener` of each new lease that the broker is alive under, once the watch has shown that: what was elected while it was not
@@ -308,8 +318,11 @@ class Registry:
                 # Whoever announces anew may be quicker than the task that waits for the loss.
                 self._fence(lease.reason)
             if lease is None or not self._is_announced:
+                had_one = lease is not None
                 lease, is_new = await self._store.grant(self._lease_ms), True
                 self._answered_ms = lease.renewed_ms
+                if had_one:
+                    self._resumed_ms = lease.renewed_ms
             try:
                 revision = await self._put(lease)
             except BaseException:

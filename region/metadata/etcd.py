@@ -8,15 +8,18 @@ this module drives the stubs itself:
 - a watch reconnects by itself, anywhere, and resumes at the revision after the last one it yielded. After each
   connect it asks whether that revision is still whole (etcd itself says nothing where the first missing event
   is a deletion at exactly the compacted revision);
+- a watch that is quiet asks its member for progress, so one that hangs with its connections open is left soon, and
+  with it whatever else waits for that member. Requests go to a silent member only where no other is left;
 - every wait has a bound.
 
-Sources: etcd v3.5 API reference (KV, Watch, Lease, Auth), "API guarantees".
+Sources: etcd v3.5 API reference (KV, Watch, Lease, Auth, Maintenance), "API guarantees".
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +31,7 @@ from aetcd import rpc
 
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.real import REAL
+from felix.tasks import end_tasks
 from region.metadata.lease import lease_lost
 from region.metadata.port import PAGE_BYTES_MAX, CompactedError, MetadataStore, OutcomeUnknownError
 from region.metadata.transaction import (
@@ -55,6 +59,22 @@ REQUEST_MS_MIN: Final = 100
 REQUEST_MS_MAX: Final = 60_000
 WATCH_OUTAGE_MS: Final = 10_000
 """How long a watch tries to reconnect before it tells its user that it is blind."""
+ATTEMPT_MS: Final = 500
+"""How long the first endpoint has for a request that may be sent again; each further one has twice as long. A lease of two seconds is renewed
+three times: one renewal at a member that hangs leaves time for the next."""
+WATCH_QUIET_MS: Final = 500
+"""After so long without a word of its member a watch asks for progress. All watches at a member go by one answer."""
+WATCH_ANSWER_MS: Final = 500
+"""How long that member has to answer, and once more to answer anything at all. So a member that hangs is left after a second and a half, before
+the shortest lease that etcd grants by default (2 s) has ended: whoever waits for its end sees it at another member."""
+MEMBERS_LOOK_MS: Final = 5_000
+"""How often each member that nothing is heard of otherwise is asked whether it is there."""
+MEMBERS_LOOK_AGAIN_MS: Final = 1_000
+"""The same while one is silent."""
+MEMBER_ANSWER_MS: Final = 2_000
+"""How long it may take to answer that."""
+MEMBER_SILENT_MS: Final = 3_000
+"""A person is told of a member that has been silent for so long: longer than one takes to restart on a quiet machine."""
 _RETRY_MS: Final = 50
 _RETRY_MS_MAX: Final = 1_000
 _MESSAGE_BYTES_MAX: Final = 2 * PAGE_BYTES_MAX
@@ -74,6 +94,11 @@ _CHANNEL_OPTIONS: Final = (
 )
 _REQUIRE_LEADER: Final = ("hasleader", "true")
 """A member cut off from its cluster ends our streams instead of staying silent (clientv3.WithRequireLeader)."""
+_ASK_PROGRESS: Final = rpc.WatchRequest(progress_request=rpc.WatchProgressRequest())
+_ASKED: Final = -1
+"""The watch that an answer to it names."""
+
+log = logging.getLogger("felix.region.metadata")
 
 _boot_ms: Final = REAL.clock.boot_ms
 _ENDPOINT: Final = re.compile(r"(?:(https?)://)?(\[[0-9a-fA-F:]+\]|[A-Za-z0-9._-]+):([0-9]{1,5})/?")
@@ -155,10 +180,19 @@ def _config(sentence: str, hint: str) -> RequestError:
 
 
 class _Endpoint:
-    """One member's channel and stubs, and the token it gave us."""
+    """One member's channel and stubs, the token it gave us, and since when it has been silent."""
 
     def __init__(self, target: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.target = target
+        self.heard_ms = _boot_ms()
+        """when it answered anything last"""
+        self.asked_ms = 0
+        """when a watch asked it for progress last"""
+        self.silent_since_ms = 0
+        """when it was asked first what it has not answered; 0 while it answers"""
+        self.is_told = False
+        """whether the log says that it is silent"""
+        self._waiting: set[asyncio.Timeout] = set()
         if credentials is None:
             self.channel = rpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
         else:
@@ -169,6 +203,49 @@ class _Endpoint:
         self.auth = rpc.AuthStub(self.channel)
         self.maintenance = rpc.MaintenanceStub(self.channel)
         self.token = ""
+
+    def heard(self) -> None:
+        """It has answered."""
+        self.heard_ms, self.silent_since_ms = _boot_ms(), 0
+
+    def missed(self, since_ms: int) -> None:
+        """What it was asked then it has not answered."""
+        if not self.silent_since_ms and since_ms >= self.heard_ms:
+            self.silent_since_ms = since_ms
+
+    def leave(self) -> None:
+        """It hangs: nobody waits for it any longer."""
+        now = asyncio.get_running_loop().time()
+        for limit in self._waiting:
+            if not limit.expired():
+                limit.reschedule(now)
+
+    @contextlib.asynccontextmanager
+    async def within(self, limit_ms: int) -> AsyncGenerator[None, None]:
+        """Wait for an answer. TimeoutError after `limit_ms`, or once it is known that the member hangs."""
+        since_ms = _boot_ms()
+        try:
+            async with asyncio.timeout(limit_ms / 1_000) as limit:
+                self._waiting.add(limit)
+                try:
+                    yield
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            self.missed(since_ms)
+            raise
+        except rpc.AioRpcError as error:
+            if _is_answer(error):
+                self.heard()
+            else:
+                self.missed(since_ms)
+            raise
+        self.heard()
+
+    async def status(self, limit_ms: int) -> Any:
+        """What it says of itself, without asking other members. Raises AioRpcError, TimeoutError."""
+        async with self.within(limit_ms):
+            return await self.maintenance.Status(rpc.StatusRequest(), metadata=self.metadata())
 
     def metadata(self, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
         return (("token", self.token), *more) if self.token else more
@@ -190,6 +267,15 @@ class _Endpoint:
                     await self.channel.wait_for_state_change(state)
             except TimeoutError:
                 return False
+
+
+def _is_answer(error: Any) -> bool:
+    """Whether the member itself said so, and not the connection to it."""
+    return error.code() not in (
+        rpc.StatusCode.UNAVAILABLE,
+        rpc.StatusCode.DEADLINE_EXCEEDED,
+        rpc.StatusCode.CANCELLED,
+    ) or (error.details() or "").startswith("etcdserver: ")
 
 
 def _entry(kv: Any) -> Entry:
@@ -229,6 +315,9 @@ class EtcdStore(MetadataStore):
         self._config = config
         self._endpoints = endpoints
         self._current = 0
+        self._looking = asyncio.get_running_loop().create_task(
+            self._look_at_members(), name="members of the metadata store"
+        )
 
     @classmethod
     async def open(cls, config: EtcdConfig) -> Self:
@@ -266,6 +355,39 @@ class EtcdStore(MetadataStore):
             raise self._unavailable("none of its endpoints answers")
         return found
 
+    # Members
+
+    def silent_members(self) -> dict[str, int]:
+        if len(self._endpoints) == 1:
+            # That the store does not answer says it all.
+            return {}
+        now_ms = _boot_ms()
+        return {
+            name: silent_ms
+            for name, endpoint in zip(self._config.endpoints, self._endpoints, strict=True)
+            if endpoint.silent_since_ms
+            and (silent_ms := now_ms - endpoint.silent_since_ms) >= MEMBER_SILENT_MS
+        }
+
+    async def _look_at_members(self) -> None:
+        """Ask those that nobody asks otherwise, until the store is closed: whoever counts on three wants to know of the first that is away."""
+        while True:
+            is_whole = not any(endpoint.silent_since_ms for endpoint in self._endpoints)
+            await asyncio.sleep((MEMBERS_LOOK_MS if is_whole else MEMBERS_LOOK_AGAIN_MS) / 1_000)
+            await asyncio.gather(*map(self._look_at, self._endpoints))
+
+    async def _look_at(self, endpoint: _Endpoint) -> None:
+        if endpoint.silent_since_ms or _boot_ms() - endpoint.heard_ms >= MEMBERS_LOOK_MS:
+            with contextlib.suppress(rpc.AioRpcError, TimeoutError):
+                await endpoint.status(MEMBER_ANSWER_MS)
+        since_ms = endpoint.silent_since_ms
+        if since_ms and not endpoint.is_told and _boot_ms() - since_ms >= MEMBER_SILENT_MS:
+            endpoint.is_told = True
+            log.warning("the member %s of the metadata store does not answer", endpoint.target)
+        elif endpoint.is_told and not since_ms:
+            endpoint.is_told = False
+            log.warning("the member %s of the metadata store answers again", endpoint.target)
+
     # Requests
 
     def _unavailable(self, why: str, code: Code = Code.UNAVAILABLE) -> UnavailableError:
@@ -291,17 +413,22 @@ class EtcdStore(MetadataStore):
         while True:
             self._check_open()
             for _ in self._endpoints:
-                endpoint = self._endpoints[self._current]
-                if await endpoint.is_ready(min(deadline_ms, _boot_ms() + share_ms)):
+                endpoint, asked_ms = self._endpoints[self._current], _boot_ms()
+                if await endpoint.is_ready(min(deadline_ms, asked_ms + share_ms)):
                     return endpoint
+                endpoint.missed(asked_ms)
                 self._next(endpoint)
             if _boot_ms() >= deadline_ms:
                 raise self._unavailable("none of its endpoints takes a connection")
             await asyncio.sleep(_RETRY_MS / 1_000)
 
     def _next(self, failed: _Endpoint) -> None:
+        """Go on at the one behind it, past those that are silent unless all are."""
         if self._endpoints[self._current] is failed:
-            self._current = (self._current + 1) % len(self._endpoints)
+            count = len(self._endpoints)
+            others = [(self._current + step) % count for step in range(1, count)]
+            answering = [at for at in others if not self._endpoints[at].silent_since_ms]
+            self._current = [*answering, *others, self._current][0]
 
     async def _authenticate(self, endpoint: _Endpoint) -> None:
         if not self._config.user or endpoint.token:
@@ -331,14 +458,17 @@ class EtcdStore(MetadataStore):
         """Send a request to one endpoint after the other until one answers. `once`: it must not be sent twice.
         `expected`: a refusal that the caller wants to see as it is, as AioRpcError."""
         deadline_ms = _boot_ms() + self._config.request_ms
+        # Half of the time for one endpoint at most, so that a member that hangs leaves time for another.
+        patience_ms = min(ATTEMPT_MS, self._config.request_ms // 2)
         while True:
             endpoint = await self._connect(deadline_ms)
             remaining_ms = max(1, deadline_ms - _boot_ms())
-            # Half of the time for one endpoint, so that a member that hangs leaves time for another.
-            attempt_ms = remaining_ms if once else min(remaining_ms, self._config.request_ms // 2)
+            attempt_ms = remaining_ms if once else min(remaining_ms, patience_ms)
+            patience_ms *= 2
             sent = never_sent = False
+            asked_ms = _boot_ms()
             try:
-                async with asyncio.timeout(attempt_ms / 1_000):
+                async with endpoint.within(attempt_ms):
                     await self._authenticate(endpoint)
                     sent = True
                     return await send(endpoint)
@@ -352,7 +482,7 @@ class EtcdStore(MetadataStore):
                 self._raise_if_final(error)
                 never_sent = why.startswith("failed to connect")
             except TimeoutError as error:
-                failed, why = error, f"no answer in {attempt_ms} ms"
+                failed, why = error, f"no answer in {_boot_ms() - asked_ms} ms"
             except asyncio.CancelledError:
                 self._check_cancelled()
                 raise
@@ -456,14 +586,15 @@ class EtcdStore(MetadataStore):
 
     async def _watch(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
         silent_since_ms: int | None = None
-        retry_ms = _RETRY_MS
+        retry_ms, patience_ms = _RETRY_MS, WATCH_QUIET_MS
         while True:
             failed: Exception
             try:
-                stream = self._watch_once(prefix, from_revision)
+                stream = self._watch_once(prefix, from_revision, min(patience_ms, self._config.request_ms))
+                patience_ms *= 2
                 async with contextlib.aclosing(stream):
                     async for change in stream:
-                        silent_since_ms, retry_ms = None, _RETRY_MS
+                        silent_since_ms, retry_ms, patience_ms = None, _RETRY_MS, WATCH_QUIET_MS
                         from_revision = change.revision + 1
                         if change.events:
                             yield change
@@ -483,16 +614,18 @@ class EtcdStore(MetadataStore):
             await asyncio.sleep(retry_ms / 1_000)
             retry_ms = min(_RETRY_MS_MAX, 2 * retry_ms)
 
-    async def _watch_once(self, prefix: str, from_revision: int) -> AsyncGenerator[Change, None]:
-        """One connection's worth of a watch. A change without events only says how far the store is."""
+    async def _watch_once(
+        self, prefix: str, from_revision: int, patience_ms: int
+    ) -> AsyncGenerator[Change, None]:
+        """One connection's worth of a watch, that has `patience_ms` to begin. A change without events only says how far the store is."""
         low, high = _bounds(prefix)
-        request_ms = self._config.request_ms
-        endpoint = await self._connect(_boot_ms() + request_ms)
+        endpoint = await self._connect(_boot_ms() + self._config.request_ms)
         try:
-            await self._authenticate(endpoint)
+            async with endpoint.within(patience_ms):
+                await self._authenticate(endpoint)
             call = endpoint.watch.Watch(metadata=endpoint.metadata(_REQUIRE_LEADER))
             try:
-                async with asyncio.timeout(request_ms / 1_000):
+                async with endpoint.within(patience_ms):
                     await call.write(
                         rpc.WatchRequest(
                             create_request=rpc.WatchCreateRequest(
@@ -511,9 +644,13 @@ class EtcdStore(MetadataStore):
                 await self._check_history(low, from_revision)
                 yield Change(from_revision - 1, ())
                 held: list[Any] = []
+                answers = _Answers(endpoint, call)
                 while True:
-                    answer = await call.read()
+                    answer = await answers.next()
                     self._check_watch(answer, from_revision)
+                    if answer.watch_id == _ASKED:
+                        # A sign of life and no more: before etcd 3.5.8 it may come before events of its revision.
+                        continue
                     held.extend(answer.events)
                     if answer.fragment:
                         # A revision may go on in the next fragment; only whole ones are passed on.
@@ -608,8 +745,75 @@ class EtcdStore(MetadataStore):
             return  # it is gone already
 
     async def _close(self) -> None:
+        await end_tasks(self._looking)
         for endpoint in self._endpoints:
             await endpoint.channel.close(grace=None)
+
+
+class _Answers:
+    """The answers of one watch, that asks for progress while it is quiet."""
+
+    def __init__(self, endpoint: _Endpoint, call: Any) -> None:
+        self._endpoint = endpoint
+        self._call = call
+
+    async def next(self) -> Any:
+        """The next one, also to what was asked. Raises AioRpcError, and TimeoutError where the member hangs."""
+        # A read that is cancelled ends its watch, so it is not waited for with a timeout.
+        reading = asyncio.ensure_future(self._call.read())
+        try:
+            asked_ms, wait_ms = 0, WATCH_QUIET_MS
+            while not await _ends_within(wait_ms, reading):
+                if asked_ms > self._endpoint.heard_ms:
+                    # A watch that catches up need not answer, nor one from a revision that is not there yet.
+                    await self._ask_otherwise(reading)
+                asked_ms = await self._ask()
+                wait_ms = (
+                    WATCH_ANSWER_MS if asked_ms else self._endpoint.heard_ms + WATCH_QUIET_MS - _boot_ms()
+                )
+            answer = reading.result()
+        finally:
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()
+        if answer is not grpc.aio.EOF:
+            self._endpoint.heard()
+        return answer
+
+    async def _ask(self) -> int:
+        """Ask for progress, unless another watch just did. When; 0 where the member has just been heard of."""
+        endpoint, now_ms = self._endpoint, _boot_ms()
+        if now_ms - endpoint.heard_ms < WATCH_QUIET_MS:
+            return 0
+        if now_ms - endpoint.asked_ms >= WATCH_ANSWER_MS:
+            endpoint.asked_ms = now_ms
+            async with asyncio.timeout(WATCH_ANSWER_MS / 1_000):
+                await self._call.write(_ASK_PROGRESS)
+        return now_ms
+
+    async def _ask_otherwise(self, reading: asyncio.Future[Any]) -> None:
+        """The watch says nothing: whether its member does. Raises TimeoutError where nothing comes, also to the watch."""
+        asking = asyncio.ensure_future(self._endpoint.status(WATCH_ANSWER_MS))
+        try:
+            await asyncio.wait((asking, reading), return_when=asyncio.FIRST_COMPLETED)
+            if not reading.done():
+                try:
+                    await asking
+                except TimeoutError:
+                    if not reading.done():
+                        self._endpoint.leave()
+                        raise
+                except rpc.AioRpcError as error:
+                    if not _is_answer(error):
+                        raise
+        finally:
+            if not asking.cancel() and not asking.cancelled():
+                asking.exception()
+
+
+async def _ends_within(limit_ms: int, waiting: asyncio.Future[Any]) -> bool:
+    """Whether it ends in time; it is not cancelled where it does not."""
+    done, _ = await asyncio.wait((waiting,), timeout=max(0, limit_ms) / 1_000)
+    return bool(done)
 
 
 def _changes(events: list[Any]) -> list[Change]:

@@ -66,6 +66,8 @@ class Lease:
         self.ttl_ms = ttl_ms
         self.lost = asyncio.Event()
         self.reason = ""
+        self.resumed_ms = 0
+        """when it was renewed after the store had said nothing for two thirds of a TTL, as `renewed_ms`; 0 where it never was"""
         self._valid_until_ms = sent_ms + ttl_ms
         self._renew = renew
         self._revoke = revoke
@@ -98,6 +100,8 @@ class Lease:
         except LeaseLostError as error:
             self.lose(error.sentence)
             raise
+        if sent_ms - self.renewed_ms > self.ttl_ms * 2 // 3:
+            self.resumed_ms = sent_ms
         self._valid_until_ms = max(self._valid_until_ms, sent_ms + ttl_ms)
 
     async def revoke(self) -> None:

@@ -139,6 +139,10 @@ class MetadataStore(ABC):
             lease.keep_alive()
         return lease
 
+    def silent_members(self) -> dict[str, int]:
+        """Members of the store that do not answer this process, by name, and for how long in ms. A store of one process has none."""
+        return {}
+
     async def close(self) -> None:
         """Let go of the store. Leases are not revoked: they run out by themselves unless revoked before."""
         if self._closed:

@@ -155,6 +155,8 @@ class Hosted:
     """per log the epoch that it is about to begin"""
     broken: str = ""
     """why nothing is done any more: our own mistake"""
+    unchanged: str = ""
+    """why its record was not changed when that was tried last, as the log has it; empty once it was"""
 
     @property
     def answers_early(self) -> bool:
@@ -1200,7 +1202,10 @@ class ReplicaHost:
         view = self._mirror.view
         made = change(view, hosted.shard, self._broker, swap.before, swap.revision, swap.record)
         if isinstance(made, Refusal):
-            log.info("shard %s: its record is not changed: %s", hosted.shard, made.sentence)
+            if made.sentence != hosted.unchanged:
+                # It is tried again and again while the watch shows nothing else.
+                hosted.unchanged = made.sentence
+                log.info("shard %s: its record is not changed: %s", hosted.shard, made.sentence)
             self._step(hosted, SwapAnswered(swap.attempt, Outcome.REFUSED))
             return
         outcome, revision = Outcome.UNKNOWN, 0
@@ -1208,8 +1213,13 @@ class ReplicaHost:
             result = await self._mirror.commit(made)
         except FelixError as error:
             # Not sent, or sent and not heard of: the larger set stands until it is known.
-            log.warning("shard %s: what came of a change of its record is not known: %s", hosted.shard, error)
+            if hosted.unchanged != error.code.name:
+                hosted.unchanged = error.code.name
+                log.warning(
+                    "shard %s: what came of a change of its record is not known: %s", hosted.shard, error
+                )
         else:
+            hosted.unchanged = ""
             if result is not None:
                 outcome = Outcome.APPLIED if result.succeeded else Outcome.REFUSED
                 revision = result.revision

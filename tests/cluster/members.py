@@ -59,6 +59,10 @@ class Members:
         for name in names:
             await asyncio.to_thread(self.running[name].wait)
 
+    def ask_at(self, etcd: EtcdProcess) -> None:
+        """Read records at this member of the etcd from now on."""
+        self._etcd = etcd
+
     def kill(self, name: str) -> None:
         """SIGKILL, for good."""
         self.running.pop(name).kill()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from cluster.samples import STREAM, shard_record, view_of
 
 from felix.errors import UnavailableError
@@ -24,12 +25,14 @@ def clustered(view: ClusterView, **member: Any) -> Clustered:
     known: dict[str, Any] = {
         "broker": "a",
         "region": "us-east",
-        "mirror": SimpleNamespace(view=view),
+        "mirror": SimpleNamespace(view=view, is_current=True),
         "assignments": Assignments(view, "a", lambda: 5),
         "audit": AuditHome("", "cd" * 16, 1),
         "alarms": {},
         "unanswered": lambda: (0, 0),
         "refusal": lambda: None,
+        "silent_members": dict,
+        "may_be_out_of_date": lambda: False,
     }
     return Clustered(SimpleNamespace(**(known | member)))  # type: ignore[arg-type]
 
@@ -47,6 +50,37 @@ def test_a_store_that_does_not_answer_is_the_first_problem_with_since_when_and_w
         "others, caches, durable subscriptions, workers of queues and transactions wait"
         in fenced.alarms([RECORD])[0]
     )
+
+
+def test_a_member_of_the_store_that_does_not_answer_is_named_while_the_others_do() -> None:
+    view = view_of({"a": 5, "c": 5}, shards={0: shard_record({"c": 5}, **LED_BY)})
+    said = clustered(view, silent_members=lambda: {"http://etcd-1:2379": 42_300}).alarms([RECORD])[0]
+    assert said.startswith(
+        "The member http://etcd-1:2379 of the metadata store has not answered broker a for 42 s. "
+    )
+
+
+@pytest.mark.parametrize(
+    "store",
+    [
+        {"unanswered": lambda: (5_000, 0)},
+        {"is_current": False},
+        {},  # it has only just begun to answer again
+    ],
+)
+def test_what_a_store_that_cannot_be_asked_said_of_brokers_is_called_old_and_no_data_are_given_up_for_it(
+    store: dict[str, Any],
+) -> None:
+    view = view_of(
+        {"a": 5, "b": 5, "c": 5}, {"a": 5}, {0: shard_record({"b": 5, "c": 5}, replicas=("a", "b", "c"))}
+    )
+    assert any("recover-shard" in each for each in clustered(view).alarms([RECORD]))
+    mirror = SimpleNamespace(view=view, is_current=store.pop("is_current", True))
+    told = clustered(view, mirror=mirror, may_be_out_of_date=lambda: True, **store).alarms([RECORD])
+    of_brokers = [each for each in told if "b is not alive" in each or "c is not alive" in each]
+    assert any(each.startswith("Nobody leads ") for each in of_brokers)
+    assert all("That is from before" in each for each in of_brokers if not each.startswith("Too few"))
+    assert not any("accept-loss" in each or "retire" in each or "drain" in each for each in told)
 
 
 def test_a_broker_without_its_lease_says_why_where_the_store_answers_and_so_does_what_it_refuses() -> None:

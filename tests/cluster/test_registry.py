@@ -16,7 +16,7 @@ from region.cluster import registration
 from region.cluster.node_file import NodeFile
 from region.cluster.records import FrozenRecord, Health, encode
 from region.cluster.registration import PULSE_MS
-from region.cluster.registry import EXPIRY_SLACK_MS, RETRY_MS
+from region.cluster.registry import EXPIRY_SLACK_MS, RETRY_MS, RETURN_MS
 from region.cluster.transactions import Refusal
 from region.metadata.transaction import Delete, Put
 
@@ -186,7 +186,7 @@ def test_for_how_long_the_store_has_not_answered_is_known_before_the_lease_ends_
         broker = region.broker()
         registry = await broker.start()
         await asyncio.sleep(3 * LEASE_MS / 1_000)
-        assert registry.unanswered_ms() == 0
+        assert registry.unanswered_ms() == 0 and not registry.is_returning()
         region.store.is_away = True
         await region.until(registry.unanswered_ms)
         assert registry.may_answer() and 2 * LEASE_MS // 3 < registry.unanswered_ms() < LEASE_MS
@@ -195,6 +195,18 @@ def test_for_how_long_the_store_has_not_answered_is_known_before_the_lease_ends_
         region.store.is_away = False
         await region.until(registry.may_answer)
         assert registry.unanswered_ms() == 0
+
+        # The others need not be alive again yet, so what is known of them may be from before; also where this broker's own lease held.
+        assert registry.is_returning()
+        await asyncio.sleep(RETURN_MS / 1_000)
+        assert not registry.is_returning()
+        region.store.is_away = True
+        await region.until(registry.unanswered_ms)
+        region.store.is_away = False
+        await region.until(lambda: not registry.unanswered_ms())
+        assert registry.is_returning() and registry.may_answer()
+        await asyncio.sleep(RETURN_MS / 1_000)
+        assert not registry.is_returning()
 
     play(scene)
 

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from aetcd import rpc
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from etcd_process import EtcdProcess, etcd
+from etcd_process import EtcdProcess, etcd, running_members
 from ports import claim_port
 
 from felix.errors import Code, RequestError, UnavailableError
-from region.metadata.etcd import EtcdConfig, EtcdStore, EtcdTls, known_bad_version
+from region.metadata.etcd import (
+    REQUEST_MS_MAX,
+    EtcdConfig,
+    EtcdStore,
+    EtcdTls,
+    _Answers,
+    known_bad_version,
+)
 from region.metadata.port import CompactedError, OutcomeUnknownError
 from region.metadata.transaction import Delete, Entry, Put
 
@@ -142,6 +151,111 @@ async def test_a_hanging_etcd_leaves_a_writes_outcome_open_and_a_read_unavailabl
             assert entry is not None and entry.value in (b"1", b"2")
     finally:
         process.stop()
+
+
+def members_of(etcd: Sequence[EtcdProcess]) -> EtcdConfig:
+    return EtcdConfig(tuple(each.endpoint for each in etcd))
+
+
+async def first_write(store: EtcdStore, key: str) -> int:
+    """Written once members that were just started have elected a leader."""
+    while True:
+        try:
+            return (await store.transact([], [Put(key, b"")])).revision
+        except UnavailableError:
+            await asyncio.sleep(0.05)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("at", range(3))
+async def test_a_watch_leaves_a_member_that_hangs_and_misses_nothing(tmp_path: Path, at: int) -> None:
+    with running_members(tmp_path) as etcd:
+        hangs, others = etcd[at], [each for each in etcd if each is not etcd[at]]
+        async with (
+            await EtcdStore.open(members_of([hangs, *others])) as store,
+            await EtcdStore.open(members_of(others)) as other,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            written = [await first_write(other, "/hang/0")]
+            changes = store.watch("/hang/", written[0])
+            async with aclosing(changes):
+                seen = [(await anext(changes)).revision]
+                hangs.freeze()
+                # Nothing else asks the member that hangs: the watch finds it out alone.
+                for number in range(1, 4):
+                    written.append(await first_write(other, f"/hang/{number}"))
+                    seen.append((await anext(changes)).revision)
+                hangs.thaw()
+                written.append(await first_write(other, "/hang/last"))
+                seen.append((await anext(changes)).revision)
+            assert seen == written
+
+
+@pytest.mark.fault
+async def test_a_member_that_hangs_is_named_and_used_again_once_it_goes_on(tmp_path: Path) -> None:
+    with running_members(tmp_path) as etcd:
+        first, second = etcd[:2]
+        async with (
+            await EtcdStore.open(members_of([first, second])) as store,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            await first_write(store, "/used/0")
+            lease = await store.grant(60_000)
+            for hangs, number in ((first, 1), (second, 2)):
+                hangs.freeze()
+                await store.get("/used/0")
+                await lease.renew()
+                await first_write(store, f"/used/{number}")
+                while list(store.silent_members()) != [hangs.endpoint]:  # noqa: ASYNC110 - no event is set for it
+                    await asyncio.sleep(0.05)
+                hangs.thaw()
+                while store.silent_members():  # noqa: ASYNC110 - the same
+                    await asyncio.sleep(0.05)
+
+
+@pytest.mark.fault
+async def test_a_write_does_not_wait_for_a_member_that_a_watch_found_to_hang(tmp_path: Path) -> None:
+    with running_members(tmp_path) as etcd:
+        # Else it would wait for so long.
+        config = replace(members_of(etcd), request_ms=REQUEST_MS_MAX)
+        async with await EtcdStore.open(config) as store, asyncio.timeout(REQUEST_MS_MAX // 2 / 1_000):
+            changes = store.watch("/write/", await first_write(store, "/write/0"))
+            async with aclosing(changes):
+                await anext(changes)
+                watching = asyncio.ensure_future(anext(changes))
+                # Whichever it is: the first ones may not have answered while they elected their leader.
+                etcd[store._current].freeze()
+                with pytest.raises(OutcomeUnknownError):
+                    await store.transact([], [Put("/write/1", b"")])
+                written = await first_write(store, "/write/2")
+                assert (await watching).revision <= written
+
+
+class _Quiet:
+    """A watch at a member that is there, and that says no more than `answers`: an older etcd need not say how far an idle one is."""
+
+    def __init__(self) -> None:
+        self.answers: asyncio.Queue[object] = asyncio.Queue()
+        self.asked = asyncio.Semaphore(0)
+
+    async def read(self) -> object:
+        return await self.answers.get()
+
+    async def write(self, request: object) -> None:
+        self.asked.release()
+
+
+async def test_a_quiet_watch_stays_at_a_member_that_answers_other_questions(etcd: EtcdProcess) -> None:
+    async with await EtcdStore.open(EtcdConfig((etcd.endpoint,))) as store, asyncio.timeout(PATIENCE_S):
+        await store.get("/quiet")
+        watch = _Quiet()
+        answering = asyncio.ensure_future(_Answers(store._endpoints[0], watch).next())
+        for _ in range(3):
+            await watch.asked.acquire()
+        assert not answering.done()
+        said = rpc.WatchResponse(watch_id=1)
+        watch.answers.put_nowait(said)
+        assert await answering is said
 
 
 async def test_a_deletion_at_the_compacted_revision_itself_is_not_passed_over(etcd: EtcdProcess) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +16,7 @@ from replication.replicated_region import LOGS, NAMES, SimulatedRegion, failing,
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, RequestError, UnavailableError
 from region.cluster.records import ShardId
+from region.cluster.transactions import Reason, Refusal
 from region.log.disk import DiskLog
 from region.log.errors import FULL_RETRY_MS
 from region.log.origin import Origin
@@ -334,6 +336,35 @@ def test_a_mistake_in_one_copy_stops_that_copy_alone(where: str, caplog: pytest.
         assert (record.epoch == 1) == (where == "follower") and record.leader != broken.name
         region.kill(broken.name)
         await region.start(broken.name)
+        await settle(region)
+
+    play(scene, 3)
+
+
+def test_a_record_that_cannot_be_changed_is_told_once_however_often_that_is_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real, tried = host_module.change, []
+
+    def refused(*what: Any) -> Any:
+        tried.append(what)
+        return Refusal(Reason.NO_LEASE, "The watch shows nothing new.", retry=True)
+
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader = region.leader(shard)
+        assert leader is not None
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 50)
+        with monkeypatch.context() as patched, caplog.at_level(logging.INFO, host_module.log.name):
+            patched.setattr(host_module, "change", refused)
+            region.kill(next(name for name in NAMES if name != leader.name))
+            await region.until(lambda: len(tried) > 20)
+        told = [each for each in caplog.messages if "The watch shows nothing new" in each]
+        assert 0 < len(told) == len({what[1] for what in tried}), "once for each shard"
+        assert host_module.change is real
+        for name in set(NAMES) - region.running.keys():
+            await region.start(name)
         await settle(region)
 
     play(scene, 3)
