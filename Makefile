@@ -26,11 +26,13 @@ FIRST     ?= 0
 # machine: most tests of brokers and agents wait for disks, timers and other processes, over three quarters of their time in all.
 WORKERS ?= 6
 # Test files that do more of something in `make test-long`.
-LONG = $(shell grep -rl --include='test_*.py' '^from long_runs import' tests)
+LONG = $(shell grep -rlE --include='test_*.py' '^(from|import) long_runs\b' tests)
+# Test files with something that `make test-slow` runs and `make test` does not.
+SLOW = $(shell grep -rlE --include='test_*.py' '^(from|import) slow_runs\b' tests)
 # Tests start hundreds of processes: each would read the sources anew where the environment forbids compiled files.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo faults runbooks test test-long sync wheels attack ordinary lock soak check format bench clean help
+.PHONY: demo faults runbooks test test-slow test-long sync wheels attack ordinary lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,8 +68,11 @@ demo: $(STAMP) ## two regions, one bridge, one report, on real input (RECORDS=20
 demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-consumer, demo-restart, ...
 	@PYTHONPATH=. $(BIN)/python examples/demos/$(subst -,_,$*).py
 
-test: $(STAMP) ## all tests (SLOW_DISK=60: each sync takes up to 60 ms longer)
+test: $(STAMP) ## all tests but those of `make test-slow` (SLOW_DISK=60: each sync takes up to 60 ms longer)
 	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+test-slow: $(STAMP) ## the tests that `make test` leaves out: they take long, and a shorter one of the same stands there; .ci/run runs both
+	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) FELIX_SLOW=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SLOW)
 
 test-long: $(STAMP) ## the tests that have larger counts than in `make test`, with those (minutes)
 	@FELIX_LONG=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --timeout 1800 $(LONG)

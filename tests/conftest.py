@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import schedule
+import slow_runs
 from hypothesis import HealthCheck, settings
 from long_runs import IS_LONG
 from processor_time import recorded
@@ -35,7 +36,7 @@ REQUIRE = "FELIX_REQUIRE_PARTS"
 """Set by .ci/run, which installs the parts first: Java, etcd, chromium, systemd's and Prometheus' tools, and every package of the `dev` extra."""
 
 RECORD_COSTS = "FELIX_RECORD_COSTS"
-"""Set to write down what each file costs (schedule.COSTS)."""
+"""Set to write down what each file costs in `make test` (schedule.COSTS)."""
 
 WANTED = (
     "could not import",
@@ -91,8 +92,9 @@ def pytest_collection() -> Iterator[None]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Unit by unit, what costs most first; within a unit the order stays."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Those of `make test`, or those of `make test-slow`. Unit by unit, what costs most first; within a unit the order stays."""
+    slow_runs.choose(config, items)
     costs, unit = schedule.costs(), schedule.unit_of
     strays = {
         path
@@ -152,7 +154,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say which part was missing, and where; and keep what each file cost, where that is asked for."""
     for line in _missing:
         terminalreporter.write_line(f"skipped where {REQUIRE} is set: {line}", red=True)
-    if os.environ.get(RECORD_COSTS):
+    if os.environ.get(RECORD_COSTS) and not slow_runs.IS_SLOW:
         reports = [each for kind in terminalreporter.stats.values() for each in kind]
         schedule.record(
             (each.nodeid, each.duration) for each in reports if isinstance(each, pytest.TestReport)

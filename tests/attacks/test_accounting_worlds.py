@@ -29,6 +29,7 @@ from crossing_logs import (
 )
 from crossing_logs import SIGNED as GRANTS
 from signed_grants import signed_grant
+from slow_runs import only_slow
 
 from audit.continuity import Continuity
 from audit.leaf import _ENTRY, Committer, GapKind, Header, Kind, Leaf, Side, intent_leaves, iter_entries
@@ -150,6 +151,7 @@ def _listed(leaf: Leaf) -> dict[str, Any]:
     }
 
 
+@only_slow
 @pytest.mark.spark
 def test_the_report_reconciles_exactly_the_shards_that_are_lawful(
     spark: Any, tmp_path: Path, chance: Chance, attack_scale: int, tally: Tally

@@ -13,6 +13,7 @@ from attacks.test_half_signed_again import again
 from audit_log import EGRESS_ORIGIN, trust
 from crossing_logs import DEPARTURES, SIGNED, START_MS, World, write_world
 from signed_grants import approver, paper_leaf
+from slow_runs import only_slow
 
 from audit.leaf import Kind, Leaf, Side
 from audit.proof import check_proof, prove
@@ -80,6 +81,7 @@ def test_a_proof_names_those_who_signed_before_its_record(tmp_path: Path, tally:
         tally("proofs beside later approvals", 1)
 
 
+@only_slow
 @pytest.mark.spark
 def test_a_report_names_those_who_signed_before_what_it_is_about(
     spark: SparkSession, tmp_path: Path, tally: Tally
@@ -121,6 +123,7 @@ def border(arrival_ms: int) -> World:
     return made
 
 
+@only_slow
 @pytest.mark.spark
 def test_a_report_names_them_where_records_leave_in_one_time_and_arrive_in_another(
     spark: SparkSession, tmp_path: Path, tally: Tally

@@ -13,6 +13,7 @@ from attacks.test_words_held_back import MINUTE_MS, PAUSE, RESUME, REVOKE, words
 from audit_log import INGRESS_ORIGIN, REGION_ORIGIN
 from crossing_logs import DEPARTURES, SIGNED, START_MS, World, trust, write_log, write_world
 from signed_grants import paper_leaf, standing
+from slow_runs import only_slow
 
 from audit.agreement import Stop
 from audit.leaf import Kind, Leaf, Side
@@ -64,6 +65,7 @@ def found_in(
     return {(row["severity"], row["exception"]) for row in listed if row["exception"].startswith("arrived-")}
 
 
+@only_slow
 @pytest.mark.parametrize(("ahead", "brought"), [(-3, True), (3, False)])
 def test_what_crossed_lawfully_is_no_breach(
     spark: Any, tmp_path: Path, ahead: int, brought: bool, tally: Tally

@@ -19,6 +19,7 @@ from attacks.test_one_party_alone import EGRESS, files_of
 from audit_log import RECEIPT_KEY, STREAM, Link, trust
 from crossing_logs import DAY_MS, DEPARTURES, EGRESS_ORIGIN, OVER, START_MS, World, write_log, write_world
 from signed_grants import paper_leaf, signed_grant, standing
+from slow_runs import only_slow
 
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.proof import check_proof, prove
@@ -224,6 +225,7 @@ def test_a_leaf_that_calls_itself_ingress_stands_in_for_no_ingress_log(spark: An
     assert {row["status"] for row in alone.report.reconciliation.records()} == {"one side only"}
 
 
+@only_slow
 def test_what_was_announced_under_other_terms_than_it_arrived_under_is_found(
     spark: Any, tmp_path: Path, tally: Tally
 ) -> None:

@@ -15,6 +15,7 @@ import pytest
 from attacks.conftest import Tally
 from audit_log import region_bundle
 from crossing_logs import DEPARTURES, SIGNED, START_MS, TERMS, World, write_log, write_world
+from slow_runs import only_slow
 
 from audit.leaf import EncodedLeaf, Header, Kind, Leaf, Side, Terms, _encode, decode_header, decode_leaf
 from audit.spark.report import EXIT_ONE_SIDE, run_report
@@ -58,6 +59,7 @@ def honest() -> World:
     return world
 
 
+@only_slow
 @pytest.mark.spark
 def test_a_third_regions_claims_about_a_grant_change_no_row_of_its_link(
     spark: Any, tmp_path: Path, tally: Tally

@@ -16,6 +16,7 @@ from attacks.conftest import Tally
 from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
 from audit_log import EGRESS_ORIGIN, INGRESS_ORIGIN, POLICY_SEEDS, Link, key, region_bundle, trust
 from crossing_logs import write_log
+from slow_runs import only_slow
 from typer.testing import CliRunner
 from version_0_1 import EGRESS as OLD_EGRESS
 from version_0_1 import EU_WEST, US_EAST, lay_out, trust_of
@@ -135,6 +136,7 @@ def test_the_commands_say_so_and_how_to_accept_it(home: Path) -> None:
     assert code == EXIT_VERSION_1 and "The proof holds" in said and "cannot support" in said
 
 
+@only_slow
 @pytest.mark.spark
 def test_a_report_shows_it_in_each_row_and_is_not_clean(spark: Any, tmp_path: Path, tally: Tally) -> None:
     from audit.spark.report import EXIT_ONE_SIDE, run_report

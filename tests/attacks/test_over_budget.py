@@ -16,6 +16,7 @@ from attacks.test_one_party_alone import EGRESS, INGRESS, ORIGINS, files_of
 from audit_log import EGRESS_ORIGIN, INGRESS_ORIGIN, Link
 from crossing_logs import DEPARTURES, START_MS, trust, write_world
 from signed_grants import signed_grant
+from slow_runs import only_slow
 from spark.test_two_moments import Live, flat
 
 from audit.leaf import Kind, Leaf, Side
@@ -220,6 +221,7 @@ def test_a_leaf_of_another_grant_that_is_dated_back_hides_no_burst(tally: Tally)
     tally("leaves dated back beside a burst", 2)
 
 
+@only_slow
 def test_the_report_calls_it_a_breach_in_either_log(spark: Any, tmp_path: Path, tally: Tally) -> None:
     world, grant = link(1_000, 1)
     result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)

@@ -14,6 +14,7 @@ from attacks.conftest import Tally
 from attacks.test_former_keys import US_FORMER, US_NOW, log_of, root_of
 from audit_log import POLICY_SEEDS, REGION_ORIGIN, TIME_MS, Link, key, region_bundle
 from crossing_logs import five_days, trust, write_world
+from slow_runs import only_slow
 
 from audit.document_leaf import document_path, stands_beside
 from audit.leaf import Leaf
@@ -171,6 +172,7 @@ def test_other_key_leaves_with_a_document_and_pins_in_a_bridges_log_are_judged_a
     assert [(each.step, each.name) for each in report.findings] == [(6, "")], "it has no place there"
 
 
+@only_slow
 def test_the_report_names_it_as_the_verification_does(spark: Any, tmp_path: Path, tally: Tally) -> None:
     def run(name: str, *pins: SignedPin) -> Any:
         world = five_days(4)

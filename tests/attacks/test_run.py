@@ -14,6 +14,7 @@ from attacks.chance import SEED, Chance
 from attacks.claims import STATEMENTS
 from attacks.conftest import Plan
 from attacks.tallies import Outcome, Phase, Tried, claims, decode, encode, tried
+from slow_runs import only_slow
 
 DRAWN = """
 def test_drawn(chance, tally):
@@ -93,6 +94,7 @@ def test_without_a_seed_a_test_draws_what_it_always_draws_and_with_one_something
     assert len({Chance(seed)(own).random() for seed in (None, "1", "2") for own in (75, 76)}) == 6
 
 
+@only_slow
 def test_what_draws_is_repeated_with_other_seeds_and_all_rounds_are_added_up(folder: Folder) -> None:
     folder.workers = "2"
     folder.write(DRAWN)

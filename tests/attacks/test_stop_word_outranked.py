@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from pathlib import Path
 
 import msgspec
@@ -16,6 +15,7 @@ from attacks.test_f13_store_administrator import Administrator
 from attacks.test_f13_unpinned_bundles import allowed, change_policy_key, keys, trust, write
 from bridge_mesh import ACCEPTED_BY, POLICIES, Mesh, two_regions, until
 from typer.testing import CliRunner
+from warm.commands import warm_command
 
 from cli.exits import exit_code
 from cli.main import app
@@ -45,7 +45,7 @@ PATTERN = "acme/ops/*"
 
 
 class Operator:
-    """us-east's, who has the commands: each in a process of its own, or in a thread of this one, as they need a second to start."""
+    """us-east's, who has the commands: each in a process of its own, or in a thread of this one."""
 
     def __init__(self, mesh: Mesh, *, processes: bool = False) -> None:
         self.mesh = mesh
@@ -58,8 +58,7 @@ class Operator:
 
     async def _process(self, *words: str) -> tuple[int, str]:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "from cli.main import main; main()", *words,
-            env={**os.environ, "FELIX_HOME": str(self.mesh.home), "PYTHONPATH": ":".join(sys.path)},
+            *warm_command(*words), env={**os.environ, "FELIX_HOME": str(self.mesh.home)},
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
         )  # fmt: skip
         told, error = await process.communicate()

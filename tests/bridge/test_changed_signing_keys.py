@@ -15,6 +15,7 @@ import pytest
 from attacks.test_f08_truncation import accept, link, source_put_back
 from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, flight, two_regions, until
 from click.testing import Result
+from slow_runs import only_slow
 from typer.testing import CliRunner
 
 from audit.checkpoint import Checkpoint, note_size
@@ -145,7 +146,7 @@ def verified(mesh: Mesh) -> dict[str, Report]:
     }
 
 
-@pytest.mark.parametrize("region", ["eu-west", "us-east"])
+@pytest.mark.parametrize("region", ["eu-west", pytest.param("us-east", marks=only_slow)])
 async def test_the_link_goes_on_and_all_holds_under_the_new_bundle_alone(
     mesh: Mesh, region: str, tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

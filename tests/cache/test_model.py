@@ -25,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 from long_runs import count, seeded
 from region_home import make_region, running
 from region_peer import client, until
+from slow_runs import only_slow
 
 import felix
 from felix import Code, RequestError, UnavailableError
@@ -578,6 +579,7 @@ def test_whatever_is_done_answers_and_watchers_are_the_models(
     compare(World(home), home, machine, STEPS if machine is CacheAgainstDict else STEPS // 2)
 
 
+@only_slow
 @pytest.mark.etcd
 def test_the_same_through_a_broker_that_does_not_lead(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory

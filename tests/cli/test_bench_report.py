@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from long_runs import only_long
 from shared_spark import shared_session
+from slow_runs import only_slow
 from typer.testing import CliRunner
 
 from audit.leaf import Kind, decode_leaf
@@ -117,6 +118,7 @@ def test_memory_of_a_process_is_that_of_its_descendants_too(tmp_path: Path) -> N
     assert tree_bytes(99, tmp_path) == 0
 
 
+@only_slow
 @pytest.mark.spark
 def test_a_report_over_made_logs_accounts_for_every_record(tmp_path: Path, spark: Any) -> None:
     """In this process, where Spark has started: what is measured is not the report's alone, what is accounted for is."""

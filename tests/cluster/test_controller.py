@@ -12,6 +12,7 @@ import pytest
 from cluster.samples import DELETED, KEYS, SHARD, STREAM, changed, shard_record
 from cluster.stage import LEASE_MS, Stage
 from simulation.controller_host import ControllerHost
+from slow_runs import only_slow
 
 from region import reconciliation
 from region.cluster import controller, membership, registration, transactions
@@ -799,7 +800,7 @@ def test_a_leader_that_goes_while_leaders_are_brought_together_is_given_up() -> 
     assert not any(record.target for record in region.view().shards.values())
 
 
-@pytest.mark.parametrize("shards", [2, 50, 256])
+@pytest.mark.parametrize("shards", [2, 50, pytest.param(256, marks=only_slow)])
 def test_a_stream_of_any_size_is_brought_together(shards: int) -> None:
     """More shards than are decided on in one step, too."""
     region = Region("abcd", controllers="d")

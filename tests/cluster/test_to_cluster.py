@@ -24,6 +24,7 @@ from ports import claim_port
 from region_home import make_region, running
 from region_peer import client, payloads, until
 from region_process import fixed_region
+from slow_runs import only_slow
 
 import felix
 from audit.checkpoint import note_size
@@ -247,6 +248,7 @@ def convert_killed(home: Path, before: int) -> list[str]:
     return told.read_text().splitlines()
 
 
+@only_slow
 async def test_a_conversion_that_was_killed_before_any_of_its_writes_is_finished_by_the_next_run(
     tmp_path: Path,
 ) -> None:

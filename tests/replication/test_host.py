@@ -12,6 +12,7 @@ import pytest
 from cluster.simulated_brokers import Store
 from long_runs import count
 from replication.replicated_region import LOGS, NAMES, SimulatedRegion, failing, go_wrong, play
+from slow_runs import only_slow
 
 from felix.batch import NewRecord, encode_batch
 from felix.errors import Code, RequestError, UnavailableError
@@ -69,7 +70,9 @@ def test_a_leader_that_dies_is_followed_by_one_that_has_all_it_acknowledged(seed
     play(scene, seed)
 
 
-@pytest.mark.parametrize("seed", range(count(8, 400)))
+@pytest.mark.parametrize(
+    "seed", [*range(4), *(pytest.param(seed, marks=only_slow) for seed in range(4, count(8, 400)))]
+)
 def test_nothing_that_was_acknowledged_is_lost_whatever_goes_wrong(seed: int) -> None:
     async def scene(region: SimulatedRegion) -> None:
         region.append_all_the_time(3)

@@ -19,6 +19,7 @@ from crossing_logs import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
+from slow_runs import only_slow
 
 from audit.leaf import ENTRY_BYTES, Kind, Leaf, Side
 from audit.spark.comparison import LeafReader, unlike_records
@@ -84,6 +85,7 @@ def test_a_batch_of_which_a_leaf_was_not_read_has_no_digest() -> None:
         assert [digests.take(leaf) for leaf in read] == [None] * len(read)
 
 
+@only_slow
 @pytest.mark.spark
 def test_batches_that_both_sides_cut_differently_reconcile_and_one_changed_record_in_them_is_named(
     spark: Any, tmp_path: Path

@@ -36,6 +36,7 @@ from crossing_logs import (
     write_world,
 )
 from signed_grants import ACCEPTOR, signed_grant
+from slow_runs import only_slow
 from spark.lineage_endpoint import Again
 
 from audit.leaf import Header, Kind, Leaf
@@ -274,6 +275,7 @@ def test_a_window_limits_what_counts_and_not_what_reconciles(five: Made, spark: 
     assert rows[DEPARTURES]["purpose"] == "delay analytics"
 
 
+@only_slow
 def test_what_nobody_cosigned_is_told_in_every_window_that_reaches_it(spark: Any, tmp_path: Path) -> None:
     """The egress log's checkpoint was cosigned after two days; a report of the fourth begins behind the first leaf that is not, which says of itself
     that it is of a later time."""
@@ -494,6 +496,7 @@ def test_crossings_outside_their_terms_are_breaches(ill: ReportResult) -> None:
     assert rows[ORDERS]["first_time"] == rows[ORDERS]["last_time"] == TERMS[ORDERS].expires + 5
 
 
+@only_slow
 def test_a_region_s_own_log_beside_its_bridge_s_does_not_confuse_either(
     five: Made, spark: Any, tmp_path: Path
 ) -> None:
@@ -580,6 +583,7 @@ def test_an_empty_window_no_log_and_a_bad_endpoint_are_refused_at_once(five: Mad
     assert not (tmp_path / "out").exists()
 
 
+@only_slow
 def test_a_window_before_everything_is_an_empty_report(spark: Any, tmp_path: Path) -> None:
     world = five_days(12)
     logs = write_world(tmp_path, world)
@@ -588,6 +592,7 @@ def test_a_window_before_everything_is_an_empty_report(spark: Any, tmp_path: Pat
     assert "no crossings in the window" in result.page.read_text()
 
 
+@only_slow
 def test_what_the_next_grant_announces_again_counts_once_and_is_named(spark: Any, tmp_path: Path) -> None:
     """The bridge died between INTENTs and receipts, and the grant was renewed meanwhile: one batch had arrived, two had not."""
     renewed = signed_grant(
@@ -655,6 +660,7 @@ def test_what_the_next_grant_announces_again_counts_once_and_is_named(spark: Any
     assert {"announced-twice", "delivered-twice"} <= {each["finding"] for each in twice.findings.records()}
 
 
+@only_slow
 def test_what_is_dated_back_out_of_a_window_is_named_in_its_report(spark: Any, tmp_path: Path) -> None:
     """The report of the time before was made already, and has none of it."""
     world, cut = World(), START_MS + 30 * DAY_MS
@@ -670,6 +676,7 @@ def test_what_is_dated_back_out_of_a_window_is_named_in_its_report(spark: Any, t
         assert told.count("time-back") == count
 
 
+@only_slow
 def test_what_is_dated_back_before_a_window_begins_is_named_where_it_arrived(
     spark: Any, tmp_path: Path
 ) -> None:

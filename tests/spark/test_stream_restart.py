@@ -21,6 +21,7 @@ import psutil
 import pytest
 from long_runs import count
 from shared_spark import SLOW_WORKER, shared_session
+from slow_runs import only_slow
 from spark import two_sinks
 from spark_region import SparkRegion
 
@@ -153,6 +154,7 @@ def drain(region: SparkRegion, stream: str, folder: Path, spark: Any) -> None:
                 raise
 
 
+@only_slow
 @pytest.mark.timeout(STEP_S * (DRIVERS_MAX * KILLS + 2))
 def test_nothing_is_lost_or_doubled_however_often_the_driver_is_killed(
     region: SparkRegion, tmp_path: Path, spark: Any

@@ -8,6 +8,7 @@ from typing import Any
 
 from crossing_logs import DEPARTURES, INCARNATION, SIGNED, START_MS, World, trust, write_world
 from signed_grants import paper_leaf, signing_key
+from slow_runs import only_slow
 
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.spark.report import run_report
@@ -86,6 +87,7 @@ class ResentWorld(CutWorld):
         self.offsets[DEPARTURES, 0], self.incarnation = 0, DERIVED
 
 
+@only_slow
 def test_a_resend_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Path) -> None:
     world = ResentWorld()
     world.grant(DEPARTURES, START_MS)
@@ -107,6 +109,7 @@ def test_a_resend_is_shown_and_both_logs_reconcile(spark: Any, tmp_path: Path) -
     assert "passed by in a resend" in (tmp_path / "out" / "report.html").read_text()
 
 
+@only_slow
 def test_what_a_resend_passes_by_must_have_arrived_before(spark: Any, tmp_path: Path) -> None:
     """A rogue agent, or one that believed a rogue destination, says of 10 records that stayed that they had crossed."""
     world = ResentWorld()
@@ -135,6 +138,7 @@ def test_nothing_is_passed_by_where_no_resend_was_asked_for(tmp_path: Path) -> N
     assert found.step == 7 and "none was asked for" in found.sentence
 
 
+@only_slow
 def test_what_another_bridge_is_said_to_have_brought_must_have_arrived(spark: Any, tmp_path: Path) -> None:
     """A destination that says it is further than it is keeps records out that nobody withheld, and its own log shows it."""
     world = CutWorld()

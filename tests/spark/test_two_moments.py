@@ -17,6 +17,7 @@ from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
 from crossing_logs import DEPARTURES, INCARNATION, SIGNED, START_MS, World, trust, write_world
 from long_runs import count
 from signed_grants import Signed, signed_grant
+from slow_runs import only_slow
 from spark.test_truncation_report import ResentWorld
 
 from audit.accounting import AnnouncedAgain
@@ -390,6 +391,7 @@ def test_what_is_passed_by_is_no_later_than_what_stands_behind_it(spark: Any) ->
     assert {row["log"]: row["is_ahead"] for row in found} == {"a": False, "b": True, "c": True}
 
 
+@only_slow
 def test_a_report_whose_ingress_log_is_older(spark: Any, tmp_path: Path) -> None:
     """What a resend passes by arrived before, and the ingress log was copied earlier still."""
     world = ResentWorld()
