@@ -42,9 +42,12 @@ from felix.identity import (
     unreadable_root,
 )
 from felix.names import SESSION_KINDS, SpiffeId, parse_region, trust_domain
+from felix.remembered import Remembered, digest_of
 
 SIGNATURE_BYTES_MAX: Final = 80
 """A DER-encoded P-256 signature has at most 72 bytes."""
+ROOTS_BYTES_MAX: Final = 1024 * 1024
+"""Of root certificates that are held as they were read: of a region and those that it trusts, which every reading of their bundles asks for anew."""
 
 _RENEWAL: Final = x509.ObjectIdentifier(RENEWAL_OID)
 _ECDSA: Final = ec.ECDSA(SHA256())
@@ -66,6 +69,15 @@ def _iso(time: datetime) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+def _read_root(pem: bytes) -> tuple[x509.Certificate, list[str]]:
+    """The one certificate, and its URI names. Raises one of UNREADABLE."""
+    (root,) = x509.load_pem_x509_certificates(pem)
+    return root, _uri_names(root)
+
+
+_roots: Final[Remembered[tuple[x509.Certificate, list[str]]]] = Remembered(ROOTS_BYTES_MAX)
+
+
 # -- trust ---------------------------------------------------------------------------------------------
 
 
@@ -84,8 +96,9 @@ class TrustAnchor:
     def __post_init__(self) -> None:
         """Raises RequestError(INVALID) where the certificate is not the root of that region."""
         try:
-            (root,) = x509.load_pem_x509_certificates(self.root_pem)
-            uris = _uri_names(root)
+            root, uris = _roots.ask(
+                digest_of(self.root_pem), lambda: _read_root(self.root_pem), lambda _: len(self.root_pem)
+            )
         except UNREADABLE as error:
             raise unreadable_root(self.region, self.mesh, error) from error
         check_root_names(self.region, self.mesh, uris)

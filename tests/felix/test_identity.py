@@ -351,6 +351,10 @@ def test_an_anchor_must_be_the_root_of_the_region_it_is_given_for() -> None:
         TrustAnchor("eu-west", "acme", root)
     with refused(Code.INVALID, "cannot be read"):
         TrustAnchor("us-east", "acme", b"nothing")
+    # What is remembered of a root is no word about whose it is.
+    assert TrustAnchor("us-east", "acme", root).root is TrustAnchor("us-east", "acme", root).root
+    with refused(Code.INVALID, r"given for eu-west\.acme names spiffe://us-east\.acme"):
+        TrustAnchor("eu-west", "acme", root)
     with refused(Code.INVALID, "Two roots"):
         trusting("us-east").trusting(authority("us-east").anchor())
 
