@@ -42,24 +42,25 @@ KINDS = {"intent": Kind.INTENT, "withheld": Kind.WITHHELD, "gap": Kind.GAP, "ack
 OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
 INVENTED_ID = "g-aaaaaaaaaaaaaaaa"
 PAPERS = dict(zip(SIGNED, (GRANTS[DEPARTURES], OTHER), strict=True))
+TERMS = {
+    said: {"grant_id": signed.grant, "terms_hash": signed.terms.hash()} for said, signed in PAPERS.items()
+}
+INVENTED_TERMS = {"grant_id": INVENTED_ID, "terms_hash": b"t" * 32}
 
 
 def header(said: Said, shard: int, **more: Any) -> Header:
     """The fields of a leaf that say what it accounts for, under which grant."""
-    signed = PAPERS.get(said.grant)
     fields: dict[str, Any] = {
         "kind": KINDS[said.kind], "side": Side.EGRESS, "time_ms": START_MS + 1_000, "source_region": "us-east",
         "destination_region": "eu-west", "bridge": BRIDGE, "stream": DEPARTURES, "destination_stream": DEPARTURES, "shard": shard,
         "source_epoch": 1, "incarnation": INCARNATION, "first_offset": said.first, "last_offset": said.last,
-        "grant_id": INVENTED_ID if signed is None else signed.grant,
-        "terms_hash": b"t" * 32 if signed is None else signed.terms.hash(),
         "part": said.part, "parts": said.parts,
     }  # fmt: skip
     if said.envelope:
         fields["envelope_sha256"] = sha256(said.envelope.encode()).digest()
     if said.kind == "gap":
         fields["gap"] = GapKind.RETENTION
-    return Header(**(fields | more))
+    return Header(**(fields | TERMS.get(said.grant, INVENTED_TERMS) | more))
 
 
 def found(leaves: list[Said]) -> list[str]:
@@ -73,8 +74,7 @@ def found(leaves: list[Said]) -> list[str]:
         entries = b"".join(_ENTRY.pack(offset, 0, 0, bytes(32), bytes(16)) for offset in said.offsets)
         under = next((each.grant for each in leaves if each.envelope == said.envelope), said.grant)
         records = announced[said.envelope] if said.kind == "ack" else len(said.offsets)
-        said_by = header(Said(said.kind, under, said.first, said.last), 0)
-        named = {"grant_id": said_by.grant_id, "terms_hash": said_by.terms_hash} if said.kind == "ack" else {}
+        named = TERMS.get(under, INVENTED_TERMS) if said.kind == "ack" else {}
         sentences += continuity.apply(
             Leaf(header(said, 0, records=records, **named), entries), index, lambda signed=signed: signed
         )
