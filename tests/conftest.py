@@ -104,7 +104,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     if strays:
         raise pytest.UsageError(
-            f"{', '.join(sorted(strays))}: takes the `spark` fixture, and would start a JVM of its own beside those of {' and '.join(schedule.WITH_SPARK)}, "
+            f"{', '.join(sorted(strays))}: takes the `spark` fixture, and would start a JVM of its own beside that of {schedule.SPARK}, "
             "because schedule.TAKES_SPARK does not find it in the text. Name the argument `spark: Any` where a function begins."
         )
     items.sort(key=lambda item: (-costs.get(unit(item.nodeid), 0), unit(item.nodeid)))

@@ -77,6 +77,7 @@ def test_what_crossed_lawfully_is_no_breach(
     tally("lawful crossings between clocks that are apart", 3)
 
 
+@only_slow
 def test_a_revocation_that_was_held_back_is_found_between_clocks_that_are_apart(
     spark: Any, tmp_path: Path, tally: Tally
 ) -> None:

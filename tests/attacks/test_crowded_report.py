@@ -12,6 +12,7 @@ import audit_log
 import pytest
 from attacks.conftest import Tally
 from crossing_logs import COMMITMENT_KEY, DEPARTURES, START_MS, World, write_log, write_world
+from slow_runs import only_slow
 
 import audit.spark.report as reports
 from audit.leaf import Committer, Header, Kind, Leaf, Side, intent_leaves
@@ -50,6 +51,7 @@ def made_up(streams: int) -> list[Leaf]:
     return leaves
 
 
+@only_slow
 def test_rows_that_nobody_agreed_on_push_no_transfer_out_of_a_report(
     tmp_path: Path, spark: Any, monkeypatch: pytest.MonkeyPatch, tally: Tally
 ) -> None:

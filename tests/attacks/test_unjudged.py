@@ -16,6 +16,7 @@ from attacks.conftest import Tally
 from attacks.test_one_party_alone import EGRESS, INGRESS, LOGS, ORIGINS, REGION, files_of, world
 from audit_log import EGRESS_ORIGIN, egress_appends, log_signer, trust
 from crossing_logs import DEPARTURES, ORDERS, START_MS, World, write_log, write_world
+from slow_runs import only_slow
 
 import audit.verify
 from audit.agreement import Agreements
@@ -131,6 +132,7 @@ def small_world() -> World:
     return world
 
 
+@only_slow
 @pytest.mark.spark
 def test_a_report_is_made_and_says_so(spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from audit.spark import report as report_module

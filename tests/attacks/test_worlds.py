@@ -43,6 +43,7 @@ from attacks.worlds import (
     hash_of,
     render,
 )
+from slow_runs import only_slow
 
 from audit import agreement
 from audit.agreement import Agreements
@@ -381,6 +382,7 @@ def ask_slice(
     reported(spark, logs, due, counts)
 
 
+@only_slow
 @pytest.mark.spark
 @pytest.mark.timeout(3 * 3_600)
 @pytest.mark.usefixtures("read_once")

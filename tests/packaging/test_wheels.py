@@ -20,10 +20,12 @@ from zipfile import ZipFile
 
 import pytest
 from packaging.requirements import Requirement
+from slow_runs import only_slow
 
 import felix
 
 pytest.importorskip("hatchling")
+pytestmark = only_slow
 
 ROOT = Path(__file__).parents[2]
 RUN_S = 120

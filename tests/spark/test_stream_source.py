@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from shared_spark import run_to_end
+from slow_runs import only_slow
 from spark_region import WRITES, SparkRegion
 
 from felix.settings import Deduplication, Views
@@ -163,6 +164,7 @@ def test_rows_that_may_not_be_published_are_refused(read: Any, region: SparkRegi
     assert read(thousand).count() == 1000
 
 
+@only_slow
 def test_a_micro_batch_that_is_repeated_is_published_once_where_the_stream_deduplicates(
     session: Any, read: Any, region: SparkRegion, thousand: str, tmp_path: Path
 ) -> None:
