@@ -43,6 +43,8 @@ class Pins:
         self._trusted = trusted
         self._unkept: dict[str, SignedPin] = {}
         """what is newer than the folder, which cannot be written to"""
+        self._told: set[bytes] = set()
+        """signatures of pins that conflict with what the machine has"""
 
     def take(self, found: Mapping[str, bytes], own: RegionBundle) -> bool:
         """Take in what a broker listed; whether there was something later. Blocks."""
@@ -52,6 +54,7 @@ class Pins:
         ).items():
             held = self._held(region, own)
             if held is not None and held.is_at_least(pin):
+                self._tell_conflict(region, held, pin)
                 continue
             log.info("%s is trusted as %s compared it last", region, own.region)
             try:
@@ -65,6 +68,18 @@ class Pins:
                 self._unkept.pop(region, None)
             taken = True
         return taken
+
+    def _tell_conflict(self, region: str, held: SignedPin, pin: SignedPin) -> None:
+        """Once for each pin: the agent goes on with what its machine has."""
+        if held == pin or pin.signature in self._told or not held.conflicts_with(pin):
+            return
+        self._told.add(pin.signature)
+        log.error(
+            "the brokers have a pin of %s with another bundle than this machine, and neither was compared later. Where the policy key of %s is: "
+            "felix region trust FILE --fingerprint …",
+            region,
+            pin.pin.by,
+        )
 
     def newest(self, region: str, bundle: RegionBundle) -> RegionBundle:
         """The bundle to go by, where the region's file has this one."""

@@ -33,7 +33,7 @@ from keys.bundle import (
     decode_bundle,
 )
 from keys.offer import SignedOffer, decode_offer, is_offer
-from keys.pin import UNCOMPARED, SignedPin, decode_pins
+from keys.pin import UNCOMPARED, SignedPin, continues, decode_pins
 from region.folder import RegionFolder
 from region.offers import is_of_this_machine, keep_offer, kept_offer, make_offer
 
@@ -151,7 +151,7 @@ def _believe(
 ) -> None:
     """Store what was compared, and tell the brokers. Raises RequestError, UnavailableError where no broker was told."""
     from region.bootstrap import trust_region
-    from region.trusted_bundles import continues, read_pin
+    from region.trusted_bundles import read_pin
 
     other, own, has_key = received.bundle.bundle, own_bundle(folder), folder.policy_key.exists()
     pin = read_pin(folder, own, other.region)
@@ -161,6 +161,9 @@ def _believe(
             code=Code.CONFLICT,
             hint="Run it on the machine that has the key; all brokers and agents learn of it.",
         )
+    before = _Stood.read(
+        *(folder.trusted / f"{other.region}.json", folder.pin(other.region), folder.offer(other.region))
+    )
     # Pinned first: the broker takes what was compared, whatever it trusted before.
     trust_region(folder, received.bundle, now_ms(), is_compared=is_compared)
     if received.offer is not None:
@@ -177,12 +180,33 @@ def _believe(
         documents.append(PutDocument("bundle", received.bundle.encode()))
     if offline or not documents:
         return
+    taken: list[PutDocument] = []
     try:
-        run(_put(config.region, documents))
+        run(_put(config.region, documents, taken))
     except FelixError as error:
+        if error.told and not taken and not isinstance(error, UnavailableError):
+            # The brokers go by something else: so does this folder, and the agents that read it.
+            before.put_back()
         if error.told:
             raise
         raise _not_told(folder, config.region, error) from error
+
+
+class _Stood(NamedTuple):
+    """Files of a folder as they stood; None for one that was not there."""
+
+    files: dict[Path, bytes | None]
+
+    @classmethod
+    def read(cls, *paths: Path) -> _Stood:
+        return cls({path: path.read_bytes() if path.exists() else None for path in paths})
+
+    def put_back(self) -> None:
+        for path, data in self.files.items():
+            if data is None:
+                path.unlink(missing_ok=True)
+            elif path.read_bytes() != data:
+                replace_file(path, data, PUBLIC)
 
 
 def _not_told(folder: RegionFolder, region: str, error: FelixError) -> FelixError:
@@ -202,12 +226,19 @@ def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
     own = own_bundle(folder)
     held = {pin.bundle.region: pin for pin in signed_pins(folder, own)}
     there = run(_pins(config.region, own))
+    conflicts = [name for name, pin in held.items() if name in there and pin.conflicts_with(there[name])]
     # One that brokers go by is given again, too: the metadata store may have lost it.
-    given = [pin for name, pin in held.items() if name not in there or pin.is_at_least(there[name])]
+    given = [
+        pin
+        for name, pin in held.items()
+        if name not in conflicts and (name not in there or pin.is_at_least(there[name]))
+    ]
     run(_put(config.region, [PutDocument("pin", pin.encode()) for pin in given]))
     taken = [pin for name, pin in there.items() if name not in held or not held[name].is_at_least(pin)]
     for pin in taken:
         keep_pin(folder, pin)
+    if conflicts:
+        raise _in_conflict(folder, config.region, conflicts)
     if chosen.is_data:
         told, found = {pin.bundle.region for pin in given}, {pin.bundle.region for pin in taken}
         trusted = [
@@ -235,6 +266,16 @@ def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
                 for each in regions
             ],
         )
+
+
+def _in_conflict(folder: RegionFolder, region: str, others: Sequence[str]) -> RequestError:
+    named = " and ".join(others)
+    return RequestError(
+        f"{folder.trusted} and the brokers of {region} have pins of {named} with different bundles, and neither was compared later.",
+        code=Code.CONFLICT,
+        hint=f"Where {region}'s policy key is: felix region trust FILE --region {region} --fingerprint …, with the bundle that the other region's "
+        "operator has now. All brokers and agents learn of it.",
+    )
 
 
 class Trusted(NamedTuple):
@@ -453,7 +494,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
     if folder.policy_key.exists() and is_pinned_before(folder, own, new.region):
         # What was compared last, and on which machine, only the numbers of the former key's pins say, and a thief of it may have chosen those.
         changed = (
-            f" {own.region} changed its policy key, and the pin of {new.region} here is under the one before."
+            f" {own.region} changed its policy key, and no pin of {new.region} here is under the one of now."
         )
     elif held is not None:
         try:
@@ -477,10 +518,13 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
     return True
 
 
-async def _put(region: str, documents: Sequence[PutDocument]) -> None:
+async def _put(region: str, documents: Sequence[PutDocument], taken: list[PutDocument] | None = None) -> None:
+    """`taken`: gets those that a broker took."""
     async with connect(region) as client:
         for each in documents:
             await client.request(each)
+            if taken is not None:
+                taken.append(each)
 
 
 async def _pins(region: str, own: RegionBundle) -> dict[str, SignedPin]:

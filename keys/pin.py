@@ -13,9 +13,9 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.names import trust_domain
-from keys.bundle import BUNDLE_BYTES_MAX, RegionBundle, SignedBundle, check_holds
+from keys.bundle import BUNDLE_BYTES_MAX, RegionBundle, SignedBundle, check_holds, check_update
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 
 PIN_BYTES_MAX: Final = 2 * BUNDLE_BYTES_MAX
@@ -60,6 +60,14 @@ class SignedPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def is_at_least(self, other: SignedPin) -> bool:
         """Whether the other one was signed no later than this. Both hold under policy keys that the region has now."""
         return self.pin.number >= other.pin.number
+
+    def conflicts_with(self, other: SignedPin) -> bool:
+        """Whether neither is later, as of two that nobody compared, and yet they pin bundles of which none follows the other without comparing. Both hold
+        under policy keys that the region has now, and are of one region."""
+        mine, theirs = self.pin.bundle, other.pin.bundle
+        return self.pin.number == other.pin.number and not (
+            continues(mine.bundle, theirs) or continues(theirs.bundle, mine)
+        )
 
     def encode(self) -> bytes:
         """The file, laid out for people."""
@@ -133,6 +141,16 @@ def decode_logged(found: Iterable[bytes], own: RegionBundle) -> list[SignedPin]:
         with suppress(RequestError, TamperError):
             pins.append(decode_pin(data, own))
     return pins
+
+
+def continues(bundle: RegionBundle, signed: SignedBundle) -> bool:
+    """Whether this is that bundle, or what may follow it without comparing."""
+    try:
+        if signed.bundle != bundle:
+            check_update(bundle, signed)
+    except FelixError:
+        return False
+    return True
 
 
 def _decode(data: bytes) -> SignedPin:

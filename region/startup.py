@@ -417,10 +417,8 @@ async def open_broker(
         own,
         lambda: pinned_bundles(folder),
         memory, remembered, logged, landings.drained, audit, arrivals, neighbours,
-        [
-            *await asyncio.to_thread(signed_pins, folder, own),
-            *decode_logged(await asyncio.to_thread(logged.pins), own),
-        ],
+        await asyncio.to_thread(signed_pins, folder, own),
+        decode_logged(await asyncio.to_thread(logged.pins), own),
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)

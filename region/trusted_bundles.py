@@ -8,8 +8,8 @@ from pathlib import Path
 
 from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
-from keys.bundle import RegionBundle, SignedBundle, check_update, decode_bundle
-from keys.pin import SignedPin, decode_pin, parse_pin
+from keys.bundle import RegionBundle, SignedBundle, decode_bundle
+from keys.pin import SignedPin, continues, decode_pin, parse_pin
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
@@ -70,13 +70,17 @@ def read_pin(folder: RegionFolder, own: RegionBundle, region: str) -> SignedPin 
 
 
 def is_pinned_before(folder: RegionFolder, own: RegionBundle, region: str) -> bool:
-    """Whether the folder's pin of a region is under a policy key that this one gave up, so that people have to compare again. Blocks."""
+    """Whether the folder has no pin of a region under a policy key that this one has now, after it changed its own, so that people have to compare
+    again: the pin is under another one, or was never here. Blocks."""
     path = folder.pin(region)
     try:
         pin = parse_pin(_read(path), own.region, own.mesh) if path.exists() else None
     except FelixError:
-        return False
-    return pin is not None and pin.holds_under(key for former in own.former for key in former.policy_keys)
+        pin = None
+    if pin is None:
+        return any(former.policy_keys for former in own.former)
+    # A bundle need not name all keys that were given up (--drop-earliest).
+    return not pin.holds_under(own.policy_keys)
 
 
 def keep_pin(folder: RegionFolder, pin: SignedPin) -> None:
@@ -130,16 +134,6 @@ def number_of(data: bytes | None, own: RegionBundle) -> int:
         return 0 if data is None else decode_pin(data, own).pin.number
     except FelixError:
         return 0
-
-
-def continues(bundle: RegionBundle, signed: SignedBundle) -> bool:
-    """Whether this is that bundle, or what may follow it."""
-    try:
-        if signed.bundle != bundle:
-            check_update(bundle, signed)
-    except FelixError:
-        return False
-    return True
 
 
 def _is_followed(bundle: RegionBundle, held: bytes | None) -> bool:

@@ -294,7 +294,8 @@ class DocumentIntake:
             raise RequestError(
                 f"{self._own.region} has compared another bundle of {region}, or this one, later than this pin says.",
                 code=Code.CONFLICT,
-                hint="If this is the bundle to trust, compare it again: felix region trust FILE --fingerprint …, under a clock that is right.",
+                hint=f"felix region trust --region {self._own.region} takes what was compared later. If this is the bundle to trust, compare it again "
+                "after that: felix region trust FILE --fingerprint ….",
             )
         self._regions.check_new(pin.pin.bundle)
         self._judgement.pin_leaves.name_actor(pin, actor)

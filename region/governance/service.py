@@ -109,8 +109,9 @@ class Governance:
         arrivals: ArrivalLog | None = None,
         neighbours: Neighbours | None = None,
         signed: Iterable[SignedPin] = (),
+        logged_pins: Iterable[SignedPin] = (),
     ) -> None:
-        """`signed`: pins of other regions that stand in this region's folder. `audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
+        """`signed`: pins of other regions that stand in this region's folder; `logged_pins`: in its audit log, oldest first. `audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
         compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
         that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
         self.broker = broker
@@ -125,7 +126,7 @@ class Governance:
         self._lists = Pace(LISTS_PER_S, LISTS_BURST, LISTERS_MAX, broker.runtime.clock.monotonic)
         regions = TrustedRegions(
             own, mirror, pinned, witnessing.witness.follow_all, memory, remembered.trusted,
-            lambda: trail.checkpoints.witnesses, signed, broker.clock_ms,
+            lambda: trail.checkpoints.witnesses, signed, logged_pins, broker.clock_ms,
         )  # fmt: skip
         lasting, policies = read_remembered(remembered)
         self._judgement = Judgement(

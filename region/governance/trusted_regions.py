@@ -9,7 +9,8 @@ What this broker believes by a pin it keeps with that pin, as it was signed: so 
 
 Invariants: a bundle gives way only to a later pin, to one that an operator put into the folder of a region without a signed pin, or to its own successor
 (keys.bundle.check_update); no pin gives way to an earlier one, also over a restart (region.trust_store), save that one under a policy
-key which this region gave up gives way to any that was compared under a key of now; the region's own bundle is never read from the store.
+key which this region gave up gives way to any that was compared under a key of now; of two pins of one number with bundles of which none follows the
+other the one holds that stands first in the region's audit log, which nobody can put back, and without the log that which was believed first; the region's own bundle is never read from the store.
 """
 
 from __future__ import annotations
@@ -89,12 +90,13 @@ class TrustedRegions:
         kept: bytes | None = b"",
         witnesses: Callable[[], Iterable[VerifierKey]] = tuple,
         signed: Iterable[SignedPin] = (),
+        logged: Iterable[SignedPin] = (),
         clock_ms: Callable[[], int] = now_ms,
     ) -> None:
         """`pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints compared.
         `follow_logs` is told the audit logs of each region that is trusted. `memory` keeps what is believed, `kept` is what it kept before: None
         where a release has served here that kept nothing, whose belief is taken over once. `witnesses`: all that cosign this region's log, outside ones
-        among them. `signed`: the pins in this region's folder. `clock_ms`: no successor is believed that is issued in the future."""
+        among them. `signed`: the pins in this region's folder; `logged`: those in its audit log, oldest first. Both hold. `clock_ms`: no successor is believed that is issued in the future."""
         self.own = own
         self.bundles: dict[str, RegionBundle] = {own.region: own}
         """this region's and those it trusts, by region"""
@@ -112,9 +114,11 @@ class TrustedRegions:
         for region, bundle in pinned().items():
             if not self._number_of(region):
                 self._believed[region] = Believed(bundle)
-        for pin in signed:
+        self._in_folder = {pin.bundle.region: pin for pin in signed}
+        for pin in self._in_folder.values():
             # In this broker's own folder: the store may have an earlier one.
             self._take(pin)
+        self._take_logged(logged)
         self._pins: dict[str, _StoredPin] = {}
         """by region, as they stand in the store"""
         self._encoded: dict[bytes, bytes] = {}
@@ -126,7 +130,7 @@ class TrustedRegions:
         """Take in the pins and bundles that the store holds now."""
         self._read_pins()
         self.bundles, problems = self._read_bundles()
-        problems |= self._lagging_pins()
+        problems |= self._lagging_pins() | self._conflicting_pins()
         for region, problem in problems.items():
             if self.problems.get(region) != problem:
                 log.error("%s", problem)
@@ -178,6 +182,16 @@ class TrustedRegions:
         elif self.is_later(pin):
             self._believed[region] = Believed.by(pin)
 
+    def _take_logged(self, pins: Iterable[SignedPin]) -> None:
+        """Those of the audit log, oldest first: the later holds, and of those that conflict the first."""
+        oldest_first = list(pins)
+        for pin in oldest_first:
+            self._take(pin)
+        for pin in reversed(oldest_first):
+            held = self.pin_of(pin.bundle.region)
+            if held is not None and held.conflicts_with(pin):
+                self._believed[pin.bundle.region] = Believed.by(pin)
+
     def _is_behind(self, region: str, held: Believed) -> bool:
         """Whether a broker that begins anew would believe by the store an earlier pin than this one does, or none."""
         there = self._stored_pin(region)
@@ -224,10 +238,9 @@ class TrustedRegions:
         return [pin for held in self._believed.values() if (pin := held.present) is not None]
 
     def remember(self, pins: Iterable[SignedPin]) -> bool:
-        """Take pins that hold and were believed before, on whichever broker; whether one of them is later than what is believed."""
+        """Take the pins of the region's audit log that hold, oldest first; whether something else is believed now."""
         before = dict(self._believed)
-        for pin in pins:
-            self._take(pin)
+        self._take_logged(pins)
         return self._believed != before
 
     def pin_of(self, region: str) -> SignedPin | None:
@@ -243,6 +256,20 @@ class TrustedRegions:
             for region, held in self._believed.items()
             if region in named and self._is_behind(region, held)
         }
+
+    def _conflicting_pins(self) -> dict[str, str]:
+        """What a person has to know about regions of which the store or this broker's folder has another pin that is neither earlier nor later."""
+        problems = {}
+        for pin in self.pins_of_all():
+            region = pin.bundle.region
+            for where, other in (
+                ("The metadata store", self._stored_pin(region)),
+                ("This broker's folder", self._in_folder.get(region)),
+            ):
+                if other is not None and other != pin and pin.conflicts_with(other):
+                    problems[region] = _conflicting_pin(region, self.own.region, where)
+                    break
+        return problems
 
     def _read_bundles(self) -> tuple[dict[str, RegionBundle], dict[str, str]]:
         """Bundles of the regions that the store trusts; what was believed before gives way only to its own successor. And the problems of those that
@@ -346,6 +373,13 @@ def _nobody_compared(region: str, own: str) -> str:
     return (
         f"The metadata store has a bundle of {region} that nobody compared for {own}, so {region} is not trusted here. Where {own}'s policy key is: "
         f"felix region trust FILE --region {own}, with {region}'s offer or bundle.json, and its fingerprint."
+    )
+
+
+def _conflicting_pin(region: str, own: str, where: str) -> str:
+    return (
+        f"{where} has a pin of {region} with another bundle than this broker believes, and neither was compared later. Where {own}'s policy key is: "
+        f"felix region trust FILE --region {own} --fingerprint …, with the bundle that {region}'s operator has now."
     )
 
 

@@ -523,6 +523,62 @@ async def test_what_a_thief_pinned_under_a_key_given_up_gives_way_to_what_is_com
     assert governance(mesh).bundles["eu-west"] == compared.bundle and problems(mesh)
 
 
+@pytest.mark.parametrize("kept", ["the log", "nothing"])
+async def test_of_two_pins_that_nobody_compared_the_log_says_which_holds_and_the_store_does_not(
+    mesh: Mesh, kept: str
+) -> None:
+    """eu-west's key was stolen and changed, then us-east's own was changed: its broker goes by one of these bundles, the folder of another machine by the
+    other one, both with a pin that nobody compared under the key of now."""
+    elsewhere = RegionFolder(mesh.home / "elsewhere")
+    shutil.copytree(mesh.us.root, elsewhere.root, ignore=shutil.ignore_patterns("data", "run"))
+    former = decode_bundle((elsewhere.trusted / "eu-west.json").read_bytes())
+    new = change_policy_key(mesh)
+    await trust(mesh, new)
+    await mesh.stop("us-east")
+    change_own_keys(mesh)
+    await mesh.start("us-east")
+    shutil.copy(mesh.us.policy_key, elsewhere.policy_key)
+    shutil.copy(mesh.us.bundle, elsewhere.bundle)
+    real = trust_region(mesh.us, new, now_ms(), is_compared=False)
+    other = trust_region(elsewhere, former, now_ms(), is_compared=False)
+    assert real is not None and other is not None
+    assert real.pin.number == other.pin.number == UNCOMPARED
+    async with mesh.operator("us-east") as client:
+        await client.request(PutDocument("pin", real.encode()))
+        with pytest.raises(RequestError, match="later than this pin says"):
+            await client.request(PutDocument("pin", other.encode()))
+    assert governance(mesh).bundles["eu-west"] == new.bundle and not problems(mesh)
+    if kept == "nothing":
+        # Whoever writes the store has got hold of the other machine's pin: a broker without log and copies goes by its folder.
+        shown = "The metadata store"
+        pin = Put(keys(mesh).pin("eu-west"), other.encode())
+        await write(mesh, pin, Put(keys(mesh).trusted("eu-west"), former.encode()))
+        assert governance(mesh).bundles["eu-west"] == new.bundle, "while it runs"
+    else:
+        # The other machine's folder, by somebody's mistake.
+        shown = "This broker's folder"
+        for folder_file in ("eu-west.json", "eu-west.pin"):
+            shutil.copy(elsewhere.trusted / folder_file, mesh.us.trusted / folder_file)
+    await mesh.stop("us-east")
+    shutil.rmtree(mesh.us.root / "data" / "governance")
+    if kept == "nothing":
+        shutil.rmtree(mesh.us.root / "data" / "audit")
+    await mesh.start("us-east")
+    for _ in ("began anew", "restarted"):
+        assert governance(mesh).bundles["eu-west"] == new.bundle
+        (problem,) = problems(mesh)
+        assert problem.startswith(f"{shown} has a pin of eu-west with another bundle")
+        assert "felix region trust FILE --region us-east --fingerprint" in problem
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+    # What people compare ends it.
+    await trust(mesh, new)
+    for _ in ("runs", "restarted"):
+        assert governance(mesh).bundles["eu-west"] == new.bundle and not problems(mesh)
+        await mesh.stop("us-east")
+        await mesh.start("us-east")
+
+
 async def test_a_region_that_changes_its_own_key_goes_on_with_what_it_compared_before(mesh: Mesh) -> None:
     """Not with the older file in this broker's folder; and who pins the same again needs not compare it."""
     elsewhere = RegionFolder(mesh.home / "elsewhere")

@@ -27,13 +27,13 @@ from felix.names import SpiffeId
 from felix.runtime.real import now_ms
 from keys.bundle import FormerKeys, KeyEnd, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
-from keys.pin import UNCOMPARED, Pin, sign_pin
+from keys.pin import UNCOMPARED, Pin, decode_pin, sign_pin
 from policy.grant import sign_import
 from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
 from region.bootstrap import trust_region, write_profile
 from region.folder import RegionFolder
-from region.trusted_bundles import read_pin
+from region.trusted_bundles import keep_pin, read_pin
 
 
 class Machines:
@@ -113,6 +113,60 @@ async def test_a_machine_without_the_policy_key_takes_what_was_compared_and_noth
     said = await machines.trust(on=mesh.us)
     assert said.exit_code == 0 and other.bundle.fingerprint() in said.output, said.output
     assert decode_bundle((mesh.us.trusted / "eu-west.json").read_bytes()) == other
+
+
+async def test_what_a_broker_refuses_leaves_the_folder_as_it_was(machines: Machines) -> None:
+    mesh, own = machines.mesh, machines.mesh.bundle("us-east")
+    second = RegionFolder(mesh.home / "second" / "us-east")
+    shutil.copytree(machines.operator.root, second.root)
+    former = decode_bundle((second.trusted / "eu-west.json").read_bytes())
+    new = change_policy_key(mesh)
+    assert (await machines.compare(new)).exit_code == 0
+    before = {path: path.read_bytes() for path in second.trusted.iterdir()}
+    # As in a folder of before there were pins.
+    for files in (before, {path: data for path, data in before.items() if path.suffix == ".json"}):
+        for path in before.keys() - files.keys():
+            path.unlink()
+        path = mesh.home / "former.json"
+        path.write_bytes(former.encode())
+        refused = await machines.trust(str(path), "--yes", on=second)
+        assert isinstance(refused.exception, RequestError) and refused.exception.code is Code.CONFLICT
+        assert files == {path: path.read_bytes() for path in second.trusted.iterdir()}
+    taken = await machines.trust(on=second)
+    assert taken.exit_code == 0, taken.exception
+    assert read_pin(second, own, "eu-west") == read_pin(machines.operator, own, "eu-west")
+    assert decode_bundle((second.trusted / "eu-west.json").read_bytes()) == new
+
+
+async def test_a_pin_that_conflicts_is_neither_taken_nor_given_until_one_is_compared(
+    machines: Machines, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh, own = machines.mesh, machines.mesh.bundle("us-east")
+    new, there = change_policy_key(mesh), governance(mesh).documents(mesh.bridge_id, "pin")
+    held = decode_pin(there["eu-west"], own)
+    number = held.pin.number
+    signed = sign_pin(
+        Pin(by="us-east", mesh="acme", number=number, bundle=new),
+        load_signing_key(machines.operator.policy_key),
+    )
+    keep_pin(machines.operator, signed)
+    path = machines.operator.trusted / "eu-west.json"
+    pins = Pins({"eu-west": path})
+    for _ in range(2):
+        assert not pins.take(there, own)
+    assert sum("neither was compared later" in each.message for each in caplog.records) == 1
+    for _ in range(2):
+        said = await machines.trust()
+        assert isinstance(said.exception, RequestError) and said.exception.code is Code.CONFLICT
+        assert "--fingerprint" in said.exception.hint
+        assert governance(mesh).bundles["eu-west"] == held.bundle
+        assert read_pin(machines.operator, own, "eu-west") == signed
+    assert (await machines.compare(new)).exit_code == 0
+    assert governance(mesh).bundles["eu-west"] == new.bundle
+    assert (await machines.trust()).exit_code == 0
+    assert Pins({"eu-west": mesh.us.trusted / "eu-west.json"}).take(
+        governance(mesh).documents(mesh.bridge_id, "pin"), own
+    )
 
 
 async def accept_again(mesh: Mesh, export: SignedDocument) -> None:

@@ -599,11 +599,13 @@ async def test_after_an_own_change_other_regions_are_compared_again_on_whichever
         write_profile(folder, "us-east", "acme", Address("127.0.0.1", mesh.ports["us-east"]))
     own, compared = mesh.bundle("us-east"), mesh.bundle("eu-west")
 
-    for home, file in ((mesh.home, mesh.eu.bundle), (second, former)):
+    for home, file in ((mesh.home, mesh.eu.bundle), (second, former), (second, former)):
         refused = await trust(home, str(file), "--yes")
-        assert isinstance(refused.exception, RequestError) and "under the one before" in str(
+        assert isinstance(refused.exception, RequestError) and "under the one of now" in str(
             refused.exception
         )
+        # Nor without the pin of before.
+        two.pin("eu-west").unlink(missing_ok=True)
     done = await trust(mesh.home, str(mesh.eu.bundle), "--fingerprint", compared.fingerprint(), "--yes")
     assert done.exit_code == 0, done.exception
     done = await trust(second)

@@ -11,7 +11,16 @@ from felix.errors import FelixError, RequestError, TamperError
 from keys.authority import create_authority
 from keys.bundle import ISSUED_AHEAD_MS_MAX, RegionBundle, check_not_ahead, sign_bundle
 from keys.hybrid import HybridKeyPair
-from keys.pin import NUMBER_MAX, PIN_BYTES_MAX, Pin, decode_logged, decode_pin, decode_pins, sign_pin
+from keys.pin import (
+    NUMBER_MAX,
+    PIN_BYTES_MAX,
+    Pin,
+    SignedPin,
+    decode_logged,
+    decode_pin,
+    decode_pins,
+    sign_pin,
+)
 from keys.signing import SigningKey
 
 NOW = 1_764_000_000_000
@@ -90,6 +99,22 @@ def test_of_what_a_broker_lists_or_a_log_has_those_count_that_hold() -> None:
     assert decode_logged([forged.encode(), b"", holds.encode()], OWN) == [holds]
     later = sign_pin(msgspec.structs.replace(PIN, number=NOW + 1), OWN_KEY)
     assert later.is_at_least(holds) and holds.is_at_least(holds) and not holds.is_at_least(later)
+
+
+def test_pins_of_one_number_conflict_where_neither_bundle_follows_the_other() -> None:
+    def pinned(of: RegionBundle, key: SigningKey, number: int = 1) -> SignedPin:
+        return sign_pin(Pin(by="us-east", mesh="acme", number=number, bundle=sign_bundle(of, key)), OWN_KEY)
+
+    held = PIN.bundle.bundle
+    one = pinned(held, OTHER_KEY)
+    renewed = pinned(msgspec.structs.replace(held, issued_ms=NOW + 1), OTHER_KEY)
+    changed_key = SigningKey.from_seed(b"n" * 32)
+    changed = msgspec.structs.replace(held, issued_ms=NOW + 2, policy_keys=(changed_key.verify_key.public,))
+    other, later = pinned(changed, changed_key), pinned(changed, changed_key, 2)
+    assert not one.conflicts_with(one)
+    assert not one.conflicts_with(renewed) and not renewed.conflicts_with(one)
+    assert one.conflicts_with(other) and other.conflicts_with(one)
+    assert not one.conflicts_with(later) and not later.conflicts_with(one)
 
 
 def test_a_successor_may_be_ahead_by_minutes() -> None:
