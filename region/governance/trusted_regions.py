@@ -184,13 +184,14 @@ class TrustedRegions:
 
     def _take_logged(self, pins: Iterable[SignedPin]) -> None:
         """Those of the audit log, oldest first: the later holds, and of those that conflict the first."""
-        oldest_first = list(pins)
-        for pin in oldest_first:
+        firsts: dict[tuple[str, int], SignedPin] = {}
+        for pin in pins:
             self._take(pin)
-        for pin in reversed(oldest_first):
-            held = self.pin_of(pin.bundle.region)
-            if held is not None and held.conflicts_with(pin):
-                self._believed[pin.bundle.region] = Believed.by(pin)
+            firsts.setdefault((pin.bundle.region, pin.pin.number), pin)
+        for (region, number), first in firsts.items():
+            held = self.pin_of(region)
+            if held is not None and held.pin.number == number and held.conflicts_with(first):
+                self._believed[region] = Believed.by(first)
 
     def _is_behind(self, region: str, held: Believed) -> bool:
         """Whether a broker that begins anew would believe by the store an earlier pin than this one does, or none."""
