@@ -95,6 +95,7 @@ class EgressDocuments:
         self._papers: tuple[Paper, ...] = ()
         self._book = GrantBook()
         self.said = Said()
+        context.derived = self.said.derived
         self.is_newer: Callable[[], bool] = lambda: False
         """whether a region lists something else by now: the leaves that are missing wait until that was looked at"""
         self._seen_ms: dict[bytes, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -49,6 +49,8 @@ class LinkContext:
     trail: Trail | None = None
     trail_reason: str = "The egress log is not open yet."
     ledger: Ledger = field(default_factory=Ledger)
+    derived: Mapping[bytes, bytes] = field(default_factory=dict)
+    """of the words in the egress log on where links go on: by the incarnation that each begins the one that it ends (bridge.said)"""
     rates: dict[str, TokenBucket | None] = field(default_factory=dict)
 
     def clock_ms(self) -> int:

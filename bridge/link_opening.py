@@ -24,7 +24,7 @@ from bridge.link_context import Link, LinkContext, LinkMemory
 from bridge.plan import PlannedLink
 from felix.errors import Code, CorruptionError, ProtocolError, UnavailableError
 from felix.messages import CutState, DescribeStream, GetStreamStatement, IngestOpened, StreamState
-from policy.truncation import Accepted, Live, chain, other_chain
+from policy.truncation import TRUNCATIONS_MAX, Accepted, Live, chain, other_chain
 
 log = logging.getLogger("felix.bridge.link_opening")
 
@@ -127,7 +127,8 @@ class LinkOpening:
         return await asyncio.to_thread(find)
 
     def check_source(self) -> None:
-        """Raises CorruptionError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that."""
+        """Raises CorruptionError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that; TRUNCATION_UNKNOWN where it crossed on under a word
+        that does not count any more."""
         source, ledger, live = self.source, self._context.ledger, self.source.live
         for each in reversed(source.lives):
             account = ledger.shard(self._link.link_shard, each.incarnation)
@@ -145,12 +146,34 @@ class LinkOpening:
             cut = Cut(source.statement.epoch_at(most), most)
         if cut is None:
             return
+        self._require_known()
         row, last = self._link.row, account.accounted_to - 1
         said = (
             f"{row.stream} shard {row.shard} was cut back to offset {cut.offset}, where its epoch {cut.epoch} begins: offsets "
             f"{cut.offset} to {last}, the newest of epoch {account.read[-1].epoch}, had been announced, and are not there as they crossed."
         )
         raise self._truncated(said, each.incarnation, account, cut)
+
+    def _require_known(self) -> None:
+        """Raises CorruptionError(TRUNCATION_UNKNOWN) where the log has leaves of this history of the stream under a word that does not count any more: its region gave up the key that
+        signed it, or a store lost it. There is nothing to accept: that would begin another history than the one that landed."""
+        source, row, derived = self.source, self._link.row, self._context.derived
+        known = {word.incarnation for words in source.accepted.values() for word in words}
+        known.add(source.statement.incarnation)
+        for incarnation in self._context.ledger.incarnations(self._link.link_shard):
+            ended: bytes | None = incarnation
+            for _ in range(TRUNCATIONS_MAX):
+                if ended is None or ended in known:
+                    break
+                ended = derived.get(ended)
+            if incarnation not in known and ended in known:
+                self._memory.cut = None
+                self._memory.truncation = f"{row.stream} shard {row.shard} crossed under a truncation that was accepted, or a resend, which does not count any more."
+                raise CorruptionError(
+                    self._memory.truncation,
+                    code=Code.TRUNCATION_UNKNOWN,
+                    hint=f"In {self._context.source.region}: felix bridge sign-again {row.grant}.",
+                )
 
     def check_destination(self, trail: Trail, opened: IngestOpened) -> None:
         """Raises CorruptionError(TRUNCATED) where the destination no longer has what it gave receipts for."""

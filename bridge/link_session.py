@@ -237,6 +237,9 @@ class LinkSession:
                 at = source.statement.log_start
                 self._memory.cut = CutState(source.live.incarnation, source.statement.epoch_at(at), at)
                 self._memory.truncation = str(error)
+            elif error.code is Code.TRUNCATION_UNKNOWN:
+                # Nothing to accept: that would begin another history than the one that landed.
+                self._memory.truncation, self._memory.cut = str(error), None
             raise
         opened = self._channel.opened
         if self._own_before is not None:

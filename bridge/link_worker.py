@@ -263,10 +263,10 @@ class LinkWorker:
             self.step(LinkEvent.END, str(error), error.code)
         elif error.code is Code.OFFSET_OUT_OF_RANGE:
             self.step(LinkEvent.GAP, str(error))
-        elif error.code is Code.TRUNCATED:
+        elif error.code in (Code.TRUNCATED, Code.TRUNCATION_UNKNOWN):
             self.step(LinkEvent.TRUNCATE, str(error))
             if not error.told:
-                # The GAP leaf says it; nobody refused anything.
+                # The GAP leaf says it, where records are gone; nobody refused anything.
                 return self._denied_backoff.next_ms(error.retry_after_ms)
         else:
             self.step(LinkEvent.REFUSE, str(error))

@@ -28,6 +28,8 @@ from policy.grant import (
     standing_rank,
 )
 from policy.signed import Purpose, decode_body
+from policy.signed_again import accepted_by
+from policy.truncation import Accepted, Truncation
 
 WORDS_MAX: Final = 32_768
 """Of one region: six times what a broker keeps of another's documents."""
@@ -47,6 +49,9 @@ class Said:
         self._first: dict[tuple[str, str], str] = {}
         """of the exports that are held the hash of their terms, by region and grant, whichever key signed them"""
         self._bytes: Counter[str] = Counter()
+        self.derived: dict[bytes, bytes] = {}
+        """by each incarnation that begins where a truncation was accepted, or with a resend, the one that ends there: whichever key signed that, and also where no broker lists it
+        any more"""
         self.changes = 0
         """how many words were taken so far"""
 
@@ -54,6 +59,8 @@ class Said:
         """Take a genuine document that has its leaf."""
         found = _place_of(document)
         if found is None:
+            if (goes_on := _goes_on_of(document)) is not None:
+                self.derived[goes_on.incarnation] = goes_on.ended
             return
         key, rank = found
         held = self._held.setdefault(document.region, {})
@@ -126,6 +133,17 @@ def _export_of(document: Document) -> ExportGrant | None:
         return decode_body(document, ExportGrant, Purpose.EXPORT)
     except FelixError:
         return None
+
+
+def _goes_on_of(document: Document) -> Accepted | None:
+    """None where it says nothing of where a link goes on, and where it cannot be read."""
+    if isinstance(document, Approval) or document.purpose is not Purpose.STANDING:
+        return None
+    try:
+        standing = decode_body(document, Standing, Purpose.STANDING)
+    except FelixError:
+        return None
+    return accepted_by(standing) if isinstance(standing.truncation, Truncation) else None
 
 
 def _size(document: Document) -> int:

@@ -456,14 +456,24 @@ def _accept_truncation(grant: str, reason: str, region: str, *, yes: bool) -> No
     """Sign where each truncated link of the grant goes on, as its agent says; in the source region."""
     folder, config = folder_of(region)
     view = run(fetch_book(config.region, folder)).get(grant, now_ms())
-    links = [
-        link for link in run(_links(config.region))[0] if link.grant == view.grant and link.cut is not None
+    stopped = [
+        link
+        for link in run(_links(config.region))[0]
+        if link.grant == view.grant and link.state == "truncated"
     ]
+    links = [link for link in stopped if link.cut is not None]
+    for link in stopped:
+        if link.cut is None:
+            note(f"{link.stream} shard {link.shard}: {link.reason}")
     if not links:
         raise RequestError(
-            f"No link of {view.grant} is truncated, as far as {config.region} knows.",
-            code=Code.NOT_FOUND,
-            hint=where_truncations_are(view, config.region),
+            f"There is no truncation to accept on the links of {view.grant}."
+            if stopped
+            else f"No link of {view.grant} is truncated, as far as {config.region} knows.",
+            code=Code.CONFLICT if stopped else Code.NOT_FOUND,
+            hint=f"What had crossed crossed under one that does not count any more: felix bridge sign-again {view.grant}, in the source region."
+            if stopped
+            else where_truncations_are(view, config.region),
         )
     for link in links:
         out.print(f"{link.stream} shard {link.shard}: {link.reason}")

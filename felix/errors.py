@@ -104,6 +104,7 @@ class Code(IntEnum):
     AUDIT_UNAVAILABLE = 702
     ROLLED_BACK = 703
     TRUNCATED = 704
+    TRUNCATION_UNKNOWN = 705
 
     # 9xx  our own
     INTERNAL = 900

@@ -511,7 +511,10 @@ class GrantBook:
                 named == grant or self._ends_of(named, stream) == ends
             ):
                 accepted.setdefault(found.truncation.incarnation, []).append(found)
-        return {ended: tuple(sorted(words, key=said_first)) for ended, words in accepted.items()}
+        # Signed again, or as a word on another grant of the link, it says the same.
+        return {
+            ended: tuple(sorted(dict.fromkeys(words), key=said_first)) for ended, words in accepted.items()
+        }
 
     def cut_under(self, grants: Collection[str]) -> set[str]:
         """The grants under which a truncation or a resend was accepted that also applies to one of these: an agent that crosses

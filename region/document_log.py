@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -24,15 +24,18 @@ import msgspec
 
 from audit.checkpoint import note_size
 from audit.document_disk import read_documents
+from audit.keys_in_log import KeysInLog, keys_of_log
 from audit.leaf import Header, Kind, Leaf, read_header
 from audit.pin_leaf import is_pinned
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
+from audit.trust import Trust
 from felix.errors import UnavailableError
 from felix.news import News
 from felix.runtime.port import Clock
 from felix.runtime.real import REAL
 from felix.storage.small_file import read_file, replace_durably
+from keys.bundle import RegionBundle
 from region.signing_key_leaves import LoggedKey, LoggedKeys, Role, take
 
 log = logging.getLogger("felix.region.governance")
@@ -148,6 +151,16 @@ class DocumentLog:
         return self._read_documents(
             {index for digest, index in self._lasting.items() if digest not in digests}
         )
+
+    def lasting(self) -> Iterator[tuple[int, bytes]]:
+        """The documents of this log that last, each with the index of its leaf, in its order. Blocks."""
+        size = note_size(self._trail.publish())
+        return read_documents(self._trail.files, set(self._lasting.values()), size)
+
+    def keys_of(self, own: RegionBundle) -> KeysInLog:
+        """Under which of the region's policy keys what stands in this log counts, leaf by leaf. Blocks."""
+        size = note_size(self._trail.publish())
+        return keys_of_log(Trust.of([own]), self._trail.key.name, self._trail.files, size, {}, 0)
 
     def pins(self) -> list[bytes]:
         """This region's pins of others, oldest first, as far as this broker has the log. Blocks."""

@@ -95,8 +95,8 @@ class StatedLink(NamedTuple):
     def go_on(self, held: LinkRecord, latest_ms: int) -> LinkRecord:
         """The record to go on with behind what the slot holds, `latest_ms` as in `begin`.
 
-        Raises as `live`; CorruptionError(TRUNCATED) where the source's history is not the one that was recorded, RequestError(CONFLICT)
-        for a statement older than the newest one shown.
+        Raises as `live`; CorruptionError(TRUNCATED) where the source's history is not the one that was recorded, CorruptionError(TRUNCATION_UNKNOWN)
+        where what landed crossed under a word that is not known, RequestError(CONFLICT) for a statement older than the newest one shown.
         """
         request, statement = self.request, self.statement
         live = self.live()
@@ -116,7 +116,7 @@ class StatedLink(NamedTuple):
         return begun
 
     def _check_history(self, held: LinkRecord, live: Live) -> None:
-        """Raises CorruptionError(TRUNCATED) where the source's log is not the one that was read, and nobody accepted that."""
+        """Raises CorruptionError: TRUNCATED where the source's log is not the one that was read, and nobody accepted that; TRUNCATION_UNKNOWN as `go_on`."""
         request, statement = self.request, self.statement
         region, where = request.from_region, f"shard {request.shard} of {request.stream}"
         read = Span(held.epoch, held.read_to)
@@ -141,8 +141,8 @@ class StatedLink(NamedTuple):
                 )
             raise CorruptionError(
                 f"{where} of {region} crossed under a truncation that is not known here any more.",
-                code=Code.TRUNCATED,
-                hint="Bring the document that accepted it back.",
+                code=Code.TRUNCATION_UNKNOWN,
+                hint=f"In {region}: felix bridge sign-again {request.grant}.",
             )
         if cut is not None and live.accepted is not None and live.accepted.is_resend:
             raise CorruptionError(

@@ -40,6 +40,7 @@ from policy.grant import (
 )
 from policy.residency import check_successor, open_policy, require_revision
 from policy.signed import Purpose, SignedDocument, decode_body, verify
+from policy.signed_again import accepted_by
 from policy.truncation import Truncation
 from region.broker import Broker
 from region.denials import DENIED_PEERS_MAX
@@ -47,6 +48,7 @@ from region.document_log import DocumentLog
 from region.governance.held_documents import PEER_BYTES_MAX, PEER_DOCUMENTS_MAX, STORED
 from region.governance.judgement import MIRROR_TIMEOUT_S, Judgement
 from region.governance.leaves import DRAIN_MS
+from region.governance.logged_truncations import logged_truncations
 from region.governance.parties import (
     ends_of,
     other_terms,
@@ -177,7 +179,7 @@ class DocumentIntake:
         if self._judgement.book.is_revoked_by(standing.grant, standing.region):
             # The first one holds. Others would be kept, verified at each change, and have no end.
             return f"{standing.grant} is revoked by {standing.region} already."
-        if said := self._accepted_before(actor, standing):
+        if said := await self._accepted_before(actor, standing):
             return said
         name = document_id(document)
         if standing.action is not StandingAction.REVOKE:
@@ -192,21 +194,27 @@ class DocumentIntake:
         await asyncio.wait({self._leaves.log_soon(document)}, timeout=DRAIN_MS / 1000)
         return done
 
-    def _accepted_before(self, actor: SpiffeId, standing: Standing) -> str:
-        """What an operator is told who ends a shard's incarnation that was ended before: who decides twice has one answer. Empty: it was not.
-        Raises GrantError(CONFLICT) where it was ended otherwise."""
+    async def _accepted_before(self, actor: SpiffeId, standing: Standing) -> str:
+        """What an operator is told who ends a shard's incarnation that was ended before: who decides twice has one answer. Empty: it was not, or it is a word that this
+        region's audit log has and that is signed again: what crossed may have crossed under it. Raises GrantError(CONFLICT) where it was ended otherwise."""
         cut = standing.truncation
         if not isinstance(cut, Truncation) or actor.kind == "bridge":
             # What a bridge brings stands elsewhere already: both regions hold all words, and choose alike (policy.truncation).
             return ""
         accepted = self._judgement.book.accepted_truncations(standing.grant, cut.stream, cut.shard)
         words = [held for held in accepted.get(cut.incarnation, ()) if held.region == standing.region]
+        said = f"{standing.grant} is {_DONE[standing.action]} by {standing.region} already, from offset {cut.offset} on."
         if not words:
+            return ""
+        if accepted_by(standing) in words:
+            return said
+        logged = await asyncio.to_thread(logged_truncations, self._logged, self._own)
+        if accepted_by(standing) in map(accepted_by, logged.values()):
             return ""
         if (cut, standing.action is StandingAction.RESEND) in {
             (held.truncation, held.is_resend) for held in words
         }:
-            return f"{standing.grant} is {_DONE[standing.action]} by {standing.region} already, from offset {cut.offset} on."
+            return said
         held = words[0]
         how = "a resend" if held.is_resend else "an accepted truncation"
         raise GrantError(

@@ -14,6 +14,7 @@ be written, nothing is let in or out.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
@@ -32,6 +33,7 @@ from policy.access import Verb
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
 from policy.residency import ResidencyPolicy
+from policy.signed import SignedDocument
 from policy.terms import GrantTerms
 from region.arrival_index import ArrivalIndex
 from region.audit_port import ArrivalLog, AuditPort
@@ -44,9 +46,11 @@ from region.governance.intake import DocumentIntake
 from region.governance.judgement import Judgement
 from region.governance.lasting import LastingDocuments, read_remembered
 from region.governance.leaves import Alone, Drain, Neighbours
+from region.governance.logged_truncations import logged_truncations
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.put_back import PutBack
 from region.governance.trusted_regions import TrustedRegions
+from region.held_document import document_id
 from region.key_service import KeyService
 from region.listing import fitting
 from region.metadata.catalog import Catalog
@@ -64,6 +68,8 @@ DOCUMENT_KINDS: Final = ("export", "import", "approval", "standing", "deny", "po
 """Names of the kinds of documents in PutDocument and ListDocuments."""
 JUDGED: Final = "judged"
 """What operators list besides: which of the documents this broker judges by (HeldDocuments.judged)."""
+TRUNCATIONS: Final = "truncation"
+"""And which words on where its links go on the region's audit log has (region.governance.logged_truncations): read there each time that somebody asks."""
 LISTS_PER_S: Final = 100.0
 """Pages of documents for all bridges of one other region: an agent lists six kinds where something changed, once a second at most."""
 LISTS_BURST: Final = 200
@@ -360,10 +366,9 @@ class Governance:
         is_own = kind in OWN_KINDS and identity.region == self._own.region
         if identity.kind != "bridge" or not (kind in SYNCED_KINDS or is_own):
             self.broker.require_operator(identity, f"list {kind} documents")
-        if kind not in (*DOCUMENT_KINDS, JUDGED):
-            raise RequestError(
-                f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join((*DOCUMENT_KINDS, JUDGED))}."
-            )
+        kinds = (*DOCUMENT_KINDS, JUDGED, TRUNCATIONS)
+        if kind not in kinds:
+            raise RequestError(f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join(kinds)}.")
 
     async def list_documents(self, identity: SpiffeId, request: ListDocuments) -> DocumentPage:
         """One page, after the wait that is asked for. Raises RequestError, UnavailableError(LIMIT_RATE) where another region asks too often."""
@@ -377,6 +382,8 @@ class Governance:
                     hint="List them again after the time that the answer names.",
                     retry_after_ms=wait_ms,
                 )
+        if request.kind == TRUNCATIONS:
+            return await self._list_truncations(request)
         if request.wait_ms:
             await self.watch.wait(identity, request.known, request.wait_ms)
             self._require_may_list(identity, request.kind)
@@ -384,6 +391,13 @@ class Governance:
         page = fitting(documents)
         revision = b"" if request.after else self.watch.revision(identity)
         return DocumentPage(dict(page), left > len(page), revision)
+
+    async def _list_truncations(self, request: ListDocuments) -> DocumentPage:
+        words = await asyncio.to_thread(logged_truncations, self.logged, self._own)
+        named = sorted((document_id(SignedDocument.parse(data)), data) for data in words)
+        left = [each for each in named if each[0] > request.after]
+        page = fitting(left[: request.limit])
+        return DocumentPage(dict(page), len(left) > len(page), b"")
 
     def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
         """All that an identity may list, by kind."""

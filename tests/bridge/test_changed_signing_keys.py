@@ -27,16 +27,26 @@ from audit.receipt import signer_of
 from audit.signer_disk import load_signers
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
+from cli import sign_again as cli_sign_again
 from cli.bridge import app as bridge
 from cli.region import app
 from felix.address import Address
-from felix.errors import FelixError, RequestError, TamperError
-from felix.messages import DescribeRegion, PutDocument
+from felix.errors import Code, FelixError, RequestError, TamperError
+from felix.messages import DescribeRegion, LinkState, PutDocument
 from felix.runtime.real import now_ms
-from keys.bundle import FORMER_MAX, SignedBundle, check_update, decode_bundle, sign_bundle
+from keys.bundle import (
+    FORMER_MAX,
+    KeyEnd,
+    RegionBundle,
+    SignedBundle,
+    check_update,
+    decode_bundle,
+    sign_bundle,
+)
 from keys.key_file import load_signing_key
 from keys.pin import UNCOMPARED
 from keys.signing import SigningKey
+from policy.approval import parse_document
 from policy.grant import (
     ExportGrant,
     Standing,
@@ -46,11 +56,14 @@ from policy.grant import (
     sign_standing,
 )
 from policy.residency import REVISION_MAX, ResidencyError, parse_policy, sign_policy
-from policy.signed import SignedDocument
+from policy.signed import Purpose, SignedDocument, decode_body, key_id
+from policy.truncation import Truncation
 from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
 from region.folder import RegionFolder
+from region.governance.logged_truncations import logged_truncations
+from region.held_document import document_id
 from region.signing_key_leaves import ROLES, Role
 from region.signing_keys import change_signing_keys, raise_ends
 from region.trusted_bundles import read_pin
@@ -226,6 +239,248 @@ async def test_a_truncation_that_was_accepted_before_is_signed_again_as_it_was(
         assert done.exit_code == 0 and "goes on" not in done.output, done.output
         for report in verified(mesh).values():
             assert report.ok, report.findings
+
+
+async def said_again(mesh: Mesh, grant: str) -> Result:
+    """`felix bridge sign-again` at us-east, whatever comes of it."""
+    command = ["sign-again", grant, "--region", "us-east", "--yes"]
+    return await asyncio.to_thread(CliRunner().invoke, bridge, command)
+
+
+async def reported(mesh: Mesh, held: LinkState) -> None:
+    """Wait until us-east's broker shows what its agent says of a link."""
+    async with mesh.operator("us-east") as client:
+
+        async def shown() -> bool:
+            return held.reason in [each.reason for each in await client.list_links()]
+
+        await until(shown, "the link, as an operator sees it")
+
+
+async def holds_up(mesh: Mesh, records: int) -> None:
+    """Both logs verify and agree entry by entry, once an agent has brought their checkpoints."""
+
+    def has_rested() -> bool:
+        acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
+        return sum(ack.records for ack in acks) == records and is_cosigned(mesh)
+
+    await until(has_rested, "every log is cosigned to its end")
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+    assert mesh.reconcile() == records
+
+
+def us_words(mesh: Mesh, own: RegionBundle) -> list[Standing]:
+    """What us-east's audit log has of where its links go on, by this bundle."""
+    return list(logged_truncations(mesh.nodes["us-east"].services.governance.logged, own).values())
+
+
+@pytest.mark.parametrize("when", ["before the change", "after it"])
+async def test_a_truncation_that_a_thief_wrote_into_the_store_stops_no_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """With an earlier time, and in place of the one that the link crossed under. What had no leaf when the key ended is not signed again; what had one is, beside the other one, and
+    the link goes by that under which something crossed."""
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    async with two_regions(tmp_path) as mesh:
+        await source_put_back(mesh, tmp_path / "older")
+        async with mesh.agent() as agent:
+            held = await link(agent, "truncated")
+            await accept(mesh, held)
+            await link(agent, "active", 13)
+            await until(lambda: is_cosigned(mesh), "every log is cosigned to its end")
+        (grant,) = mesh.documents("us-east", "export")
+        (genuine,) = us_words(mesh, mesh.bundle("us-east"))
+        assert held.cut is not None
+        cut = Truncation(
+            stream=held.stream, shard=held.shard, incarnation=held.cut.incarnation.hex(), epoch=held.cut.epoch, offset=13
+        )  # fmt: skip
+        false = msgspec.structs.replace(genuine, at=1_700_000_000_000, by="thief", truncation=cut)
+        forged = sign_standing(false, mesh.key("us-east"))
+
+        async def write() -> None:
+            catalog = mesh.nodes["us-east"].broker.catalog
+            name = document_id(forged)
+            await catalog.put_document("revocations", "state", name, forged.encode_file(), revision=0)
+            await until(lambda: name in mesh.documents("us-east", "standing"), "it stands in the store")
+
+        if when == "before the change":
+            await write()
+            await until(lambda: false in us_words(mesh, mesh.bundle("us-east")), "its leaf")
+        await change(mesh, "us-east")
+        if when == "after it":
+            await write()
+        own, is_logged = mesh.bundle("us-east"), when == "before the change"
+        assert sorted(us_words(mesh, own), key=lambda word: word.at) == [*[false] * is_logged, genuine]
+        async with mesh.agent() as agent:
+            await sign_again(mesh, "us-east", grant)
+            await mesh.publish([flight(13)])
+            goes_on = await link(agent, "active", 14)
+            assert goes_on.cut is None
+            await holds_up(mesh, 19)
+        again = [word for word in us_words(mesh, own) if word not in (false, genuine)]
+        assert not again, "signed again with the same content"
+        (keys,) = own.policy_keys
+        signed = {
+            decode_body(document, Standing, Purpose.STANDING)
+            for data in mesh.documents("us-east", "standing").values()
+            if isinstance(document := parse_document(data), SignedDocument) and document.key == key_id(keys)
+        }
+        assert signed == {genuine, *[false] * is_logged}
+
+
+async def test_what_a_former_key_signed_in_the_log_is_said_again_where_it_counts_there_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Below the key's end, in the history that the end's root names."""
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    async with two_regions(tmp_path) as mesh:
+        await source_put_back(mesh, tmp_path / "older")
+        async with mesh.agent() as agent:
+            await accept(mesh, await link(agent, "truncated"))
+            await link(agent, "active", 13)
+        await change(mesh, "us-east")
+        own = mesh.bundle("us-east")
+        assert len(us_words(mesh, own)) == 1
+        (former,) = own.former
+        log = region_origin("us-east", "acme")
+        (leaf,) = (
+            index
+            for index, header in enumerate(leaf.header for leaf in mesh.leaves(logs(mesh)[log]))
+            if header.action == "accept-truncation"
+        )
+
+        def ended(*ends: KeyEnd) -> RegionBundle:
+            others = (end for end in former.ends if end.log != log)
+            return msgspec.structs.replace(
+                own, former_keys=(msgspec.structs.replace(former, ends=(*others, *ends)),)
+            )
+
+        end = former.end_in(log)
+        assert end is not None and leaf < end.size
+        assert us_words(mesh, ended(end))
+        for other in ((), (KeyEnd(log, leaf, end.root),), (KeyEnd(log, end.size, b"r" * 32),)):
+            assert not us_words(mesh, ended(*other))
+        assert not us_words(mesh, msgspec.structs.replace(own, former_keys=()))
+
+
+async def test_a_truncation_that_was_accepted_anew_first_gives_way_to_the_one_that_is_signed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link says what to do, and `resume --accept-truncation` is refused; where an earlier release took it, the link goes on all the same."""
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    async with two_regions(tmp_path) as mesh:
+        await source_put_back(mesh, tmp_path / "older")
+        async with mesh.agent() as agent:
+            held = await link(agent, "truncated")
+            await accept(mesh, held)
+            await link(agent, "active", 13)
+            await until(lambda: is_cosigned(mesh), "every log is cosigned to its end")
+        (grant,) = mesh.documents("us-east", "export")
+        export = SignedDocument.parse(mesh.documents("us-east", "export")[grant])
+        terms = decode_body(export, ExportGrant, Purpose.EXPORT).terms
+        await change(mesh, "us-east")
+        policy = parse_policy(POLICIES["us-east"].replace("revision: 1", "revision: 2"), "us-east")
+        await mesh.put("us-east", "policy", sign_policy(policy, mesh.key("us-east")))
+        write_profile(mesh.us, "us-east", "acme", Address("127.0.0.1", mesh.ports["us-east"]))
+        async with mesh.agent() as agent:
+            # The half alone, as an earlier release did.
+            await mesh.put("us-east", "export", sign_export(terms, policy, mesh.key("us-east"), now_ms()))
+            await mesh.publish([flight(13)])
+            stopped = await link(agent, "truncated")
+            assert stopped.cut is None and f"felix bridge sign-again {grant}" in stopped.reason
+            assert "accept-truncation" not in stopped.reason
+            await reported(mesh, stopped)
+            command = ["resume", grant, "--accept-truncation", "--region", "us-east", "--yes"]
+            refused = await asyncio.to_thread(CliRunner().invoke, bridge, command)
+            assert isinstance(refused.exception, RequestError) and refused.exception.code is Code.CONFLICT
+            assert f"felix bridge sign-again {grant}" in refused.exception.hint
+
+            await accept(mesh, held)
+
+            def told() -> LinkState | None:
+                return next(
+                    (each for each in agent.links() if "not known here any more" in each.reason), None
+                )
+
+            stopped = await until(told, "what the destination says")
+            assert (stopped.state, stopped.cut) == ("truncated", None)
+            assert f"felix bridge sign-again {grant}" in stopped.reason
+            done = await said_again(mesh, grant)
+            assert done.exit_code == 0 and "goes on from source offset 5" in done.output, done.exception
+            goes_on = await link(agent, "active", 14)
+            assert goes_on.cut is None and goes_on.reason == ""
+            await holds_up(mesh, 19)
+
+
+async def test_a_truncation_that_was_accepted_under_a_grant_that_was_revoked_is_signed_again_for_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spark: Any
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    async with two_regions(tmp_path) as mesh:
+        await source_put_back(mesh, tmp_path / "older")
+        async with mesh.agent() as agent:
+            await accept(mesh, await link(agent, "truncated"))
+            await link(agent, "active", 13)
+            (first,) = mesh.documents("us-east", "export")
+            await mesh.stand("us-east", first, StandingAction.REVOKE)
+            await link(agent, "stopped")
+            second = await mesh.grant(purpose="renewed")
+            await mesh.publish([flight(13)])
+            await link(agent, "active", 14)
+            await until(lambda: is_cosigned(mesh), "every log is cosigned to its end")
+        write_profile(mesh.us, "us-east", "acme", Address("127.0.0.1", mesh.ports["us-east"]))
+
+        async def changed(revision: int) -> None:
+            await change(mesh, "us-east")
+            text = POLICIES["us-east"].replace("revision: 1", f"revision: {revision}")
+            await mesh.put(
+                "us-east", "policy", sign_policy(parse_policy(text, "us-east"), mesh.key("us-east"))
+            )
+
+        def signed_now() -> list[str]:
+            (key,) = mesh.bundle("us-east").policy_keys
+            exports = mesh.documents("us-east", "export").items()
+            return [name for name, data in exports if SignedDocument.parse(data).key == key_id(key)]
+
+        await changed(2)
+        for is_first in (True, False):
+            refused = await said_again(mesh, first)
+            assert isinstance(refused.exception, RequestError)
+            assert refused.exception.code is Code.GRANT_REVOKED
+            assert f"felix bridge sign-again {second} " in refused.exception.hint
+            assert first not in signed_now()
+            done = await said_again(mesh, second)
+            assert done.exit_code == 0, done.exception
+            assert (f"under {first}" in done.output) is is_first, "once is enough"
+            assert signed_now() == [second]
+        async with mesh.agent() as agent:
+            await mesh.publish([flight(14)])
+            await link(agent, "active", 15)
+            await holds_up(mesh, 20)
+
+        # Another change: by now it is a word on the second grant, too.
+        await changed(3)
+        done = await said_again(mesh, second)
+        assert done.exit_code == 0 and done.output.count("goes on from source offset 5") == 1, done.exception
+        async with mesh.agent() as agent:
+            await mesh.publish([flight(15)])
+            await link(agent, "active", 16)
+            await holds_up(mesh, 21)
+        with monkeypatch.context() as patch:
+            patch.setattr(cli_sign_again, "now_ms", lambda: now_ms() + 400 * 86_400_000)
+            refused = await said_again(mesh, second)
+        assert isinstance(refused.exception, RequestError)
+        assert refused.exception.code is Code.GRANT_EXPIRED
+        assert "felix bridge allow" in refused.exception.hint
+
+        from audit.spark.report import run_report
+
+        folder = tmp_path / "report"
+        found = run_report(
+            list(logs(mesh).values()), folder, trust=mesh.trust, session=spark, cosignatures_min=1
+        )
+        assert found.exit_code == 0 and not found.report.findings.records()
 
 
 @pytest.mark.parametrize("region", ["eu-west", "us-east"])

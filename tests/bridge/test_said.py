@@ -18,6 +18,8 @@ from policy.grant import (
     sign_standing,
 )
 from policy.signed import Purpose, SignedDocument, canonical, decode_body, sign
+from policy.signed_again import accepted_by
+from policy.truncation import Truncation
 
 HIGHEST = (1 << 53) - 1
 
@@ -45,6 +47,25 @@ def test_a_word_under_a_former_key_keeps_none_under_the_next_from_its_leaf(what:
     assert said.current([lifts, stops]) == {stops}
     said.take(stops)
     assert stops in said.beside([lifts]), "where a region lists the earlier one alone"
+
+
+def test_where_a_link_went_on_is_known_whichever_key_signed_it_and_whatever_is_listed() -> None:
+    said, ended = Said(), bytes(16)
+    cut = Truncation(stream="acme/ops/a", shard=0, incarnation=ended.hex(), epoch=1, offset=5)
+    accepted = Standing(
+        grant="g-aaaaaaaaaaaaaaaa",
+        action=StandingAction.ACCEPT_TRUNCATION,
+        region="us-east",
+        sequence=1,
+        at=1,
+        by="a",
+        truncation=cut,
+    )
+    resend = replace(accepted, action=StandingAction.RESEND)
+    for key, standing in ((SigningKey.generate(), accepted), (SigningKey.generate(), resend)):
+        said.take(sign_standing(standing, key.private_key))
+    said.take(word("stand", SigningKey.generate(), 1, stops=True))
+    assert said.derived == {accepted_by(each).incarnation: ended for each in (accepted, resend)}
 
 
 SIGNED = signed_grant()

@@ -87,6 +87,19 @@ def test_another_history_is_refused(link: StatedLink, error: type[FelixError], c
     assert refused.value.code is code
 
 
+@pytest.mark.parametrize("instead", [None, accepted_at(108)])
+def test_what_crossed_under_a_word_that_is_not_known_any_more_is_for_the_source_to_sign_again(
+    instead: Accepted | None,
+) -> None:
+    """Whether or not another one was accepted instead."""
+    held = HELD._replace(live=accepted_at(110).incarnation, epoch=3, read_to=115, position=Position(115))
+    with pytest.raises(CorruptionError, match="not known here any more") as refused:
+        stated(cut_at=110, accepted=instead).go_on(held, LATEST_MS)
+    assert refused.value.code is Code.TRUNCATION_UNKNOWN
+    assert refused.value.hint == "In us-east: felix bridge sign-again grant."
+    assert stated(cut_at=110, accepted=accepted_at(110)).go_on(held, LATEST_MS).live == held.live
+
+
 def test_where_a_truncation_was_accepted_it_goes_on_there() -> None:
     accepted = accepted_at(110)
     link = stated(cut_at=110, accepted=accepted)

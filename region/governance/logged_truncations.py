@@ -1,0 +1,38 @@
+"""This region's words on where its links go on (policy.truncation), as its audit log has them: under a policy key that it has now, or under a former one below that key's
+end. Blocks.
+
+What a former key signed counts at no broker any more, and whoever has that key and writes the metadata store can put any word there. In the log he gets no leaf: no broker takes what a
+former key signed. So what is signed again (`felix bridge sign-again`) comes from the log, by the rules by which it is verified (audit.keys_in_log). Callers: the service, which lists
+them for operators, and the intake, which takes them again.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from felix.errors import FelixError
+from keys.bundle import RegionBundle
+from policy.grant import Standing
+from policy.signed import Purpose, SignedDocument, decode_body, verify
+from policy.truncation import Truncation
+from region.document_log import DocumentLog
+
+log = logging.getLogger("felix.region.governance")
+
+
+def logged_truncations(logged: DocumentLog, own: RegionBundle) -> dict[bytes, Standing]:
+    """The truncations that the region accepted, and the resends that it asked for, by their documents, oldest leaf first."""
+    keys = logged.keys_of(own)
+    found: dict[bytes, Standing] = {}
+    for index, data in logged.lasting():
+        try:
+            document = SignedDocument.parse(data)
+            if document.region != own.region or document.purpose is not Purpose.STANDING:
+                continue
+            standing = decode_body(document, Standing, Purpose.STANDING)
+            if isinstance(standing.truncation, Truncation) and standing.region == own.region:
+                verify(document, keys.policy_keys_at(index))
+                found[data] = standing
+        except FelixError as error:
+            log.warning("the word of leaf %d is not signed again: %s", index, error)
+    return found
