@@ -10,6 +10,7 @@ import pytest
 from bridge_mesh import POLICIES, until
 from cluster.audited import home_of
 from cluster.clustered_region import ClusteredRegion, serving
+from departures import DAY, terms
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_home import make_region
 
@@ -21,13 +22,25 @@ from audit.trust import Trust
 from audit.verify import verify_log
 from felix.errors import RequestError
 from felix.messages import PutDocument
+from felix.page import list_documents
 from felix.runtime.real import now_ms
 from keys.bundle import SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
-from policy.grant import DenyEntry, sign_deny
+from policy.grant import (
+    DenyEntry,
+    ExportGrant,
+    Standing,
+    StandingAction,
+    sign_deny,
+    sign_export,
+    sign_standing,
+)
 from policy.residency import parse_policy, sign_policy
+from policy.signed import Purpose, decode_body
+from policy.truncation import Truncation
 from region.bootstrap import trust_region
+from region.held_document import document_id
 from region.signing_key_leaves import ACTIONS
 from region.signing_keys import change_signing_keys
 
@@ -52,6 +65,29 @@ async def say(region: ClusteredRegion, key: SigningKey, number: int, *, lifted: 
     )
     async with region.client(at) as client:
         await client.request(PutDocument("deny", sign_deny(entry, key.private_key).encode_file()))
+
+
+async def accept_truncation(region: ClusteredRegion) -> dict[str, bytes]:
+    """us-east grants a stream to eu-west, and accepts a truncation on the link; the word as brokers list it."""
+    key = load_signing_key(region.folder.policy_key).private_key
+    policy = parse_policy(POLICIES["us-east"], "us-east")
+    now = now_ms()
+    export = sign_export(terms(not_before=now, expires=now + DAY), policy, key, now)
+    cut = Truncation(stream="acme/ops/departures", shard=0, incarnation="0" * 32, epoch=1, offset=5)
+    word = Standing(
+        grant=decode_body(export, ExportGrant, Purpose.EXPORT).grant,
+        action=StandingAction.ACCEPT_TRUNCATION,
+        region="us-east",
+        sequence=1,
+        at=now,
+        by="alice",
+        truncation=cut,
+    )
+    standing = sign_standing(word, key)
+    async with region.client(min(region.nodes)) as client:
+        await client.request(PutDocument("export", export.encode_file()))
+        await client.request(PutDocument("standing", standing.encode_file()))
+    return {document_id(standing): standing.encode_file()}
 
 
 async def all_of(region: ClusteredRegion, holds) -> None:  # type: ignore[no-untyped-def]
@@ -125,6 +161,7 @@ async def test_a_region_of_several_brokers_changes_its_own_keys(tmp_path: Path, 
     async with serving(tmp_path, etcd, 3) as region:
         before = region.folder.bundle.read_bytes()
         await put(1)
+        accepted = await accept_truncation(region)
         names = sorted(region.nodes)
         for name in names:
             await region.stop(name)
@@ -134,10 +171,14 @@ async def test_a_region_of_several_brokers_changes_its_own_keys(tmp_path: Path, 
             await region.start(name)
         await put(2)
         home = await home_of(region)
+        for name in names:
+            # Whichever broker is asked, the one with the log answers.
+            async with region.client(name) as client:
+                assert await list_documents(client, "truncation") == accepted
         log = Folder(region.folder.root / region.config.of_broker(home).data / "audit")
         assert policies_of(log) == [1, 2] and note_size(log.read("checkpoint") or b"") > end.size
         report = verify_log(log, Trust.of([bundle]), cosignatures_min=0)
-        assert report.ok and report.documents == 2, report.findings
+        assert report.ok and report.documents == 4, report.findings
 
         # The command could write no leaf into a log that several brokers have: the one that writes it has, once for each key, over restarts.
         assert changes_of(log) == sorted(ACTIONS)
