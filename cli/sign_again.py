@@ -25,6 +25,7 @@ from policy.approval import parse_document
 from policy.grant import (
     ExportGrant,
     GrantBook,
+    GrantError,
     Standing,
     open_export,
     sign_export,
@@ -100,7 +101,9 @@ def _require_not_ended(
         return
     code, sentence = ended
     others = [
-        other for other in carried_by(grant, grants, said) if _ended(other, grants[other], book, now) is None
+        other
+        for other in carried_by(grant, grants, said)
+        if _ended(other, grants[other], book, now) is None and _has_half(book, other, now)
     ]
     again = " or ".join(f"felix bridge sign-again {other}" for other in others)
     raise RequestError(
@@ -110,6 +113,15 @@ def _require_not_ended(
         if others
         else "Make a new grant for the stream (felix bridge allow), and sign that again: the truncations that were accepted under this one go with it.",
     )
+
+
+def _has_half(book: GrantBook, grant: str, now: int) -> bool:
+    """Whether a half of the grant counts: of one of which this region's own is under a former key the other region's. Whoever has that key can make up a grant, and no more."""
+    try:
+        view = book.get(grant, now)
+    except GrantError:
+        return False
+    return view.export is not None or view.accepted is not None
 
 
 def _ended(grant: str, terms: GrantTerms, book: GrantBook, now: int) -> tuple[Code, str] | None:

@@ -443,12 +443,19 @@ async def test_a_truncation_that_was_accepted_under_a_grant_that_was_revoked_is_
             exports = mesh.documents("us-east", "export").items()
             return [name for name, data in exports if SignedDocument.parse(data).key == key_id(key)]
 
+        # Whoever has the former key and writes the store makes up a third grant of the link.
+        _, made_up, _ = mesh.sign_grant(purpose="made up")
         await changed(2)
+        third = decode_body(made_up, ExportGrant, Purpose.EXPORT).grant
+        catalog = mesh.nodes["us-east"].broker.catalog
+        await catalog.put_document("grants", "export", third, made_up.encode_file(), revision=0)
+        await until(lambda: third in mesh.documents("us-east", "export"), "it stands in the store")
         for is_first in (True, False):
             refused = await said_again(mesh, first)
             assert isinstance(refused.exception, RequestError)
             assert refused.exception.code is Code.GRANT_REVOKED
             assert f"felix bridge sign-again {second} " in refused.exception.hint
+            assert third not in refused.exception.hint
             assert first not in signed_now()
             done = await said_again(mesh, second)
             assert done.exit_code == 0, done.exception
