@@ -308,7 +308,8 @@ class Requests:
             if self._sees(identity, stream.name)
         )
         found = list(islice(seen, request.limit + 1))
-        page = fitting(stream.describe(detail=True) for stream in found[: request.limit])
+        fence = self._broker.fence()
+        page = fitting(stream.describe(detail=True, fence=fence) for stream in found[: request.limit])
         return StreamPage(page, len(page) < len(found))
 
     def _sees(self, identity: SpiffeId, name: StreamName) -> bool:

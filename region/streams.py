@@ -318,8 +318,8 @@ class HostedStream:
         """Whether an acknowledgement needs no lease: copies that count have what it is of, and they follow nobody else."""
         return rests_on_commits(self.record.config)
 
-    def describe(self, *, detail: bool) -> StreamState:
-        """As clients see it; with `detail`, the state of every shard."""
+    def describe(self, *, detail: bool, fence: FelixError | None = None) -> StreamState:
+        """As clients see it; with `detail`, the state of every shard. `fence`: why this broker may not say how far its logs go."""
         config = self.record.config
         return StreamState(
             str(self.name),
@@ -329,15 +329,17 @@ class HostedStream:
             config.retention,
             config.ring_bytes,
             self.record.created_ms,
-            [self._state(number) for number in range(self.shard_count)] if detail else [],
+            [self._state(number, fence) for number in range(self.shard_count)] if detail else [],
             config.views,
             config.replicas,
             min_in_sync(config) if is_replicated(config) else 0,
             config.acks,
         )
 
-    def _state(self, number: int) -> ShardState:
+    def _state(self, number: int, fence: FelixError | None) -> ShardState:
         state = self._state_alone(number)
+        if fence is not None and state.leader_epoch:
+            state = _shard_state(number, fence)
         if self._leading is None:
             return state
         leader = self._leading.leader_of(self.record, number)

@@ -53,6 +53,18 @@ def _copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def _copy_folder(source: Path, target: Path) -> None:
+    """What a file points at is written before it, so it is copied after it: no kill leaves a checkpoint behind without its tiles."""
+    audit = Path("data", "audit")
+    (target / audit).mkdir(parents=True)
+    _copy(str(source / audit / "checkpoint"), str(target / audit / "checkpoint"))
+
+    def checkpoint(folder: str, names: list[str]) -> set[str]:
+        return {"checkpoint"} if Path(folder) == source / audit else set()
+
+    shutil.copytree(source, target, symlinks=True, copy_function=_copy, ignore=checkpoint, dirs_exist_ok=True)
+
+
 class Kill:
     """The region's folder as it is when `step` was done `times`; the broker's thread stops there until the test lets it go."""
 
@@ -69,7 +81,7 @@ class Kill:
             result = real(*arguments, **more)
             self.times -= 1
             if not self.times:
-                shutil.copytree(self.mesh.eu.root, self.copy, symlinks=True, copy_function=_copy)
+                _copy_folder(self.mesh.eu.root, self.copy)
                 self.taken.set()
                 self._go_on.wait(60)
             return result
