@@ -71,7 +71,7 @@ _BELOW_END: Final = b"felix/tlog-proof/3\0"
 _OFFSET: Final = Struct(">Q")
 _LENGTH: Final = Struct(">I")
 _HASHES: Final = Struct(">B")
-assert PROOF_HASHES_MAX < 1 << 8 * _HASHES.size
+assert 1 << 8 * _HASHES.size > PROOF_HASHES_MAX
 
 
 class TlogProof(NamedTuple):
