@@ -8,14 +8,14 @@ Pure, but for `logs_without`, which reads the bundles of a folder. Callers: regi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from typing import Final
 
 import msgspec
 
 from felix.errors import Code, RequestError
 from felix.names import trust_domain
-from keys.bundle import BUNDLE_BYTES_MAX, ENDS_MAX, FormerKeys, RegionBundle, SignedBundle
+from keys.bundle import BUNDLE_BYTES_MAX, ENDS_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBundle
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.trust_store import believed_bundles
@@ -25,10 +25,12 @@ TOLD_MAX: Final = 8
 """Regions that a refusal names, those with the most room first."""
 
 
-def require_room(changed: RegionBundle, at: int = -1, *, dropped: int | None = None) -> None:
+def require_room(
+    changed: RegionBundle, at: int = -1, *, dropped: int | None = None, held: Iterable[KeyEnd] = ()
+) -> None:
     """That this bundle can be written, whose former keys `at` were given ends now. `dropped`: of a change, of how many of the earliest ones the keys were
-    left out already. Raises RequestError(CONFLICT) where it cannot, with which
-    regions' logs take the room, and the options that make some."""
+    left out already; `held`: where ends are raised, those that stay anyway. Raises RequestError(CONFLICT) where it cannot, with which regions' logs take the room, and the
+    options that make some."""
     size, logs = _bytes_of(changed), max((len(keys.ends) for keys in changed.former), default=0)
     if size <= BUNDLE_BYTES_MAX and logs <= ENDS_MAX:
         return
@@ -37,7 +39,7 @@ def require_room(changed: RegionBundle, at: int = -1, *, dropped: int | None = N
         if logs > ENDS_MAX
         else f"The bundle would have {size:,} bytes; {BUNDLE_BYTES_MAX:,} are allowed"
     )
-    taken, own = _taken(changed), trust_domain(changed.region, changed.mesh)
+    taken = _taken(changed)
     told = [
         f"{domain} ({number} logs, {room:,} bytes)"
         for domain, (number, room) in list(taken.items())[:TOLD_MAX]
@@ -47,7 +49,7 @@ def require_room(changed: RegionBundle, at: int = -1, *, dropped: int | None = N
     raise RequestError(
         f"{over}. By region, where keys ended takes {', '.join(told)}.",
         code=Code.CONFLICT,
-        hint=_hint(changed, at, [domain for domain in taken if domain != own], dropped),
+        hint=_hint(changed, at, taken, dropped, {end.log for end in held}),
     )
 
 
@@ -91,26 +93,30 @@ def _taken(bundle: RegionBundle) -> dict[str, tuple[int, int]]:
     return dict(sorted(found.items(), key=lambda each: (-each[1][1], each[0])))
 
 
-def _less(keys: FormerKeys, domains: Iterable[str]) -> FormerKeys:
-    """These former keys without their ends in logs of these regions."""
+def _less(keys: FormerKeys, domains: Iterable[str], held: Container[str] = ()) -> FormerKeys:
+    """These former keys without their ends in logs of these regions, but for the held ones."""
     domains = set(domains)
-    return msgspec.structs.replace(
-        keys, ends=tuple(end for end in keys.ends if _domain_of(end.log) not in domains)
-    )
+    kept = (end for end in keys.ends if end.log in held or _domain_of(end.log) not in domains)
+    return msgspec.structs.replace(keys, ends=tuple(kept))
 
 
 def _fits(bundle: RegionBundle) -> bool:
     return _bytes_of(bundle) <= BUNDLE_BYTES_MAX and all(len(keys.ends) <= ENDS_MAX for keys in bundle.former)
 
 
-def _hint(changed: RegionBundle, at: int, others: list[str], dropped: int | None) -> str:
-    """The fewest regions, those with the most room first, without whose logs it fits; and how many of the earliest changes have to go instead."""
-    former = list(changed.former)
+def _hint(
+    changed: RegionBundle, at: int, taken: Iterable[str], dropped: int | None, held: Container[str]
+) -> str:
+    """Regions without whose logs it fits, in this order until it does; and how many of the earliest changes have to go instead."""
+    former, own = list(changed.former), trust_domain(changed.region, changed.mesh)
+    added = {_domain_of(end.log) for end in former[at].ends if end.log not in held} - {own}
     leave, fits = list[str](), False
-    for domain in others:
+    for domain in taken:
+        if domain not in added:
+            continue
         leave.append(domain)
         less = [*former]
-        less[at] = _less(former[at], leave)
+        less[at] = _less(former[at], leave, held)
         if fits := _fits(changed.with_former(tuple(less))):
             break
     said = []

@@ -191,7 +191,7 @@ def raise_ends(
     changed = msgspec.structs.replace(last, ends=raised_ends)
     raised = bundle.with_former((*bundle.former[:at], changed, *bundle.former[at + 1 :]))
     raised = msgspec.structs.replace(raised, issued_ms=max(now_ms, bundle.issued_ms + 1))
-    require_room(raised, at)
+    require_room(raised, at, held=last.ends)
     signed = sign_bundle(raised, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     return ChangedSigningKeys(signed, raised_ends, tuple(left_out))

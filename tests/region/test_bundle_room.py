@@ -104,9 +104,13 @@ def test_where_own_logs_take_the_room_the_earliest_changes_make_some() -> None:
 
 def test_ends_that_are_raised_say_so_too() -> None:
     logs = [log for letter in "abcdefghi" for log in logs_of(f"far-{letter}")]
+    raised = former(logs, 1)
+    held = [end for end in raised.ends if end.log.startswith(("far-a", "far-b"))]
     with pytest.raises(RequestError, match="ended in 279 logs") as refused:
-        require_room(region_bundle("us-east").with_former((former(logs, 1),)), 0)
-    assert "--without far-a.acme" in refused.value.hint and "--drop-earliest" not in refused.value.hint
+        require_room(region_bundle("us-east").with_former((raised,)), 0, held=held)
+    # What was there before stays, whatever is left out now.
+    assert "--without far-c.acme, which makes room" in refused.value.hint
+    assert "--drop-earliest" not in refused.value.hint
 
 
 def add_bridges(folder: RegionFolder, to: RegionFolder) -> list[str]:
