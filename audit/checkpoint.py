@@ -66,6 +66,8 @@ class SignedCheckpoint(NamedTuple):
     broken: tuple[str, ...] = ()
     """names of known witnesses under which a line stands that does not hold: no cosignature, and nothing else. Whoever brings a note
     can write such lines, and a witness makes them of good ones by changing its keys"""
+    seen_by: tuple[str, ...] = ()
+    """regions whose own witnesses cosigned it, whether or not they count among those that are asked for (audit.trust.LogTrust.open)"""
 
     def known_note(self) -> Note:
         """The note with the lines that were verified and no others: what strangers appended is not kept."""

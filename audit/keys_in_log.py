@@ -8,6 +8,7 @@ at any place that nobody has cosigned. So a document or receipt under a former k
 2. its leaf stands below that end; and
 3. the leaves up to there are those that the region itself had cosigned, or signed: the log's tree has the end's root at that size. Of a copy of the log that is
    shorter, and of a proof that does not carry the path to that root: the region itself has cosigned the checkpoint at hand, and a witness cosigns no two histories.
+   Its own witness says so whether or not a policy counts it among those whose cosignatures are asked for, and nobody else does (`SignedCheckpoint.seen_by`).
    In a region's own logs, which it does not cosign, the cosignatures that are asked for stand in for its own, where the copy or the proof's checkpoint is shorter
    than the end; a proof under a larger one carries the path.
 
@@ -129,6 +130,10 @@ class KeysInLog:
         public = self._former_of(data, region)
         return None if public is None else self._ending(region, "receipt", public)
 
+    def is_of_former_key(self, receipt: bytes) -> bool:
+        """Whether a receipt names a former key of its region, which counts here or does not."""
+        return self._former_of(receipt, read_unverified(receipt).destination_region) is not None
+
     def _former_of(self, receipt: bytes, region: str) -> bytes | None:
         """The former key of its region that a receipt names."""
         known = self._former_receipt_keys.get(region)
@@ -169,10 +174,10 @@ class KeysInLog:
 
 
 def keys_of_log(
-    trust: Trust, origin: str, files: Files, size: int, cosigned: Mapping[str, int], covered: int
+    trust: Trust, origin: str, files: Files, size: int, seen: Mapping[str, int], covered: int
 ) -> KeysInLog:
-    """The keys of a log of which the files are at hand, of `size` leaves. `cosigned`: how many of them each party cosigned at most; `covered`: how many are
-    cosigned as required. Both are held to the tree by the caller."""
+    """The keys of a log of which the files are at hand, of `size` leaves. `seen`: how many of them each region's own witness cosigned at most; `covered`: how many
+    are cosigned as required. Both are held to the tree by the caller."""
     own = Origin.parse(origin).region
     roots: dict[int, bytes] = {}
 
@@ -188,7 +193,7 @@ def keys_of_log(
     def counts(ending: Ending, index: int) -> bool:
         if ending.size <= size:
             return root(ending.size) == ending.root
-        return index < (covered if ending.region == own else cosigned.get(ending.region, 0))
+        return index < (covered if ending.region == own else seen.get(ending.region, 0))
 
     return KeysInLog(trust, origin, counts)
 
@@ -198,10 +203,10 @@ def keys_of_proof(
     origin: str,
     size: int,
     root: bytes,
-    cosigners: Collection[str],
+    seen_by: Collection[str],
     shown: Mapping[int, Collection[tuple[int, bytes]]],
 ) -> KeysInLog:
-    """The keys of a log of which a proof shows some leaves under one checkpoint, of this size and root. `cosigners`: who cosigned it, as many as are asked for among them; `shown`: by leaf the
+    """The keys of a log of which a proof shows some leaves under one checkpoint, of this size and root, cosigned as is asked for. `seen_by`: regions whose own witnesses cosigned it; `shown`: by leaf the
     sizes and roots of ends under which the proof shows it, too."""
     own = Origin.parse(origin).region
 
@@ -213,6 +218,6 @@ def keys_of_proof(
         if ending.region == own:
             # A region signs its own log and does not cosign it: whoever cosigned a larger checkpoint does not say what stood below the end.
             return size < ending.size
-        return ending.region in cosigners
+        return ending.region in seen_by
 
     return KeysInLog(trust, origin, counts)

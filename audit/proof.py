@@ -200,8 +200,8 @@ def prove(
     )
     # A cosigned checkpoint proves more; the newest one is for what lies behind it.
     needed = 1 + (index if ack is None else max(index, ack[0]))
-    chosen = choose_checkpoint(checkpoints, needed, trust)
-    keys = _keys_of_log(files, checkpoints, trust)
+    chosen = choose_checkpoint(checkpoints, needed, trust, _must_have_seen(checkpoints, trust, intent.header))
+    keys = keys_of_files(files, checkpoints, trust)
     papers, beside = _papers(files, chosen, trust, keys, index, intent) if intent.version > 1 else ((), {})
     receipt = None
     if ack is not None:
@@ -222,19 +222,25 @@ def prove(
     proof = _parse(made)
     if intent.version > 1:
         log = trust.log(chosen.checkpoint.origin)
-        _approved(proof, chosen, trust, _keys_of_proof(proof, chosen, trust, log), log, intent)
+        _approved(proof, chosen, trust, _keys_of_proof(proof, chosen, trust), log, intent)
     return made
 
 
-def _keys_of_log(files: Files, checkpoints: Sequence[SignedCheckpoint], trust: Trust) -> KeysInLog:
+def _must_have_seen(checkpoints: Sequence[SignedCheckpoint], trust: Trust, header: Header) -> str:
+    """The other region of a crossing where a key of it ended further on than this copy of the log goes: no path to that end can be carried."""
+    newest, other = checkpoints[0].checkpoint, header.destination_region
+    ends = (ending for ending in trust.endings(newest.origin) if ending.region == other)
+    return other if any(ending.size > newest.size for ending in ends) else ""
+
+
+def keys_of_files(files: Files, checkpoints: Sequence[SignedCheckpoint], trust: Trust) -> KeysInLog:
     """Under which keys what stands in the log verifies. Of the files, what the checkpoint signs is all that is told of them."""
     newest = checkpoints[0].checkpoint
-    log = trust.log(newest.origin)
-    cosigned: dict[str, int] = {}
+    seen: dict[str, int] = {}
     for held in checkpoints:
-        for party in log.cosigners(held.cosigned):
-            cosigned[party] = max(cosigned.get(party, 0), held.checkpoint.size)
-    return keys_of_log(trust, newest.origin, files, newest.size, cosigned, newest.size)
+        for region in held.seen_by:
+            seen[region] = max(seen.get(region, 0), held.checkpoint.size)
+    return keys_of_log(trust, newest.origin, files, newest.size, seen, newest.size)
 
 
 Found = tuple[int, Leaf, bytes]
@@ -314,13 +320,15 @@ def read_checkpoints(files: Files, trust: Trust) -> list[SignedCheckpoint]:
     ]
 
 
-def choose_checkpoint(checkpoints: list[SignedCheckpoint], needed: int, trust: Trust) -> SignedCheckpoint:
-    """Of those with so many leaves the one that proves most: a quorum, then cosigners, then size."""
+def choose_checkpoint(
+    checkpoints: list[SignedCheckpoint], needed: int, trust: Trust, seen_by: str = ""
+) -> SignedCheckpoint:
+    """Of those with so many leaves the one that proves most: a quorum, then that this region has seen it, if one is named, then cosigners, then size."""
     log = trust.log(checkpoints[0].checkpoint.origin)
 
-    def worth(held: SignedCheckpoint) -> tuple[bool, int, int]:
+    def worth(held: SignedCheckpoint) -> tuple[bool, bool, int, int]:
         enough = not log.missing(held.cosigned, COSIGNATURES_MIN)
-        return enough, len(log.cosigners(held.cosigned)), held.checkpoint.size
+        return enough, seen_by in held.seen_by, len(log.cosigners(held.cosigned)), held.checkpoint.size
 
     return max((held for held in checkpoints if held.checkpoint.size >= needed), key=worth)
 
@@ -384,15 +392,21 @@ def _include(
     path = inclusion_proof(index, size, TileHashes(files, size))
     verify_inclusion(leaf_hash(data), index, size, path, signed.checkpoint.root)
     included = _Included(index, b64encode(data).decode(), _encode_path(path))
-    if ended is None:
-        return included
+    under = None if ended is None else path_under(files, index, data, ended)
+    return included if under is None else msgspec.structs.replace(included, ended_path=_encode_path(under))
+
+
+def path_under(files: Files, index: int, data: bytes, ended: Ending) -> list[bytes] | None:
+    """The leaf's inclusion path under the root at which a key ended. None: it does not stand there, or this is a copy of the log that does not reach so far; then the region's
+    cosignature must stand on the checkpoint."""
+    if index >= ended.size:
+        return None
     try:
         path = inclusion_proof(index, ended.size, TileHashes(files, ended.size))
         verify_inclusion(leaf_hash(data), index, ended.size, path, ended.root)
     except TamperError:
-        # A copy of the log that does not reach there; the region's cosignature must stand on the checkpoint.
-        return included
-    return msgspec.structs.replace(included, ended_path=_encode_path(path))
+        return None
+    return path
 
 
 def _encode_path(path: Iterable[bytes]) -> tuple[str, ...]:
@@ -498,7 +512,7 @@ def check_proof(
             f"The proof's INTENT is of {header.stream} shard {header.shard}, not of {record.stream}."
         )
     # 4. The documents are in the tree before it, signed by whom they must be, and let the record cross.
-    keys = _keys_of_proof(proof, signed, trust, log)
+    keys = _keys_of_proof(proof, signed, trust)
     has_documents = proof.format != FORMAT_1
     approved = _approved(proof, signed, trust, keys, log, intent) if has_documents else None
     if approved is None and intent.version > 1:
@@ -571,24 +585,30 @@ def _batch(parts: Sequence[_Included], signed: SignedCheckpoint, index: int, int
     return [leaves[part] for part in sorted(leaves)]
 
 
-def _keys_of_proof(proof: _Proof, signed: SignedCheckpoint, trust: Trust, log: LogTrust) -> KeysInLog:
+def _keys_of_proof(proof: _Proof, signed: SignedCheckpoint, trust: Trust) -> KeysInLog:
     """Under which keys the proof's leaves verify. Raises TamperError where a leaf is said to stand under the end of a key, and does not."""
     shown: dict[int, tuple[tuple[int, bytes], ...]] = {}
     checkpoint = signed.checkpoint
-    ends = {(ending.size, ending.root) for ending in trust.endings(checkpoint.origin)}
     for included in (*proof.documents, *([] if proof.ack is None else [proof.ack])):
         if included.ended_path is None:
             continue
         leaf, path = _decode_included(included, included.ended_path, f"Leaf {included.index}")
-        found = tuple(end for end in ends if _is_under(leaf, included.index, end, path))
-        if not found:
-            raise TamperError(
-                f"Leaf {included.index} of the proof is said to stand below the end of a key, and no trusted bundle names an end in this log "
-                "under which it does."
-            )
-        shown[included.index] = found
-    cosigners = log.cosigners(signed.cosigned)
-    return keys_of_proof(trust, checkpoint.origin, checkpoint.size, checkpoint.root, cosigners, shown)
+        shown[included.index] = ends_shown(trust, checkpoint.origin, included.index, leaf, path)
+    return keys_of_proof(trust, checkpoint.origin, checkpoint.size, checkpoint.root, signed.seen_by, shown)
+
+
+def ends_shown(
+    trust: Trust, origin: str, index: int, leaf: bytes, path: Sequence[bytes]
+) -> tuple[tuple[int, bytes], ...]:
+    """The ends of keys in this log, by size and root, below which this path shows the leaf. Raises TamperError where it shows none."""
+    ends = {(ending.size, ending.root) for ending in trust.endings(origin)}
+    found = tuple(end for end in ends if _is_under(leaf, index, end, path))
+    if not found:
+        raise TamperError(
+            f"Leaf {index} of the proof is said to stand below the end of a key, and no trusted bundle names an end in this log "
+            "under which it does."
+        )
+    return found
 
 
 def _is_under(leaf: bytes, index: int, end: tuple[int, bytes], path: Sequence[bytes]) -> bool:

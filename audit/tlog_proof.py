@@ -13,15 +13,18 @@ offset that is meant, so that its hash can be computed, and the inclusion proof 
 A crossing has two such proofs: of its INTENT leaf, and of its ACK leaf, which has the destination's receipt. The receipt is for
 the records whose entries have the SHA-256 in it, so the ACK's proof has those entries, and the record is one of them:
 ``felix/tlog-proof/2``, a zero byte, the offset (u64), the leaf's length (u32), the leaf, the entries of the batch.
+Where the receipt is under a key that ended since, the ACK's proof has besides its path under the root that the key's region names for its end (audit.keys_in_log):
+``felix/tlog-proof/3``, a zero byte, the offset (u64), the leaf's length (u32), the leaf, the number of hashes (u8), the hashes, the entries of the batch.
 
 Invariants: `decode_proof(encode_proof(p)) == p`, and a file has one reading; `check_leaf` holds for every proof that
-`prove_leaves` makes; one of an ACK shows that this record arrived, or says in `unsupported` that it does not. Callers: cli, tests.
+`prove_leaves` makes from a log that verifies, under the same trust; one of an ACK shows that this record arrived, or says in `unsupported` that it does not. Callers: cli, tests.
 """
 
 from __future__ import annotations
 
 import binascii
 from base64 import b64decode, b64encode
+from collections.abc import Sequence
 from hashlib import sha256
 from struct import Struct
 from typing import Final, NamedTuple
@@ -32,9 +35,17 @@ from audit.agreement import VERSION_1_UNSUPPORTED
 from audit.checkpoint import SignedCheckpoint
 from audit.keys_in_log import keys_of_proof
 from audit.leaf import ENTRY_BYTES, Entry, Header, Kind, Leaf, Side, decode_leaf, find_entry
-from audit.merkle import PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
+from audit.merkle import HASH_BYTES, PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
 from audit.note import encode_note
-from audit.proof import choose_checkpoint, cosigned_by, find_crossing, read_checkpoints
+from audit.proof import (
+    choose_checkpoint,
+    cosigned_by,
+    ends_shown,
+    find_crossing,
+    keys_of_files,
+    path_under,
+    read_checkpoints,
+)
 from audit.receipt import (
     WITHOUT_ENTRIES_UNSUPPORTED,
     WITHOUT_PATH_UNSUPPORTED,
@@ -56,8 +67,11 @@ WITHOUT_DOCUMENTS_UNSUPPORTED: Final = (
 )
 _LEAF_ALONE: Final = b"felix/tlog-proof/1\0"
 _WITH_ENTRIES: Final = b"felix/tlog-proof/2\0"
+_BELOW_END: Final = b"felix/tlog-proof/3\0"
 _OFFSET: Final = Struct(">Q")
 _LENGTH: Final = Struct(">I")
+_HASHES: Final = Struct(">B")
+assert 1 << 8 * _HASHES.size > PROOF_HASHES_MAX
 
 
 class TlogProof(NamedTuple):
@@ -126,16 +140,25 @@ def is_tlog_proof(data: bytes) -> bool:
 
 
 def prove_leaf(
-    files: Files, signed: SignedCheckpoint, index: int, leaf: bytes, offset: int, entries: bytes = b""
+    files: Files,
+    signed: SignedCheckpoint,
+    index: int,
+    leaf: bytes,
+    offset: int,
+    entries: bytes = b"",
+    below_end: Sequence[bytes] | None = None,
 ) -> bytes:
     """The proof that this leaf stands at this index under this checkpoint of the log. `entries`: of the batch, of which the leaf
-    is the ACK. Raises TamperError where the log's files do not hold."""
+    is the ACK; `below_end`: the path under the end of the key that signed its receipt. Raises TamperError where the log's files do not hold."""
     size = signed.checkpoint.size
     path = inclusion_proof(index, size, TileHashes(files, size))
     verify_inclusion(leaf_hash(leaf), index, size, path, signed.checkpoint.root)
     extra = _LEAF_ALONE + _OFFSET.pack(offset) + leaf
-    if entries:
-        extra = _WITH_ENTRIES + _OFFSET.pack(offset) + _LENGTH.pack(len(leaf)) + leaf + entries
+    sized = _OFFSET.pack(offset) + _LENGTH.pack(len(leaf)) + leaf
+    if below_end is not None:
+        extra = _BELOW_END + sized + _HASHES.pack(len(below_end)) + b"".join(below_end) + entries
+    elif entries:
+        extra = _WITH_ENTRIES + sized + entries
     return encode_proof(TlogProof(extra, index, tuple(path), encode_note(signed.note)))
 
 
@@ -163,7 +186,7 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
     """Verify a proof file without the log; the steps are those of the specification. Raises TamperError."""
     proof = decode_proof(data)
     # 1. The leaf, from the extra data, and its hash.
-    leaf_data, offset, entries = _read_extra(proof.extra)
+    leaf_data, offset, below_end, entries = _read_extra(proof.extra)
     # 2. The checkpoint is signed by a key of the log that its origin names.
     log = trust.log_of(proof.checkpoint)
     signed = log.open(proof.checkpoint)
@@ -196,10 +219,11 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
     if leaf.version == 1:
         unsupported += VERSION_1_UNSUPPORTED
     if header.kind is Kind.ACK:
-        # A region cosigns no two histories of a log: of one that it cosigned, what stands below the end of its former key counts.
-        keys = keys_of_proof(
-            trust, log.name, checkpoint.size, checkpoint.root, log.cosigners(signed.cosigned), {}
-        )
+        # A region cosigns no two histories of a log: of one that it cosigned, what stands below the end of its former key counts. Else the path shows it.
+        shown = {}
+        if below_end is not None:
+            shown[proof.leaf_index] = ends_shown(trust, log.name, proof.leaf_index, leaf_data, below_end)
+        keys = keys_of_proof(trust, log.name, checkpoint.size, checkpoint.root, signed.seen_by, shown)
         receipt = keys.open_receipt(header.receipt, proof.leaf_index)
         differing = differences(receipt, header)
         if differing:
@@ -209,6 +233,8 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
             unsupported += WITHOUT_ENTRIES_UNSUPPORTED
     if not (header.path if receipt is None else receipt.path_sha256):
         unsupported += WITHOUT_PATH_UNSUPPORTED
+    if receipt is None and below_end is not None:
+        raise TamperError("The proof carries a path that no receipt is for.")
     if header.kind is Kind.INTENT or receipt is None or not receipt.entries_sha256:
         if entries:
             raise TamperError("The proof carries entries that no receipt is for.")
@@ -230,19 +256,28 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
     )
 
 
-def _read_extra(extra: bytes | None) -> tuple[bytes, int, bytes]:
-    """The leaf, the offset that is meant, and the entries of the batch."""
+def _read_extra(extra: bytes | None) -> tuple[bytes, int, tuple[bytes, ...] | None, bytes]:
+    """The leaf, the offset that is meant, the path under the end of the receipt's key, if it is there, and the entries of the batch."""
     start = len(_LEAF_ALONE) + _OFFSET.size
     magic = b"" if extra is None else extra[: len(_LEAF_ALONE)]
-    if extra is None or magic not in (_LEAF_ALONE, _WITH_ENTRIES) or len(extra) <= start + _LENGTH.size:
+    known = (_LEAF_ALONE, _WITH_ENTRIES, _BELOW_END)
+    if extra is None or magic not in known or len(extra) <= start + _LENGTH.size:
         raise TamperError("The tlog-proof does not carry a leaf of Felix in its extra data.")
     (offset,) = _OFFSET.unpack_from(extra, len(magic))
     if magic == _LEAF_ALONE:
-        return extra[start:], offset, b""
+        return extra[start:], offset, None, b""
     end = start + _LENGTH.size + _LENGTH.unpack_from(extra, start)[0]
-    if end >= len(extra):
-        raise TamperError("The tlog-proof says that it carries entries, and has none.")
-    return extra[start + _LENGTH.size : end], offset, extra[end:]
+    leaf, rest = extra[start + _LENGTH.size : end], extra[end:]
+    if not rest:
+        raise TamperError("The tlog-proof says that it carries more than a leaf, and does not.")
+    if magic == _WITH_ENTRIES:
+        return leaf, offset, None, rest
+    (hashes,) = _HASHES.unpack_from(rest)
+    entries_at = _HASHES.size + hashes * HASH_BYTES
+    if hashes > PROOF_HASHES_MAX or entries_at > len(rest):
+        raise TamperError("The tlog-proof says that it carries a path under the end of a key, and does not.")
+    path = (rest[at : at + HASH_BYTES] for at in range(_HASHES.size, entries_at, HASH_BYTES))
+    return leaf, offset, tuple(path), rest[entries_at:]
 
 
 def _covers(leaf: Leaf, offset: int) -> bool:
@@ -266,14 +301,30 @@ def prove_leaves(
     audit.proof.prove."""
     checkpoints = read_checkpoints(files, trust)
     intent, ack = find_crossing(files, checkpoints[0], stream, shard, offset, destination_region, leaf=leaf)
-    found = [intent] if ack is None else [intent, ack]
-    chosen = choose_checkpoint(checkpoints, 1 + max(index for index, _, _ in found), trust)
-    proofs = [prove_leaf(files, chosen, intent[0], intent[2], offset)]
-    if ack is not None:
-        named = read_unverified(ack[1].header.receipt).entries_sha256
-        entries = _entries(files, chosen, intent[0], intent[1].header) if named else b""
-        proofs.append(prove_leaf(files, chosen, ack[0], ack[2], offset, entries))
-    return proofs
+    if ack is None:
+        chosen = choose_checkpoint(checkpoints, 1 + intent[0], trust)
+        return [prove_leaf(files, chosen, intent[0], intent[2], offset)]
+    index, data, receipt = ack[0], ack[2], ack[1].header.receipt
+    keys = keys_of_files(files, checkpoints, trust)
+    ended = keys.ending_of_receipt(receipt)
+    below_end = None if ended is None else path_under(files, index, data, ended)
+    # Without the path, the region whose key it was must have seen the checkpoint.
+    seen_by = "" if ended is None or below_end is not None else ended.region
+    chosen = choose_checkpoint(checkpoints, 1 + max(intent[0], index), trust, seen_by)
+    if keys.is_of_former_key(receipt):
+        # Where it counts for nothing, whoever makes the proof hears of it, not whoever is given it.
+        shown = {} if ended is None or below_end is None else {index: [(ended.size, ended.root)]}
+        size, root = chosen.checkpoint.size, chosen.checkpoint.root
+        keys_of_proof(trust, chosen.checkpoint.origin, size, root, chosen.seen_by, shown).open_receipt(
+            receipt, index
+        )
+    entries = b""
+    if read_unverified(receipt).entries_sha256:
+        entries = _entries(files, chosen, intent[0], intent[1].header)
+    return [
+        prove_leaf(files, chosen, intent[0], intent[2], offset),
+        prove_leaf(files, chosen, index, data, offset, entries, below_end),
+    ]
 
 
 def _entries(files: Files, signed: SignedCheckpoint, index: int, intent: Header) -> bytes:

@@ -9,6 +9,7 @@ alone:
 - a cosignature counts for whoever gave it, once, however many keys it has; the log's own region never counts, by none of its keys;
 - a key that people compared as a witness's stays that one's: what a region says of it later, uncompared, takes no cosignature away;
 - no two parties have one witness's key: a cosignature does not cover its signer's name, so anybody could say that it is the other one's;
+- whose cosignatures are asked for is one question, and what a region has seen another: a region's own witness shows that where a policy does not list it, too;
 - cosignatures are counted on one checkpoint (`LogTrust.covered`): who cosigned another one has not seen what is behind it;
 - signed documents verify under the policy keys of the region that they name (`Trust.policy_keys`);
 - a key that ended counts in the logs in which its region says that it did, below its end (`Trust.endings`, audit.keys_in_log), and nowhere else.
@@ -242,6 +243,8 @@ class LogTrust:
     """which witnesses are a quorum; without one, they are counted"""
     unlisted: tuple[VerifierKey, ...] = ()
     """further keys that the bundle names for the log, and the policy does not list"""
+    of_regions: Mapping[VerifierKey, str] = field(default_factory=dict)
+    """the other regions' own witnesses, by region: what they cosigned their region has seen, also where a policy counts others alone"""
 
     @property
     def region(self) -> str:
@@ -254,10 +257,15 @@ class LogTrust:
         return self.keys[0].name
 
     def open(self, data: bytes) -> SignedCheckpoint:
-        """Read and verify a checkpoint of this log; it has only cosignatures that count. Raises TamperError."""
-        opened = open_checkpoint(data, self.keys, self.witnesses)
+        """Read and verify a checkpoint of this log; it has only cosignatures that count, and the regions that have seen it. Raises TamperError."""
+        opened = open_checkpoint(data, self.keys, dict.fromkeys((*self.witnesses, *self.of_regions)))
         own = {by.key.public for by in opened.signed}
-        return opened._replace(cosigned=tuple(by for by in opened.cosigned if by.key.public not in own))
+        cosigned = tuple(by for by in opened.cosigned if by.key.public not in own)
+        seen_by = {self.of_regions[by.key] for by in cosigned if by.key in self.of_regions}
+        return opened._replace(
+            cosigned=tuple(by for by in cosigned if by.key in self.witnesses),
+            seen_by=tuple(sorted(seen_by)),
+        )
 
     def open_kept(self, data: bytes) -> SignedCheckpoint:
         """As `open`, for a note that was kept or is remembered besides the log's checkpoint. One that none of the keys asked for signed, but another that the bundle
@@ -391,7 +399,14 @@ class Trust:
             raise TamperError(f"{origin!r} is no log of {trust_domain(own.region, own.mesh)}.")
         keys = self._listed(origin, own.log_keys(origin))
         unlisted = tuple(key for key in own.log_keys(origin) if key not in keys)
-        return LogTrust(parsed, keys, self.witnesses_for(parsed.region), self._policy, unlisted)
+        return LogTrust(
+            parsed,
+            keys,
+            self.witnesses_for(parsed.region),
+            self._policy,
+            unlisted,
+            self._witnesses_of_others(parsed.region),
+        )
 
     def _listed(self, origin: str, keys: tuple[VerifierKey, ...]) -> tuple[VerifierKey, ...]:
         """Of the log's keys, those that the policy lists. It can list a public key once, so the name there does not count: another region may
@@ -418,13 +433,7 @@ class Trust:
         """The witnesses that count for this region's logs, and who stands behind each."""
         own = self._regions.get(region)
         held = frozenset[bytes]() if own is None else own.compared_keys
-        found = {
-            key: other.region
-            for other in self._regions.values()
-            if other.region != region
-            for key in other.witnesses
-        }
-        found |= {key: self._party(key) for key in self._outside}
+        found = self._witnesses_of_others(region) | {key: self._party(key) for key in self._outside}
         if self._policy is not None:
             domain = "" if own is None else f"{trust_domain(own.region, own.mesh)}/"
             found = {
@@ -433,6 +442,18 @@ class Trust:
                 if own is None or not key.name.startswith(domain)
             }
         return {key: party for key, party in found.items() if key.public not in held}
+
+    def _witnesses_of_others(self, region: str) -> dict[VerifierKey, str]:
+        """The witnesses of all regions but this one, by region; none has a key of this region that people compared."""
+        own = self._regions.get(region)
+        held = frozenset[bytes]() if own is None else own.compared_keys
+        return {
+            key: other.region
+            for other in self._regions.values()
+            if other.region != region
+            for key in other.witnesses
+            if key.public not in held
+        }
 
     def _party(self, key: VerifierKey) -> str:
         """Who stands behind a key that no region calls its witness's: a region where it is that one's for something else that people compared."""

@@ -267,6 +267,8 @@ class _Run:
         self._files, self._trust, self._notes = files, trust, notes
         self._held: list[tuple[str, bytes]] = []
         """what was cosigned, by path"""
+        self._seen: dict[str, int] = {}
+        """how many leaves each region's own witness cosigned at most, whether or not it counts"""
         self._accept_version_1 = accept_version_1
         self._before_version_2: tuple[int, bytes] | None = None
         self._crossed_by_version_1 = False
@@ -443,7 +445,7 @@ class _Run:
         report = self._report
         is_required = cosignatures_min > 0 or self._log.policy is not None
         covered = report.cosigned_size if is_required else report.size
-        return keys_of_log(self._trust, self._log.name, self._files, report.size, report.cosigners, covered)
+        return keys_of_log(self._trust, self._log.name, self._files, report.size, self._seen, covered)
 
     def _count(self, signed: SignedCheckpoint) -> None:
         """Who cosigned this checkpoint, whose root is compared in its turn."""
@@ -451,6 +453,8 @@ class _Run:
         report.steps[0].note = report.steps[0].note or signed.told()
         for party in self._log.cosigners(signed.cosigned):
             report.cosigners[party] = max(report.cosigners.get(party, 0), size)
+        for region in signed.seen_by:
+            self._seen[region] = max(self._seen.get(region, 0), size)
 
     def _uncosigned(self) -> Iterable[Notice]:
         """What no checkpoint covers that is cosigned as required."""

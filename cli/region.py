@@ -759,7 +759,7 @@ def change_signing_keys_(
     without: Annotated[
         list[str] | None,
         typer.Option(
-            help="A log in which nothing that the keys signed is to count: one of this region's that is gone or was never written, or another region's. Repeatable."
+            help="A log in which nothing that the keys signed is to count: one of this region's that is gone or was never written, or another region's; all of that one's by REGION.MESH. Repeatable."
         ),
     ] = None,
     drop_earliest: Annotated[
@@ -795,6 +795,7 @@ def change_signing_keys_(
     The region's brokers are stopped meanwhile, and agents that run from this folder. The bundle is signed again; other regions accept it only by its
     fingerprint. Policies, halves of grants, pauses and deny entries that are to stand are signed again; docs/keys.md has the steps.
     """
+    from region.bundle_room import logs_without
     from region.signing_key_leaves import ROLES
     from region.signing_keys import change_signing_keys
     from region.signing_keys import raise_ends as raise_
@@ -807,12 +808,13 @@ def change_signing_keys_(
             code=Code.CONFLICT,
             hint=f"felix region down {config.region}",
         )
+    left_out = logs_without(folder, config, without or ())
     if raise_ends:
         if drop_earliest or lost_bundle:
             raise RequestError(
                 "--drop-earliest and --lost-bundle go with a change of keys, not with --raise-ends."
             )
-        changed = raise_(folder, config, now_ms(), checkpoints=notes, without=without or (), back=back)
+        changed = raise_(folder, config, now_ms(), checkpoints=notes, without=left_out, back=back)
     else:
         if back != 1:
             raise RequestError("--back goes with --raise-ends, not with a change of keys.")
@@ -823,7 +825,7 @@ def change_signing_keys_(
             now_ms(),
             named or ROLES,
             checkpoints=notes,
-            without=without or (),
+            without=left_out,
             drop_earliest=drop_earliest,
             lost_bundle=lost_bundle,
         )

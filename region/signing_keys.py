@@ -43,6 +43,7 @@ from felix.files import PUBLIC, replace_file
 from keys.bundle import FORMER_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
+from region.bundle_room import require_room
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.log_keys import append_waiting
@@ -130,6 +131,7 @@ def change_signing_keys(
             **{f"{role}_keys": (key.verify_key.public,) for role, key in new.items()},
         )
         # All that may be refused was refused, before anything is written.
+        require_room(changed, dropped=drop_earliest)
         signed = sign_bundle(changed, new.get("policy") or load_signing_key(folder.policy_key))
         for role in ROLES:
             # Of a call that did not come as far as the log: nobody knows them.
@@ -189,6 +191,7 @@ def raise_ends(
     changed = msgspec.structs.replace(last, ends=raised_ends)
     raised = bundle.with_former((*bundle.former[:at], changed, *bundle.former[at + 1 :]))
     raised = msgspec.structs.replace(raised, issued_ms=max(now_ms, bundle.issued_ms + 1))
+    require_room(raised, at, held=last.ends)
     signed = sign_bundle(raised, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     return ChangedSigningKeys(signed, raised_ends, tuple(left_out))

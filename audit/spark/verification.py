@@ -16,7 +16,7 @@ faithfully kept by a faulty bridge is authentic, and its report names every rule
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
@@ -86,6 +86,8 @@ class OpenedLog:
     """the checkpoint and those that were cosigned, by path, as they were read"""
     covered: int = 0
     """how many leaves are cosigned as required; all, where nothing is"""
+    seen: Mapping[str, int] = field(default_factory=dict)
+    """how many of them each region's own witness cosigned at most, whether or not it counts"""
 
     @property
     def key_sha256(self) -> str:
@@ -127,14 +129,17 @@ def open_log(
         _check_prefix(files, checkpoint, note.checkpoint)
     is_required = cosignatures_min > 0 or log.policy is not None
     size = covered.size if is_required else checkpoint.size
-    return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held}, size)
+    seen: dict[str, int] = {}
+    for each in (*before, signed):
+        for region in each.seen_by:
+            seen[region] = max(seen.get(region, 0), each.checkpoint.size)
+    return OpenedLog(path, key, checkpoint, cosigners, bundles, {CHECKPOINT_PATH: data, **held}, size, seen)
 
 
 def keys_of(log: OpenedLog, trust: Trust) -> KeysInLog:
     """Under which keys what stands in the log verifies, as `verify_log` has it."""
-    cosigned = {cosigner.name: cosigner.size for cosigner in log.cosigners}
     checkpoint = log.checkpoint
-    return keys_of_log(trust, checkpoint.origin, open_files(log.path), checkpoint.size, cosigned, log.covered)
+    return keys_of_log(trust, checkpoint.origin, open_files(log.path), checkpoint.size, log.seen, log.covered)
 
 
 def verify_whole(
@@ -269,7 +274,7 @@ def _cosigners(
 ) -> tuple[Cosigner, ...]:
     furthest: dict[str, Cosigner] = {}
     for note in (*before, signed):
-        if not note.cosigned:
+        if not note.cosigned and not note.seen_by:
             continue
         _check_prefix(files, signed.checkpoint, note.checkpoint)
         counted = log.cosigners(note.cosigned)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +32,7 @@ from signed_grants import ACCEPTOR, opened_policy, paper_leaf, policy_document, 
 
 from audit.agreement import Agreements
 from audit.checkpoint import Checkpoint
+from audit.cosigned_notes import COSIGNED_PATHS
 from audit.keys_in_log import keys_of_log
 from audit.leaf import Leaf, Side, encode_leaf
 from audit.merkle import Tree, leaf_hash
@@ -40,7 +42,7 @@ from audit.proof import check_proof, prove
 from audit.receipt import open_receipt, read_unverified, sign_receipt
 from audit.stream_statement import Epoch, StreamStatement, open_statement, sign_statement
 from audit.tile import MemoryFiles, bundle_path, encode_bundle, tile_path
-from audit.tlog_proof import check_leaf, prove_leaves
+from audit.tlog_proof import check_leaf, decode_proof, encode_proof, prove_leaves
 from audit.trust import RegionTrust, Trust
 from audit.verify import Report, verify_log
 from audit.witness_policy import WitnessPolicy
@@ -459,6 +461,178 @@ def test_an_outside_witness_and_the_region_that_it_is_called_like_are_two() -> N
     cosigned = (each.cosign(text, 1) for each in signers)
     opened = log.open(encode_note(Note(text, (log_signer(EGRESS_ORIGIN).sign(text), *cosigned))))
     assert log.cosigners(opened.cosigned) == ("eu-west", "outside witness eu-west")
+
+
+OUTSIDE = NoteSigner.from_key("witness.example", key(77), Algorithm.COSIGNATURE)
+POLICIES = {
+    "no policy": "",
+    "outside alone": f"witness w {OUTSIDE.key}\nquorum w\n",
+    "third region alone": f"witness a {witness_signer('ap-south.acme/witness').key}\nquorum a\n",
+}
+"""None lists eu-west's witness."""
+
+
+def judged_by(policy: str, bundles: Iterable[RegionBundle]) -> Trust:
+    text = POLICIES[policy]
+    if not text:
+        return Trust.of(bundles, [OUTSIDE.key])
+    return Trust.of(bundles).under(WitnessPolicy.parse(text.encode()))
+
+
+def noted(leaves: Sequence[Leaf], signers: Iterable[NoteSigner]) -> bytes:
+    text = Checkpoint(EGRESS_ORIGIN, len(leaves), root_of(leaves)).text()
+    cosigned = (each.cosign(text, TIME_MS // 1000 + 3_600) for each in signers)
+    return encode_note(Note(text, (log_signer(EGRESS_ORIGIN).sign(text), *cosigned)))
+
+
+def signers_of(names: str) -> list[NoteSigner]:
+    known = {"e": witness_signer("eu-west.acme/witness"), "a": witness_signer("ap-south.acme/witness")}
+    return [OUTSIDE if name == "o" else known[name] for name in names]
+
+
+REGIONS = ("us-east", "ap-south")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_without_the_region_does_not_hide_what_it_had_cosigned(policy: str) -> None:
+    """Which cosignatures are asked for is one question, what eu-west had seen another: copies and proofs of before the change hold after it."""
+    before = judged_by(policy, map(region_bundle, ("eu-west", *REGIONS)))
+    lower = KeyEnd(EGRESS_ORIGIN, 8, root_of(story().before[:8]))
+    for kept, at in ((7, end()), (8, end()), (9, end()), (9, lower)):
+        copy = story().before[:kept]
+        files = log_of(copy)
+        files.files["checkpoint"] = noted(copy, signers_of("eao"))
+        trusted = judged_by(policy, [ended(at), *map(region_bundle, REGIONS)])
+        report = verify_log(files, trusted)
+        # The last ACK stands behind the lower end.
+        assert report.ok == (at == end()), sentences(report)
+        assert ("eu-west" in report.cosigners) == (policy == "no policy")
+        check_proof(prove(files, before, STREAM, 0, 0), trusted)
+        for each in prove_leaves(files, before, STREAM, 0, 0):
+            check_leaf(each, trusted)
+
+
+def test_the_report_asks_the_region_whatever_a_policy_counts(tmp_path: Path) -> None:
+    pytest.importorskip("pyspark")
+    from audit.spark.verification import keys_of, open_log, verify_whole
+
+    trusted = judged_by("outside alone", [ended(end()), *map(region_bundle, REGIONS)])
+    for signers, holds in (("eao", True), ("ao", False)):
+        copy = story().before[:8]
+        files = log_of(copy)
+        files.files["checkpoint"] = noted(copy, signers_of(signers))
+        for name, data in files.files.items():
+            path = tmp_path / signers / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(data)
+        log = open_log(str(tmp_path / signers), trusted)
+        assert [each.name for each in log.cosigners] == ["witness.example"]
+        assert (FORMER.verify_key.public in keys_of(log, trusted).policy_keys_at(0)["eu-west"]) == holds
+        assert verify_whole(log, trusted, 1, ()).ok == holds
+
+
+@pytest.mark.parametrize("policy", ["outside alone", "third region alone"])
+def test_what_a_policy_counts_shows_nothing_of_what_the_region_saw(policy: str, tally: Tally) -> None:
+    """eu-west's cosignature is not there, or the line that is called its does not hold: a copy cut short of the end shows nothing."""
+    trusted = judged_by(policy, [ended(end()), *map(region_bundle, REGIONS)])
+    copy = story().before[:8]
+    thief = NoteSigner.from_key("eu-west.acme/witness", key(78), Algorithm.COSIGNATURE)
+    for signers in (signers_of("ao"), [*signers_of("ao"), thief]):
+        files = log_of(copy)
+        files.files["checkpoint"] = noted(copy, signers)
+        assert any("nothing shows" in each for each in sentences(verify_log(files, trusted)))
+        with pytest.raises(TamperError, match="nothing shows"):
+            prove_leaves(files, trusted, STREAM, 0, 0)
+    tally("copies that those whom a policy counts cosigned alone", 2)
+
+
+@pytest.mark.parametrize("policy", ["no policy", "outside alone"])
+def test_every_tlog_proof_that_is_made_holds_whoever_cosigned_which_checkpoint(
+    policy: str, tally: Tally
+) -> None:
+    """Three regions and an outside witness: the newest checkpoint and the one before are cosigned by different ones."""
+    trusted = judged_by(policy, [ended(end()), *map(region_bundle, REGIONS)])
+    log, made = trusted.log(EGRESS_ORIGIN), 0
+    for kept in (story().size - 1, story().size, len(story().leaves)):
+        leaves = story().leaves[:kept]
+        files = log_of(leaves)
+        for newest, older in (("e", "a"), ("a", "e"), ("o", "eo"), ("ao", "eo")):
+            files.files["checkpoint"] = noted(leaves, signers_of(newest))
+            files.files[COSIGNED_PATHS[0]] = noted(leaves[:-1], signers_of(older))
+            for offset in (0, 3, 11):
+                try:
+                    proofs = prove_leaves(files, trusted, STREAM, 0, offset)
+                except RequestError:
+                    assert offset >= kept // 3 * 3 - 3, "it had not crossed by then"
+                    continue
+                except TamperError as error:
+                    # A shorter copy has no path to the end: there eu-west must have seen the checkpoint.
+                    assert kept < story().size and "nothing shows" in error.sentence
+                    continue
+                for each in proofs:
+                    note = decode_proof(each).checkpoint
+                    if not log.missing(log.open(note).cosigned, 1):
+                        check_leaf(each, trusted)
+                        made += 1
+    assert made > 20
+    tally("tlog-proofs over the end of a key", made)
+
+
+def test_a_tlog_proof_shows_by_its_path_what_no_cosignature_does(tally: Tally) -> None:
+    """A third region alone cosigned the log: the ACK of before the end carries its path under the end's root, and every change of it is refused."""
+    trusted = trusting(ended(end()), "ap-south")
+    files = log_of(story().leaves, "ap-south")
+    tried = 0
+    for offset in (0, 3, 6):
+        intent, ack = prove_leaves(files, trusted, STREAM, 0, offset)
+        assert check_leaf(intent, trusted).receipt is None and check_leaf(ack, trusted).receipt is not None
+        proof = decode_proof(ack)
+        assert proof.extra is not None
+        assert proof.extra.startswith(b"felix/tlog-proof/3\0") == (offset < 6)
+        if offset >= 6:
+            continue
+        start = 19 + 8 + 4 + int.from_bytes(proof.extra[27:31])
+        hashes = proof.extra[start]
+        path, entries = proof.extra[start + 1 :][: 32 * hashes], proof.extra[start + 1 :][32 * hashes :]
+        head, first = proof.extra[:start], path[:32]
+        changed = [
+            head + bytes([hashes]) + bytes(32) + path[32:] + entries,
+            head + bytes([hashes]) + path[:-32] + entries,
+            head + bytes([hashes - 1]) + path[:-32] + entries,
+            head + bytes([hashes + 1]) + path + first + entries,
+            head + bytes([hashes]) + path[32:] + first + entries,
+            head + bytes([0]) + entries,
+            head + bytes([255]) + path + entries,
+            head + bytes([hashes]) + path,
+            head,
+            b"felix/tlog-proof/2\0" + head[19:] + entries,
+        ]
+        for extra in changed:
+            if extra == proof.extra:  # one hash, turned round
+                continue
+            with pytest.raises(TamperError):
+                check_leaf(encode_proof(proof._replace(extra=extra)), trusted)
+            tried += 1
+        other = decode_proof(intent)
+        assert other.extra is not None
+        leaf = other.extra[27:]
+        extra = head[:27] + len(leaf).to_bytes(4) + leaf + bytes([hashes]) + path
+        with pytest.raises(TamperError, match="no receipt is for"):
+            check_leaf(encode_proof(other._replace(extra=extra)), trusted)
+        # By whoever has not heard of the change there is no end to show.
+        with pytest.raises(TamperError, match="no trusted bundle names an end"):
+            check_leaf(ack, Trust.of([*trust_bundles_of_before(), region_bundle("ap-south")]))
+    tally("changes of a path in a tlog-proof", tried)
+
+
+def test_no_proof_is_made_of_a_receipt_behind_the_end(tally: Tally) -> None:
+    leaves = [*story().leaves, *stolen("receipt")]
+    files, trusted = log_of(leaves), trusting(ended(end()))
+    with pytest.raises(TamperError, match="gave up at"):
+        prove_leaves(files, trusted, STREAM, 0, 12)
+    with pytest.raises(TamperError, match="gave up at"):
+        check_proof(prove(files, trusted, STREAM, 0, 12), trusted)
+    tally("receipts behind the end to be proved", 2)
 
 
 def test_a_thief_of_the_witness_key_besides_is_found_in_the_log(tally: Tally) -> None:
