@@ -358,12 +358,8 @@ async def _serve(
 
 
 async def _stopped(node: Node, stop: asyncio.Event) -> None:
-    """Wait for a signal. Raises FelixError where the broker can never serve again: another process has its place in the cluster."""
-    clustered = node.broker.clustered
-    if clustered is None:
-        await stop.wait()
-        return
-    ended = asyncio.ensure_future(clustered.member.ended())
+    """Wait for a signal. Raises FelixError where the broker can never serve again."""
+    ended = asyncio.ensure_future(node.ended())
     signalled = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([ended, signalled], return_when=asyncio.FIRST_COMPLETED)

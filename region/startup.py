@@ -83,7 +83,9 @@ from region.erasure import Destruction, Erasure, KeyringDestruction, SharedDestr
 from region.evidence import open_evidence
 from region.export import ExportService
 from region.folder import RegionFolder
+from region.governance.lasting import accepted_by_leaf
 from region.governance.leaves import Alone, Neighbours
+from region.governance.own_words import OwnWords
 from region.governance.service import Governance
 from region.home_leaves import HomeLeaves, MovingLeaves
 from region.ingest import IngestService
@@ -401,7 +403,8 @@ async def open_broker(
     logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged", runtime.clock)
     # If store and copies come from a backup, the audit log still has the later documents that forbid.
     forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
-    remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
+    counting = accepted_by_leaf(forgotten, logged, OwnWords(own))
+    remembered = remembered._replace(documents=[*remembered.documents, *counting])
     audit: AuditPort = trail
     index = ArrivalIndex(trail)
     arrivals: ArrivalLog = index
@@ -663,7 +666,10 @@ def _copy_audit_log(
     incarnation, logged, keys = bytes.fromhex(record.incarnation), governance.logged, governance.keys
 
     async def taken() -> None:
-        if await asyncio.to_thread(logged.refresh):
+        new = await asyncio.to_thread(logged.refresh)
+        # A broker that began with an older copy of the log, or none, may have keys that the region gave up: the start could not know.
+        governance.look_at_keys()
+        if new:
             governance.remember_pins(await asyncio.to_thread(logged.pins))
             governance.decide_again()
         keys.know(await asyncio.to_thread(logged.recent_keys))
@@ -685,6 +691,7 @@ def _copy_audit_log(
         ),
         has_key=lambda: shared.ensure(AUDIT_STREAM, incarnation),
         taken=taken,
+        refusal=governance.keys_refusal,
         # What the store has without a leaf gets it now.
         became_home=governance.decide_again,
         witnessed=cosigned,

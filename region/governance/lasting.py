@@ -2,7 +2,8 @@
 
 Invariants: what was once accepted (this broker kept it, or it has its leaf in the region's audit log) stays its region's word, whatever keys that
 region has now, and where it is not trusted any more: its signature was verified when it was accepted, and whoever administers the store
-writes neither into the log nor into this broker's folder. What forbids under a key that its region gave up is lifted by no word under such
+writes neither into the log nor into this broker's folder. But a leaf behind the end of a key that this region itself gave up shows no word of it: a broker that had not
+heard of the change wrote it. What forbids under a key that its region gave up is lifted by no word under such
 a key, and by one under a key of now where it came later (region.trust_store.Newest).
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from hashlib import sha256
 
 from felix.errors import FelixError
 from policy.approval import Document
 from policy.signed import Purpose, SignedDocument, Trusted
 from region.document_log import DocumentLog
+from region.governance.own_words import OwnWords
 from region.held_document import HeldDocument, digest_of
 from region.trust_store import Memory, Newest, Remembered, forbids, place_of
 
@@ -37,6 +40,20 @@ def read_remembered(remembered: Remembered) -> tuple[list[SignedDocument], list[
     return lasting, policies
 
 
+def accepted_by_leaf(documents: Iterable[bytes], logged: DocumentLog, own_words: OwnWords) -> list[bytes]:
+    """Of documents that were read from the log those that count as accepted by their leaf."""
+    counting = []
+    for data in documents:
+        try:
+            document = SignedDocument.parse(data)
+        except FelixError as error:
+            log.error("a document in the audit log cannot be read: %s", error)
+            continue
+        if own_words.counts_by_leaf(document, logged.leaf_of(sha256(data).digest())):
+            counting.append(data)
+    return counting
+
+
 class LastingDocuments:
     """One per broker."""
 
@@ -46,9 +63,11 @@ class LastingDocuments:
         memory: Memory,
         remembered: Iterable[SignedDocument],
         trusted: Callable[[], Trusted],
+        own_words: OwnWords,
     ) -> None:
         """`logged`: the documents that have a leaf; `memory` keeps what must not be taken back; `remembered`: what it kept before. `trusted`: the
-        policy keys that regions have now."""
+        policy keys that regions have now. `own_words`: what counts of this region's own former ones."""
+        self._own_words = own_words
         self._newest = Newest()
         self._trusted = trusted
         self._logged = logged
@@ -83,6 +102,12 @@ class LastingDocuments:
         """Whether its leaf decides which word counts in its place."""
         return self._newest.is_of_several_keys(document)
 
+    def _is_accepted(self, document: SignedDocument, digest: bytes) -> bool:
+        """Whether its leaf shows that it was: one behind the end of a key that this region gave up does not."""
+        return digest in self._logged and self._own_words.counts_by_leaf(
+            document, self._logged.leaf_of(digest)
+        )
+
     def take(
         self, held: Iterable[HeldDocument], is_genuine: Callable[[Document, bool], bool]
     ) -> list[Document]:
@@ -95,7 +120,7 @@ class LastingDocuments:
         }
         waiting: list[Document] = []
         for digest, document in list(self._unverified.items()):
-            if not is_genuine(document, digest in self._kept or digest in self._logged):
+            if not is_genuine(document, digest in self._kept or self._is_accepted(document, digest)):
                 # Its region's bundle may come back: what was kept here is kept until then.
                 if digest not in self._kept:
                     del self._unverified[digest]

@@ -47,6 +47,7 @@ from region.governance.judgement import Judgement
 from region.governance.lasting import LastingDocuments, read_remembered
 from region.governance.leaves import Alone, Drain, Neighbours
 from region.governance.logged_truncations import logged_truncations
+from region.governance.own_words import OwnWords
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.put_back import PutBack
 from region.governance.trusted_regions import TrustedRegions
@@ -139,13 +140,16 @@ class Governance:
             broker, mirror, trail, regions,
             PolicyInForce(own, mirror, logged, memory, policies),
             HeldDocuments(
-                regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys), broker.clock_ms
+                regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys, OwnWords(own)), broker.clock_ms
             ),
             self.watch, logged, drain, neighbours or Alone(),
         )  # fmt: skip
         self._intake = DocumentIntake(broker, self._judgement, catalog, mirror, logged)
-        self.put = self._intake.put
-        """takes a signed document that somebody brings"""
+        self.keys_ended = self._judgement.changed_keys.ended
+        """waits until the log says that this broker's keys were given up"""
+        self.keys_refusal = lambda: self._judgement.changed_keys.refusal
+        """why nothing is taken here any more; None where this broker has the region's keys of now, as far as it has the log"""
+        self.look_at_keys = self._judgement.changed_keys.look
         self.follow = self._judgement.follow
         self.decide_again = self._judgement.reload
         """after the log has got leaves of other brokers"""
@@ -165,6 +169,15 @@ class Governance:
         self._own = own
         self._mirror = mirror
         self._cut_off_ms: int | None = None
+
+    async def put(self, actor: SpiffeId, kind: str, body: bytes) -> str:
+        """Take a signed document that somebody brings. Raises the refusal."""
+        self._require_keys()
+        return await self._intake.put(actor, kind, body)
+
+    def _require_keys(self) -> None:
+        if (refusal := self._judgement.changed_keys.refusal) is not None:
+            raise refusal
 
     def remember_pins(self, logged: Iterable[bytes]) -> None:
         """Those that stand in the region's audit log, of which other brokers have written leaves."""
@@ -256,6 +269,7 @@ class Governance:
 
     def _require_policy(self) -> ResidencyPolicy:
         """The policy in force. Raises what keeps everything from crossing, whatever was granted."""
+        self._require_keys()
         failure = self.audit.failure
         if failure is not None:
             raise failure
