@@ -768,9 +768,15 @@ def change_signing_keys_(
         bool,
         typer.Option(
             "--lost-bundle",
-            help="The log says that this bundle's keys were given up, and nobody has the bundle of that change: what they signed counts up to the checkpoints that are given alone.",
+            help="The log says that this bundle's keys were given up, or is not at hand, and nobody has the bundle of the last change: what they signed counts up to the checkpoints that are given alone.",
         ),
     ] = False,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="A copy of the region's own audit log (felix audit copy), where the log itself is not on this machine: it says which keys are those of now."
+        ),
+    ] = None,
     raise_ends: Annotated[
         bool,
         typer.Option(
@@ -804,9 +810,9 @@ def change_signing_keys_(
             hint=f"felix region down {config.region}",
         )
     if raise_ends:
-        if drop_earliest or lost_bundle:
+        if drop_earliest or lost_bundle or log is not None:
             raise RequestError(
-                "--drop-earliest and --lost-bundle go with a change of keys, not with --raise-ends."
+                "--drop-earliest, --lost-bundle and --log go with a change of keys, not with --raise-ends."
             )
         changed = raise_(folder, config, now_ms(), checkpoints=notes, without=without or (), back=back)
     else:
@@ -822,6 +828,7 @@ def change_signing_keys_(
             without=without or (),
             drop_earliest=drop_earliest,
             lost_bundle=lost_bundle,
+            log=log,
         )
     for sentence in changed.left_out:
         note(sentence)

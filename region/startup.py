@@ -117,7 +117,7 @@ from region.replication.links import LocalBroker
 from region.requests import Requests, ViewTraffic
 from region.sealing import KeyringSeal
 from region.session import Services
-from region.signing_keys import require_of_now
+from region.signing_keys import keys_made_instead, require_of_now
 from region.stream_follower import StreamFollower
 from region.streams import HOT_BYTES, StreamTable, shard_settings
 from region.subscriptions.service import SubscriptionService
@@ -422,10 +422,11 @@ async def open_broker(
         memory, remembered, logged, landings.drained, audit, arrivals, neighbours,
         await asyncio.to_thread(signed_pins, folder, own),
         decode_logged(await asyncio.to_thread(logged.pins), own),
+        instead := await asyncio.to_thread(keys_made_instead, folder),
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
-    require_of_now(own, receipt_key, logged.signing_keys)
+    require_of_now(own, receipt_key, logged.signing_keys, instead)
     if peers is not None:
         peers.requests.serve(StreamsPassed, partial(_passed, governance, streams))
     export = ExportService(broker, governance, keyring, receipt_key)

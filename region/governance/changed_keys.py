@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from audit.trail import Trail
@@ -21,7 +21,7 @@ log = logging.getLogger("felix.region.governance")
 
 
 class ChangedKeys:
-    """One per broker. `writes_here`: whether the region's audit log is this broker's to write."""
+    """One per broker. `writes_here`: whether the region's audit log is this broker's to write. `instead`: as `region.signing_key_leaves.stale_key`."""
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class ChangedKeys:
         trail: Trail,
         logged: DocumentLog,
         writes_here: Callable[[], bool],
+        instead: Collection[bytes] = (),
     ) -> None:
         self._broker = broker
         self._own = own
@@ -37,13 +38,14 @@ class ChangedKeys:
         self._trail = trail
         self._logged = logged
         self._writes_here = writes_here
+        self._instead = instead
         self._writing: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
 
     @property
     def problem(self) -> str:
         """A sentence where the log has got the leaf of a later change, while this broker runs with the bundle of before."""
-        return stale_key(self._own, self._logged.signing_keys)
+        return stale_key(self._own, self._logged.signing_keys, self._instead)
 
     @property
     def refusal(self) -> UnavailableError | None:
@@ -66,7 +68,7 @@ class ChangedKeys:
     def log_soon(self) -> None:
         """Write the leaves that the log lacks, where it is written here."""
         if self._writing is None and self._writes_here():
-            lacking = unlogged(self._own, self._logged.signing_keys)
+            lacking = unlogged(self._own, self._logged.signing_keys, self._instead)
             if lacking:
                 self._writing = asyncio.ensure_future(self._write(lacking))
 

@@ -15,7 +15,7 @@ be written, nothing is let in or out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -117,8 +117,9 @@ class Governance:
         neighbours: Neighbours | None = None,
         signed: Iterable[SignedPin] = (),
         logged_pins: Iterable[SignedPin] = (),
+        instead: Collection[bytes] = (),
     ) -> None:
-        """`signed`: pins of other regions that stand in this region's folder; `logged_pins`: in its audit log, oldest first. `audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
+        """`signed`: pins of other regions that stand in this region's folder; `logged_pins`: in its audit log, oldest first. `instead`: signing keys that were made where the bundle was lost. `audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
         compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
         that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
         self.broker = broker
@@ -142,7 +143,7 @@ class Governance:
             HeldDocuments(
                 regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys, OwnWords(own)), broker.clock_ms
             ),
-            self.watch, logged, drain, neighbours or Alone(),
+            self.watch, logged, drain, neighbours or Alone(), instead,
         )  # fmt: skip
         self._intake = DocumentIntake(broker, self._judgement, catalog, mirror, logged)
         self.keys_ended = self._judgement.changed_keys.ended

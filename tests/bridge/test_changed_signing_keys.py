@@ -1033,3 +1033,83 @@ async def test_an_own_log_that_is_not_here_is_asked_for_though_its_bridges_folde
         assert report.ok, report.findings
     again = CliRunner().invoke(app, mend)
     assert isinstance(again.exception, RequestError) and "cosigned further" in again.exception.sentence
+
+
+def copied_to(mesh: Mesh, name: str) -> RegionFolder:
+    """us-east's folder as an operator has it on a machine of his own: no log, no data."""
+    shutil.copytree(mesh.us.root, mesh.home / name, ignore=shutil.ignore_patterns("data", "bridges", "run"))
+    return RegionFolder(mesh.home / name)
+
+
+def brought_back(mesh: Mesh, folder: RegionFolder, *also: Path) -> None:
+    shutil.copytree(folder.secrets, mesh.us.secrets, dirs_exist_ok=True)
+    for path in (folder.bundle, *also):
+        shutil.copy(path, mesh.us.root)
+
+
+async def test_a_folder_without_the_log_changes_no_keys_that_the_log_may_have_given_up(mesh: Mesh) -> None:
+    """An operator has a folder of before the last change on a machine of his own. From there the keys of that change would be named nowhere."""
+    await twenty_crossed(mesh)
+    elsewhere, config = copied_to(mesh, "elsewhere"), load_config(mesh.us.config)
+    before = mesh.bundle("us-east")
+    audit = mesh.us.root / "data" / "audit"
+    await mesh.stop("us-east")
+    change_signing_keys(mesh.us, config, now_ms())
+    shutil.copytree(mesh.us.secrets, mesh.home / "new secrets")
+    right = mesh.us.bundle.read_bytes()
+    notes = [(log / "checkpoint").read_bytes() for log in (audit, mesh.egress_folder)]
+    with pytest.raises(
+        RequestError, match="is not here, which says whether the keys in this folder are"
+    ) as no:
+        change_signing_keys(elsewhere, config, now_ms(), checkpoints=notes)
+    assert "--log" in no.value.hint and "--lost-bundle" in no.value.hint
+    with pytest.raises(RequestError, match="gave up the policy key"):
+        change_signing_keys(elsewhere, config, now_ms(), log=audit)
+    assert decode_bundle(elsewhere.bundle.read_bytes()).bundle == before
+
+    # Who says that the log is gone is believed there, and not by the broker that has it.
+    own = region_origin("us-east", "acme")
+    third = copied_to(mesh, "third")
+    for name in ("bundle.json", "secrets/policy.pem", "secrets/receipt.pem"):
+        shutil.copy(elsewhere.root / name, third.root / name)
+    changed = change_signing_keys(third, config, now_ms(), checkpoints=notes[1:], without=[own])
+    assert any("eu-west.acme/audit" in sentence for sentence in changed.left_out)
+    brought_back(mesh, third)
+    with pytest.raises(RequestError, match="neither as a key of now nor as a former one"):
+        await mesh.start("us-east")
+
+    # What says that the bundle is lost goes with the new one.
+    lost = change_signing_keys(elsewhere, config, now_ms(), checkpoints=notes, lost_bundle=True)
+    assert {end.log for end in lost.ends} == {own, EGRESS}
+    brought_back(mesh, elsewhere)
+    with pytest.raises(RequestError, match="neither as a key of now nor as a former one"):
+        await mesh.start("us-east")
+    brought_back(mesh, elsewhere, elsewhere.lost_bundle)
+    await mesh.start("us-east")
+    await until(lambda: key_changes(mesh) == 4, "the log names the keys that took the place of lost ones")
+    await mesh.stop("us-east")
+
+    # Once the log names these, it is as with any others: the keys that were lost are none to begin with.
+    shutil.copytree(mesh.home / "new secrets", mesh.us.secrets, dirs_exist_ok=True)
+    mesh.us.bundle.write_bytes(right)
+    with pytest.raises(RequestError, match="gave up the policy key"):
+        await mesh.start("us-east")
+
+
+async def test_the_keys_are_changed_on_another_machine_beside_a_copy_of_the_log(mesh: Mesh) -> None:
+    await twenty_crossed(mesh)
+    await mesh.stop("us-east")
+    elsewhere, config = copied_to(mesh, "elsewhere"), load_config(mesh.us.config)
+    audit = mesh.us.root / "data" / "audit"
+    shutil.copytree(audit, mesh.home / "copy")
+    egress = (mesh.egress_folder / "checkpoint").read_bytes()
+    changed = change_signing_keys(elsewhere, config, now_ms(), checkpoints=[egress], log=mesh.home / "copy")
+    assert {end.log for end in changed.ends} == {EGRESS, region_origin("us-east", "acme")}
+    brought_back(mesh, elsewhere)
+    await mesh.start("us-east")
+    await until(lambda: key_changes(mesh) == 2, "the broker writes the leaves of the change")
+    await mesh.stop("us-east")
+    raised = raise_ends(mesh.us, config, now_ms())
+    assert {end.log for end in raised.ends} == set(logs(mesh))
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
