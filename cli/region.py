@@ -777,6 +777,13 @@ def change_signing_keys_(
             help="A copy of the region's own audit log (felix audit copy), where the log itself is not on this machine: it says which keys are those of now."
         ),
     ] = None,
+    say_again: Annotated[
+        bool,
+        typer.Option(
+            "--say-again",
+            help="Change the keys though the audit log has no leaf yet of a denial, pause or revocation: it stays in force where it is kept, and is to be said again.",
+        ),
+    ] = False,
     raise_ends: Annotated[
         bool,
         typer.Option(
@@ -810,9 +817,9 @@ def change_signing_keys_(
             hint=f"felix region down {config.region}",
         )
     if raise_ends:
-        if drop_earliest or lost_bundle or log is not None:
+        if drop_earliest or lost_bundle or say_again or log is not None:
             raise RequestError(
-                "--drop-earliest, --lost-bundle and --log go with a change of keys, not with --raise-ends."
+                "--drop-earliest, --lost-bundle, --log and --say-again go with a change of keys, not with --raise-ends."
             )
         changed = raise_(folder, config, now_ms(), checkpoints=notes, without=without or (), back=back)
     else:
@@ -829,6 +836,7 @@ def change_signing_keys_(
             drop_earliest=drop_earliest,
             lost_bundle=lost_bundle,
             log=log,
+            say_again=say_again,
         )
     for sentence in changed.left_out:
         note(sentence)

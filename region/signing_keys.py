@@ -43,8 +43,10 @@ from felix.files import PUBLIC, replace_file
 from keys.bundle import FORMER_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
+from policy.signed import key_id
 from region.config import RegionConfig
 from region.folder import RegionFolder
+from region.held_document import digest_of
 from region.log_keys import append_waiting
 from region.signing_key_leaves import (
     ROLES,
@@ -57,7 +59,7 @@ from region.signing_key_leaves import (
     take,
     unlogged,
 )
-from region.trust_store import believed_bundles
+from region.trust_store import believed_bundles, described, kept_words
 from region.trusted_bundles import pinned_bundles
 
 _NEWER_HINT: Final = (
@@ -85,13 +87,14 @@ def change_signing_keys(
     drop_earliest: int = 0,
     lost_bundle: bool = False,
     log: Path | None = None,
+    say_again: bool = False,
 ) -> ChangedSigningKeys:
     """Give the region new keys of these roles. Its brokers, and the agents whose logs lie in the folder, are stopped.
 
     `checkpoints`: the last ones of logs that lie elsewhere; of other regions' logs, as this one cosigned them. `without`: logs where nothing that the former keys signed
     counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. `lost_bundle`: the log says that the keys of this
     bundle were given up, or is not at hand, and nobody has the bundle of the last change; what they signed counts up to the `checkpoints` that are given, and nowhere else.
-    `log`: a copy of the region's own log, on a machine that has none: it says which keys are those of now, and where they end. What another region does
+    `log`: a copy of the region's own log, on a machine that has none: it says which keys are those of now, and where they end. `say_again`: what brokers keep of this region's words without a leaf holds nothing up; it is to be said again. What another region does
     stops no change: of a log of its that cannot be taken nothing is said (`left_out`). Raises RequestError where one of the own logs is not at hand, is being written or has
     two histories (CONFLICT), where the folder is of before a change, or the bundle has no room; then nothing was written.
     """
@@ -107,13 +110,15 @@ def change_signing_keys(
         own = _copied_log(log, bundle) if log is not None else _own_log(folder, config, bundle, opened)
         if own is None and not lost_bundle:
             _require_gone(bundle, without)
-        logged = own.logged_keys() if own is not None else {}
+        logged, documents = own.contents() if own is not None else ({}, frozenset[bytes]())
         stale = stale_key(bundle, logged, instead)
         if stale and (planned := _planned(folder)) is not None and _is_last(planned.bundle, bundle, logged):
             _record(own, planned.bundle, logged, now_ms, instead)
             return _put_in_place(folder, planned)
         if stale and not lost_bundle:
             raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
+        if own is not None and not stale and "policy" in chosen and not say_again:
+            _require_leaves(folder, config, bundle, documents)
         for role in {*chosen, "policy"}:
             _require_in_place(folder, bundle, role, logged if role in chosen else {})
         earlier = _without_earliest(bundle, drop_earliest)
@@ -385,15 +390,17 @@ class _OwnLog(NamedTuple):
         note = self.note if self.trail is None else self.trail.publish()
         return _end(open_checkpoint(note, RegionTrust(self.bundle).log_keys(self.origin)))
 
-    def logged_keys(self) -> LoggedKeys:
-        """What it says of the region's keys. Reads all of it."""
+    def contents(self) -> tuple[LoggedKeys, frozenset[bytes]]:
+        """What it says of the region's keys, and the SHA-256 of the documents that have a leaf. Reads all of it."""
         files = self.files if self.trail is None else self.trail.files
-        size, found = self.end().size, dict[Role, LoggedKey]()
+        size, found, documents = self.end().size, dict[Role, LoggedKey](), set[bytes]()
         for _, data in read_entries(files, 0, size, size):
             header = read_header(data)
-            if header is not None and header.kind is Kind.KEY:
+            if header is not None and header.document_sha256:
+                documents.add(header.document_sha256)
+            elif header is not None and header.kind is Kind.KEY:
                 take(found, header.action, header.key_id, header.time_ms)
-        return found
+        return found, frozenset(documents)
 
 
 def _own_log(
@@ -416,6 +423,27 @@ def _copied_log(path: Path, bundle: RegionBundle) -> _OwnLog:
     if note is None:
         raise RequestError(f"{path} is no copy of a log: it has no checkpoint.", code=Code.NOT_FOUND)
     return _OwnLog(region_origin(bundle.region, bundle.mesh), bundle, note, Folder(path), None)
+
+
+def _require_leaves(
+    folder: RegionFolder, config: RegionConfig, bundle: RegionBundle, logged: Collection[bytes]
+) -> None:
+    """Raises RequestError(CONFLICT) where a broker keeps what the region said under its policy key of now, and the log has no leaf of that: behind the key's end it gets none.
+    Other regions' words hold nothing up."""
+    keys = set(map(key_id, bundle.policy_keys))
+    words = {
+        described(word): None
+        for data in config.data_folders
+        for word in kept_words(folder.root / data / "governance")
+        if word.region == bundle.region and word.key in keys and digest_of(word) not in logged
+    }
+    if words:
+        raise RequestError(
+            f"{bundle.region} has said what its audit log has no leaf of yet: {', '.join(words)}. Once the key has ended, it gets none.",
+            code=Code.CONFLICT,
+            hint="Start the brokers, all of them, wait until felix audit show has it, and stop them. Where that takes too long: --say-again; it stays in force where it is kept, no "
+            "other region is told, and felix region status asks for it to be said again under the new key.",
+        )
 
 
 def _require_gone(bundle: RegionBundle, without: Collection[str]) -> None:

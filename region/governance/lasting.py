@@ -19,7 +19,7 @@ from policy.signed import Purpose, SignedDocument, Trusted
 from region.document_log import DocumentLog
 from region.governance.own_words import OwnWords
 from region.held_document import HeldDocument, digest_of
-from region.trust_store import Memory, Newest, Remembered, forbids, place_of
+from region.trust_store import Memory, Newest, Remembered, forbids, place_of, same_place
 
 log = logging.getLogger("felix.region.governance")
 
@@ -74,12 +74,34 @@ class LastingDocuments:
         self._memory = memory
         self._unverified = {digest_of(document): document for document in remembered}
         self._kept = frozenset(self._unverified)
+        self._without_leaf: dict[bytes, SignedDocument] = {}
+        """this region's words under a key that it gave up, which had no leaf by then and get none"""
         self._taken: set[bytes] = set()
 
     def in_force(self) -> tuple[SignedDocument, ...]:
         """Of each place the word that counts."""
-        return tuple(
-            self._newest.in_force(self._trusted(), lambda document: self._logged.leaf_of(digest_of(document)))
+        return tuple(self._newest.in_force(self._trusted(), self._leaf_of))
+
+    def _leaf_of(self, document: SignedDocument) -> int | None:
+        """The index of its leaf; None where it has none yet. A word of this region that gets none was accepted before any under a key of now."""
+        return -1 if self._is_without_leaf(document) else self._logged.leaf_of(digest_of(document))
+
+    def to_be_said_again(self) -> list[SignedDocument]:
+        """Of what is in force the words of this region that get no leaf: under a key that it gave up, which they had none under. Nobody but this broker knows them."""
+        if not self._without_leaf:
+            return []
+        return [document for document in self.in_force() if self._is_without_leaf(document)]
+
+    def is_to_be_said_again(self, document: SignedDocument) -> bool:
+        """Whether such a word is in force in this document's place."""
+        return any(same_place(document, held) for held in self.to_be_said_again())
+
+    def _is_without_leaf(self, document: SignedDocument) -> bool:
+        # A copy of the log that was behind may have got it since.
+        return (
+            bool(self._without_leaf)
+            and (digest := digest_of(document)) in self._without_leaf
+            and digest not in self._logged
         )
 
     def every(self) -> Iterable[SignedDocument]:
@@ -111,7 +133,7 @@ class LastingDocuments:
     def take(
         self, held: Iterable[HeldDocument], is_genuine: Callable[[Document, bool], bool]
     ) -> list[Document]:
-        """Take what forbids of these and of what was kept, and what lifts it once it has its leaf. Returns those without a leaf.
+        """Take what forbids of these and of what was kept, and what lifts it once it has its leaf. Returns those that are to get one.
         `is_genuine` is told whether the document was accepted before."""
         self._unverified |= {
             each.digest: each.document
@@ -127,12 +149,17 @@ class LastingDocuments:
                     log.error("a %s of %s is not believed", document.purpose, document.region)
                 continue
             if digest not in self._logged:
-                waiting.append(document)
+                if self._own_words.is_former(document):
+                    # Its leaf would stand behind the key's end, where nothing counts that the key signed.
+                    if forbids(document):
+                        self._without_leaf[digest] = document
+                else:
+                    waiting.append(document)
                 if not forbids(document):
                     continue
             del self._unverified[digest]
             self._taken.add(digest)
-            key = self._newest.take(document)
+            key = self._newest.take(document, self._is_without_leaf)
             if key is not None:
                 self._memory.keep(key, document.encode_file())
         return waiting

@@ -58,7 +58,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.signing_key_leaves import STALE_HINT
 from region.stray_documents import StrayDocuments
-from region.trust_store import Memory, Remembered
+from region.trust_store import Memory, Remembered, described
 from region.witnessing import Witnessing
 
 SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
@@ -222,6 +222,11 @@ class Governance:
             *([f"{stale} {STALE_HINT}"] if stale else []),
             *filter(None, [self._judgement.policies.problem]),
             *self._judgement.regions.problems.values(),
+            *(
+                f"In force at this broker, and no other region is told: {described(document)}, which has no leaf in the audit log, and gets none under the policy key that "
+                f"{self._own.region} gave up. Say it again (felix bridge deny, pause or revoke)."
+                for document in self._judgement.held.lasting.to_be_said_again()
+            ),
             *self.strays.problems,
         ]
 

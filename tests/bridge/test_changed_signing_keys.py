@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from slow_runs import only_slow
 from typer.testing import CliRunner
 
 from audit.checkpoint import Checkpoint, note_size
-from audit.leaf import Kind
+from audit.errors import AuditUnavailableError
+from audit.leaf import Kind, Leaf
 from audit.note import Note, encode_note
 from audit.origin import egress_origin, region_origin
 from audit.proof import check_proof, prove
 from audit.receipt import signer_of
 from audit.signer_disk import load_signers
+from audit.trust import Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from cli import sign_again as cli_sign_again
@@ -61,6 +64,7 @@ from policy.truncation import Truncation
 from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
+from region.document_log import DocumentLog
 from region.folder import RegionFolder
 from region.governance.logged_truncations import logged_truncations
 from region.held_document import document_id
@@ -1113,3 +1117,57 @@ async def test_the_keys_are_changed_on_another_machine_beside_a_copy_of_the_log(
     assert {end.log for end in raised.ends} == set(logs(mesh))
     for report in verified(mesh).values():
         assert report.ok, report.findings
+
+
+async def test_what_was_said_and_has_no_leaf_yet_when_the_keys_end_gets_none_and_is_said_again(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, export, accepted = mesh.sign_grant()
+    await mesh.put("us-east", "export", export)
+    await mesh.put("us-east", "import", accepted)
+    audit = mesh.us.root / "data" / "audit"
+    append = DocumentLog._append
+
+    async def full(self: DocumentLog, document: bytes, leaf: Callable[[], Leaf]) -> bool:
+        raise AuditUnavailableError("the disk is full")
+
+    monkeypatch.setattr(DocumentLog, "_append", full)
+    for said in (
+        mesh.deny("us-east", "acme/secret/*"),
+        mesh.stand("us-east", body.grant, StandingAction.PAUSE),
+        mesh.stand("us-east", body.grant, StandingAction.REVOKE),
+    ):
+        with suppress(FelixError):
+            await said
+    words = ("the denial of acme/secret/* to or from *", f"the pause of {body.grant}", f"the revocation of {body.grant}")  # fmt: skip
+    await mesh.stop("us-east")
+    monkeypatch.setattr(DocumentLog, "_append", append)
+    config = load_config(mesh.us.config)
+    with pytest.raises(RequestError, match="no leaf of yet") as refused:
+        change_signing_keys(mesh.us, config, now_ms(), without=[EGRESS])
+    assert all(word in refused.value.sentence for word in words) and "--say-again" in refused.value.hint
+    changed = change_signing_keys(mesh.us, config, now_ms(), without=[EGRESS], say_again=True)
+    own = region_origin("us-east", "acme")
+    (end,) = (end for end in changed.ends if end.log == own)
+
+    await mesh.start("us-east")
+    governance = mesh.nodes["us-east"].services.governance
+    told = "\n".join(governance.problems)
+    assert all(f"{word}, which has no leaf" in told for word in words)
+    assert governance.book.denies() and governance.book.is_revoked_by(body.grant, "us-east")
+    # Nothing but KEY leaves stands behind the end, until the new key says it again; then that counts, and lifts.
+    await mesh.deny("us-east", "acme/secret/*", 2)
+    await mesh.stand("us-east", body.grant, StandingAction.REVOKE)
+    await mesh.deny("us-east", "acme/secret/*", 3, lifted=True)
+    await mesh.stand("us-east", body.grant, StandingAction.RESUME, 2)
+    assert not governance.book.denies() and not any("has no leaf" in each for each in governance.problems)
+
+    def leaves() -> list[Kind]:
+        return [header.kind for header in mesh.headers(audit)[end.size :] if header.kind is not Kind.KEY]
+
+    said_again = [Kind.DENY_ENTRY, Kind.REVOKE, Kind.DENY_ENTRY, Kind.STANDING]
+    await until(lambda: len(leaves()) == len(said_again), "all has its leaf")
+    assert sorted(leaves()) == sorted(said_again)
+    trust = Trust.of([changed.signed.bundle, mesh.bundle("eu-west")])
+    report = verify_log(mesh.log_files(audit), trust, cosignatures_min=0)
+    assert report.ok, report.findings

@@ -13,7 +13,7 @@ from audit_log import region_bundle
 from audit.origin import egress_origin, region_origin
 from keys.bundle import FormerKeys, KeyEnd, RegionBundle
 from keys.signing import SigningKey
-from policy.grant import DenyEntry, sign_deny
+from policy.grant import DenyEntry, Standing, StandingAction, sign_deny, sign_standing
 from policy.signed import SignedDocument, verify
 from region.governance.lasting import LastingDocuments, accepted_by_leaf
 from region.governance.own_words import OwnWords
@@ -94,3 +94,46 @@ def test_words_of_other_regions_and_under_keys_that_no_bundle_names_are_taken_as
     assert words.counts_by_leaf(denied(FORMER, region="eu-west"), END)
     assert words.counts_by_leaf(denied(STRANGER), END)
     assert words.counts_by_leaf(denied(NOW), END)
+
+
+def test_an_own_word_under_a_former_key_without_a_leaf_stays_in_force_and_gets_none() -> None:
+    said, later = denied(FORMER), denied(NOW)
+    words = Words({}, kept=(said,))
+    assert words.waiting() == []
+    assert words.lasting.in_force() == (said,) and words.lasting.to_be_said_again() == [said]
+    assert words.lasting.is_to_be_said_again(later)
+    # Said again under a key of now, which gets its leaf, and lifted: number and leaf of the one before say nothing.
+    assert words.waiting(later) == [later]
+    assert words.lasting.in_force() == (later,) and not words.lasting.to_be_said_again()
+    lift = denied(NOW, 2, lifted=True)
+    words.logged |= {digest_of(later): END + 4, digest_of(lift): END + 5}
+    assert words.waiting(later, lift) == []
+    assert words.lasting.in_force() == (lift,)
+
+
+def test_another_regions_word_under_its_former_key_waits_for_its_leaf() -> None:
+    said = denied(FORMER, region="eu-west")
+    words = Words({}, kept=(said,))
+    assert words.waiting() == [said] and not words.lasting.to_be_said_again()
+
+
+def test_a_leaf_that_a_copy_of_the_log_had_not_got_yet_counts_once_it_has() -> None:
+    said = denied(FORMER)
+    words = Words({}, kept=(said,))
+    assert words.waiting() == [] and words.lasting.to_be_said_again() == [said]
+    words.logged[digest_of(said)] = END - 1
+    assert words.lasting.in_force() == (said,) and not words.lasting.to_be_said_again()
+
+
+def test_a_revocation_that_gets_no_leaf_gives_way_to_one_under_a_key_of_now() -> None:
+    before, after = (
+        sign_standing(
+            Standing(grant="g-aaaaaaaaaaaaaaaa", action=StandingAction.REVOKE, region="us-east", sequence=1, at=1, by="a"),
+            key.private_key,
+        )
+        for key in (FORMER, NOW)
+    )  # fmt: skip
+    words = Words({}, kept=(before,))
+    assert words.waiting() == [] and words.lasting.to_be_said_again() == [before]
+    assert words.waiting(after) == [after]
+    assert words.lasting.in_force() == (after,) and not words.lasting.to_be_said_again()
