@@ -38,7 +38,7 @@ from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
 from audit.witness import DiskWitnessStore
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.files import PUBLIC, replace_file
 from keys.bundle import FORMER_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_signing_key
@@ -143,6 +143,7 @@ def change_signing_keys(
         if (is_lost and own is None) or stale_key(changed, logged, instead):
             made = (*changed.policy_keys, *changed.receipt_keys)
             instead = instead.union(map(key_id_of, made))
+        left_out = (*unread, *forked, *_unsaid(folder, bundle, ends, without, (*unread, *forked)))
         # All that may be refused was refused, before anything is written.
         signed = sign_bundle(changed, new.get("policy") or load_signing_key(folder.policy_key))
         for role in ROLES:
@@ -156,7 +157,6 @@ def change_signing_keys(
             )
         replace_file(_new(folder.bundle), signed.encode(), PUBLIC)
         _record(own, changed, logged, now_ms, instead)
-    left_out = (*unread, *forked, *_unsaid(folder, bundle, ends, without, (*unread, *forked)))
     return _put_in_place(folder, signed)._replace(left_out=left_out)
 
 
@@ -469,10 +469,14 @@ def _unsaid(
 ) -> list[str]:
     """A sentence for each region that is trusted here and has logs of which nothing was said where the keys ended, nor `said` why."""
     known, said, sentences = {end.log for end in ends}.union(without), " ".join(said), list[str]()
-    for region, other in sorted(pinned_bundles(folder).items()):
+    for path in sorted(folder.trusted.glob("*.json")):
+        try:
+            other = decode_bundle(path.read_bytes()).bundle
+        except FelixError:
+            continue  # it stops no change
         logs = dict.fromkeys(key.name for key in other.audit_keys if key.role == "log")
         missing = [log for log in logs if log not in known and log not in said]
-        if missing and region != bundle.region:
+        if missing and other.region != bundle.region:
             sentences.append(
                 f"Nothing here says how far {bundle.region} has cosigned {', '.join(missing)}: what the keys signed there counts for nothing. Where there is something to count, "
                 f"--raise-ends adds it, on the machine of a broker that has cosigned the log, or with --checkpoint and a checkpoint that {bundle.region} has cosigned."
