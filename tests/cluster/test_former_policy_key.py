@@ -43,7 +43,7 @@ from policy.signed import Purpose, decode_body
 from policy.truncation import Truncation
 from region.bootstrap import trust_region
 from region.held_document import document_id
-from region.signing_key_leaves import ACTIONS
+from region.signing_key_leaves import ACTIONS, ROLES, key_id_of
 from region.signing_keys import change_signing_keys
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -247,3 +247,17 @@ async def test_a_broker_that_hears_from_the_log_that_its_keys_were_given_up_ends
         put_back(after)
         await region.start("b3")
         assert not region.nodes["b3"].services.governance.problems
+
+        # Nobody has the bundle of after the change: brokers take keys that were made instead, and the log names these from then on.
+        await region.stop()
+        put_back(before)
+        changed = change_signing_keys(folder, region.config, now_ms(), lost_bundle=True).signed.bundle
+        await region.start("b1", "b2")
+        made = [key_id_of(public) for public in (*changed.policy_keys, *changed.receipt_keys)]
+
+        def named() -> list[bytes]:
+            logged = region.nodes[home].services.governance.logged.signing_keys
+            return [logged[role].key_id for role in ROLES]
+
+        home = await home_of(region)
+        await until(lambda: named() == made, "the log names them")
