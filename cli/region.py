@@ -358,12 +358,8 @@ async def _serve(
 
 
 async def _stopped(node: Node, stop: asyncio.Event) -> None:
-    """Wait for a signal. Raises FelixError where the broker can never serve again: another process has its place in the cluster."""
-    clustered = node.broker.clustered
-    if clustered is None:
-        await stop.wait()
-        return
-    ended = asyncio.ensure_future(clustered.member.ended())
+    """Wait for a signal. Raises FelixError where the broker can never serve again."""
+    ended = asyncio.ensure_future(node.ended())
     signalled = asyncio.ensure_future(stop.wait())
     try:
         await asyncio.wait([ended, signalled], return_when=asyncio.FIRST_COMPLETED)
@@ -772,7 +768,20 @@ def change_signing_keys_(
         bool,
         typer.Option(
             "--lost-bundle",
-            help="The log says that this bundle's keys were given up, and nobody has the bundle of that change: what they signed counts up to the checkpoints that are given alone.",
+            help="The log says that this bundle's keys were given up, or is not at hand, and nobody has the bundle of the last change: what they signed counts up to the checkpoints that are given alone.",
+        ),
+    ] = False,
+    log: Annotated[
+        Path | None,
+        typer.Option(
+            help="A copy of the region's own audit log (felix audit copy), where the log itself is not on this machine: it says which keys are those of now."
+        ),
+    ] = None,
+    say_again: Annotated[
+        bool,
+        typer.Option(
+            "--say-again",
+            help="Change the keys though the audit log has no leaf yet of a denial, pause or revocation: it stays in force where it is kept, and is to be said again.",
         ),
     ] = False,
     raise_ends: Annotated[
@@ -810,9 +819,9 @@ def change_signing_keys_(
         )
     left_out = logs_without(folder, config, without or ())
     if raise_ends:
-        if drop_earliest or lost_bundle:
+        if drop_earliest or lost_bundle or say_again or log is not None:
             raise RequestError(
-                "--drop-earliest and --lost-bundle go with a change of keys, not with --raise-ends."
+                "--drop-earliest, --lost-bundle, --log and --say-again go with a change of keys, not with --raise-ends."
             )
         changed = raise_(folder, config, now_ms(), checkpoints=notes, without=left_out, back=back)
     else:
@@ -828,6 +837,8 @@ def change_signing_keys_(
             without=left_out,
             drop_earliest=drop_earliest,
             lost_bundle=lost_bundle,
+            log=log,
+            say_again=say_again,
         )
     for sentence in changed.left_out:
         note(sentence)

@@ -136,6 +136,8 @@ def trust(
     _has_own_keys(folder, received.bundle, others)
     table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
     _not_older(folder, received)
+    for sentence in _skipped(folder, other):
+        note(sentence)
     if not folder.policy_key.exists() and not offline:
         # Whoever has the key may have compared another one than this folder has.
         _take_compared(folder, config, other.region)
@@ -366,6 +368,26 @@ def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Te
         *rows,
         ["issued", iso(offer.offer.issued_ms if offer is not None else bundle.issued_ms)],
         ["fingerprint", bundle.fingerprint()],
+    ]
+
+
+def _skipped(folder: RegionFolder, other: RegionBundle) -> list[str]:
+    """A sentence for each role of which a key that is trusted here is neither one of now nor a former one in that bundle."""
+    path = folder.trusted / f"{other.region}.json"
+    try:
+        held = decode_bundle(path.read_bytes()).bundle
+    except (FelixError, FileNotFoundError):
+        return []
+    policy = {key for former in other.former for key in former.policy_keys}.union(other.policy_keys)
+    receipt = {key for former in other.former for key in former.receipt_keys}.union(other.receipt_keys)
+    return [
+        f"The {role} key of {other.region} that is trusted here is neither one of now nor a former one in this bundle: what it signed counts nowhere any more. Ask its operator: "
+        "a bundle looks so that was made from one of before the last change of keys."
+        for role, before, named in (
+            ("policy", held.policy_keys, policy),
+            ("receipt", held.receipt_keys, receipt),
+        )
+        if not named.issuperset(before)
     ]
 
 

@@ -401,6 +401,7 @@ class AuditLog:
         *,
         has_key: Callable[[], Awaitable[None]],
         taken: Callable[[], Awaitable[None]],
+        refusal: Callable[[], FelixError | None],
         became_home: Callable[[], None],
         witnessed: Witnessed,
         before: Before | None = None,
@@ -408,7 +409,7 @@ class AuditLog:
     ) -> None:
         """`copies`: what one of the logs is led by, by its kind. `make_seal` and `hooks`: of one of the logs, by its number. `has_key`: awaited before
         anything is opened: the stream's key is there. `taken`: awaited where the files have more of other brokers' leaves, before this
-        one is home. `became_home`: called once it is. `witnessed`: what this region has cosigned of other logs. `before`: where the log was before it was copied; None where it began so."""
+        one is home; where it raises, it is not. `refusal`: why this broker may never be home again. `became_home`: called once it is. `witnessed`: what this region has cosigned of other logs. `before`: where the log was before it was copied; None where it began so."""
         self.is_home = False
         """whether this broker answers for the log"""
         self.trouble = ""
@@ -425,6 +426,7 @@ class AuditLog:
         self._has_key = has_key
         self._is_keyed = False
         self._taken = taken
+        self._refusal = refusal
         self._became_home = became_home
         self._memory = witnessed
         self._leading: Leading | None = None
@@ -487,6 +489,8 @@ class AuditLog:
         now = asyncio.get_running_loop().time
         while True:
             try:
+                if (refusal := self._refusal()) is not None:
+                    raise refusal
                 if self._trail.stopped is not None:
                     # A disk that was full may have room again.
                     await asyncio.to_thread(self._trail.reopen)

@@ -4,6 +4,7 @@
     region.yaml        configuration of the broker                       region init; people
     profile.json       how clients of this machine reach the region      region init
     bundle.json        what other regions need to know; public           region init, identity issue
+    lost-bundle        signing keys made where the bundle was lost       region change-signing-keys
     authority/         root and issuing certificates and keys            region init; cli
     secrets/           policy, import, receipt, audit and witness keys   region init; broker, cli
     keys/              key file and root keys of the data                region init; broker
@@ -45,6 +46,11 @@ class RegionFolder:
     @property
     def bundle(self) -> Path:
         return self.root / "bundle.json"
+
+    @property
+    def lost_bundle(self) -> Path:
+        """Names the keys that were made instead of lost ones, whose bundle is lost with them (region.signing_keys)."""
+        return self.root / "lost-bundle"
 
     @property
     def authority(self) -> Path:

@@ -13,6 +13,7 @@ from itertools import count
 from typing import Final
 
 from felix.address import Address
+from felix.errors import FelixError
 from felix.health import HealthServer
 from felix.messages import Goodbye
 from felix.periodic import every
@@ -243,6 +244,17 @@ class Node:
         if self.broker.sessions:
             await asyncio.sleep(LEAVE_MS / 1000)
         await self.listener.close("the broker is shutting down")
+
+    async def ended(self) -> FelixError:
+        """Wait until this broker can never serve again, whatever is tried: another process has its place in the cluster, or its keys were given up. Why."""
+        over = [asyncio.ensure_future(self.services.governance.keys_ended())]
+        if (clustered := self._parts.clustered) is not None:
+            over.append(asyncio.ensure_future(clustered.member.ended()))
+        try:
+            done, _ = await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+            return done.pop().result()
+        finally:
+            await end_tasks(*over)
 
     async def stop(self) -> None:
         """Close everything, with every acknowledgement kept. Safe to call twice."""

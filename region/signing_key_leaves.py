@@ -1,7 +1,8 @@
 """What a region's own audit log says of its policy and receipt keys: which ones it gave up, and which ones it has since, by KEY leaves. Pure.
 
 A folder of before a change (`bundle.json`, `secrets/`) that is put back beside a log that goes on would take up the former keys again, and with them whoever
-stole them. A key that the log says was given up is none that a broker begins with, whenever its bundle was signed. Whoever has lost the new keys changes them again,
+stole them. A key that the log says was given up is none that a broker begins with, whenever its bundle was signed; nor does one begin whose bundle skips the key that
+the log names last, for nobody would know any more where that one ended. Whoever has lost the new keys changes them again,
 with the bundle that names them: the next ones are in no leaf yet, and the lost ones are given up with that.
 
 The command writes these leaves where one process writes the log (region.signing_keys); of a log of which several brokers have copies, the one that writes it does
@@ -10,7 +11,7 @@ The command writes these leaves where one process writes the log (region.signing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Final, Literal, NamedTuple
@@ -31,7 +32,7 @@ ENDED_MAX: Final = 1_024
 STALE_HINT: Final = (
     "Put bundle.json and secrets/ of after the change into the folder, and start the broker again. Where the change was cut off, run felix region change-signing-keys again. "
     "Where secrets/ is lost, take that bundle.json from a region that trusts this one, run felix region change-signing-keys, have the other regions compare the new "
-    "bundle, and sign again what stands."
+    "bundle, and sign again what stands. Where nobody has that file: felix region change-signing-keys --lost-bundle."
 )
 
 
@@ -94,22 +95,30 @@ def take(known: dict[Role, LoggedKey], action: str, key_id: bytes, time_ms: int)
         known[role] = known.get(role, NEVER_CHANGED).after(change, key_id, time_ms)
 
 
-def stale_key(own: RegionBundle, logged: LoggedKeys) -> str:
-    """A sentence where the bundle's key is one that the region gave up, by its log; else nothing."""
+def stale_key(own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] = ()) -> str:
+    """A sentence where the bundle's key is one that the region gave up, by its log, or the bundle skips the key that the log names last: it was made from one of before
+    that; else nothing. `instead`: keys that take the place of whichever one the log names last, since its bundle is lost (`--lost-bundle`)."""
     for role in ROLES:
         last = logged.get(role, NEVER_CHANGED)
-        if any(key_id_of(public) in last.ended for public in _of_now(own, role)):
-            changed = datetime.fromtimestamp(last.time_ms / 1000, UTC).isoformat(timespec="seconds")
+        changed = datetime.fromtimestamp(last.time_ms / 1000, UTC).isoformat(timespec="seconds")
+        now = [key_id_of(public) for public in _of_now(own, role)]
+        if any(key_id in last.ended for key_id in now):
             return (
                 f"The audit log of {own.region} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {changed}, "
                 "and the file is of before that."
             )
+        known = {*now, *map(key_id_of, _former(own, role))}
+        if last.key_id and last.key_id not in known and set(now).isdisjoint(instead):
+            return (
+                f"The audit log of {own.region} names a {role} key, since {changed}, that bundle.json in this folder has neither as a key of now nor as a former one: "
+                "the file was made from one of before that change."
+            )
     return ""
 
 
-def unlogged(own: RegionBundle, logged: LoggedKeys) -> list[KeyLeaf]:
-    """What the log is to say of this bundle's keys, and does not yet: first what was given up."""
-    if stale_key(own, logged):
+def unlogged(own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] = ()) -> list[KeyLeaf]:
+    """What the log is to say of this bundle's keys, and does not yet: first what was given up. `instead`: as `stale_key`."""
+    if stale_key(own, logged, instead):
         return []
     found = []
     for role in ROLES:

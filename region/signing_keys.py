@@ -21,7 +21,7 @@ meanwhile must not count because they are ended once more. The bundle of that ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -38,14 +38,16 @@ from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
 from audit.witness import DiskWitnessStore
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, FelixError, RequestError, TamperError
 from felix.files import PUBLIC, replace_file
 from keys.bundle import FORMER_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
+from policy.signed import key_id
 from region.bundle_room import require_room
 from region.config import RegionConfig
 from region.folder import RegionFolder
+from region.held_document import digest_of
 from region.log_keys import append_waiting
 from region.signing_key_leaves import (
     ROLES,
@@ -58,7 +60,7 @@ from region.signing_key_leaves import (
     take,
     unlogged,
 )
-from region.trust_store import believed_bundles
+from region.trust_store import believed_bundles, described, kept_words
 from region.trusted_bundles import pinned_bundles
 
 _NEWER_HINT: Final = (
@@ -85,12 +87,15 @@ def change_signing_keys(
     without: Iterable[str] = (),
     drop_earliest: int = 0,
     lost_bundle: bool = False,
+    log: Path | None = None,
+    say_again: bool = False,
 ) -> ChangedSigningKeys:
     """Give the region new keys of these roles. Its brokers, and the agents whose logs lie in the folder, are stopped.
 
     `checkpoints`: the last ones of logs that lie elsewhere; of other regions' logs, as this one cosigned them. `without`: logs where nothing that the former keys signed
     counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. `lost_bundle`: the log says that the keys of this
-    bundle were given up, and nobody has the bundle of that change; what they signed counts up to the `checkpoints` that are given, and nowhere else. What another region does
+    bundle were given up, or is not at hand, and nobody has the bundle of the last change; what they signed counts up to the `checkpoints` that are given, and nowhere else.
+    `log`: a copy of the region's own log, on a machine that has none: it says which keys are those of now, and where they end. `say_again`: what brokers keep of this region's words without a leaf holds nothing up; it is to be said again. What another region does
     stops no change: of a log of its that cannot be taken nothing is said (`left_out`). Raises RequestError where one of the own logs is not at hand, is being written or has
     two histories (CONFLICT), where the folder is of before a change, or the bundle has no room; then nothing was written.
     """
@@ -100,24 +105,30 @@ def change_signing_keys(
         return _put_in_place(folder, decode_bundle(folder.bundle.read_bytes()))
     assert chosen, "at least one key is changed"
     given = [_given(folder, bundle, note) for note in checkpoints]
+    without, instead = set(without), keys_made_instead(folder)
     known = {end.log for end in given}.union(without)
     with ExitStack() as opened:
-        own = _own_log(folder, config, bundle, opened)
-        logged = own.logged_keys() if own is not None else {}
-        stale = stale_key(bundle, logged)
+        own = _copied_log(log, bundle) if log is not None else _own_log(folder, config, bundle, opened)
+        if own is None and not lost_bundle:
+            _require_gone(bundle, without)
+        logged, documents = own.contents() if own is not None else ({}, frozenset[bytes]())
+        stale = stale_key(bundle, logged, instead)
         if stale and (planned := _planned(folder)) is not None and _is_last(planned.bundle, bundle, logged):
-            _record(own, planned.bundle, logged, now_ms)
+            _record(own, planned.bundle, logged, now_ms, instead)
             return _put_in_place(folder, planned)
         if stale and not lost_bundle:
             raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
+        if own is not None and not stale and "policy" in chosen and not say_again:
+            _require_leaves(folder, config, bundle, documents)
         for role in {*chosen, "policy"}:
             _require_in_place(folder, bundle, role, logged if role in chosen else {})
         earlier = _without_earliest(bundle, drop_earliest)
         new = {role: SigningKey.generate() for role in chosen}
-        if stale:
+        is_lost = lost_bundle and (bool(stale) or own is None)
+        if is_lost:
             measured, unread = list[KeyEnd](), list[str]()
         else:
-            measured, unread = _cosigned_ends(folder, config, set(without))
+            measured, unread = _cosigned_ends(folder, config, without)
             measured += [log.end() for log in _own_logs(folder, config, bundle, known, own, opened)]
         ends, forked = _largest(measured, given, bundle.region)
         former = FormerKeys(
@@ -130,6 +141,10 @@ def change_signing_keys(
             issued_ms=max(now_ms, bundle.issued_ms + 1),
             **{f"{role}_keys": (key.verify_key.public,) for role, key in new.items()},
         )
+        if (is_lost and own is None) or stale_key(changed, logged, instead):
+            made = (*changed.policy_keys, *changed.receipt_keys)
+            instead = instead.union(map(key_id_of, made))
+        left_out = (*unread, *forked, *_unsaid(folder, bundle, ends, without, (*unread, *forked)))
         # All that may be refused was refused, before anything is written.
         require_room(changed, dropped=drop_earliest)
         signed = sign_bundle(changed, new.get("policy") or load_signing_key(folder.policy_key))
@@ -138,9 +153,13 @@ def change_signing_keys(
             _new(_path(folder, role)).unlink(missing_ok=True)
         for role, key in new.items():
             save_signing_key(key, _new(_path(folder, role)))
+        if instead:
+            replace_file(
+                folder.lost_bundle, "".join(f"{key.hex()}\n" for key in sorted(instead)).encode(), PUBLIC
+            )
         replace_file(_new(folder.bundle), signed.encode(), PUBLIC)
-        _record(own, changed, logged, now_ms)
-    return _put_in_place(folder, signed)._replace(left_out=(*unread, *forked))
+        _record(own, changed, logged, now_ms, instead)
+    return _put_in_place(folder, signed)._replace(left_out=left_out)
 
 
 def raise_ends(
@@ -197,10 +216,20 @@ def raise_ends(
     return ChangedSigningKeys(signed, raised_ends, tuple(left_out))
 
 
-def require_of_now(own: RegionBundle, receipt_key: SigningKey, logged: LoggedKeys) -> None:
+def keys_made_instead(folder: RegionFolder) -> frozenset[bytes]:
+    """The ids of keys that take the place of whichever ones the log names last: the bundle of these was lost. Blocks."""
+    try:
+        return frozenset(map(bytes.fromhex, folder.lost_bundle.read_text().split()))
+    except (FileNotFoundError, ValueError):
+        return frozenset()
+
+
+def require_of_now(
+    own: RegionBundle, receipt_key: SigningKey, logged: LoggedKeys, instead: Collection[bytes] = ()
+) -> None:
     """Raises RequestError(CONFIG_INVALID) where a broker has a receipt key that its region's bundle does not name, as nobody takes what it signs; or a bundle of before a
-    change of keys that the region's audit log has."""
-    if stale := stale_key(own, logged):
+    change of keys that the region's audit log has, or made from one of before it. `instead`: `keys_made_instead`."""
+    if stale := stale_key(own, logged, instead):
         raise RequestError(stale, code=Code.CONFIG_INVALID, hint=STALE_HINT)
     if receipt_key.verify_key.public in own.receipt_keys:
         return
@@ -265,10 +294,12 @@ def _move_new(folder: RegionFolder) -> None:
             _new(path).replace(path)
 
 
-def _record(own: _OwnLog | None, bundle: RegionBundle, logged: LoggedKeys, now_ms: int) -> None:
+def _record(
+    own: _OwnLog | None, bundle: RegionBundle, logged: LoggedKeys, now_ms: int, instead: Collection[bytes]
+) -> None:
     """Have the region's own log say of the change what it does not say yet. One of which several brokers have copies is written by them."""
     if own is not None and own.trail is not None:
-        for said in unlogged(bundle, logged):
+        for said in unlogged(bundle, logged, instead):
             append_waiting(own.trail, said.leaf(bundle.region, now_ms))
 
 
@@ -362,15 +393,17 @@ class _OwnLog(NamedTuple):
         note = self.note if self.trail is None else self.trail.publish()
         return _end(open_checkpoint(note, RegionTrust(self.bundle).log_keys(self.origin)))
 
-    def logged_keys(self) -> LoggedKeys:
-        """What it says of the region's keys. Reads all of it."""
+    def contents(self) -> tuple[LoggedKeys, frozenset[bytes]]:
+        """What it says of the region's keys, and the SHA-256 of the documents that have a leaf. Reads all of it."""
         files = self.files if self.trail is None else self.trail.files
-        size, found = self.end().size, dict[Role, LoggedKey]()
+        size, found, documents = self.end().size, dict[Role, LoggedKey](), set[bytes]()
         for _, data in read_entries(files, 0, size, size):
             header = read_header(data)
-            if header is not None and header.kind is Kind.KEY:
+            if header is not None and header.document_sha256:
+                documents.add(header.document_sha256)
+            elif header is not None and header.kind is Kind.KEY:
                 take(found, header.action, header.key_id, header.time_ms)
-        return found
+        return found, frozenset(documents)
 
 
 def _own_log(
@@ -385,6 +418,73 @@ def _own_log(
         and (log := _open_log(path, origin, keys, bundle, opened)) is not None
     ]
     return max(logs, key=lambda log: log.end().size, default=None)
+
+
+def _copied_log(path: Path, bundle: RegionBundle) -> _OwnLog:
+    """A copy of the region's own log. Raises RequestError(NOT_FOUND) where there is none."""
+    note = Folder(path).read(CHECKPOINT_PATH) if path.is_dir() else None
+    if note is None:
+        raise RequestError(f"{path} is no copy of a log: it has no checkpoint.", code=Code.NOT_FOUND)
+    return _OwnLog(region_origin(bundle.region, bundle.mesh), bundle, note, Folder(path), None)
+
+
+def _require_leaves(
+    folder: RegionFolder, config: RegionConfig, bundle: RegionBundle, logged: Collection[bytes]
+) -> None:
+    """Raises RequestError(CONFLICT) where a broker keeps what the region said under its policy key of now, and the log has no leaf of that: behind the key's end it gets none.
+    Other regions' words hold nothing up."""
+    keys = set(map(key_id, bundle.policy_keys))
+    words = {
+        described(word): None
+        for data in config.data_folders
+        for word in kept_words(folder.root / data / "governance")
+        if word.region == bundle.region and word.key in keys and digest_of(word) not in logged
+    }
+    if words:
+        raise RequestError(
+            f"{bundle.region} has said what its audit log has no leaf of yet: {', '.join(words)}. Once the key has ended, it gets none.",
+            code=Code.CONFLICT,
+            hint="Start the brokers, all of them, wait until felix audit show has it, and stop them. Where that takes too long: --say-again; it stays in force where it is kept, no "
+            "other region is told, and felix region status asks for it to be said again under the new key.",
+        )
+
+
+def _require_gone(bundle: RegionBundle, without: Collection[str]) -> None:
+    """Raises RequestError(NOT_FOUND) where the region's own log is not here, unless there is none: its checkpoint says nothing of the keys."""
+    origin = region_origin(bundle.region, bundle.mesh)
+    if origin not in without:
+        raise RequestError(
+            f"The audit log of {bundle.region} is not here, which says whether the keys in this folder are those of now: where they were changed since, they would end once "
+            "more, and nobody would know where the ones after them ended.",
+            code=Code.NOT_FOUND,
+            hint="Run this where the broker has the audit log, or bring a copy of the log (felix audit copy) and name its folder with --log. Where the log is gone, or was never "
+            f"written: --without {origin}. Where nobody has the log at hand, and the keys cannot wait: --lost-bundle, and what these keys signed counts up to the checkpoints that are given "
+            "with --checkpoint alone.",
+        )
+
+
+def _unsaid(
+    folder: RegionFolder,
+    bundle: RegionBundle,
+    ends: Iterable[KeyEnd],
+    without: Collection[str],
+    said: Iterable[str],
+) -> list[str]:
+    """A sentence for each region that is trusted here and has logs of which nothing was said where the keys ended, nor `said` why."""
+    known, said, sentences = {end.log for end in ends}.union(without), " ".join(said), list[str]()
+    for path in sorted(folder.trusted.glob("*.json")):
+        try:
+            other = decode_bundle(path.read_bytes()).bundle
+        except FelixError:
+            continue  # it stops no change
+        logs = dict.fromkeys(key.name for key in other.audit_keys if key.role == "log")
+        missing = [log for log in logs if log not in known and log not in said]
+        if missing and other.region != bundle.region:
+            sentences.append(
+                f"Nothing here says how far {bundle.region} has cosigned {', '.join(missing)}: what the keys signed there counts for nothing. Where there is something to count, "
+                f"--raise-ends adds it, on the machine of a broker that has cosigned the log, or with --checkpoint and a checkpoint that {bundle.region} has cosigned."
+            )
+    return sentences
 
 
 def _own_logs(

@@ -83,7 +83,9 @@ from region.erasure import Destruction, Erasure, KeyringDestruction, SharedDestr
 from region.evidence import open_evidence
 from region.export import ExportService
 from region.folder import RegionFolder
+from region.governance.lasting import accepted_by_leaf
 from region.governance.leaves import Alone, Neighbours
+from region.governance.own_words import OwnWords
 from region.governance.service import Governance
 from region.home_leaves import HomeLeaves, MovingLeaves
 from region.ingest import IngestService
@@ -115,7 +117,7 @@ from region.replication.links import LocalBroker
 from region.requests import Requests, ViewTraffic
 from region.sealing import KeyringSeal
 from region.session import Services
-from region.signing_keys import require_of_now
+from region.signing_keys import keys_made_instead, require_of_now
 from region.stream_follower import StreamFollower
 from region.streams import HOT_BYTES, StreamTable, shard_settings
 from region.subscriptions.service import SubscriptionService
@@ -401,7 +403,8 @@ async def open_broker(
     logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged", runtime.clock)
     # If store and copies come from a backup, the audit log still has the later documents that forbid.
     forgotten = await asyncio.to_thread(logged.forgotten, remembered.every())
-    remembered = remembered._replace(documents=[*remembered.documents, *forgotten])
+    counting = accepted_by_leaf(forgotten, logged, OwnWords(own))
+    remembered = remembered._replace(documents=[*remembered.documents, *counting])
     audit: AuditPort = trail
     index = ArrivalIndex(trail)
     arrivals: ArrivalLog = index
@@ -419,10 +422,11 @@ async def open_broker(
         memory, remembered, logged, landings.drained, audit, arrivals, neighbours,
         await asyncio.to_thread(signed_pins, folder, own),
         decode_logged(await asyncio.to_thread(logged.pins), own),
+        instead := await asyncio.to_thread(keys_made_instead, folder),
     )  # fmt: skip
     import_key = await asyncio.to_thread(load_key_pair, folder.import_key)
     receipt_key = await asyncio.to_thread(load_signing_key, folder.receipt_key)
-    require_of_now(own, receipt_key, logged.signing_keys)
+    require_of_now(own, receipt_key, logged.signing_keys, instead)
     if peers is not None:
         peers.requests.serve(StreamsPassed, partial(_passed, governance, streams))
     export = ExportService(broker, governance, keyring, receipt_key)
@@ -663,7 +667,10 @@ def _copy_audit_log(
     incarnation, logged, keys = bytes.fromhex(record.incarnation), governance.logged, governance.keys
 
     async def taken() -> None:
-        if await asyncio.to_thread(logged.refresh):
+        new = await asyncio.to_thread(logged.refresh)
+        # A broker that began with an older copy of the log, or none, may have keys that the region gave up: the start could not know.
+        governance.look_at_keys()
+        if new:
             governance.remember_pins(await asyncio.to_thread(logged.pins))
             governance.decide_again()
         keys.know(await asyncio.to_thread(logged.recent_keys))
@@ -685,6 +692,7 @@ def _copy_audit_log(
         ),
         has_key=lambda: shared.ensure(AUDIT_STREAM, incarnation),
         taken=taken,
+        refusal=governance.keys_refusal,
         # What the store has without a leaf gets it now.
         became_home=governance.decide_again,
         witnessed=cosigned,

@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -77,6 +78,24 @@ def forbids(document: SignedDocument) -> bool:
     return found is not None and found[1][1]
 
 
+def same_place(one: SignedDocument, other: SignedDocument) -> bool:
+    """Whether two documents that forbid or lift are about the same."""
+    found, held = place_of(one), place_of(other)
+    return found is not None and held is not None and found[0] == held[0]
+
+
+def described(document: SignedDocument) -> str:
+    """What a document that forbids says, for a sentence to a person."""
+    found = place_of(document)
+    assert found is not None
+    match found[0]:
+        case ("deny", _, streams, peer):
+            return f"the denial of {streams} to or from {peer}"
+        case (kind, grant, _):
+            return f"the {'revocation' if kind == 'revoke' else 'pause'} of {grant}"
+    raise AssertionError(f"no such place: {found[0]}")
+
+
 class _Word(NamedTuple):
     rank: Rank
     document: SignedDocument
@@ -134,15 +153,21 @@ class Newest:
             bool(later) and _is_present(document, trusted) and any(_is_present(one, trusted) for one in later)
         )
 
-    def take(self, document: SignedDocument) -> Key | None:
-        """Take a document that has a place; what to keep it under where it is now the newest of its key there, None where it is not."""
+    def take(
+        self,
+        document: SignedDocument,
+        gives_way: Callable[[SignedDocument], bool] = lambda document: False,
+    ) -> Key | None:
+        """Take a document that has a place; what to keep it under where it is now the newest of its key there, None where it is not. `gives_way`: whether
+        one that is held lets another one take its place, though that ranks no higher."""
         found = place_of(document)
         assert found is not None
         key, rank = found
         signer = _signer(key, document)
         words = self._held.get(key, {})
         # Of several revocations the first holds: it ranks as high as any.
-        if signer in words and words[signer].rank >= rank:
+        held = words.get(signer)
+        if held is not None and held.rank >= rank and (not gives_way(held.document) or gives_way(document)):
             return None
         if signer not in words:
             if self._count >= NEWEST_MAX:
@@ -217,6 +242,17 @@ def believed_bundles(folder: Path) -> dict[str, RegionBundle]:
     except (FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return {}
     return {region: held.bundle for region, held in kept.items()}
+
+
+def kept_words(folder: Path) -> list[SignedDocument]:
+    """What a broker keeps of documents that forbid or lift; what cannot be read is left aside. Blocks."""
+    names = sorted(folder.iterdir()) if folder.is_dir() else []
+    found = []
+    for path in names:
+        if path.name.endswith((_REVOCATION, _DOCUMENT)):
+            with suppress(SignatureError):
+                found.append(SignedDocument.parse(path.read_bytes()))
+    return found
 
 
 class Memory:

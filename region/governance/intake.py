@@ -176,7 +176,9 @@ class DocumentIntake:
             # A bridge brings what was signed elsewhere, also by an earlier version, under which it may have carried something.
             require_source(standing, ends)
         done = f"{standing.grant} is {_DONE[standing.action]} by {standing.region}."
-        if self._judgement.book.is_revoked_by(standing.grant, standing.region):
+        if self._judgement.book.is_revoked_by(
+            standing.grant, standing.region
+        ) and not self._held.lasting.is_to_be_said_again(document):
             # The first one holds. Others would be kept, verified at each change, and have no end.
             return f"{standing.grant} is revoked by {standing.region} already."
         if said := await self._accepted_before(actor, standing):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from typing import Final
 
 from audit.trail import Trail
@@ -54,8 +55,9 @@ class Judgement:
         logged: DocumentLog,
         drain: Drain,
         neighbours: Neighbours,
+        instead: Collection[bytes] = (),
     ) -> None:
-        """`watch` is told of each change. `logged`, `drain`, `neighbours`: as DocumentLeaves has them."""
+        """`watch` is told of each change. `logged`, `drain`, `neighbours`: as DocumentLeaves has them; `instead`: as ChangedKeys."""
         self.regions = regions
         self.policies = policies
         self.held = held
@@ -69,7 +71,9 @@ class Judgement:
         self.pin_leaves = PinLeaves(
             broker, regions.own.region, regions.own.mesh, trail, logged, lambda: neighbours.writes_here
         )
-        self.changed_keys = ChangedKeys(broker, regions.own, trail, logged, lambda: neighbours.writes_here)
+        self.changed_keys = ChangedKeys(
+            broker, regions.own, trail, logged, lambda: neighbours.writes_here, instead
+        )
         self.book = GrantBook()
         self._broker = broker
         self._mirror = mirror

@@ -15,7 +15,7 @@ be written, nothing is let in or out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -47,6 +47,7 @@ from region.governance.judgement import Judgement
 from region.governance.lasting import LastingDocuments, read_remembered
 from region.governance.leaves import Alone, Drain, Neighbours
 from region.governance.logged_truncations import logged_truncations
+from region.governance.own_words import OwnWords
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.put_back import PutBack
 from region.governance.trusted_regions import TrustedRegions
@@ -57,7 +58,7 @@ from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.signing_key_leaves import STALE_HINT
 from region.stray_documents import StrayDocuments
-from region.trust_store import Memory, Remembered
+from region.trust_store import Memory, Remembered, described
 from region.witnessing import Witnessing
 
 SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
@@ -116,8 +117,9 @@ class Governance:
         neighbours: Neighbours | None = None,
         signed: Iterable[SignedPin] = (),
         logged_pins: Iterable[SignedPin] = (),
+        instead: Collection[bytes] = (),
     ) -> None:
-        """`signed`: pins of other regions that stand in this region's folder; `logged_pins`: in its audit log, oldest first. `audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
+        """`signed`: pins of other regions that stand in this region's folder; `logged_pins`: in its audit log, oldest first. `instead`: signing keys that were made where the bundle was lost. `audit`, `arrivals`, `neighbours`: of one of several brokers; else all of it is `trail`. `pinned` reads other regions' bundles that an operator put into this region's folder, their fingerprints
         compared. `memory` keeps what must not be taken back; `remembered` is what it kept before. `logged`: the documents
         that have a leaf. `drain` waits until nothing that was taken under a grant is on its way."""
         self.broker = broker
@@ -139,13 +141,16 @@ class Governance:
             broker, mirror, trail, regions,
             PolicyInForce(own, mirror, logged, memory, policies),
             HeldDocuments(
-                regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys), broker.clock_ms
+                regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys, OwnWords(own)), broker.clock_ms
             ),
-            self.watch, logged, drain, neighbours or Alone(),
+            self.watch, logged, drain, neighbours or Alone(), instead,
         )  # fmt: skip
         self._intake = DocumentIntake(broker, self._judgement, catalog, mirror, logged)
-        self.put = self._intake.put
-        """takes a signed document that somebody brings"""
+        self.keys_ended = self._judgement.changed_keys.ended
+        """waits until the log says that this broker's keys were given up"""
+        self.keys_refusal = lambda: self._judgement.changed_keys.refusal
+        """why nothing is taken here any more; None where this broker has the region's keys of now, as far as it has the log"""
+        self.look_at_keys = self._judgement.changed_keys.look
         self.follow = self._judgement.follow
         self.decide_again = self._judgement.reload
         """after the log has got leaves of other brokers"""
@@ -165,6 +170,15 @@ class Governance:
         self._own = own
         self._mirror = mirror
         self._cut_off_ms: int | None = None
+
+    async def put(self, actor: SpiffeId, kind: str, body: bytes) -> str:
+        """Take a signed document that somebody brings. Raises the refusal."""
+        self._require_keys()
+        return await self._intake.put(actor, kind, body)
+
+    def _require_keys(self) -> None:
+        if (refusal := self._judgement.changed_keys.refusal) is not None:
+            raise refusal
 
     def remember_pins(self, logged: Iterable[bytes]) -> None:
         """Those that stand in the region's audit log, of which other brokers have written leaves."""
@@ -208,6 +222,11 @@ class Governance:
             *([f"{stale} {STALE_HINT}"] if stale else []),
             *filter(None, [self._judgement.policies.problem]),
             *self._judgement.regions.problems.values(),
+            *(
+                f"In force at this broker, and no other region is told: {described(document)}, which has no leaf in the audit log, and gets none under the policy key that "
+                f"{self._own.region} gave up. Say it again (felix bridge deny, pause or revoke)."
+                for document in self._judgement.held.lasting.to_be_said_again()
+            ),
             *self.strays.problems,
         ]
 
@@ -256,6 +275,7 @@ class Governance:
 
     def _require_policy(self) -> ResidencyPolicy:
         """The policy in force. Raises what keeps everything from crossing, whatever was granted."""
+        self._require_keys()
         failure = self.audit.failure
         if failure is not None:
             raise failure

@@ -29,6 +29,7 @@ from policy.truncation import Truncation
 from region.governance.held_documents import HeldDocuments
 from region.governance.intake import DocumentIntake
 from region.governance.lasting import LastingDocuments
+from region.governance.own_words import OwnWords
 from region.held_document import digest_of
 
 REGIONS = ("us-east", "eu-west", "ap-south")
@@ -80,7 +81,7 @@ def sorted_by(own: str, stored: list[Document]) -> tuple[set[bytes], set[bytes]]
     mirror: Any = SimpleNamespace(documents=lambda section, side: sections.get((section, side), {}))
     memory: Any = SimpleNamespace(keep=lambda *_: None)
     logged: Any = set()
-    lasting = LastingDocuments(logged, memory, [], regions.believed_policy_keys)
+    lasting = LastingDocuments(logged, memory, [], regions.believed_policy_keys, OwnWords(regions.own))
     documents, waiting = HeldDocuments(regions, mirror, logged, lasting, lambda: 1).sort()
     held = {digest_of(each) for each in (*documents, *lasting.in_force())}
     return held, {digest_of(each) for each in waiting}

@@ -6,7 +6,8 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,14 @@ from slow_runs import only_slow
 from typer.testing import CliRunner
 
 from audit.checkpoint import Checkpoint, note_size
-from audit.leaf import Kind
+from audit.errors import AuditUnavailableError
+from audit.leaf import Kind, Leaf
 from audit.note import Note, encode_note
 from audit.origin import egress_origin, region_origin
 from audit.proof import check_proof, prove
 from audit.receipt import signer_of
 from audit.signer_disk import load_signers
+from audit.trust import Trust
 from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from cli import sign_again as cli_sign_again
@@ -61,6 +64,7 @@ from policy.truncation import Truncation
 from region import signing_keys
 from region.bootstrap import trust_region, write_profile
 from region.config import load_config
+from region.document_log import DocumentLog
 from region.folder import RegionFolder
 from region.governance.logged_truncations import logged_truncations
 from region.held_document import document_id
@@ -1033,3 +1037,137 @@ async def test_an_own_log_that_is_not_here_is_asked_for_though_its_bridges_folde
         assert report.ok, report.findings
     again = CliRunner().invoke(app, mend)
     assert isinstance(again.exception, RequestError) and "cosigned further" in again.exception.sentence
+
+
+def copied_to(mesh: Mesh, name: str) -> RegionFolder:
+    """us-east's folder as an operator has it on a machine of his own: no log, no data."""
+    shutil.copytree(mesh.us.root, mesh.home / name, ignore=shutil.ignore_patterns("data", "bridges", "run"))
+    return RegionFolder(mesh.home / name)
+
+
+def brought_back(mesh: Mesh, folder: RegionFolder, *also: Path) -> None:
+    shutil.copytree(folder.secrets, mesh.us.secrets, dirs_exist_ok=True)
+    for path in (folder.bundle, *also):
+        shutil.copy(path, mesh.us.root)
+
+
+async def test_a_folder_without_the_log_changes_no_keys_that_the_log_may_have_given_up(mesh: Mesh) -> None:
+    """An operator has a folder of before the last change on a machine of his own. From there the keys of that change would be named nowhere."""
+    await twenty_crossed(mesh)
+    elsewhere, config = copied_to(mesh, "elsewhere"), load_config(mesh.us.config)
+    before = mesh.bundle("us-east")
+    audit = mesh.us.root / "data" / "audit"
+    await mesh.stop("us-east")
+    change_signing_keys(mesh.us, config, now_ms())
+    shutil.copytree(mesh.us.secrets, mesh.home / "new secrets")
+    right = mesh.us.bundle.read_bytes()
+    notes = [(log / "checkpoint").read_bytes() for log in (audit, mesh.egress_folder)]
+    with pytest.raises(
+        RequestError, match="is not here, which says whether the keys in this folder are"
+    ) as no:
+        change_signing_keys(elsewhere, config, now_ms(), checkpoints=notes)
+    assert "--log" in no.value.hint and "--lost-bundle" in no.value.hint
+    with pytest.raises(RequestError, match="gave up the policy key"):
+        change_signing_keys(elsewhere, config, now_ms(), log=audit)
+    assert decode_bundle(elsewhere.bundle.read_bytes()).bundle == before
+
+    # Who says that the log is gone is believed there, and not by the broker that has it.
+    own = region_origin("us-east", "acme")
+    third = copied_to(mesh, "third")
+    for name in ("bundle.json", "secrets/policy.pem", "secrets/receipt.pem"):
+        shutil.copy(elsewhere.root / name, third.root / name)
+    changed = change_signing_keys(third, config, now_ms(), checkpoints=notes[1:], without=[own])
+    assert any("eu-west.acme/audit" in sentence for sentence in changed.left_out)
+    brought_back(mesh, third)
+    with pytest.raises(RequestError, match="neither as a key of now nor as a former one"):
+        await mesh.start("us-east")
+
+    # What says that the bundle is lost goes with the new one.
+    lost = change_signing_keys(elsewhere, config, now_ms(), checkpoints=notes, lost_bundle=True)
+    assert {end.log for end in lost.ends} == {own, EGRESS}
+    brought_back(mesh, elsewhere)
+    with pytest.raises(RequestError, match="neither as a key of now nor as a former one"):
+        await mesh.start("us-east")
+    brought_back(mesh, elsewhere, elsewhere.lost_bundle)
+    await mesh.start("us-east")
+    await until(lambda: key_changes(mesh) == 4, "the log names the keys that took the place of lost ones")
+    await mesh.stop("us-east")
+
+    # Once the log names these, it is as with any others: the keys that were lost are none to begin with.
+    shutil.copytree(mesh.home / "new secrets", mesh.us.secrets, dirs_exist_ok=True)
+    mesh.us.bundle.write_bytes(right)
+    with pytest.raises(RequestError, match="gave up the policy key"):
+        await mesh.start("us-east")
+
+
+async def test_the_keys_are_changed_on_another_machine_beside_a_copy_of_the_log(mesh: Mesh) -> None:
+    await twenty_crossed(mesh)
+    await mesh.stop("us-east")
+    elsewhere, config = copied_to(mesh, "elsewhere"), load_config(mesh.us.config)
+    audit = mesh.us.root / "data" / "audit"
+    shutil.copytree(audit, mesh.home / "copy")
+    egress = (mesh.egress_folder / "checkpoint").read_bytes()
+    changed = change_signing_keys(elsewhere, config, now_ms(), checkpoints=[egress], log=mesh.home / "copy")
+    assert {end.log for end in changed.ends} == {EGRESS, region_origin("us-east", "acme")}
+    brought_back(mesh, elsewhere)
+    await mesh.start("us-east")
+    await until(lambda: key_changes(mesh) == 2, "the broker writes the leaves of the change")
+    await mesh.stop("us-east")
+    raised = raise_ends(mesh.us, config, now_ms())
+    assert {end.log for end in raised.ends} == set(logs(mesh))
+    for report in verified(mesh).values():
+        assert report.ok, report.findings
+
+
+async def test_what_was_said_and_has_no_leaf_yet_when_the_keys_end_gets_none_and_is_said_again(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, export, accepted = mesh.sign_grant()
+    await mesh.put("us-east", "export", export)
+    await mesh.put("us-east", "import", accepted)
+    audit = mesh.us.root / "data" / "audit"
+    append = DocumentLog._append
+
+    async def full(self: DocumentLog, document: bytes, leaf: Callable[[], Leaf]) -> bool:
+        raise AuditUnavailableError("the disk is full")
+
+    monkeypatch.setattr(DocumentLog, "_append", full)
+    for said in (
+        mesh.deny("us-east", "acme/secret/*"),
+        mesh.stand("us-east", body.grant, StandingAction.PAUSE),
+        mesh.stand("us-east", body.grant, StandingAction.REVOKE),
+    ):
+        with suppress(FelixError):
+            await said
+    words = ("the denial of acme/secret/* to or from *", f"the pause of {body.grant}", f"the revocation of {body.grant}")  # fmt: skip
+    await mesh.stop("us-east")
+    monkeypatch.setattr(DocumentLog, "_append", append)
+    config = load_config(mesh.us.config)
+    with pytest.raises(RequestError, match="no leaf of yet") as refused:
+        change_signing_keys(mesh.us, config, now_ms(), without=[EGRESS])
+    assert all(word in refused.value.sentence for word in words) and "--say-again" in refused.value.hint
+    changed = change_signing_keys(mesh.us, config, now_ms(), without=[EGRESS], say_again=True)
+    own = region_origin("us-east", "acme")
+    (end,) = (end for end in changed.ends if end.log == own)
+
+    await mesh.start("us-east")
+    governance = mesh.nodes["us-east"].services.governance
+    told = "\n".join(governance.problems)
+    assert all(f"{word}, which has no leaf" in told for word in words)
+    assert governance.book.denies() and governance.book.is_revoked_by(body.grant, "us-east")
+    # Nothing but KEY leaves stands behind the end, until the new key says it again; then that counts, and lifts.
+    await mesh.deny("us-east", "acme/secret/*", 2)
+    await mesh.stand("us-east", body.grant, StandingAction.REVOKE)
+    await mesh.deny("us-east", "acme/secret/*", 3, lifted=True)
+    await mesh.stand("us-east", body.grant, StandingAction.RESUME, 2)
+    assert not governance.book.denies() and not any("has no leaf" in each for each in governance.problems)
+
+    def leaves() -> list[Kind]:
+        return [header.kind for header in mesh.headers(audit)[end.size :] if header.kind is not Kind.KEY]
+
+    said_again = [Kind.DENY_ENTRY, Kind.REVOKE, Kind.DENY_ENTRY, Kind.STANDING]
+    await until(lambda: len(leaves()) == len(said_again), "all has its leaf")
+    assert sorted(leaves()) == sorted(said_again)
+    trust = Trust.of([changed.signed.bundle, mesh.bundle("eu-west")])
+    report = verify_log(mesh.log_files(audit), trust, cosignatures_min=0)
+    assert report.ok, report.findings

@@ -1,8 +1,10 @@
-"""What `felix region status` and `down` say of several brokers of this machine."""
+"""What `felix region status` and `down` say of several brokers of this machine, and how a broker ends by itself."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from region_home import make_region
 from cli import region
 from cli.process import FAILURE, failure
 from cli.several import log_file
-from felix.errors import Code, RequestError
+from felix.errors import Code, FelixError, RequestError
 from felix.messages import BrokerState
 
 REFUSED = f"{FAILURE}Broker b2 had another data folder.\n       Put it back.\n       CONFLICT (409)\n"
@@ -70,3 +72,12 @@ def test_brokers_that_end_by_themselves_while_they_are_stopped_are_no_failure(
     region.down("us-east")
     assert stopped == ["b1.pid", "b2.pid"]
     assert capsys.readouterr().out.splitlines()[-1] == "Broker b3 of us-east has stopped"
+
+
+async def test_a_broker_that_may_go_on_no_more_ends_its_process_with_the_reason() -> None:
+    async def ended() -> FelixError:
+        return RequestError("Its keys were given up.", code=Code.CONFIG_INVALID)
+
+    node: Any = SimpleNamespace(ended=ended)
+    with pytest.raises(RequestError, match="given up"):
+        await region._stopped(node, asyncio.Event())

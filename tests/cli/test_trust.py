@@ -19,7 +19,7 @@ from cli.region import app as region_app
 from felix.address import Address
 from felix.errors import Code, FelixError
 from felix.runtime.real import now_ms
-from keys.bundle import AuditKey, SignedBundle, decode_bundle, sign_bundle
+from keys.bundle import AuditKey, FormerKeys, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key
 from keys.offer import decode_offer
 from keys.pin import UNCOMPARED
@@ -116,6 +116,24 @@ def test_what_was_compared_is_signed_and_what_needs_no_comparing_is_not_signed_a
     assert region("trust", "second", "--fingerprint", fingerprint).exit_code == 0
     compared = read_pin(sides.us, own, "eu-west")
     assert compared is not None and compared.pin.number > renewed.pin.number
+
+
+def test_a_bundle_that_names_a_trusted_key_nowhere_is_told_of(sides: Sides) -> None:
+    assert region("trust", "first", "--fingerprint", sides.offer("first")).exit_code == 0
+    before = decode_bundle(sides.eu.bundle.read_bytes()).bundle
+    key = load_signing_key(sides.eu.policy_key)
+    for name, former in (
+        ("ended", (FormerKeys(receipt_keys=before.receipt_keys),)),
+        ("skipped", ()),
+    ):
+        receipt = SigningKey.generate().verify_key.public
+        changed = msgspec.structs.replace(
+            before.with_former(former), issued_ms=before.issued_ms + 1, receipt_keys=(receipt,)
+        )
+        Path(name).write_bytes(sign_bundle(changed, key).encode())
+        said = region("trust", name, "--fingerprint", "wrong")
+        told = "receipt key of eu-west that is trusted here is neither" in " ".join(said.stderr.split())
+        assert told == (name == "skipped"), said.stderr
 
 
 def test_a_folder_without_a_policy_key_says_that_it_signs_nothing(sides: Sides) -> None:

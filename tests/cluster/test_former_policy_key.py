@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trust import Trust
 from audit.verify import verify_log
-from felix.errors import RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import PutDocument
+from felix.names import SpiffeId, StreamName
 from felix.page import list_documents
 from felix.runtime.real import now_ms
 from keys.bundle import SignedBundle, decode_bundle, sign_bundle
@@ -41,7 +43,7 @@ from policy.signed import Purpose, decode_body
 from policy.truncation import Truncation
 from region.bootstrap import trust_region
 from region.held_document import document_id
-from region.signing_key_leaves import ACTIONS
+from region.signing_key_leaves import ACTIONS, ROLES, key_id_of
 from region.signing_keys import change_signing_keys
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -195,3 +197,67 @@ async def test_a_region_of_several_brokers_changes_its_own_keys(tmp_path: Path, 
         await region.stop(home)
         with pytest.raises(RequestError, match="gave up the policy key"):
             await region.start(home)
+
+
+async def test_a_broker_that_hears_from_the_log_that_its_keys_were_given_up_ends_and_takes_nothing(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """A machine was replaced: its data folder is empty, so the start finds no leaf of the change, and its region's folder comes from a backup of before it."""
+    async with serving(tmp_path, etcd, 3, 2) as region:
+        folder, before = region.folder, tmp_path / "before"
+        former = load_signing_key(folder.policy_key)
+        shutil.copytree(folder.secrets, before / "secrets")
+        shutil.copy(folder.bundle, before)
+        await home_of(region)
+        await region.stop()
+        change_signing_keys(folder, region.config, now_ms())
+        after = tmp_path / "after"
+        shutil.copytree(folder.secrets, after / "secrets")
+        shutil.copy(folder.bundle, after)
+        await region.start("b1", "b2")
+
+        def put_back(kept: Path) -> None:
+            shutil.copytree(kept / "secrets", folder.secrets, dirs_exist_ok=True)
+            shutil.copy(kept / "bundle.json", folder.bundle)
+
+        put_back(before)
+        await region.start("b3")
+        node = region.nodes["b3"]
+        ended = await asyncio.wait_for(node.ended(), 60)
+        assert ended.code is Code.CONFIG_INVALID and "gave up the policy key" in ended.sentence
+        entry = DenyEntry(
+            streams="acme/ops/*", peer="*", region="us-east", sequence=1, at=now_ms(), by="a", lifted=False
+        )
+        governance = node.services.governance
+        with pytest.raises(UnavailableError, match="gave up the policy key"):
+            await governance.put(
+                SpiffeId("us-east", "acme", "operator", "alice"),
+                "deny",
+                sign_deny(entry, former.private_key).encode_file(),
+            )
+        with pytest.raises(UnavailableError, match="gave up the policy key"):
+            governance.explain(StreamName.parse("acme/ops/a"), "us-east", "eu-west")
+        home = await home_of(region)
+        assert home != "b3"
+        await region.stop(home)
+        assert await home_of(region) not in ("b3", home), "with the others' logs it goes on without b3"
+        await region.stop("b3")
+        with pytest.raises(RequestError, match="gave up the policy key"):
+            await region.start("b3")
+        put_back(after)
+        await region.start("b3")
+        assert not region.nodes["b3"].services.governance.problems
+
+        # Nobody has the bundle of after the change: brokers take keys that were made instead, and the log names these from then on.
+        await region.stop()
+        put_back(before)
+        changed = change_signing_keys(folder, region.config, now_ms(), lost_bundle=True).signed.bundle
+        await region.start("b1", "b2")
+        made = [key_id_of(public) for public in (*changed.policy_keys, *changed.receipt_keys)]
+
+        def named() -> list[bytes]:
+            logged = region.nodes[home].services.governance.logged.signing_keys
+            return [logged[role].key_id for role in ROLES]
+
+        home = await home_of(region)
+        await until(lambda: named() == made, "the log names them")
