@@ -174,8 +174,9 @@ def raise_ends(
     """Have the keys that ended last count up to where other regions' logs are cosigned by now, and own logs as their given checkpoints say: what was on its way when
     they ended has its leaf behind the end. A log of which nothing was said is added.
 
-    `back`: of which change the keys are, 1 for the last, 2 for the one before; keys of an earlier one count no further than those of the one after it. Whoever has the
-    former keys and one of those logs' keys may have put something there meanwhile. Raises RequestError where no key ended, or nothing goes further.
+    `back`: of which change the keys are, 1 for the last, 2 for the one before; keys of an earlier one count no further than those of each one after it, and no further than
+    now where one of these counts for nothing. Whoever has the former keys and one of those logs' keys may have put something there meanwhile. Raises RequestError where no key
+    ended, nothing goes further, or the folder is of before a change that its log has (CONFLICT).
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     if not bundle.former:
@@ -186,7 +187,13 @@ def raise_ends(
             code=Code.NOT_FOUND,
         )
     at = len(bundle.former) - back
-    last, following = bundle.former[at], bundle.former[at + 1 : at + 2]
+    last = bundle.former[at]
+    following = [
+        each
+        for each in bundle.former[at + 1 :]
+        if (each.policy_keys and last.policy_keys) or (each.receipt_keys and last.receipt_keys)
+    ]
+    _require_newest(folder, config, bundle)
     given = [_given(folder, bundle, note) for note in checkpoints]
     cosigned, unread = _cosigned_ends(folder, config, set(without))
     measured, forked = _largest(cosigned, given, bundle.region)
@@ -194,6 +201,11 @@ def raise_ends(
     ends = {end.log: end for end in last.ends}
     for found in measured:
         limits = [limit for each in following if (limit := each.end_in(found.log)) is not None]
+        if len(limits) < len(following):
+            left_out.append(
+                f"The keys after these count for nothing in {found.log}, so these count there no further than now."
+            )
+            continue
         end = min((found, *limits), key=lambda each: each.size)
         held = ends.setdefault(end.log, end)
         if held.size == end.size and held.root != end.root:
@@ -214,6 +226,15 @@ def raise_ends(
     signed = sign_bundle(raised, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     return ChangedSigningKeys(signed, raised_ends, tuple(left_out))
+
+
+def _require_newest(folder: RegionFolder, config: RegionConfig, bundle: RegionBundle) -> None:
+    """Raises RequestError(CONFLICT) where the region's own log, if it is at hand, has a change of keys that the bundle is of before."""
+    with ExitStack() as opened:
+        own = _own_log(folder, config, bundle, opened)
+        logged, _ = own.contents() if own is not None else ({}, frozenset[bytes]())
+    if stale := stale_key(bundle, logged, keys_made_instead(folder)):
+        raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
 
 
 def keys_made_instead(folder: RegionFolder) -> frozenset[bytes]:

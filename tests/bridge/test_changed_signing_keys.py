@@ -1171,3 +1171,41 @@ async def test_what_was_said_and_has_no_leaf_yet_when_the_keys_end_gets_none_and
     trust = Trust.of([changed.signed.bundle, mesh.bundle("eu-west")])
     report = verify_log(mesh.log_files(audit), trust, cosignatures_min=0)
     assert report.ok, report.findings
+
+
+async def test_ends_are_raised_no_further_than_a_later_change_says_nor_from_a_folder_of_before_one(
+    mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The later change let its key count for nothing in a log: the earlier key does not count there up to now."""
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
+    body = await twenty_crossed(mesh)
+    await change(mesh, "us-east")
+    await sign_again(mesh, "us-east", body.grant)
+    await mesh.publish([flight(number) for number in range(20, 30)])
+    async with mesh.agent():
+        await mesh.crossed(30)
+        await rested(mesh, 30)
+    await mesh.stop("us-east")
+    config, older = load_config(mesh.us.config), tmp_path / "older"
+    shutil.copytree(mesh.us.root, older, ignore=shutil.ignore_patterns("data", "bridges"))
+    egress = (mesh.egress_folder / "checkpoint").read_bytes()
+    log = open_checkpoint_text(egress)
+    changed = change_signing_keys(mesh.us, config, now_ms(), without=[log])
+    earlier = changed.signed.bundle.former[0]
+    raised = raise_ends(mesh.us, config, now_ms(), checkpoints=[egress], back=2)
+    assert raised.signed.bundle.former[0].end_in(log) == earlier.end_in(log) is not None
+    assert any(f"count for nothing in {log}" in each for each in raised.left_out)
+    # The folder of before that change, beside the log that has it.
+    for name in ("bundle.json", "secrets"):
+        path = mesh.us.root / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        source = older / name
+        shutil.copytree(source, path) if source.is_dir() else shutil.copy(source, path)
+    own = (mesh.us.root / "data" / "audit" / "checkpoint").read_bytes()
+    with pytest.raises(RequestError, match=r"given up|gave up|of before"):
+        raise_ends(mesh.us, config, now_ms(), checkpoints=[own])
+
+
+def open_checkpoint_text(note: bytes) -> str:
+    """Whose log a checkpoint is of."""
+    return note.decode().partition("\n")[0]
