@@ -98,7 +98,10 @@ def broker(region: str, world: World, rendered: Rendered) -> Governance:
     stub._mirror = SimpleNamespace(is_current=True)
     stub._cut_off_ms = None
     stub._judgement = SimpleNamespace(
-        book=rendered.book, policy=rendered.policies[region], leaves=SimpleNamespace(is_current=True)
+        book=rendered.book,
+        policy=rendered.policies[region],
+        leaves=SimpleNamespace(is_current=True),
+        changed_keys=SimpleNamespace(refusal=None),
     )
     stub.denied = lambda error, **_: error
     return held
