@@ -212,6 +212,7 @@ def crossed(**arrives_as: Any) -> World:
 OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS, onward=True)
 
 
+@only_slow
 def test_a_leaf_that_calls_itself_ingress_stands_in_for_no_ingress_log(spark: Any, tmp_path: Path) -> None:
     world = crossed()
     seal = Header(
@@ -249,6 +250,7 @@ def test_what_was_announced_under_other_terms_than_it_arrived_under_is_found(
     tally("announcements that the arrival contradicts", 6)
 
 
+@only_slow
 def test_a_destination_that_writes_its_uncosigned_leaves_anew_is_found_by_its_receipts(
     spark: Any, tmp_path: Path, tally: Tally
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from attacks.test_f13_unpinned_bundles import allowed, change_policy_key, governance
 from bridge_mesh import ACCEPTED_BY, POLICIES, Mesh, flight, two_regions, until
+from slow_runs import only_slow
 from typer.testing import CliRunner, Result
 
 import bridge.agent
@@ -180,7 +181,13 @@ async def accept_again(mesh: Mesh, export: SignedDocument) -> None:
 
 
 @pytest.mark.parametrize(
-    "when", ["runs", "starts", "with a folder that it cannot write to", "hears of it late"]
+    "when",
+    [
+        "runs",
+        pytest.param("starts", marks=only_slow),
+        "with a folder that it cannot write to",
+        "hears of it late",
+    ],
 )
 async def test_an_agent_goes_on_after_the_other_region_has_changed_its_policy_key(
     machines: Machines, when: str, monkeypatch: pytest.MonkeyPatch

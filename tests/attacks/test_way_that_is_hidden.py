@@ -13,6 +13,7 @@ from attacks.test_one_party_alone import EGRESS, INGRESS, files_of
 from audit_log import STREAM, Link, receipt_for, trust
 from crossing_logs import DEPARTURES, EGRESS_ORIGIN, START_MS, write_log
 from signed_grants import signed_grant
+from slow_runs import only_slow
 from spark.test_two_moments import Live
 
 from audit import leaf as leaf_module
@@ -139,6 +140,7 @@ def test_terms_that_let_no_third_region_through_are_asked_on_both_sides(log: str
 
 
 @pytest.mark.spark
+@only_slow
 def test_a_report_on_the_egress_log_alone_is_not_silent_about_regions_that_are_named_as_one(
     spark: Any, tmp_path: Path
 ) -> None:

@@ -15,6 +15,7 @@ from attacks.conftest import Tally
 from audit_log import REGION_ORIGIN
 from crossing_logs import CREW, DEPARTURES, ORDERS, SIGNED, START_MS, World, trust, write_log, write_world
 from signed_grants import deny_entry, grant_leaves, paper_leaf, signed_grant, standing
+from slow_runs import only_slow
 
 from audit.agreement import Agreements, Stop
 from audit.leaf import TIME_MS_MAX, GapKind, Kind, Leaf, Side
@@ -115,6 +116,7 @@ def extremes(world: World) -> None:
         world.deny(CREW, time_ms, 501, "No grant.", records=COUNT_MAX, record_bytes=COUNT_MAX)
 
 
+@only_slow
 def test_what_arrived_against_the_sources_word_is_a_breach(spark: Any, tmp_path: Path, tally: Tally) -> None:
     other = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 10**10)
     world = World()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from docs.test_sdk_examples import ROOT, environment
 from shared_spark import shared_session
+from slow_runs import only_slow
 
 PROGRAMS = ROOT / "examples" / "spark"
 __all__ = ["environment"]
@@ -18,6 +19,7 @@ pytest.importorskip("pyspark")
 
 @pytest.mark.slow
 @pytest.mark.spark
+@only_slow
 def test_a_second_run_adds_the_next_day(
     environment: dict[str, str],
     tmp_path: Path,

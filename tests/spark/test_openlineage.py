@@ -20,6 +20,7 @@ import jsonschema
 import pytest
 from crossing_logs import DEPARTURES, ORDERS, Made, count_files
 from referencing import Registry, Resource
+from slow_runs import only_slow
 from spark.lineage_endpoint import Again, Endpoint
 
 from audit.spark import openlineage
@@ -190,6 +191,7 @@ def test_the_file_is_one_event_per_line(made: list[dict[str, Any]], five: Made) 
 # Posting
 
 
+@only_slow
 def test_a_report_is_written_even_if_nobody_takes_its_lineage(again: Again) -> None:
     assert "answered 503" in str(again.error)
     assert (again.out / "report.html").exists()

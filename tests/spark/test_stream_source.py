@@ -105,6 +105,7 @@ def test_a_reader_has_its_own_rights_and_no_others(read: Any, region: SparkRegio
         read(thousand, "nobody").count()
 
 
+@only_slow
 def test_a_query_goes_on_where_its_checkpoint_says_and_no_key_is_in_plan_or_checkpoint(
     session: Any, region: SparkRegion, tmp_path: Path
 ) -> None:
