@@ -182,7 +182,8 @@ def _joined(units: Sequence[_Unit], level: int) -> list[_Unit]:
     for unit in units:
         group = joins(unit)
         joined = first.setdefault(group, unit) if group else unit
-        if joined is unit or not (unit.is_new or unit.replicas == joined.replicas):
+        # On the same brokers: who leads may differ, after an election that not every copy of each was in sync for.
+        if joined is unit or not (unit.is_new or set(unit.replicas) == set(joined.replicas)):
             found.append(unit)
             continue
         joined.shards += unit.shards

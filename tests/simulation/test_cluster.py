@@ -9,9 +9,21 @@ from simulation.cluster_checks import BrokenError
 from simulation.cluster_twins import TWINS, Twin, caught
 from simulation.cluster_world import Fault, Scene, draw, simulate_cluster, simulate_cluster_or_explain
 from simulation.switching import switched_off
+from slow_runs import only_slow
 
 SLICES, SLICE = 3, 50
-"""150 seeds, some seconds; `make simulate SEEDS=2000 WORLD=cluster` takes minutes."""
+"""150 seeds, some seconds."""
+MORE_SLICES, MORE_SLICE = 10, 185
+"""With those 2,000, a minute of a processor."""
+
+
+@only_slow
+@pytest.mark.parametrize("number", range(MORE_SLICES))
+def test_it_is_kept_by_two_thousand_seeds(number: int) -> None:
+    first, counts = SLICES * SLICE + number * MORE_SLICE, Counter[str]()
+    for seed in range(first, first + MORE_SLICE):
+        counts.update(simulate_cluster_or_explain(seed).counts)
+    assert counts["acknowledged"] > 10 * MORE_SLICE and counts["epochs"] > MORE_SLICE
 
 
 @pytest.mark.parametrize("number", range(SLICES))
