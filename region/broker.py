@@ -59,6 +59,9 @@ MADE_AGAIN_MS: Final = 20
 """A stream that is being made is there by then, as a rule."""
 NOT_MADE_MAX: Final = 1_000
 """Reasons kept for who asks again, why a stream could not be made."""
+OF_THE_LOG: Final = frozenset((Code.SEQUENCE_GAP, Code.OFFSET_MISMATCH, Code.PRODUCER_FENCED))
+"""Refusals that say what stands in a log, or does not. A client that is told of a gap numbers anew what it has not been told of: told so by a broker that was
+the leader once, it would put that into the next leader's log a second time."""
 ALL_RIGHTS: Final = tuple(f"{verb} */*/*" for verb in Verb)
 """Rights of an operator that the configuration names."""
 
@@ -317,6 +320,10 @@ class Broker:
     def fence(self) -> FelixError | None:
         """Why this broker may not answer now for what its logs hold: another one may lead them. None where it may."""
         return None if self.clustered is None else self.clustered.member.refusal()
+
+    def refusal_of_append(self, error: FelixError) -> FelixError:
+        """What a client is told whose append a log refused: where that speaks of the log, `fence` comes first."""
+        return (self.fence() or error) if error.code in OF_THE_LOG else error
 
     def require_led(self, stream: HostedStream, *, commits: bool = False) -> None:
         """Raises NotLeaderError where this broker may not answer for the stream: another leads it, or may. `commits`: what is answered rests

@@ -38,9 +38,6 @@ PUBLISH_WINDOW_BYTES: Final = 8 << 20
 that sessions which only read cost none. A tenant whose rate pays less in a second keeps to the smaller one."""
 
 
-OF_THE_LOG: Final = frozenset((Code.SEQUENCE_GAP, Code.OFFSET_MISMATCH, Code.PRODUCER_FENCED))
-"""Refusals that say what stands in the log, or does not. A client that is told of a gap numbers anew what it has not been told of: told so by a broker that
-was the leader once, it would put that into the next leader's log a second time."""
 _VIEWS: Final = {"queue": Views(queue=QueueSettings())}
 
 
@@ -194,8 +191,10 @@ class PublishStream:
         """`records`: as many as were charged; `due_s`: when the credit goes back, where a rate is used up."""
         session = self._session
         window = session.publish_window
-        if result.code in OF_THE_LOG if isinstance(result, FelixError) else not self._rests_on_commits:
-            # So in this log, and perhaps not in that of whoever leads by now.
+        if isinstance(result, FelixError):
+            result = self._broker.refusal_of_append(result)
+        elif not self._rests_on_commits:
+            # In the log, and perhaps not in that of whoever leads by now.
             result = self._broker.fence() or result
         if records and self._meter is not None and isinstance(result, FelixError):
             self._meter.not_published(size, records)

@@ -423,7 +423,7 @@ class QueueWorker:
         def done(result: Appended | FelixError) -> None:
             if isinstance(result, FelixError):
                 self._meter.not_published(size, records)
-                self._exchange.refuse(correlation, result)
+                self._exchange.refuse(correlation, self._broker.refusal_of_append(result))
             else:
                 self._exchange.reply(correlation, Stored(number, result.base_offset))
 
