@@ -55,7 +55,7 @@ def _identity(as_: str, path: Path | None, context: _ApprovalContext) -> Identit
     if path is None:
         assert context.folder is not None
         path, other = (context.folder.identity(name) for name in (as_, f"{as_}.{APPROVER}"))
-        if other.exists():
+        if other.exists() and load_identity(other).spiffe_id.name == as_:
             path = other
         if not path.exists():
             raise RequestError(

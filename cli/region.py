@@ -853,6 +853,11 @@ def change_signing_keys_(
         "Until another region has taken the file, it takes nothing that this one signs. Read its operator the fingerprint:\n"
         f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
     )
+    if folder.lost_bundle.exists() and not raise_ends:
+        note(
+            f"{folder.lost_bundle} says that these keys take the place of whichever the log names: copy it with bundle.json and secrets/ to the region's other machines, "
+            "or their brokers do not start"
+        )
     if not raise_ends:
         note(
             "trust the other regions again here, and sign again what is to stand: the policy, halves of grants, pauses and deny entries."

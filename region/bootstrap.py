@@ -37,14 +37,13 @@ from keys.keyring import create_keyring
 from keys.pin import UNCOMPARED, Pin, SignedPin, sign_pin
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
+from policy.approval import APPROVER
 from policy.documents import decode_document
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
 from region.trusted_bundles import read_pin
 
 OPERATOR: Final = "operator"
-PEOPLE: Final = frozenset(("operator", "approver"))
-"""Kinds of identities that one person may have both of, under one name."""
 _COUNTRY: Final = re.compile("[A-Z]{2}")
 
 _CONFIG: Final = """\
@@ -194,16 +193,25 @@ def write_profile(folder: RegionFolder, region: str, mesh: str, *addresses: Addr
 
 
 def identity_file(folder: RegionFolder, wanted: SpiffeId) -> Path:
-    """Where an identity is kept: under its name, and where a person has one of another kind there, under name and kind. Whoever draws grants up as an operator and
-    approves others has one name for both, by which `separate` knows them. Raises RequestError(ALREADY_EXISTS)."""
-    for name in (wanted.name, f"{wanted.name}.{wanted.kind}"):
-        path = folder.identity(name)
-        held = load_identity(path).spiffe_id if path.exists() else wanted
-        if held == wanted:
-            return path
-        if not {held.kind, wanted.kind} <= PEOPLE:
-            break
-    raise RequestError(f"{path} holds {held}; {wanted} needs another name.", code=Code.ALREADY_EXISTS)
+    """Where an identity is kept: under its name; an approver's under name and kind where an operator has that name. Whoever draws grants up and approves others has one
+    name for both, by which `separate` knows them. Raises RequestError(ALREADY_EXISTS)."""
+    path = folder.identity(wanted.name)
+    apart = folder.identity(f"{wanted.name}.{APPROVER}")
+    held = load_identity(path).spiffe_id if path.exists() else None
+    if wanted.kind == APPROVER and (apart.exists() or (held is not None and held.kind == OPERATOR)):
+        path, held = apart, load_identity(apart).spiffe_id if apart.exists() else None
+    if held not in (None, wanted):
+        raise RequestError(f"{path} holds {held}; {wanted} needs another name.", code=Code.ALREADY_EXISTS)
+    return path
+
+
+def _make_room(folder: RegionFolder, wanted: SpiffeId) -> None:
+    """An operator's identity is under its name alone, where commands look for it: an approver's of that name is kept under its kind from then on."""
+    path, apart = folder.identity(wanted.name), folder.identity(f"{wanted.name}.{APPROVER}")
+    if wanted.kind == OPERATOR and path.exists() and not apart.exists():
+        held = load_identity(path).spiffe_id
+        if (held.kind, held.name) == (APPROVER, wanted.name):
+            path.rename(apart)
 
 
 def issue_identity(
@@ -223,6 +231,7 @@ def issue_identity(
     """
     authority = load_authority(folder.authority, config.region, config.mesh)
     spiffe_id = SpiffeId(config.region, config.mesh, kind, name)
+    _make_room(folder, spiffe_id)
     path = identity_file(folder, spiffe_id)
     if kind == "bridge":
         _found_bridge(folder, config, name, now_ms)

@@ -167,7 +167,8 @@ class Requests:
         if request.views.queue is not None:
             self._check_dead_letters(identity, name, request.views.queue.retries, copies=config.replicas)
             config = msgspec.structs.replace(config, dead_letter_by=str(identity))
-        return (await self._broker.create_stream(name, config)).describe(detail=True)
+        made = await self._broker.create_stream(name, config)
+        return made.describe(detail=True, fence=self._broker.fence())
 
     async def alter_stream(self, identity: SpiffeId, request: AlterStream) -> StreamState:
         name = StreamName.parse(request.stream)
@@ -229,7 +230,8 @@ class Requests:
             raise
         if (before.replicas, before.min_in_sync) != (record.config.replicas, record.config.min_in_sync):
             await self._alter_dead_letters(name, before, record.config)
-        return (await self._broker.streams.open(record)).describe(detail=True)
+        altered = await self._broker.streams.open(record)
+        return altered.describe(detail=True, fence=self._broker.fence())
 
     async def _alter_dead_letters(
         self, name: StreamName, before: records.StreamConfig, after: records.StreamConfig

@@ -30,7 +30,7 @@ ACTIONS: Final[Mapping[str, tuple[Role, Change]]] = {
 ENDED_MAX: Final = 1_024
 """Keys of a role that are known as given up; of more, the earliest are forgotten. A bundle names those of 16 changes."""
 STALE_HINT: Final = (
-    "Put bundle.json and secrets/ of after the change into the folder, and start the broker again. Where the change was cut off, run felix region change-signing-keys again. "
+    "Put bundle.json and secrets/ of after the change into the folder (and the file lost-bundle, where there is one), and start the broker again. Where the change was cut off, run felix region change-signing-keys again. "
     "Where secrets/ is lost, take that bundle.json from a region that trusts this one, run felix region change-signing-keys, have the other regions compare the new "
     "bundle, and sign again what stands. Where nobody has that file: felix region change-signing-keys --lost-bundle."
 )

@@ -692,12 +692,13 @@ class ControllerCore:
         for unit in sorted(self._apart):
             if len(parts) >= room:
                 break
-            by_place: dict[frozenset[str], list[ShardId]] = {}
+            # As they are placed (placement._joined): what is planned apart would else be taken back and forth.
+            by_place: dict[tuple[frozenset[str], int], list[ShardId]] = {}
             for wish in self._units.get(unit, ()):
                 for number in range(wish.shards):
                     shard = ShardId(wish.incarnation, number)
                     if (record := self.view.shards.get(shard)) is not None:
-                        by_place.setdefault(frozenset(record.replicas), []).append(shard)
+                        by_place.setdefault((frozenset(record.replicas), wish.replicas), []).append(shard)
             shards = [shard for found in by_place.values() for shard in found]
             if not (self._busy.isdisjoint(shards) and taken.isdisjoint(shards)):
                 # What is under way says more; its answer brings the next step.

@@ -14,6 +14,7 @@ from bridge_mesh import STREAM, Mesh, two_regions
 from e2e.command_mesh import Said, felix_command
 
 from felix.files import PUBLIC, replace_file
+from felix.identity_file import load_identity
 from felix.names import StreamName
 from felix.peer import TrustBundle
 from felix.runtime.real import now_ms
@@ -154,6 +155,12 @@ async def test_a_person_has_one_name_as_operator_and_as_approver(mesh: Mesh, des
     issued = await said("identity", "issue", "operator", "--kind", "approver")
     assert str(mesh.us.identity("operator.approver")) in issued.out.replace("\n", "")
     assert (await said("identity", "issue", "operator", "--kind", "approver")).out, "and renewed there"
+    # The other way round the approver's makes room: commands look for the operator's under the name alone.
+    for kind in ("approver", "operator"):
+        issued = await said("identity", "issue", "bob", "--kind", kind)
+        assert str(mesh.us.identity("bob")) in issued.out.replace("\n", "")
+    kinds = {name: load_identity(mesh.us.identity(name)).spiffe_id.kind for name in ("bob", "bob.approver")}
+    assert kinds == {"bob": "operator", "bob.approver": "approver"}
     assert (
         "needs another name" in (await said("identity", "issue", "operator", "--kind", "client", code=1)).err
     )
