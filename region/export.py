@@ -185,6 +185,8 @@ class ExportService:
         shard = hosted.shard(request.shard)
         # An agent that has the statement gets no record of an epoch that it does not name, as long as this broker runs.
         await shard.begin_due_epoch()
+        # Signed is what a leader says: another one may have been elected while this waited.
+        self._broker.require_led(hosted)
         statement = StreamStatement(
             region=self._broker.region,
             stream=str(stream),

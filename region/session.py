@@ -646,6 +646,7 @@ class ClientSession:
         refusal = subscription_refusal(broker, self.identity, stream, reader)
         if refusal is not None:
             raise refusal
+        broker.require_led(stream)
         number = self._next_subscription
         self._next_subscription += 1
         meter = self.meter_of(name.tenant)
