@@ -54,7 +54,7 @@ def _context(region: str, named: Path | None, files: list[Path]) -> _ApprovalCon
 def _identity(as_: str, path: Path | None, context: _ApprovalContext) -> Identity:
     if path is None:
         assert context.folder is not None
-        path, other = (context.folder.identity(name) for name in (as_, f"{as_}.{APPROVER}"))
+        path, other = context.folder.identity(as_), context.folder.approver(as_)
         if other.exists() and load_identity(other).spiffe_id.name == as_:
             path = other
         if not path.exists():

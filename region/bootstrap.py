@@ -196,7 +196,7 @@ def identity_file(folder: RegionFolder, wanted: SpiffeId) -> Path:
     """Where an identity is kept: under its name; an approver's under name and kind where an operator has that name. Whoever draws grants up and approves others has one
     name for both, by which `separate` knows them. Raises RequestError(ALREADY_EXISTS)."""
     path = folder.identity(wanted.name)
-    apart = folder.identity(f"{wanted.name}.{APPROVER}")
+    apart = folder.approver(wanted.name)
     held = load_identity(path).spiffe_id if path.exists() else None
     if wanted.kind == APPROVER and (apart.exists() or (held is not None and held.kind == OPERATOR)):
         path, held = apart, load_identity(apart).spiffe_id if apart.exists() else None
@@ -207,7 +207,7 @@ def identity_file(folder: RegionFolder, wanted: SpiffeId) -> Path:
 
 def _make_room(folder: RegionFolder, wanted: SpiffeId) -> None:
     """An operator's identity is under its name alone, where commands look for it: an approver's of that name is kept under its kind from then on."""
-    path, apart = folder.identity(wanted.name), folder.identity(f"{wanted.name}.{APPROVER}")
+    path, apart = folder.identity(wanted.name), folder.approver(wanted.name)
     if wanted.kind == OPERATOR and path.exists() and not apart.exists():
         held = load_identity(path).spiffe_id
         if (held.kind, held.name) == (APPROVER, wanted.name):

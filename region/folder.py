@@ -117,6 +117,10 @@ class RegionFolder:
     def identity(self, name: str) -> Path:
         return self.identities / f"{name}.pem"
 
+    def approver(self, name: str) -> Path:
+        """An approver's, where an operator has the same name."""
+        return self.identity(f"{name}.approver")
+
     @property
     def trusted(self) -> Path:
         return self.root / "trusted"

@@ -18,6 +18,7 @@ from felix.messages import (
     AlterStream,
     AlterSubscription,
     Answer,
+    BrokerState,
     CacheTraffic,
     CheckpointAnswer,
     Cosign,
@@ -582,17 +583,21 @@ class Requests:
         several = broker.clustered
         if several is not None and several.replicas is not None:
             gauges |= several.replicas.gauges()
-        found = NOTHING
+        found, bridges, brokers = NOTHING, broker.bridges(), list[BrokerState]()
         if several is not None:
-            found = await several.hear_problems([stream.record for stream in broker.streams])
+            records = [stream.record for stream in broker.streams]
+            # Each asks the other brokers, and waits for those that do not answer.
+            found, bridges, brokers = await asyncio.gather(
+                several.hear_problems(records), several.bridges(bridges), several.states(records)
+            )
         return RegionState(
             broker.region, broker.mesh, broker.broker_id, broker.started_ms, gauges, origin, size,
             [
                 ExpiryState(each.name, each.kind, each.life.not_after_ms, each.stage.name.lower())
                 for each in broker.expiries.expiring(broker.clock_ms(), EXPIRING_MAX)
             ],
-            broker.bridges() if several is None else await several.bridges(broker.bridges()),
-            [] if several is None else await several.states(stream.record for stream in broker.streams),
+            bridges,
+            brokers,
             [*found.problems, *self._governance.problems],
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,
