@@ -454,6 +454,13 @@ def arrive(region: Region) -> None:
             region.do(transactions.change(view, shard, record.leader, record, revision, after))
 
 
+def carry_out(region: Region, rounds: int) -> None:
+    """Controllers and leaders by turns, 50 ms each."""
+    for _ in range(rounds):
+        region.pass_ms(50)
+        arrive(region)
+
+
 def test_a_drained_broker_loses_its_shards_two_at_a_time() -> None:
     region = Region("abcd", controllers="d")
     wish = changed_wish(shards=12, replicas=2)
@@ -539,9 +546,7 @@ def test_a_rebalance_moves_streams_of_several_shards_as_one() -> None:
     region.start("d")
     region.pass_ms(500)
     region.hosts["a"].step(Rebalance())
-    for _ in range(120):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 120)
     records = region.view().shards
     for wish in wishes:
         assert len({records[ShardId(wish.incarnation, number)].replicas for number in range(3)}) == 1
@@ -574,9 +579,7 @@ def test_what_nobody_leads_is_not_moved_and_holds_up_nothing(monkeypatch: pytest
     region.pass_ms(500)
     host = region.hosts["a"]
     host.step(Rebalance())
-    for _ in range(120):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 120)
     records = region.view().shards
     assert {shard for shard, record in records.items() if not record.leader} == lost
     assert all(records[shard].replicas == ("c",) and not records[shard].target for shard in lost)
@@ -591,9 +594,7 @@ def test_what_nobody_leads_is_not_moved_and_holds_up_nothing(monkeypatch: pytest
     region.pass_ms(2 * LEASE_MS)
     assert all(region.view().shards[shard].leader == "c" for shard in lost)
     host.step(Rebalance())
-    for _ in range(120):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 120)
     led = Counter(record.leader for record in region.view().shards.values())
     assert set(led.values()) == {6}
 
@@ -611,17 +612,13 @@ def test_what_stays_is_not_moved_off_a_drained_broker_and_holds_up_nothing() -> 
         if shard.incarnation != STREAM
     }
     assert region.do(registration.drain(region.view(), "a", on=True))
-    for _ in range(40):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 40)
     after = region.view().shards
     assert all(after[shard].replicas == place and not after[shard].target for shard, place in before.items())
     assert not any("a" in record.replicas for shard, record in after.items() if shard.incarnation == STREAM)
     for host in region.hosts.values():
         host.step(Rebalance())
-    for _ in range(40):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 40)
     assert all(region.view().shards[shard].replicas == place for shard, place in before.items())
 
 
@@ -648,9 +645,7 @@ def test_fewer_copies_are_kept_where_fewer_are_wanted_and_more_where_more_are() 
     region.until(lambda: len(region.view().shards) == 4)
     for count in (2, 4):
         region.wants(changed_wish(shards=4, replicas=count))
-        for _ in range(40):
-            region.pass_ms(50)
-            arrive(region)
+        carry_out(region, 40)
         assert {len(record.replicas) for record in region.view().shards.values()} == {count}
 
 
@@ -662,9 +657,7 @@ def test_what_was_placed_while_a_broker_was_away_gets_its_copy_there_each_time_t
         region.wants(changed_wish(shards=shards, replicas=3))
         region.until(lambda wanted=shards: len(region.view().shards) == wanted)
         region.start("c")
-        for _ in range(40):
-            region.pass_ms(50)
-            arrive(region)
+        carry_out(region, 40)
         assert {len(record.replicas) for record in region.view().shards.values()} == {3}, shards
 
 
@@ -685,9 +678,7 @@ def test_a_rebalance_gives_a_new_broker_its_share_and_each_its_leaders() -> None
         "not by itself"
     )
     region.hosts["a"].step(Rebalance())
-    for _ in range(20):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 20)
     after = region.view().shards
     assert sum(before[shard] != after[shard].replicas for shard in after) == 3
     assert sorted(record.leader for record in after.values()) == [*"aaabbbcccddd"]
@@ -736,15 +727,11 @@ def test_a_rebalance_ends_whoever_leads_what_belongs_together(seed: int) -> None
     region.wants(*wishes)
     region.pass_ms(300)
     region.hosts["a"].step(Rebalance())
-    for _ in range(30):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 30)
     settled = region.view().shards
     assert len({record.leader for record in list(settled.values())[:3]}) == 1
     assert not any(record.target for record in settled.values())
-    for _ in range(20):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 20)
     assert region.view().shards == settled
 
 
@@ -793,9 +780,7 @@ def test_shards_of_one_stream_get_one_leader_again_that_has_all_of_them() -> Non
     region.until(lambda: region.leaders() == ["b", "c"])
     # b lacks some of the other shard, and c has all of both.
     region.wants(wish)
-    for _ in range(20):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 20)
     assert region.leaders() == ["c", "c"]
     records = [*region.view().shards.values()]
     assert {record.replicas for record in records} == {("c", "a", "b")}
@@ -816,9 +801,7 @@ def test_streams_that_dead_letters_go_between_get_one_leader() -> None:
     region.until(lambda: region.leaders() not in ([""], [first]))
     region.start(first)
     region.wants(jobs, dataclasses.replace(jobs, incarnation=dead, stream="acme/payments/orders.dead"))
-    for _ in range(20):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 20)
     assert len(region.leaders()) == 2 and len({*region.leaders()}) == 1
 
 
@@ -830,9 +813,7 @@ def test_a_leader_that_goes_while_leaders_are_brought_together_is_given_up() -> 
     region.until(lambda: any(record.target for record in region.view().shards.values()))
     (wanted,) = {record.target[0] for record in region.view().shards.values() if record.target}
     region.die(wanted)
-    for _ in range(20):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 20)
     assert len({*region.leaders()}) == 1 and wanted not in region.leaders()
     assert not any(record.target for record in region.view().shards.values())
 
@@ -845,9 +826,7 @@ def test_a_stream_of_any_size_is_brought_together(shards: int) -> None:
         first = "abc"[number % 3]
         region.place("abc", number=number, leader=first)
     region.wants(dataclasses.replace(WISH, shards=shards, spread=False))
-    for _ in range(60):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 60)
     assert len({*region.leaders()}) == 1
     assert not any(record.target for record in region.view().shards.values())
 
@@ -874,9 +853,7 @@ def test_streams_whose_shards_all_changed_meanwhile_are_brought_together_too() -
     region.wants(*(dataclasses.replace(WISH, incarnation=each, shards=10, spread=False) for each in streams))
     region.pass_ms(100)
     region.hosts["d"].client.heal()
-    for _ in range(100):
-        region.pass_ms(50)
-        arrive(region)
+    carry_out(region, 100)
     assert {
         incarnation: len(
             {
