@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from audit.crossed import CROSSED_BEFORE, OffsetSet
 from audit.leaf import (
@@ -358,7 +359,7 @@ def _encode_parts(crossing: list[Record]) -> Parts:
 def _encode(source: BatchHeader, parts: Parts) -> Batch:
     batch = batch_of(parts, shard=source.shard, compress=bool(source.flags & FLAG_ZSTD))
     # The destination's leaves name the source's append time, which it learns from here.
-    return batch.with_header(batch.header._replace(append_time_ms=source.append_time_ms))
+    return batch.with_header(replace(batch.header, append_time_ms=source.append_time_ms))
 
 
 def range_entries(sealed: SealedRange, route: Route) -> bytes:

@@ -13,7 +13,9 @@ import asyncio
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from felix.errors import Code, FelixError, NotLeaderError, ProtocolError, UnavailableError
 from felix.frames import (
@@ -45,7 +47,7 @@ _RECEIPT: Final = struct.Struct(">Q")
 _INGEST_TYPES: Final = frozenset({FrameType.ANSWER, FrameType.RECEIPT, FrameType.ERROR})
 
 
-class SealedBatch(NamedTuple):
+class SealedBatch(msgspec.Struct, frozen=True, gc=False):
     """One sealed batch as it stands in the source's log; `frame_bytes` go back as credit once it is dealt with."""
 
     frame_bytes: int

@@ -90,7 +90,7 @@ def _malformed(sentence: str) -> RequestError:
     return RequestError(f"Malformed batch: {sentence}.", code=Code.BATCH_MALFORMED)
 
 
-class BatchHeader(NamedTuple):
+class BatchHeader(msgspec.Struct, frozen=True, gc=False):
     """The fixed header. Lengths in bytes, times in ms since the Unix epoch, offsets in records."""
 
     flags: int
@@ -278,7 +278,7 @@ def decode_header_pairs(data: Buffer) -> list[tuple[str, bytes]]:
     return found
 
 
-class Parts(NamedTuple):
+class Parts(msgspec.Struct, frozen=True):
     """Records taken apart as a body has them, one entry each; None where no record has such an entry.
 
     An empty key is no key; empty headers are none.
@@ -301,11 +301,17 @@ class Parts(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """All of it, without what a batch adds."""
-        return sum(sum(map(len, part)) for part in self if part is not None)
+        parts = (self.payloads, self.keys, self.headers)
+        return sum(sum(map(len, part)) for part in parts if part is not None)
 
     def chosen(self, indexes: Sequence[int]) -> Parts:
         """These records alone, in this order."""
-        return Parts(*(None if part is None else [part[at] for at in indexes] for part in self))  # type: ignore[arg-type]
+        payloads, keys, headers = self.payloads, self.keys, self.headers
+        return Parts(
+            [payloads[at] for at in indexes],
+            None if keys is None else [keys[at] for at in indexes],
+            None if headers is None else [headers[at] for at in indexes],
+        )
 
 
 def encode_parts(records: Sequence[NewRecord]) -> Parts:
@@ -373,7 +379,7 @@ def batch_of(
     compress: int = 0,
 ) -> Batch:
     """A batch of records that are encoded already. Errors and `compress` as `encode_batch`."""
-    payloads, keys, headers = parts
+    payloads, keys, headers = parts.payloads, parts.keys, parts.headers
     count = len(payloads)
     _check_count(count)
     column = f">{count}I"
@@ -474,7 +480,8 @@ def cut_batch(batch: Batch, first: int, count: int) -> Batch:
             code=Code.BATCH_TOO_LARGE,
         )
     return Batch(
-        header._replace(
+        msgspec.structs.replace(
+            header,
             flags=flags,
             base_offset=header.base_offset + first,
             base_sequence=header.base_sequence + first,
@@ -500,7 +507,7 @@ _record: Final = partial(tuple.__new__, Record)
 """Record._make without its check of the length: of what a consumer does per record, most was making the tuple."""
 
 
-class Columns(NamedTuple):
+class Columns(msgspec.Struct, frozen=True, gc=False):
     """A body taken apart: where its entries end, each within its blob. None where no record has such an entry.
 
     An empty key is no key; empty headers are none. The blobs are views, which keep the batch in memory.

@@ -30,6 +30,8 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self, TypeVar
 
+import msgspec
+
 from felix.batch import Record, decode_batch, decode_header, decode_records
 from felix.connection import RegionConnection
 from felix.consumer_acks import Acknowledgements, is_lost
@@ -148,7 +150,7 @@ def _malformed(error: RequestError) -> ProtocolError:
     )
 
 
-class _Item(NamedTuple):
+class _Item(msgspec.Struct, frozen=True, gc=False):
     """A received batch that waits to be handed out."""
 
     frame_bytes: int

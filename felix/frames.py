@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Final, NamedTuple
 
+import msgspec
+
 from felix.batch import BATCH_BYTES_MAX, RECORDS_MAX
 from felix.errors import Code, ProtocolError
 
@@ -98,7 +100,7 @@ _KINDS: Final = {int(kind): kind for kind in FrameType}
 """Looked up per frame: calling the enumeration costs five times as much."""
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """One whole frame. `body` is a view into what was received; copy what is to be kept."""
 
     type: FrameType
@@ -212,7 +214,7 @@ class Credit(NamedTuple):
         return encode_frame(FrameType.CREDIT, _CREDIT.pack(*self))
 
 
-class AppendedBody(NamedTuple):
+class AppendedBody(msgspec.Struct, frozen=True, gc=False):
     """Acknowledgement of one batch: offset of its first record, the broker's time, credit returned so far.
 
     `offsets`, one per record, where they do not follow each other (deduplication); the frame is then OFFSETS.
@@ -228,7 +230,11 @@ class AppendedBody(NamedTuple):
             head = _OFFSETS.pack(self.append_time_ms, self.credit_limit_bytes)
             column = struct.pack(f">{len(self.offsets)}Q", *self.offsets)
             return encode_frame(FrameType.OFFSETS, head + column, correlation)
-        return encode_frame(FrameType.APPENDED, _APPENDED.pack(*self[:3]), correlation)
+        return encode_frame(
+            FrameType.APPENDED,
+            _APPENDED.pack(self.base_offset, self.append_time_ms, self.credit_limit_bytes),
+            correlation,
+        )
 
 
 def encode_condition(expected_offset: int) -> bytes:

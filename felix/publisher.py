@@ -542,9 +542,9 @@ class Publisher:
         self._pump(now)
 
     def _carry_out(self, ready: Ready) -> None:
-        forget, delivered, given_up, reopen = ready
-        for flight in forget:
+        for flight in ready.forget:
             flight.link.forget(flight.correlation)
+        delivered = ready.delivered
         if delivered is not None:
             if delivered.callers is not None:
                 for waiting, offset in zip(delivered.callers, delivered.offsets, strict=False):
@@ -552,13 +552,13 @@ class Publisher:
                         waiting.set_result(offset)
             if delivered.caller is not None and not delivered.caller.done():
                 delivered.caller.set_result(delivered.receipt)
-        for callers, caller, refusal in given_up:
+        for callers, caller, refusal in ready.given_up:
             for waiting in (*callers, caller):
                 if waiting is not None and not waiting.done():
                     waiting.set_exception(refusal.error)
             if self._on_refused is not None:
                 self._on_refused(refusal)
-        if reopen:
+        if ready.reopen:
             self._reopen()
 
     def pump(self) -> None:

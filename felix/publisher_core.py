@@ -30,6 +30,9 @@ from enum import Enum
 from math import inf
 from typing import Any, Final, Literal, NamedTuple
 
+import msgspec
+from msgspec.structs import replace
+
 from felix.backoff import Backoff, BackoffPolicy
 from felix.batch import (
     BATCH_BYTES_MAX,
@@ -234,8 +237,8 @@ class Accumulator:
         self.next_sequence = 0
         for pending in self.unacknowledged:
             if not pending.done:
-                pending.header = pending.header._replace(
-                    producer_epoch=self.epoch, base_sequence=self.next_sequence
+                pending.header = replace(
+                    pending.header, producer_epoch=self.epoch, base_sequence=self.next_sequence
                 )
                 self.next_sequence += pending.header.records
 
@@ -351,7 +354,7 @@ class GivenUp(NamedTuple):
     refusal: Refusal
 
 
-class Ready(NamedTuple):
+class Ready(msgspec.Struct, frozen=True):
     """What is to be done, in this order; then what `next_batch` gives is to be sent."""
 
     forget: Sequence[Ticket] = ()

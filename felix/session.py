@@ -109,12 +109,12 @@ class Established(NamedTuple):
     challenge: Challenge
 
 
-class Answered(NamedTuple):
+class Answered(msgspec.Struct, frozen=True):
     correlation: int
     answer: Answer
 
 
-class Acknowledged(NamedTuple):
+class Acknowledged(msgspec.Struct, frozen=True, gc=False):
     """One batch is in the log as its stream promises."""
 
     correlation: int

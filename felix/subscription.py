@@ -27,6 +27,8 @@ from datetime import datetime
 from types import TracebackType
 from typing import Final, Literal, NamedTuple, Self
 
+import msgspec
+
 from felix.backoff import Backoff
 from felix.batch import (
     BATCH_BYTES_MAX,
@@ -186,7 +188,7 @@ def _malformed(error: RequestError) -> ProtocolError:
     )
 
 
-class _Item(NamedTuple):
+class _Item(msgspec.Struct, frozen=True):
     """An item that waits for the consumer: a batch with its frame's bytes, or a gap."""
 
     frame_bytes: int

@@ -35,6 +35,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
+from msgspec.structs import replace
 
 from felix.batch import (
     BATCH_BYTES_MAX,
@@ -186,7 +187,8 @@ class BatchSealer:
         )
         body = front + sealed
         return Batch(
-            header._replace(
+            replace(
+                header,
                 flags=header.flags | FLAG_SEALED,
                 key_id=key.key_id,
                 body_length=len(body),
@@ -224,7 +226,8 @@ def open_batch(data_key: DataKey, batch: Batch) -> Batch:
             header, data_key, "its body, its header, or the place it was found in was changed"
         ) from None
     return Batch(
-        header._replace(
+        replace(
+            header,
             flags=header.flags & ~FLAG_SEALED,
             key_id=NO_KEY_ID,
             body_length=len(plain),

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
+from msgspec.structs import replace
+
 from audit.stream_statement import Epoch, StreamStatement, sign_statement
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.frames import FrameType, frame_header
@@ -92,7 +94,7 @@ class SealedReader:
         entries = await shard.read_sealed(offset, max_bytes)
         self.check()
         return [
-            entry._replace(data=b"".join((frame_header(FrameType.BATCH, len(entry.data)), entry.data)))
+            replace(entry, data=b"".join((frame_header(FrameType.BATCH, len(entry.data)), entry.data)))
             for entry in entries
         ]
 

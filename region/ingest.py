@@ -39,6 +39,7 @@ from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
+from msgspec.structs import replace
 
 from audit.crossed import CROSSED_AHEAD, CROSSED_BEHIND_MAX, OffsetSet
 from audit.leaf import (
@@ -201,7 +202,7 @@ def _link_shard(scope: TransferScope) -> LinkShard:
 def _bridged(batch: Batch) -> Batch:
     """The batch under no producer's number, and marked as one whose records' paths were inspected here (`BatchHeader.is_bridged`)."""
     return batch.with_header(
-        batch.header._replace(producer_id=0, producer_epoch=BRIDGED_EPOCH, base_sequence=0)
+        replace(batch.header, producer_id=0, producer_epoch=BRIDGED_EPOCH, base_sequence=0)
     )
 
 
@@ -479,7 +480,7 @@ class IngestStream:
                 f"More than {ENVELOPES_MAX} envelopes without a receipt.", code=Code.CREDIT_EXCEEDED
             )
         self._unanswered += 1
-        self._inbox.append(frame._replace(body=memoryview(bytes(frame.body))))
+        self._inbox.append(replace(frame, body=memoryview(bytes(frame.body))))
         if self._work is None:
             self._work = asyncio.ensure_future(self._deal())
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+import msgspec
+
 import felix
 from felix.batch import NewRecord, encode_batch
 from felix.errors import FelixError
@@ -84,7 +86,7 @@ class RawPeer:
     def stream_data(self, stream_id: int, data: bytes, end: bool) -> None:
         decoder = self._decoders.setdefault(stream_id, FrameDecoder())
         for frame in decoder.feed(data):
-            kept = frame._replace(body=memoryview(bytes(frame.body)))
+            kept = msgspec.structs.replace(frame, body=memoryview(bytes(frame.body)))
             self.frames.setdefault(stream_id, []).append(kept)
         if stream_id == self.control and self._session is not None and self.established is None:
             try:

@@ -12,7 +12,8 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
+from msgspec.structs import replace
 
 from felix.batch import BATCH_BYTES_MAX, FLAG_SEALED, NO_KEY_ID, Batch, BatchHeader, body_checksum
 from felix.errors import Code, FelixError, OffsetMismatchError, RequestError
@@ -23,7 +24,7 @@ from region.log.producers import Decision, ProducerTable, Remembered, Verdict, r
 from region.log.segment import ShardIdentity
 
 
-class Appended(NamedTuple):
+class Appended(msgspec.Struct, frozen=True, gc=False):
     """Where a batch stands. For a repeated one, where its first copy does.
 
     `offsets`, one per record, where deduplication left some out, so that they do not follow each other.
@@ -35,7 +36,7 @@ class Appended(NamedTuple):
     offsets: tuple[int, ...] = ()
 
 
-class Admitted(NamedTuple):
+class Admitted(msgspec.Struct, frozen=True):
     """`batch` goes into the log as it is here, where the log ends. `left_out`: records that their ids say are there already."""
 
     batch: Batch
@@ -43,7 +44,7 @@ class Admitted(NamedTuple):
     left_out: int = 0
 
 
-class Repeated(NamedTuple):
+class Repeated(msgspec.Struct, frozen=True):
     """All of it is in the log, or on its way there. `by_ids`: so say its records' ids, not the producer's sequence."""
 
     answer: Appended
@@ -143,7 +144,8 @@ class Admission:
                     if found is not None
                 )
             )
-        numbered = header._replace(
+        numbered = replace(
+            header,
             shard=self.identity.shard,
             base_offset=log_end,
             append_time_ms=now_ms,

@@ -29,6 +29,8 @@ from dataclasses import dataclass, field, replace
 from operator import is_
 from typing import Final, NamedTuple, Protocol
 
+import msgspec
+
 from felix.batch import Batch
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from region.log.admission import Admission, Admitted, Appended, Repeated, misfit
@@ -84,8 +86,7 @@ class Alone:
         return True
 
 
-@dataclass(slots=True)
-class Pending:
+class Pending(msgspec.Struct, eq=False):
     """An append on its way. Without batch and annotation it frees its slot, or only waits for those before it (a repeated batch).
 
     `entry` is what readers will get of the batch; who writes it fills it in.
@@ -113,7 +114,7 @@ class Pending:
 # -- events --------------------------------------------------------------------------------------------
 
 
-class Append(NamedTuple):
+class Append(msgspec.Struct, frozen=True):
     """A batch, an annotation for `slot`, or both in one; see `ShardLog.append_nowait`. `time_ms`: the wall clock. `held`: why the broker
     may not append now."""
 
@@ -241,7 +242,7 @@ Event = (
 )
 
 
-class Ready(NamedTuple):
+class Ready(msgspec.Struct, frozen=True):
     """What is to be done, in this order."""
 
     appended: Batch | None = None
@@ -452,9 +453,9 @@ class LogCore:
             as_it_is=event.as_it_is,
         )
         if type(verdict) is Admitted:
-            batch, answer, left_out = verdict
+            batch, answer = verdict.batch, verdict.answer
             header = batch.header
-            self.counters.repeated_ids += left_out
+            self.counters.repeated_ids += verdict.left_out
             self.last_time_ms = now_ms
             if self.in_memory and not (annotation or self._holds or self._invisible or self._noted):
                 return self._kept_in_memory(batch, header.next_offset, event.done, answer)
@@ -605,7 +606,7 @@ class LogCore:
             self._mark_armed, mark_in_s = True, MARK_SYNC_IDLE_S
         if self.settings.durability.kind == "interval" and not self._sync_armed:
             self._sync_armed, sync_in_s = True, self.settings.durability.interval_ms / 1000
-        return ready._replace(sync_in_s=sync_in_s, mark_in_s=mark_in_s)
+        return msgspec.structs.replace(ready, sync_in_s=sync_in_s, mark_in_s=mark_in_s)
 
     def _keep(self, group: Sequence[Pending], appended: Batch | None = None) -> Ready:
         """These are durable."""

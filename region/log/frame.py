@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+
+import msgspec
 
 from felix.batch import Batch, BatchHeader, body_checksum
-from region.log.segment import NOTE_PIECE_BYTES_MAX, Kind, beside_bytes_max
+from region.log.segment import NOTE_PIECE_BYTES_MAX, Kind, SegmentEntry, beside_bytes_max
 
 
 class Place(IntEnum):
@@ -18,7 +19,7 @@ class Place(IntEnum):
     LATER = 2
 
 
-class Frame(NamedTuple):
+class Frame(msgspec.Struct, frozen=True, gc=False):
     """What `write` puts into the file as one entry, and what is the same on every copy of a log. The batch, if any, is sealed and
     carries its final header.
 
@@ -41,6 +42,16 @@ class Frame(NamedTuple):
             return Kind.NOTE
         return Kind.POSITION if self.batch is None else Kind.BATCH
 
+    def stands_as(self, other: Frame | SegmentEntry) -> bool:
+        """Whether `other` is at the same place, of the same epoch, and has the same beside its batch."""
+        return (
+            self.base_offset == other.base_offset
+            and self.leader_epoch == other.leader_epoch
+            and self.slot == other.slot
+            and self.annotation == other.annotation
+            and self.is_note == other.is_note
+        )
+
 
 def note_pieces(data: bytes) -> int:
     """In how many entries a note stands."""
@@ -55,7 +66,7 @@ def note_frames(data: bytes, base_offset: int, leader_epoch: int) -> list[Frame]
     ]
 
 
-class SealedBatch(NamedTuple):
+class SealedBatch(msgspec.Struct, frozen=True, gc=False):
     """A batch as it stands on disk; `data` is header and body."""
 
     header: BatchHeader

@@ -18,7 +18,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterator
 from enum import Enum
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -45,7 +45,7 @@ class Verdict(Enum):
     FENCED = "fenced"
 
 
-class Remembered(NamedTuple):
+class Remembered(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """A batch that was appended; sequences and offsets in records, time in ms."""
 
     epoch: int
@@ -55,7 +55,7 @@ class Remembered(NamedTuple):
     append_time_ms: int
 
 
-class Decision(NamedTuple):
+class Decision(msgspec.Struct, frozen=True, gc=False):
     """The verdict; with DUPLICATE the first append, with the others what was expected (0 for a new producer)."""
 
     verdict: Verdict
@@ -73,7 +73,7 @@ class _History:
     __slots__ = ("_packed", "last")
 
     def __init__(self, first: Remembered) -> None:
-        self._packed = array("q", first)
+        self._packed = array("q", _packed(first))
         self.last = first
         """The newest."""
 
@@ -85,7 +85,7 @@ class _History:
         return (Remembered(*packed[at : at + _FIELDS]) for at in range(0, len(packed), _FIELDS))
 
     def append(self, batch: Remembered) -> None:
-        self._packed.extend(batch)
+        self._packed.extend(_packed(batch))
         self.last = batch
 
     def trim(self, settled: int) -> None:
@@ -110,8 +110,18 @@ class _History:
         return [batch for batch in self if batch.base_offset < offset][-BATCHES_REMEMBERED:]
 
 
-_FIELDS: Final = len(Remembered._fields)
-_BASE_OFFSET: Final = Remembered._fields.index("base_offset")
+_FIELDS: Final = len(Remembered.__struct_fields__)
+_BASE_OFFSET: Final = Remembered.__struct_fields__.index("base_offset")
+
+
+def _packed(batch: Remembered) -> tuple[int, ...]:
+    return (
+        batch.epoch,
+        batch.base_sequence,
+        batch.next_sequence,
+        batch.base_offset,
+        batch.append_time_ms,
+    )
 
 
 class _Snapshot(msgspec.Struct, array_like=True):

@@ -11,7 +11,9 @@ amortised, seeking O(log n). Used by one thread, the event loop's.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from region.log.ring_pool import RingPool
 
@@ -23,7 +25,7 @@ ENTRY_OVERHEAD_BYTES: Final = 224
 """Of memory for an entry beside its data: the tuple, its numbers, the head of the bytes, a place in two lists."""
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """A readable batch: offsets in records, time in ms, `data` as it is sent to a subscriber."""
 
     base_offset: int

@@ -302,9 +302,7 @@ class SegmentRepair:
         for position, frame in placed.items():
             old, batch = readable.get(position), frame.batch
             header = batch.header if batch else None
-            if old is not None and frame[1:6] != (
-                old.base_offset, old.leader_epoch, old.slot, old.annotation, old.is_note,
-            ):  # fmt: skip
+            if old is not None and not frame.stands_as(old):
                 raise self._other(f"what stands at offset {frame.base_offset} is not what was written here")
             if batch is None or header is None:
                 if old is not None and old.header is not None:

@@ -614,28 +614,28 @@ class ShardLog:
 
     def _carry_out(self, ready: Ready, event: core.Event) -> None:
         """In the order of `Ready`."""
-        appended, write, readable, rolled_back, answers, sync_in_s, mark_in_s, sync, sync_mark = ready
-        if appended is not None and self.observer is not None:
-            self.observer.appended(appended)
-        if write is not None:
-            self._hand_over(write)
+        observer, readable = self.observer, ready.readable
+        if observer is not None and ready.appended is not None:
+            observer.appended(ready.appended)
+        if ready.write is not None:
+            self._hand_over(ready.write)
         for entry in readable:
             self._ring.append(entry)
-        if rolled_back is not None and self.observer is not None:
-            self.observer.rolled_back(*rolled_back)
-        for done, result in answers:
+        if observer is not None and ready.rolled_back is not None:
+            observer.rolled_back(*ready.rolled_back)
+        for done, result in ready.answers:
             try:
                 done(result)
             except Exception as error:
                 # One caller's mistake must not keep the others of its group waiting.
                 self._report("The receiver of an append's answer failed", error)
-        if sync_in_s is not None:
-            self._sync_timer = self._loop.call_later(sync_in_s, self._happened, core.SyncDue())
-        if mark_in_s is not None:
-            self._mark_timer = self._loop.call_later(mark_in_s, self._happened, core.MarkDue())
-        if sync:
+        if ready.sync_in_s is not None:
+            self._sync_timer = self._loop.call_later(ready.sync_in_s, self._happened, core.SyncDue())
+        if ready.mark_in_s is not None:
+            self._mark_timer = self._loop.call_later(ready.mark_in_s, self._happened, core.MarkDue())
+        if ready.sync:
             self._sync_soon()
-        if sync_mark and self._disk is not None:
+        if ready.sync_mark and self._disk is not None:
             self._submit(self._disk.sync_mark)
         if readable:
             if type(event) is core.Written:

@@ -335,7 +335,7 @@ class ReplicaDisk:
         if not entries:
             return entries
         place = Place.FIRST if self.log.begins_segment(begin) else Place.LATER
-        return (entries[0]._replace(place=place), *entries[1:])
+        return (msgspec.structs.replace(entries[0], place=place), *entries[1:])
 
     def read_placed(self, begin: LogPoint, size: int, end: LogPoint, beside: int = 0) -> tuple[Frame, ...]:
         """As `read`, for another copy. Each frame counts `beside` bytes more than it has."""

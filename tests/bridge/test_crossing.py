@@ -7,6 +7,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from departures import DAY, terms
 from hypothesis import given, settings
@@ -102,7 +103,9 @@ def data_key() -> DataKey:
 
 
 def sealed(batch: Batch, base: int = 100) -> bytes:
-    header = batch.header._replace(base_offset=base, append_time_ms=APPENDED_MS, leader_epoch=3)
+    header = msgspec.structs.replace(
+        batch.header, base_offset=base, append_time_ms=APPENDED_MS, leader_epoch=3
+    )
     return BatchSealer(data_key()).seal(batch.with_header(header)).encode()
 
 
@@ -118,7 +121,7 @@ def opened(records: list[NewRecord], *, bridged: bool = False) -> OpenedBatch:
     """`bridged`: a bridge brought them to the source."""
     batch = encode_batch(records)
     if bridged:
-        batch = batch.with_header(batch.header._replace(producer_epoch=BRIDGED_EPOCH))
+        batch = batch.with_header(msgspec.structs.replace(batch.header, producer_epoch=BRIDGED_EPOCH))
     return open_sealed(sealed(batch), data_key())
 
 
@@ -276,7 +279,7 @@ def test_where_nothing_crosses_an_empty_envelope_moves_the_position() -> None:
 def test_a_batch_whose_body_is_no_list_of_records_is_withheld_as_a_whole() -> None:
     batch = encode_batch([NewRecord(departure(number)) for number in range(3)])
     body = b"\xff" * len(batch.body)
-    broken = Batch(batch.header._replace(body_checksum=body_checksum(body)), body)
+    broken = Batch(msgspec.structs.replace(batch.header, body_checksum=body_checksum(body)), body)
     way = route()
     found = seal_ranges(sort_records(open_sealed(sealed(broken), data_key()), way), way)
     leaves = [leaf for each in found for leaf in leaves_of(each, way)]
@@ -296,7 +299,7 @@ def replace_body_byte(data: bytes) -> bytes:
     batch = decode_batch(data)
     body = bytearray(batch.body)
     body[20] ^= 1
-    header = batch.header._replace(body_checksum=body_checksum(bytes(body)))
+    header = msgspec.structs.replace(batch.header, body_checksum=body_checksum(bytes(body)))
     return Batch(header, bytes(body)).encode()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from felix.batch import NewRecord, encode_batch
 from region.cache.records import Change, Reason, decode_changes, encode_changes
@@ -45,7 +46,7 @@ def test_records_of_others_count_by_key_headers_and_the_caches_ttl() -> None:
             NewRecord(b"6", b"f", {"other": b"x"}),
         ]
     )
-    batch = batch.with_header(batch.header._replace(append_time_ms=1_000, base_offset=10))
+    batch = batch.with_header(replace(batch.header, append_time_ms=1_000, base_offset=10))
     assert decode_changes(batch, 500) == [
         (10, Change(b"a", b"1", 1_500, Reason.PUT)),
         (12, Change(b"b", b"2", 0, Reason.PUT)),

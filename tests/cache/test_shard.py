@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from log.building import FailingFiles, serving, until
+from msgspec.structs import replace
 
 from felix.batch import Batch, NewRecord, body_checksum, encode_batch
 from felix.cache_messages import DEFAULT_TTL
@@ -218,7 +219,7 @@ async def test_an_operation_is_carried_out_once_however_often_it_is_asked_for(
 async def test_a_batch_that_is_none_inside_does_nothing(tmp_path: Path) -> None:
     good = published(b"a", b"1")
     body = b"\xff" * len(good.body)
-    broken = Batch(good.header._replace(body_checksum=body_checksum(body)), body)
+    broken = Batch(replace(good.header, body_checksum=body_checksum(body)), body)
     async with holding(tmp_path) as held:
         await held.shard.log.append(broken)
         version = await held.put(b"a", b"2")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from cli import bench
@@ -40,7 +41,7 @@ def delivered() -> list[Batch]:
         made = Made(0, number * RECORDS, RECORDS, 1_000 + number)
         payloads = payloads_of(made, fillers(PAYLOAD_BYTES))
         batch = encode_batch([NewRecord(payload) for payload in payloads])
-        batch = batch.with_header(batch.header._replace(base_offset=made.first))
+        batch = batch.with_header(replace(batch.header, base_offset=made.first))
         found.append(decode_batch(batch.encode()))
     return found
 
@@ -101,7 +102,7 @@ def test_a_changed_payload_is_found_where_all_checksums_of_the_batch_hold() -> N
     payloads = payloads_of(Made(0, 10, RECORDS, 1_002), fillers(PAYLOAD_BYTES))
     payloads[1] = payloads[1][:-1] + bytes([payloads[1][-1] ^ 1])
     forged = encode_batch([NewRecord(payload) for payload in payloads])
-    batches[2] = decode_batch(forged.with_header(forged.header._replace(base_offset=10)).encode())
+    batches[2] = decode_batch(forged.with_header(replace(forged.header, base_offset=10)).encode())
     account = account_of(batches)
     assert not account.is_lossless
     assert account.damaged == 1
@@ -111,7 +112,7 @@ def test_a_changed_time_is_found_by_the_checksum() -> None:
     batches = delivered()
     payloads = payloads_of(Made(0, 10, RECORDS, 7), fillers(PAYLOAD_BYTES))
     forged = encode_batch([NewRecord(payload) for payload in payloads])
-    batches[2] = decode_batch(forged.with_header(forged.header._replace(base_offset=10)).encode())
+    batches[2] = decode_batch(forged.with_header(replace(forged.header, base_offset=10)).encode())
     account = account_of(batches)
     assert not account.is_lossless
     assert not account.checksums_agree
@@ -119,7 +120,7 @@ def test_a_changed_time_is_found_by_the_checksum() -> None:
 
 def test_a_wrong_offset_is_found() -> None:
     batches = delivered()
-    batches[7] = batches[7].with_header(batches[7].header._replace(base_offset=36))
+    batches[7] = batches[7].with_header(replace(batches[7].header, base_offset=36))
     account = account_of(batches)
     assert not account.is_lossless
     assert account.misplaced == RECORDS

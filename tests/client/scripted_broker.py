@@ -13,6 +13,8 @@ from functools import cache
 from random import Random
 from typing import Any
 
+from msgspec.structs import replace
+
 from felix.batch import BATCH_BYTES_MAX, Batch, NewRecord, decode_batch, decode_records, encode_batch
 from felix.correlations import CORRELATION_MAX
 from felix.errors import Code, FelixError, RequestError, UnavailableError
@@ -158,7 +160,7 @@ class Shard:
             self.producers[header.producer_id] = (header.producer_epoch, known)
         offset = self.end
         self.batches.append(
-            batch.with_header(header._replace(base_offset=offset, append_time_ms=NOW_MS + len(self.batches)))
+            batch.with_header(replace(header, base_offset=offset, append_time_ms=NOW_MS + len(self.batches)))
         )
         return offset
 

@@ -16,6 +16,7 @@ import msgspec
 import pytest
 from etcd_process import EtcdProcess, etcd
 from long_runs import count
+from msgspec.structs import replace
 from region_peer import until
 
 from felix.batch import Batch, NewRecord, encode_batch
@@ -150,7 +151,7 @@ async def brokers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 
 def batch(payload: bytes, *, offset: int = 0, shard: int = 0, epoch: int = 1) -> Batch:
     made = encode_batch([NewRecord(payload)], shard=shard)
-    return made.with_header(made.header._replace(base_offset=offset, leader_epoch=epoch))
+    return made.with_header(replace(made.header, base_offset=offset, leader_epoch=epoch))
 
 
 def seal_of(keys: StreamKeys, shard: int = 0, name: StreamName = ORDERS, life: bytes = LIFE) -> KeyringSeal:
@@ -461,9 +462,9 @@ async def test_a_key_of_another_stream_does_not_stand_in(brokers: Brokers) -> No
     header = sealed.header
     for seal, moved in (
         (seal_of(keys, name=CARDS, life=OTHER_LIFE), sealed),
-        (seal_of(keys, 1), sealed.with_header(header._replace(shard=1))),
-        (seal_of(keys), sealed.with_header(header._replace(leader_epoch=2))),
-        (seal_of(keys), sealed.with_header(header._replace(base_offset=1))),
+        (seal_of(keys, 1), sealed.with_header(replace(header, shard=1))),
+        (seal_of(keys), sealed.with_header(replace(header, leader_epoch=2))),
+        (seal_of(keys), sealed.with_header(replace(header, base_offset=1))),
     ):
         with pytest.raises(TamperError):
             seal.open_batch(moved)
@@ -556,7 +557,7 @@ async def test_what_a_broker_sealed_with_a_keyring_of_its_own_stays_readable_and
         assert seal_of(other).open_batch(after) == batch(b"new")
         assert seal_of(other).open_batch(before) == batch(b"old")
         # It is what the batch says: of this shard and this epoch.
-        moved = before.with_header(before.header._replace(leader_epoch=2))
+        moved = before.with_header(replace(before.header, leader_epoch=2))
         with pytest.raises(TamperError):
             seal_of(other).open_batch(moved)
         await brokers.stop()

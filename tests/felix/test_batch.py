@@ -8,6 +8,7 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from long_runs import count
+from msgspec.structs import replace
 
 from felix.batch import (
     BATCH_BYTES_MAX,
@@ -42,7 +43,7 @@ def test_records_come_back_as_they_were_given(records: list[NewRecord], compress
     sent = encode_batch(
         records, shard=shard, producer_id=7, producer_epoch=1, base_sequence=99, compress=compress
     )
-    stamped = sent.with_header(sent.header._replace(base_offset=1000, append_time_ms=1_700_000_000_000))
+    stamped = sent.with_header(replace(sent.header, base_offset=1000, append_time_ms=1_700_000_000_000))
     batch = decode_batch(stamped.encode())
     assert batch.header == stamped.header
     assert batch.header.next_offset == 1000 + len(records)
@@ -134,7 +135,7 @@ def test_nothing_stands_behind_a_compressed_frame(compress: int) -> None:
     frame = bytes(batch.body)
     for behind in (b"\0", b"x" * 50_000, frame, zstandard.ZstdCompressor().compress(b"")):
         body = frame + behind
-        header = batch.header._replace(body_length=len(body), body_checksum=body_checksum(body))
+        header = replace(batch.header, body_length=len(body), body_checksum=body_checksum(body))
         found = decode_batch(Batch(header, body).encode())
         for decode in (decode_records, decode_payloads, decode_parts):
             with pytest.raises(RequestError, match=r"zstd|length"):

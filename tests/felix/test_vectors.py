@@ -7,6 +7,7 @@ import pytest
 
 from felix.batch import NewRecord, decode_batch, decode_records, encode_batch
 from felix.frames import (
+    AppendedBody,
     FrameDecoder,
     FrameType,
     decode_appended,
@@ -65,10 +66,10 @@ def test_frames() -> None:
     assert frames["ping"].type is FrameType.PING
     assert decode_credit(frames["credit"].body) == (3, 1_048_588)
     assert frames["appended"].correlation == 258
-    assert decode_appended(frames["appended"].body) == (4242, 1_767_225_600_000, 8_388_608, ())
+    assert decode_appended(frames["appended"].body) == AppendedBody(4242, 1_767_225_600_000, 8_388_608)
     assert decode_gap(frames["gap"].body) == (1, 1, 10, 20)
     each = decode_offsets(frames["offsets"].body)
-    assert each == (4242, 1_767_225_600_000, 8_388_608, (4242, 17, 4243))
+    assert each == AppendedBody(4242, 1_767_225_600_000, 8_388_608, (4242, 17, 4243))
     assert each.encode(10).hex() == VECTORS["frames"]["offsets"]
     expected, batch = decode_condition(frames["conditional"].body)
     assert (expected, batch.hex()) == (4242, VECTORS["batches"][0]["hex"])

@@ -6,6 +6,7 @@ import os
 import threading
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,7 +47,9 @@ def data_key(**changes: object) -> DataKey:
 def plain_batch(payloads: list[bytes], shard: int = 3, epoch: int = 7, base_offset: int = 40) -> Batch:
     batch = encode_batch([NewRecord(p, b"k") for p in payloads], shard=shard, producer_id=5, base_sequence=9)
     return batch.with_header(
-        batch.header._replace(base_offset=base_offset, append_time_ms=1_700_000_000_000, leader_epoch=epoch)
+        msgspec.structs.replace(
+            batch.header, base_offset=base_offset, append_time_ms=1_700_000_000_000, leader_epoch=epoch
+        )
     )
 
 
@@ -79,7 +82,7 @@ def test_any_changed_byte_of_the_body_is_refused_even_with_a_new_checksum() -> N
     body = bytes(sealed.body)
     for at in range(len(body)):
         changed = body[:at] + bytes([body[at] ^ 0x01]) + body[at + 1 :]
-        header = sealed.header._replace(body_checksum=body_checksum(changed))
+        header = msgspec.structs.replace(sealed.header, body_checksum=body_checksum(changed))
         with pytest.raises(TamperError, match=r"shard 3, offsets 40 to 41, epoch 7") as caught:
             open_batch(data_key(), Batch(header, changed))
         assert caught.value.code is Code.TAMPERED
@@ -102,7 +105,7 @@ def test_any_changed_byte_as_it_stands_on_disk_is_refused() -> None:
 )  # fmt: skip
 def test_any_changed_field_of_the_header_is_refused_even_with_a_new_checksum(field: str) -> None:
     sealed = BatchSealer(data_key()).seal(plain_batch([b"payload", b"another"]))
-    header = sealed.header._replace(**{field: getattr(sealed.header, field) + 1})
+    header = msgspec.structs.replace(sealed.header, **{field: getattr(sealed.header, field) + 1})
     reread = decode_header(header.encode())
     with pytest.raises(TamperError):
         open_batch(data_key(), Batch(reread, sealed.body))
@@ -127,7 +130,9 @@ def test_a_key_of_anything_else_does_not_open_it(changes: dict[str, object]) -> 
     with pytest.raises(TamperError):
         open_batch(other, sealed)
     # Not even where somebody rewrote the header to fit that key.
-    header = sealed.header._replace(key_id=other.key_id, shard=other.shard, leader_epoch=other.epoch)
+    header = msgspec.structs.replace(
+        sealed.header, key_id=other.key_id, shard=other.shard, leader_epoch=other.epoch
+    )
     with pytest.raises(TamperError):
         open_batch(other, Batch(header, sealed.body))
 
@@ -225,7 +230,7 @@ def test_a_truncated_sealed_body_is_refused() -> None:
     sealed = BatchSealer(data_key()).seal(plain_batch([b"payload"]))
     for length in range(len(sealed.body)):
         body = bytes(sealed.body[:length])
-        header = sealed.header._replace(body_length=length, body_checksum=body_checksum(body))
+        header = msgspec.structs.replace(sealed.header, body_length=length, body_checksum=body_checksum(body))
         with pytest.raises(TamperError):
             open_batch(data_key(), Batch(header, body))
     assert HEADER_BYTES == 96

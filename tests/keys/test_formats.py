@@ -7,6 +7,7 @@ import hmac
 import struct
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESGCMSIV
+from msgspec.structs import replace
 
 from felix.batch import NewRecord, encode_batch
 from felix.names import SpiffeId, StreamName
@@ -41,7 +42,7 @@ def test_a_sealed_batch_reads_as_documented() -> None:
     key_id = new_key_id("us-east", KeyKind.DATA, b"r" * 11)
     key = DataKey(key_id, "us-east", StreamName.parse("a/b/c"), LIFE, 2, 5, SECRET)
     batch = encode_batch([NewRecord(b"payload")], shard=2, producer_id=3, producer_epoch=4, base_sequence=6)
-    batch = batch.with_header(batch.header._replace(base_offset=7, append_time_ms=8, leader_epoch=5))
+    batch = batch.with_header(replace(batch.header, base_offset=7, append_time_ms=8, leader_epoch=5))
     sealer = BatchSealer(key)
     sealer.seal(batch)
     body = bytes(sealer.seal(batch).body)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from felix.batch import NewRecord, encode_batch
@@ -31,7 +32,7 @@ SCOPE = scope_of(KEY, grant_id="g-1", terms_hash=b"t" * 32, bridge=BRIDGE)
 
 def test_the_bridge_opens_what_the_broker_sealed_and_seals_nothing_itself() -> None:
     batch = encode_batch([NewRecord(b"payload")])
-    batch = batch.with_header(batch.header._replace(leader_epoch=2))
+    batch = batch.with_header(msgspec.structs.replace(batch.header, leader_epoch=2))
     sealed_batch = BatchSealer(replace(KEY)).seal(batch)
     key = open_data_key(seal_data_key(KEY, SCOPE, PAIR.public), SCOPE, PAIR)
     assert key == KEY

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from runtimes import with_wall
 
 from felix import files
@@ -55,7 +56,7 @@ def ring(folder: Path, clock: Clock) -> Iterator[Keyring]:
 
 def batch(payload: bytes = b"payload", base_offset: int = 0, shard: int = 0, epoch: int = 1) -> Batch:
     made = encode_batch([NewRecord(payload)], shard=shard)
-    return made.with_header(made.header._replace(base_offset=base_offset, leader_epoch=epoch))
+    return made.with_header(replace(made.header, base_offset=base_offset, leader_epoch=epoch))
 
 
 def reopened(folder: Path) -> Keyring:

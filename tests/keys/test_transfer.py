@@ -6,6 +6,7 @@ import struct
 from dataclasses import replace
 from functools import cache
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -290,7 +291,7 @@ def test_ranges_and_offsets_that_do_not_fit_are_not_sealed(last: int, offsets: l
 
 def test_a_batch_that_is_still_sealed_for_its_source_does_not_cross() -> None:
     batch = encode_batch([NewRecord(b"1")])
-    batch = batch.with_header(batch.header._replace(flags=FLAG_SEALED))
+    batch = batch.with_header(msgspec.structs.replace(batch.header, flags=FLAG_SEALED))
     with pytest.raises(EnvelopeError, match="still sealed"):
         seal_envelope(KEY, agent(), base_offset=0, last_offset=0, batch=batch, source_offsets=[0])
 

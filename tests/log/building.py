@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from felix.batch import (
     TOMBSTONE_HEADER,
     Batch,
@@ -45,8 +47,12 @@ def batch_of(*payloads: bytes, producer: int = 0, epoch: int = 0, sequence: int 
 
 
 def placed(batch: Batch, base_offset: int, time_ms: int = 1_000, epoch: int = 0) -> Batch:
-    header = batch.header._replace(
-        shard=IDENTITY.shard, base_offset=base_offset, append_time_ms=time_ms, leader_epoch=epoch
+    header = replace(
+        batch.header,
+        shard=IDENTITY.shard,
+        base_offset=base_offset,
+        append_time_ms=time_ms,
+        leader_epoch=epoch,
     )
     return Batch(header, batch.body)
 
@@ -54,7 +60,7 @@ def placed(batch: Batch, base_offset: int, time_ms: int = 1_000, epoch: int = 0)
 def masked(batch: Batch) -> Batch:
     """A stand-in for a seal that is its own inverse: other bytes of the same length, other checksum."""
     body = bytes(byte ^ 0x5A for byte in batch.body)
-    return Batch(batch.header._replace(body_checksum=body_checksum(body)), body)
+    return Batch(replace(batch.header, body_checksum=body_checksum(body)), body)
 
 
 def payloads_of(entries: Sequence[Entry], start: int = 0) -> list[bytes]:

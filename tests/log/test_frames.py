@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 
+import msgspec
 import pytest
 from log.building import (
     IDENTITY,
@@ -65,7 +66,7 @@ def frames_of(log: DiskLog, point: LogPoint | None = None) -> list[tuple[LogPoin
         for frame in frames:
             at = after(at, frame)
             batch = frame.batch and Batch(frame.batch.header, bytes(frame.batch.body))
-            found.append((at, frame._replace(batch=batch)))
+            found.append((at, msgspec.structs.replace(frame, batch=batch)))
     assert at == log.end_point
     return found
 
@@ -394,12 +395,12 @@ def test_frames_are_taken_only_where_the_log_ends_and_of_no_older_leader(tmp_pat
     assert second.batch is not None
     torn = Batch(second.batch.header, second.batch.body[:-1])
     for wrong in (
-        second._replace(base_offset=2),
-        second._replace(batch=torn),
-        second._replace(leader_epoch=3),
-        second._replace(annotation=bytes(1_025)),
+        msgspec.structs.replace(second, base_offset=2),
+        msgspec.structs.replace(second, batch=torn),
+        msgspec.structs.replace(second, leader_epoch=3),
+        msgspec.structs.replace(second, annotation=bytes(1_025)),
         Frame(None, 1, 2, annotation=bytes(60_001), is_note=True),
-        Frame(Batch(second.batch.header._replace(shard=9), second.batch.body), 1, 2),
+        Frame(Batch(msgspec.structs.replace(second.batch.header, shard=9), second.batch.body), 1, 2),
     ):
         assert refused(end, wrong) is Code.BATCH_MALFORMED
     log.write_frames(end, [second], 1_000)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from felix.batch import Batch, NewRecord, encode_batch
 from felix.errors import UnavailableError
@@ -43,7 +44,7 @@ class Counted(DiskFiles):
 
 def frame_at(offset: int) -> Frame:
     batch = encode_batch([NewRecord(b"%d" % offset)])
-    header = batch.header._replace(base_offset=offset, leader_epoch=EPOCH, shard=0)
+    header = replace(batch.header, base_offset=offset, leader_epoch=EPOCH, shard=0)
     return Frame(Batch(header, batch.body), offset, EPOCH)
 
 

@@ -7,6 +7,7 @@ from random import Random
 
 import pytest
 from long_runs import count
+from msgspec.structs import replace
 from replication.sealed import IDENTITY, entry, position
 
 from felix.batch import Batch, body_checksum
@@ -110,7 +111,7 @@ def frames_of(log: DiskLog, begin: LogPoint, end: LogPoint) -> list[Frame]:
     while begin < end:
         for frame in log.read_frames(begin, 1 << 20, end):
             whole = frame.batch and Batch(frame.batch.header, bytes(frame.batch.body))
-            found.append(frame._replace(batch=whole))
+            found.append(replace(frame, batch=whole))
             begin = (
                 LogPoint(frame.batch.header.next_offset)
                 if frame.batch
@@ -169,10 +170,10 @@ def test_frames_that_are_not_those_that_were_written_are_refused_and_nothing_is_
 def forged(frame: Frame) -> Frame:
     """Another frame that takes as many bytes, and holds: its checksums are its own."""
     if frame.batch is None:
-        return frame._replace(slot=frame.slot + 1)
+        return replace(frame, slot=frame.slot + 1)
     header, body = frame.batch.header, bytes(frame.batch.body)
     body = body[:-1] + bytes([body[-1] ^ 1])
-    return frame._replace(batch=Batch(header._replace(body_checksum=body_checksum(body)), body))
+    return replace(frame, batch=Batch(replace(header, body_checksum=body_checksum(body)), body))
 
 
 def refuses(

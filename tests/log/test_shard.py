@@ -23,6 +23,7 @@ from log.building import (
     serving,
     until,
 )
+from msgspec.structs import replace
 from runtimes import with_wall
 
 from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader, body_checksum
@@ -290,7 +291,7 @@ async def test_batches_that_cannot_be_kept_are_refused(tmp_path: Path) -> None:
             await shard.append(batch_of(b"x"), annotation=bytes(ANNOTATION_BYTES_MAX + 1))
         sealed = batch_of(b"x")
         with pytest.raises(RequestError):
-            await shard.append(sealed.with_header(sealed.header._replace(flags=2)))
+            await shard.append(sealed.with_header(replace(sealed.header, flags=2)))
         await asyncio.gather(
             *(shard.append(None, annotation=b"at", slot=slot) for slot in range(ANNOTATION_SLOTS_MAX))
         )
@@ -307,7 +308,7 @@ async def test_body_that_does_not_fit_its_header_never_reaches_the_log(tmp_path:
     good = batch_of(b"payload")
     other = Batch(good.header, bytes(len(good.body)))
     shorter = Batch(good.header, good.body[:-1])
-    empty = Batch(good.header._replace(body_length=0, body_checksum=body_checksum(b"")), b"")
+    empty = Batch(replace(good.header, body_length=0, body_checksum=body_checksum(b"")), b"")
     async with serving(tmp_path, ShardSettings(ring_bytes_max=1)) as shard:
         for bad in (other, shorter):
             with pytest.raises(RequestError) as malformed:
@@ -333,7 +334,7 @@ async def test_what_is_sealed_on_disk_is_delivered_plain_hot_and_cold(tmp_path: 
         assert shard.read_hot(0, 1) is None and hot is not None
         for entry, number in ((cold[0], 0), (hot[0], 19)):
             assert entry.data[:3] == b"PFX"
-            assert payloads_of([entry._replace(data=entry.data[3:])]) == [b"secret %d" % number]
+            assert payloads_of([replace(entry, data=entry.data[3:])]) == [b"secret %d" % number]
         sealed = await shard.read_sealed(0, 100_000)
         assert [entry.base_offset for entry in sealed] == list(range(20))
         assert b"secret" not in b"".join(entry.data for entry in sealed)

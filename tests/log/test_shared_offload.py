@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from log.building import IDENTITY, batch_of, open_disk, placed
 from log.test_offload import HOOKS, SMALL, offload, read_all
+from msgspec.structs import replace
 
 from felix.errors import Code, CorruptionError, FelixError, UnavailableError
 from felix.settings import Offload, Retention
@@ -145,7 +146,7 @@ def copied(log: DiskLog, folder: Path) -> DiskLog:
     while (point := other.end_point) < log.end_point:
         frames = log.read_frames(point, FOLLOWERS_READ, log.end_point)
         first = Place.FIRST if log.begins_segment(point) else Place.LATER
-        other.write_frames(point, [frames[0]._replace(place=first), *frames[1:]], 1_000)
+        other.write_frames(point, [replace(frames[0], place=first), *frames[1:]], 1_000)
     other.sync()
     other.shares_offload = True
     return other
@@ -423,7 +424,7 @@ async def test_an_index_of_another_file_that_a_power_cut_left_is_not_gone_by(
     for one in log.segments:
         for frame in log.read_frames(one.base_point, 1 << 20, one.end_point):
             first = Place.FIRST if log.begins_segment(other.end_point) else Place.LATER
-            other.write_frames(other.end_point, [frame._replace(place=first)], 1_000)
+            other.write_frames(other.end_point, [replace(frame, place=first)], 1_000)
     other.sync()
     other.shares_offload = True
     everything = read_all(log)

@@ -20,6 +20,7 @@ from log.building import (
     write_batches,
 )
 from long_runs import count
+from msgspec.structs import replace
 
 from felix.batch import FLAG_SEALED, Batch
 from felix.errors import TamperError
@@ -148,11 +149,11 @@ def test_another_shards_segment_and_times_that_go_back_are_damage(tmp_path: Path
 def test_a_batch_that_cannot_be_opened_is_damage(tmp_path: Path) -> None:
     log = open_disk(tmp_path)
     ready = placed(batch_of(b"sealed, so to say"), 0)
-    log.write([Frame(Batch(ready.header._replace(flags=FLAG_SEALED), ready.body), 0, 0)], 0)
+    log.write([Frame(Batch(replace(ready.header, flags=FLAG_SEALED), ready.body), 0, 0)], 0)
     log.close()
 
     def opens(batch: Batch) -> Batch:
-        return Batch(batch.header._replace(flags=0), batch.body)
+        return Batch(replace(batch.header, flags=0), batch.body)
 
     def fails(batch: Batch) -> Batch:
         raise TamperError("It was changed.")

@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from log.building import IDENTITY, batch_of, masked, open_disk, placed
+from msgspec.structs import astuple
 from typer.testing import CliRunner
 from version_0_1 import SHARDS, lay_out
 
@@ -122,7 +123,7 @@ def test_a_shard_of_version_0_1_is_read_as_that_version_read_it(
     assert read(log) == wanted.records
     assert log.annotations == {slot: note.encode() for slot, note in wanted.annotations.items()}
     assert [tuple(one) for one in found.epochs.starts] == wanted.epochs
-    known = {producer: [tuple(one) for one in batches[-32:]] for producer, batches in found.producers}
+    known = {producer: [astuple(one) for one in batches[-32:]] for producer, batches in found.producers}
     assert known == wanted.producers
     assert (log.compaction.clean_to, log.compaction.tombstones_from) == (
         wanted.clean_to,

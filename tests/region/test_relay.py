@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from msgspec.structs import replace
 from region_peer import until
 
 import felix
@@ -52,7 +53,7 @@ class Session:
 
     def send(self, stream_id: int, data: bytes, *, end: bool = False) -> None:
         self.sent += [
-            frame._replace(body=memoryview(bytes(frame.body))) for frame in self._decoder.feed(data)
+            replace(frame, body=memoryview(bytes(frame.body))) for frame in self._decoder.feed(data)
         ]
 
     def end_role(self, role: object) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from random import Random
 
 from cluster.simulated_brokers import Store
+from msgspec.structs import replace
 
 from felix.batch import Batch, NewRecord, body_checksum, decode_records, encode_batch
 from felix.errors import FelixError, UnavailableError
@@ -87,7 +88,7 @@ def bundle() -> TrustBundle:
 def sealed(batch: Batch) -> Batch:
     """A stand-in for a seal: other bytes, other checksum, and its own inverse."""
     body = bytes(byte ^ 0x5A for byte in batch.body)
-    return Batch(batch.header._replace(body_checksum=body_checksum(body)), body)
+    return Batch(replace(batch.header, body_checksum=body_checksum(body)), body)
 
 
 @dataclass
@@ -522,7 +523,7 @@ def frames_of(disk: ReplicaDisk) -> list[Frame]:
             body = frame.body
             assert isinstance(body, LogFrame)
             whole = body.batch and Batch(body.batch.header, bytes(body.batch.body))
-            found.append(frame._replace(body=body._replace(batch=whole)))
+            found.append(frame._replace(body=replace(body, batch=whole)))
             at = frame.end
     return found
 

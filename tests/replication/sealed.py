@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from felix.batch import Batch, NewRecord, encode_batch
 from region.log.frame import Frame
 from region.log.segment import ShardIdentity
@@ -12,7 +14,7 @@ IDENTITY = ShardIdentity("us-east", "acme/payments/orders", INCARNATION, 0)
 
 def batch(offset: int, epoch: int, records: int = 1, payload: bytes = b"") -> Batch:
     made = encode_batch([NewRecord(payload or f"{offset + at}".encode()) for at in range(records)])
-    header = made.header._replace(base_offset=offset, leader_epoch=epoch, append_time_ms=1_000)
+    header = replace(made.header, base_offset=offset, leader_epoch=epoch, append_time_ms=1_000)
     return Batch(header, made.body)
 
 
@@ -25,7 +27,7 @@ def entry(
 def keyed(offset: int, epoch: int, *keys: bytes) -> Frame:
     """A batch with a record of each key."""
     made = encode_batch([NewRecord(b"%d" % offset + b"." * 60, key) for key in keys])
-    header = made.header._replace(base_offset=offset, leader_epoch=epoch, append_time_ms=1_000)
+    header = replace(made.header, base_offset=offset, leader_epoch=epoch, append_time_ms=1_000)
     return Frame(Batch(header, made.body), offset, epoch)
 
 

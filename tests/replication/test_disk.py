@@ -69,7 +69,7 @@ def frames(log: ReplicaDisk) -> list[Frame]:
             body = frame.body
             assert isinstance(body, LogFrame)
             batch = body.batch and Batch(body.batch.header, bytes(body.batch.body))
-            found.append(frame._replace(body=body._replace(batch=batch)))
+            found.append(frame._replace(body=msgspec.structs.replace(body, batch=batch)))
             at = frame.end
     return found
 

@@ -23,6 +23,7 @@ from felix.storage.memory import MemoryDisk, MemoryFiles
 from region.cluster.records import ShardId
 from region.log.compactor import WorkEndedError
 from region.log.errors import SegmentDamagedError
+from region.log.frame import Frame
 from region.log.point import LogPoint
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
@@ -336,7 +337,7 @@ async def test_copies_that_are_each_damaged_elsewhere_repair_one_another(
         assert asked.repairs.repaired == 1 and not asked.alarms
         read = copies.here.log.read_frames(segment.base_point, 1 << 20, segment.end_point)
         whole = copies.other.log.read_frames(segment.base_point, 1 << 20, segment.end_point)
-        assert [one[1:6] for one in read] == [one[1:6] for one in whole]
+        assert len(read) == len(whole) and all(map(Frame.stands_as, read, whole))
         await asked.repairs.close()
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from long_runs import count
+from msgspec.structs import replace
 from replication.sealed import batch, entry, position
 
 from felix.batch import Batch
@@ -128,7 +129,7 @@ def plain(message: Told) -> Told:
         body = frame.body
         assert isinstance(body, LogFrame)
         whole = body.batch and Batch(body.batch.header, bytes(body.batch.body))
-        frames.append(frame._replace(body=body._replace(batch=whole)))
+        frames.append(frame._replace(body=replace(body, batch=whole)))
     return message._replace(frames=tuple(frames))
 
 

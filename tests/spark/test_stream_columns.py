@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from felix.batch import NewRecord, decode_records, encode_batch
 from felix.errors import RequestError
@@ -40,7 +41,7 @@ RECORDS = st.lists(
 
 def cut(records: list[NewRecord], base: int, first: int, end: int, *, compress: bool = False) -> Cut:
     batch = encode_batch(records, shard=3, compress=compress)
-    header = batch.header._replace(base_offset=base, append_time_ms=1_356_998_401_000)
+    header = replace(batch.header, base_offset=base, append_time_ms=1_356_998_401_000)
     return Cut(batch.with_header(header), first, end)
 
 
