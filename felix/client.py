@@ -642,10 +642,13 @@ class RegionClient:
             found += page.keys
         return found
 
-    async def drain_broker(self, broker: str, *, drain: bool = True) -> None:
+    async def drain_broker(
+        self, broker: str, *, drain: bool = True, partly: bool = False, beside: Sequence[str] = ()
+    ) -> None:
         """Have the copies on one of several brokers moved to others, or no longer. Returns once that is decided; `describe` says how many it
-        still has. Raises RequestError(NOT_FOUND, UNSUPPORTED)."""
-        await self.connection.request(DrainBroker(broker, drain))
+        still has. Where copies have nowhere to go, once those of `beside` are drained as well, nothing is done; with `partly` those copies stay.
+        Raises RequestError(CONFLICT, NOT_FOUND, UNSUPPORTED)."""
+        await self.connection.request(DrainBroker(broker, drain, partly, list(beside)))
 
     async def retire_broker(self, broker: str) -> None:
         """Say that one of several brokers is gone for good. Raises RequestError(NOT_FOUND, CONFLICT) where it is alive or a shard names it."""
@@ -660,10 +663,10 @@ class RegionClient:
             await self.connection.request(RecoverShard(stream, shard, broker, list(lost), powered_off))
         ).note
 
-    async def rebalance(self, *, dry_run: bool = False) -> ShardMoves:
+    async def rebalance(self, *, dry_run: bool = False, since: int = 0) -> ShardMoves:
         """Move copies until each of several brokers has its share; with `dry_run`, only say what would move first. Returns once that is
-        decided. Raises RequestError(UNSUPPORTED)."""
-        return await self.connection.request(RebalanceShards(dry_run))
+        decided. `since`: the `revision` of an earlier answer; `moved` counts from there. Raises RequestError(UNSUPPORTED)."""
+        return await self.connection.request(RebalanceShards(dry_run, since))
 
     async def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""

@@ -429,10 +429,13 @@ class KeyPage(Message, frozen=True, tag="key_page"):
 
 
 class DrainBroker(Request["Done"], frozen=True, tag="drain_broker"):
-    """Has the copies of one of several brokers moved to others, and places nothing more there; with `drain` false, no longer."""
+    """Has the copies of one of several brokers moved to others, and places nothing more there; with `drain` false, no longer. Refused with CONFLICT where copies
+    would have nowhere to go once the brokers of `beside` are drained, too; with `partly` they stay."""
 
     broker: Name
     drain: bool = True
+    partly: bool = False
+    beside: list[Name] = []
 
 
 class RetireBroker(Request["Done"], frozen=True, tag="retire_broker"):
@@ -453,9 +456,11 @@ class RecoverShard(Request["Done"], frozen=True, tag="recover_shard"):
 
 
 class RebalanceShards(Request["ShardMoves"], frozen=True, tag="rebalance_shards"):
-    """Moves copies until each broker has its share. `dry_run`: only says what would move first. The controller answers it."""
+    """Moves copies until each broker has its share. `dry_run`: only says what would move first. The controller answers it. `since`: what the answer to an
+    earlier one gave as its `revision`."""
 
     dry_run: bool = False
+    since: Natural = 0
 
 
 class ShardMove(Message, frozen=True, tag="shard_move"):
@@ -468,10 +473,16 @@ class ShardMove(Message, frozen=True, tag="shard_move"):
 
 
 class ShardMoves(Message, frozen=True, tag="shard_moves"):
-    """`total`: how many shards move; of them, `moves` are listed."""
+    """`total`: how many shards are to move that do not yet; of them, `moves` are listed. `under_way`: shards that move. `unled`: shards that nobody can lead,
+    which are in neither, and stay until somebody does. `moved`: shards whose move was seen to end after the revision `since`, each once. `revision`: of what
+    this answer knows; 0 from a broker of an earlier release."""
 
     moves: list[ShardMove]
     total: int
+    under_way: int = 0
+    unled: int = 0
+    moved: int = 0
+    revision: int = 0
 
 
 class RotateKeys(Request["Done"], frozen=True, tag="rotate_keys"):
@@ -516,7 +527,8 @@ class BrokerState(Message, frozen=True, tag="broker"):
     """One of a region's several brokers. `address`: where clients reach it, empty while it is not alive. `leads`: streams that it leads,
     whether it is alive or not. `is_controller`: it places and elects. `has_audit_log`: it writes the region's audit log. `copies`: shards of
     streams that it has a copy of, or is to get, but those of `alone`: streams whose only copy it has, and which cannot be moved
-    (offloaded or fed by another region). `in_sync`: of these copies, those in the in-sync sets. `lag_records`: how many records they lack in all, as those leaders say that answer soon. `is_drained`: it gets nothing, and its copies move away."""
+    (offloaded or fed by another region). `in_sync`: of these copies, those in the in-sync sets. `lag_records`: how many records they lack in all, as those leaders say that answer soon. `is_drained`: it gets nothing, and its copies move away. `bound`: of
+    its copies, while it is drained, those that stay because too few other brokers may have one."""
 
     broker: Name
     address: Name = ""
@@ -528,6 +540,7 @@ class BrokerState(Message, frozen=True, tag="broker"):
     is_drained: bool = False
     in_sync: int = 0
     lag_records: int = 0
+    bound: int = 0
 
 
 class RegionState(Message, frozen=True, tag="region"):

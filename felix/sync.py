@@ -426,10 +426,13 @@ class SyncRegion(BlockingRegion):
         """Keys by id, level and state; never their bytes."""
         return Rows(self._background.call(self._inner.list_keys(stream)))
 
-    def drain_broker(self, broker: str, *, drain: bool = True) -> None:
+    def drain_broker(
+        self, broker: str, *, drain: bool = True, partly: bool = False, beside: Sequence[str] = ()
+    ) -> None:
         """Have the copies on one of several brokers moved to others, or no longer. Returns once that is decided; `describe` says how many it
-        still has. Raises RequestError(NOT_FOUND, UNSUPPORTED)."""
-        self._background.call(self._inner.drain_broker(broker, drain=drain))
+        still has. Where copies have nowhere to go, once those of `beside` are drained as well, nothing is done; with `partly` those copies stay.
+        Raises RequestError(CONFLICT, NOT_FOUND, UNSUPPORTED)."""
+        self._background.call(self._inner.drain_broker(broker, drain=drain, partly=partly, beside=beside))
 
     def retire_broker(self, broker: str) -> None:
         """Say that one of several brokers is gone for good. Raises RequestError(NOT_FOUND, CONFLICT) where it is alive or a shard names it."""
@@ -444,10 +447,10 @@ class SyncRegion(BlockingRegion):
             self._inner.recover_shard(stream, shard, broker, lost=lost, powered_off=powered_off)
         )
 
-    def rebalance(self, *, dry_run: bool = False) -> ShardMoves:
+    def rebalance(self, *, dry_run: bool = False, since: int = 0) -> ShardMoves:
         """Move copies until each of several brokers has its share; with `dry_run`, only say what would move first. Returns once that is
-        decided. Raises RequestError(UNSUPPORTED)."""
-        return self._background.call(self._inner.rebalance(dry_run=dry_run))
+        decided. `since`: the `revision` of an earlier answer; `moved` counts from there. Raises RequestError(UNSUPPORTED)."""
+        return self._background.call(self._inner.rebalance(dry_run=dry_run, since=since))
 
     def rotate_keys(self, level: str, stream: str = "") -> str:
         """Rotate the data keys (of one stream, where named) or the root key. Returns the broker's note."""

@@ -36,11 +36,11 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from region.audit_log import AuditLog
-from region.cluster import condition, registration, transactions
+from region.cluster import condition, draining, registration, transactions
 from region.cluster.assignments import Leader
 from region.cluster.election import LogEnd, Unopened
 from region.cluster.member import ClusterMember
-from region.cluster.membership import place_of
+from region.cluster.membership import is_enough, place_of
 from region.cluster.problems import NOTHING_HEARD, Ends, Found, Survey, living_copies, survey, vacancy
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
@@ -388,6 +388,8 @@ class Clustered:
             if shard.incarnation not in staying:
                 copies.update({*held.replicas, *held.target})
                 in_sync.update(held.isr.keys())
+        drained = [broker for broker, node in view.nodes.items() if node.drain]
+        stuck = {broker: len(draining.bound(view, {broker}, staying)) for broker in drained}
         return [
             BrokerState(
                 broker,
@@ -400,6 +402,7 @@ class Clustered:
                 broker in view.nodes and view.nodes[broker].drain,
                 in_sync[broker],
                 lags[broker],
+                stuck.get(broker, 0),
             )
             for broker, address in member.brokers.items()
         ]
@@ -456,6 +459,19 @@ class Clustered:
     def moving(self) -> int:
         """Shards whose copies are on their way to other brokers."""
         return sum(record.target != () for record in self.member.mirror.view.shards.values())
+
+    def require_room(self, records: Iterable[Stream], broker: str, beside: Sequence[str]) -> None:
+        """Raises RequestError(CONFLICT) where copies of `broker` would have nowhere to go, were those `beside` it drained, too. A broker that nobody knows
+        has none."""
+        view, leaving = self.member.mirror.view, {broker, *beside}
+        staying = {record.incarnation for record in records if self.why_it_stays(record)}
+        found = draining.bound(view, leaving, staying)
+        if found:
+            raise RequestError(
+                f"What {' and '.join(sorted(leaving))} {'has' if len(leaving) == 1 else 'have'} cannot all go: {draining.sentence(found)}.",
+                code=Code.CONFLICT,
+                hint=draining.way_out(view, found, leaving, self.member.region),
+            )
 
     async def drain(self, broker: str, *, on: bool) -> None:
         """Have a broker's copies moved away, or no longer. Raises RequestError(NOT_FOUND) for one that was never registered, CONFLICT where not all
@@ -579,8 +595,9 @@ class Clustered:
             return {}
         return await self.ends.hear(shard, sorted(living_copies(view, record)))
 
-    async def rebalance(self, *, dry_run: bool) -> ShardMoves:
-        """Move copies until each broker has its share. Raises NotLeaderError where another broker is the controller."""
+    async def rebalance(self, *, dry_run: bool, since: int) -> ShardMoves:
+        """Move copies until each broker has its share. Raises NotLeaderError where another broker is the controller. `since`: a revision from which moves
+        that ended are counted."""
         member = self.member
         if not member.controls.term and not dry_run:
             address = member.assignments.address(member.controller) if member.controller else ""
@@ -591,15 +608,20 @@ class Clustered:
                 leader=member.controller,
                 address=address,
             )
-        planned, shards = await member.controls.planned(), member.mirror.view.shards
+        planned, view = await member.controls.planned(), member.mirror.view
+        unled = {shard for shard in view.shards if vacancy(view, shard)}
         moves = [
             ShardMove(record.stream, shard.number, list(place_of(record)), list(then))
-            for shard, record in sorted(shards.items())
-            if (then := planned.get(shard, ())) and then != place_of(record)
+            for shard, record in sorted(view.shards.items())
+            if shard not in unled
+            and (then := planned.get(shard, ())) != place_of(record)
+            and is_enough(record, then)
         ]
+        under_way = sum(record.target != () for shard, record in view.shards.items() if shard not in unled)
+        moved = sum(revision > since for revision in view.arrived.values()) if since else 0
         if not dry_run:
             member.controls.rebalance()
-        return ShardMoves(moves[:MOVES_SHOWN], len(moves))
+        return ShardMoves(moves[:MOVES_SHOWN], len(moves), under_way, len(unled), moved, view.revision)
 
     async def placed(self, record: Stream) -> None:
         """Wait until somebody leads the stream, for PLACED_S at most: it exists whether or not."""

@@ -527,7 +527,12 @@ class Requests:
 
     async def drain_broker(self, identity: SpiffeId, request: DrainBroker) -> Done:
         self._broker.require_operator(identity, "drain brokers")
-        await self._several().drain(request.broker, on=request.drain)
+        several = self._several()
+        if request.drain and not request.partly:
+            several.require_room(
+                [stream.record for stream in self._broker.streams], request.broker, request.beside
+            )
+        await several.drain(request.broker, on=request.drain)
         return Done()
 
     async def retire_broker(self, identity: SpiffeId, request: RetireBroker) -> Done:
@@ -551,7 +556,7 @@ class Requests:
 
     async def rebalance_shards(self, identity: SpiffeId, request: RebalanceShards) -> ShardMoves:
         self._broker.require_operator(identity, "move copies")
-        return await self._several().rebalance(dry_run=request.dry_run)
+        return await self._several().rebalance(dry_run=request.dry_run, since=request.since)
 
     def _several(self) -> Clustered:
         """Raises RequestError(UNSUPPORTED) where the region has one broker."""

@@ -19,7 +19,13 @@ from typing import Final
 
 from region.cluster import transactions
 from region.cluster.election import LogEnd, has_yielded, longest, may_ask_for_ends
-from region.cluster.membership import has_arrived, moves_leader_alone, place_of, without_replaced
+from region.cluster.membership import (
+    has_arrived,
+    is_enough,
+    moves_leader_alone,
+    place_of,
+    without_replaced,
+)
 from region.cluster.placement import Planning, Site, Wish, of_equals, place
 from region.cluster.records import ClusterKeys, ShardDurability, ShardId, ShardRecord
 from region.cluster.transactions import (
@@ -774,9 +780,9 @@ class ControllerCore:
         ready: dict[str, bool] = {}
         for shard in sorted(view.shards if self._rebalances else self._leaving):
             record, target = view.shards[shard], places.get(shard, ())
-            if not target or place_of(record) == target or (record.target and shard not in self._leaving):
+            if place_of(record) == target or (record.target and shard not in self._leaving):
                 continue
-            if self._is_vacant(shard):
+            if self._is_vacant(shard) or not is_enough(record, target):
                 continue
             is_left = True
             target = self._step_to(shard, target, places, ready)
@@ -805,7 +811,11 @@ class ControllerCore:
             # A plan moves no more than one broker's share. Where this one moved something, another may go on.
             assert self._planning is not None
             before = self._planning.current
-            self._rebalances = any(place and place != before.get(shard) for shard, place in places.items())
+            self._rebalances = any(
+                place != before.get(shard) and is_enough(view.shards[shard], place)
+                for shard, place in places.items()
+                if shard in view.shards
+            )
             self._drop_plan()
         self._survey = bool(parts) or self._rebalances
         self._moving = {shard for shard, _ in parts}

@@ -184,6 +184,11 @@ def place_of(record: ShardRecord) -> tuple[str, ...]:
     return (record.leader, *(broker for broker in record.replicas if broker != record.leader))
 
 
+def is_enough(record: ShardRecord, place: tuple[str, ...]) -> bool:
+    """Whether a shard can be on so many brokers: a commit needs no more."""
+    return len(place) >= max(record.min, 1)
+
+
 def has_arrived(record: ShardRecord) -> bool:
     """Whether a move is done but for its record: all of `target` are in sync, and the first of them leads and goes on leading."""
     return is_target_in_sync(record) and record.leader == record.target[0] and record.yielded is None
@@ -192,7 +197,7 @@ def has_arrived(record: ShardRecord) -> bool:
 def is_target_in_sync(record: ShardRecord) -> bool:
     """Whether there is a move and all that it leads to have what is committed: a leader that is not their first yields now. Of a move
     that changes the leader alone, it is enough that the next one has it."""
-    if len(record.target) < max(record.min, 1):
+    if not is_enough(record, record.target):
         return False
     needed = record.target[:1] if moves_leader_alone(record) else record.target
     return record.isr.keys() >= set(needed)

@@ -41,6 +41,8 @@ class ClusterView:
         self.shards: dict[ShardId, ShardRecord] = {}
         self.controller: ControllerRecord | None = None
         self.frozen: FrozenRecord | None = None
+        self.arrived: dict[ShardId, int] = {}
+        """where a move of a shard was seen to end as it was meant: the revision of the last one"""
         self.unreadable: dict[str, str] = {}
         """by key, why; such as a later version's record"""
         self._revisions: dict[str, int] = {}
@@ -62,7 +64,9 @@ class ClusterView:
 
     def load(self, snapshot: Snapshot) -> None:
         """The records are those of `snapshot`, whatever was known before."""
+        before, arrived = self.shards.copy(), self.arrived.copy()
         for table in (
+            self.arrived,
             self.nodes,
             self.alive,
             self.pulses,
@@ -76,6 +80,10 @@ class ClusterView:
         self.revision = snapshot.revision
         for entry in snapshot.entries:
             self._put(entry.key, entry)
+        for shard in self.shards:
+            if arrived.get(shard, snapshot.revision + 1) <= snapshot.revision:
+                self.arrived[shard] = arrived[shard]
+            self._look_for_arrival(shard, before.get(shard))
 
     def apply(self, change: Change) -> None:
         """The next change of the store."""
@@ -94,6 +102,11 @@ class ClusterView:
             self._read_at[key] = revision
             self._put(key, entry)
 
+    def _look_for_arrival(self, shard: ShardId, before: ShardRecord | None) -> None:
+        record = self.shards[shard]
+        if before is not None and before.target and not record.target and record.replicas == before.target:
+            self.arrived[shard] = self._revisions[self.keys.shard(shard)]
+
     def _put(self, key: str, entry: Entry | None) -> None:
         keys = self.keys
         if entry is None:
@@ -104,9 +117,12 @@ class ClusterView:
         try:
             if key.startswith(keys.shards):
                 shard = keys.shard_of(key)
-                self.shards.pop(shard, None)
-                if entry is not None:
+                before = self.shards.pop(shard, None)
+                if entry is None:
+                    self.arrived.pop(shard, None)
+                else:
                     self.shards[shard] = decode_shard(entry.value, key)
+                    self._look_for_arrival(shard, before)
             elif key.startswith(keys.nodes):
                 broker = keys.broker_of(key)
                 self.nodes.pop(broker, None)

@@ -477,6 +477,19 @@ def test_a_drained_broker_loses_its_shards_two_at_a_time() -> None:
     assert all(record.leader and len(record.isr) == 2 for record in records)
 
 
+def test_what_has_nowhere_to_go_stays_and_a_rebalancing_ends_all_the_same() -> None:
+    region = Region("ab", controllers="b")
+    region.wants(dataclasses.replace(WISH, replicas=2))
+    region.until(lambda: len(region.view().shards) == 1)
+    assert region.do(registration.drain(region.view(), "a", on=True))
+    before = region.record()
+    core = region.hosts["b"].core
+    region.hosts["b"].step(Rebalance())
+    region.pass_ms(1_000)
+    assert region.record() == before and {*before.replicas} == {*"ab"}
+    assert not core._rebalances, "what cannot be moved is not waited for"
+
+
 @pytest.mark.parametrize("copies", [1, 2])
 def test_a_leader_that_leaves_goes_once_all_shards_that_it_is_to_lead_have_their_copies(copies: int) -> None:
     region = Region("abcd", controllers="d")

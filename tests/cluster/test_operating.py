@@ -119,9 +119,15 @@ async def test_a_drained_broker_gives_its_copies_away_under_load_and_gets_some_a
         assert not of(await client.describe(), drained).is_drained
         moves = await client.rebalance(dry_run=True)
         assert moves.total >= 1 and any(drained in move.then for move in moves.moves)
-        await client.rebalance()
+        begun = await client.rebalance()
         async with asyncio.timeout(90):
             await region.clustered("b1").member.until(lambda: copies(region, drained) > 0)
+
+        async def all_have_moved() -> bool:
+            told = await client.rebalance(dry_run=True, since=begun.revision)
+            return not (told.total or told.under_way or told.unled) and told.moved >= begun.total
+
+        await until(all_have_moved)
         with pytest.raises(RequestError, match="never registered") as refused:
             await client.drain_broker("b9")
         assert refused.value.code is Code.NOT_FOUND
@@ -216,6 +222,12 @@ async def test_a_broker_whose_folder_is_lost_gets_a_new_one_and_what_only_it_had
         (gone, *_) = [name for name in alone if region.leader("b1", name) == lost]
         config = region.config.of_broker(lost)
         await region.stop(lost)
+
+        async def nobody_leads_what_only_it_had() -> bool:
+            told = await client.rebalance(dry_run=True)
+            return told.unled >= 1 and told.moved == 0
+
+        await until(nobody_leads_what_only_it_had)
         shutil.rmtree(region.folder.root / config.data)
         with pytest.raises(RequestError, match="had another data folder"):
             await Node.start(region.folder, config)

@@ -404,7 +404,7 @@ async def drain(world: Several) -> str | None:
         return None
     name = world.random.choice(sorted(cluster.running))
     client = await world.client(cluster.region)
-    await client.drain_broker(name)
+    await client.drain_broker(name, partly=True)
     cluster.drained.add(name)
     said = f"{name} of {cluster.region}"
     if world.random.random() < 0.5:
@@ -515,7 +515,7 @@ async def take_broker_away(world: Several) -> str | None:
         return None
     name, client = cluster.names[-1], await world.client(cluster.region)
     cluster.drained.discard(name)
-    await client.drain_broker(name)
+    await client.drain_broker(name, partly=True)
     if not await _is_empty(world, cluster, name):
         await client.drain_broker(name, drain=False)
         return f"{name} of {cluster.region} keeps copies, so it stays"

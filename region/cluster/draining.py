@@ -1,0 +1,85 @@
+"""Which shards cannot leave a broker that is drained, because too few others may have their copies. Pure.
+
+A shard goes on with one copy less where no other broker is left for it, but never with fewer than its `min` (transactions.move): what a move there would
+lead to is counted as the placement counts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Set
+from typing import Final, NamedTuple
+
+from region.cluster.membership import place_of
+from region.cluster.records import ShardId, ShardRecord
+from region.cluster.view import ClusterView
+from region.metadata.records import AUDIT_STREAM
+
+SHOWN: Final = 3
+"""Streams that a sentence names."""
+
+
+class Bound(NamedTuple):
+    """A shard that stays. `others`: how many brokers may have a copy, besides those that leave; `needed`: how many copies a commit needs."""
+
+    shard: ShardId
+    stream: str
+    others: int
+    needed: int
+
+
+def bound(view: ClusterView, leaving: Set[str], staying: Container[str] = ()) -> list[Bound]:
+    """What stays on the brokers `leaving`, once they are drained and all others are as they are. `staying`: incarnations of streams that stay whatever
+    brokers there are, which are not counted."""
+    found = []
+    for shard, record in sorted(view.shards.items(), key=lambda item: (item[1].stream, item[0])):
+        if shard.incarnation in staying or leaving.isdisjoint(place_of(record)):
+            continue
+        others, needed = len(_may_have(view, record, leaving)), max(record.min, 1)
+        if others < needed:
+            found.append(Bound(shard, record.stream, others, needed))
+    return found
+
+
+def _may_have(view: ClusterView, record: ShardRecord, leaving: Set[str]) -> list[str]:
+    """Brokers that are not drained, and are alive or have a copy."""
+    has = place_of(record)
+    return [
+        broker
+        for broker, node in view.nodes.items()
+        if not node.drain and broker not in leaving and (broker in view.alive or broker in has)
+    ]
+
+
+def sentence(found: list[Bound]) -> str:
+    """Which streams stay, and for want of what; without an end."""
+    streams = {each.stream: each for each in found}
+    said = [
+        f"{'the audit log' if each.stream == str(AUDIT_STREAM) else each.stream} needs {each.needed} {'copy' if each.needed == 1 else 'copies'} and {each.others} "
+        f"{'broker' if each.others == 1 else 'brokers'} may have one"
+        for each in [*streams.values()][:SHOWN]
+    ]
+    more = f", and {len(streams) - SHOWN:,} more streams" if len(streams) > SHOWN else ""
+    return "; ".join(said) + more
+
+
+def way_out(view: ClusterView, found: list[Bound], leaving: Set[str], region: str) -> str:
+    """What a person does first."""
+    drained = sorted(
+        broker
+        for broker, node in view.nodes.items()
+        if node.drain and broker not in leaving and broker in view.alive
+    )
+    away = sorted(broker for broker in view.nodes if broker not in view.alive and broker not in leaving)
+    needed = max(each.needed for each in found) + len(leaving | {*drained} | {*away})
+    ways = [
+        f"Have {needed} brokers first (felix region scale {needed} --region {region}, where all are on one machine)"
+    ]
+    if drained:
+        ways.append(f"felix region undrain {drained[0]}")
+    if away:
+        ways.append(f"start {', '.join(away)}")
+    # The audit log has as many copies as it was made with.
+    if found[0].others and all(each.stream != str(AUDIT_STREAM) for each in found):
+        fewer = f"--replicas {found[0].others} --min-in-sync {found[0].others}"
+        ways.append(f"have fewer copies: felix stream alter {found[0].stream} {fewer}")
+    return f"{', or '.join(ways)}."
