@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Annotated, Final
 
 import typer
@@ -12,7 +12,17 @@ import felix
 from cli.free_address import free_address
 from cli.output import counted, note, out, print_json, table
 from cli.process import read_state
-from cli.setting import IdentityOption, JsonOption, RegionOption, choose_region, connect, folder_of, run
+from cli.setting import (
+    IdentityOption,
+    JsonOption,
+    RegionArgument,
+    RegionOption,
+    choose_region,
+    connect,
+    folder_of,
+    one_of,
+    run,
+)
 from felix.errors import Code, RequestError, UnavailableError
 from felix.messages import BrokerState, RegionState, ShardMoves
 from policy.quantity import Duration
@@ -34,17 +44,25 @@ Wait = Annotated[
 
 def drain(
     broker: Broker,
+    name: RegionArgument = "",
     wait: Wait = "10m",
+    partly: Annotated[
+        bool,
+        typer.Option(
+            "--partly", help="Also where too few other brokers may have some of its copies: those stay on it."
+        ),
+    ] = False,
     region: RegionOption = "",
     identity: IdentityOption = "",
     json: JsonOption = False,
 ) -> None:
     """Move all copies off a broker, and place nothing more there.
 
-    What cannot be moved stays on it: streams of one copy that are fed by another region. Their number is told, and the command
-    ends with 4. Ephemeral streams stay while the broker runs, and begin anew on another one once it has stopped.
+    Where copies have nowhere to go, because too few other brokers are there, it begins nothing and says which, and what to do first. What cannot be moved
+    stays on it: streams of one copy that are fed by another region. Their number is told, and the command ends with 4. Ephemeral streams stay while the broker runs, and begin anew on another one once it has stopped.
     """
-    state = run(_drain(region, identity, broker, int(Duration.parse(wait))))
+    region = one_of(name, region)
+    state = run(_drain(region, identity, broker, int(Duration.parse(wait)), partly=partly))
     if json:
         print_json(state)
     else:
@@ -55,17 +73,31 @@ def drain(
             f"{counted(state.alone, 'stream')} cannot be moved and stay on {broker}: they are not served while it is down.",
             hint="These are streams of one copy that are fed by another region; felix stream describe shows where each is.",
         )
+    if state.bound and partly:
+        raise UnavailableError(
+            f"{copies_text(state.bound)} stay{'s' if state.bound == 1 else ''} on {broker}: too few other brokers may have them.",
+            hint=f"felix region drain {broker}, without --partly, says which, and what to do.",
+        )
 
 
-async def _drain(region: str, identity: str, broker: str, wait_ms: int) -> BrokerState:
+async def _drain(
+    region: str,
+    identity: str,
+    broker: str,
+    wait_ms: int,
+    *,
+    partly: bool = False,
+    beside: Sequence[str] = (),
+) -> BrokerState:
+    """`beside`: brokers that are drained after this one."""
     async with connect(region, identity) as client:
-        await client.drain_broker(broker)
+        await client.drain_broker(broker, partly=partly, beside=beside)
         found: BrokerState
 
         async def copies() -> int:
             nonlocal found
             found = _of(await client.describe(), broker)
-            return found.copies
+            return found.copies - (found.bound if partly else 0)
 
         if not wait_ms:
             await copies()
@@ -84,9 +116,11 @@ async def _drain(region: str, identity: str, broker: str, wait_ms: int) -> Broke
         return found
 
 
-def undrain(broker: Broker, region: RegionOption = "", identity: IdentityOption = "") -> None:
+def undrain(
+    broker: Broker, name: RegionArgument = "", region: RegionOption = "", identity: IdentityOption = ""
+) -> None:
     """Let a broker have copies again. It gets those that are missing, and new streams; `rebalance` gives it its share."""
-    run(_undrain(region, identity, broker))
+    run(_undrain(one_of(name, region), identity, broker))
     out.print(f"{broker} may have copies again")
 
 
@@ -96,6 +130,7 @@ async def _undrain(region: str, identity: str, broker: str) -> None:
 
 
 def rebalance(
+    name: RegionArgument = "",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only show what would be moved, at most one broker's share.")
     ] = False,
@@ -105,32 +140,43 @@ def rebalance(
     json: JsonOption = False,
 ) -> None:
     """Move copies until each broker has its share. Streams that are ephemeral or fed by another region stay."""
-    moves = run(_rebalance(region, identity, dry_run, int(Duration.parse(wait))))
+    wait_ms = int(Duration.parse(wait))
+    begun, moves = run(_rebalance(one_of(name, region), identity, dry_run, wait_ms))
     if json:
-        print_json(moves)
-        return
-    if not moves.total:
+        print_json(begun, moved=moves.moved, unled=moves.unled)
+    elif not begun.total:
         out.print("Each broker has its share: nothing moves")
-        return
-    if not dry_run:
-        out.print(f"{counted(moves.total, 'shard')} moved")
-        return
-    table(
-        f"{counted(moves.total, 'shard')} would move",
-        ["stream", "shard#", "copies now", "then"],
-        [[each.stream, each.shard, ", ".join(each.now), ", ".join(each.then)] for each in moves.moves],
-    )
+    elif dry_run:
+        table(
+            f"{counted(begun.total, 'shard')} would move",
+            ["stream", "shard#", "copies now", "then"],
+            [[each.stream, each.shard, ", ".join(each.now), ", ".join(each.then)] for each in begun.moves],
+        )
+    elif not wait_ms:
+        out.print(f"{counted(begun.total, 'shard')} will move")
+    else:
+        out.print(f"{counted(moves.moved, 'shard')} moved")
+    if moves.unled and not dry_run:
+        stay = "shard stays where it is" if moves.unled == 1 else "shards stay where they are"
+        raise UnavailableError(
+            f"{moves.unled:,} {stay}, as nobody can lead {'it' if moves.unled == 1 else 'them'}.",
+            hint="felix region status says why and how to go on; then repeat felix region rebalance.",
+        )
 
 
-async def _rebalance(region: str, identity: str, dry_run: bool, wait_ms: int) -> ShardMoves:
+async def _rebalance(
+    region: str, identity: str, dry_run: bool, wait_ms: int
+) -> tuple[ShardMoves, ShardMoves]:
+    """What was to move, and what became of it."""
     async with connect(region, identity) as client:
-        moves = await client.rebalance(dry_run=dry_run)
+        begun = moves = await client.rebalance(dry_run=dry_run)
         if dry_run or not moves.total or not wait_ms:
-            return moves
+            return begun, moves
 
         async def to_move() -> int:
-            moving = (await client.describe()).moving
-            return max(moving, (await client.rebalance(dry_run=True)).total)
+            nonlocal moves
+            moves = await client.rebalance(dry_run=True, since=begun.revision)
+            return max(moves.under_way, moves.total)
 
         await _until_none_is_left(
             wait_ms,
@@ -142,7 +188,7 @@ async def _rebalance(region: str, identity: str, dry_run: bool, wait_ms: int) ->
                 hint="It goes on by itself; felix region rebalance --dry-run shows what is left.",
             ),
         )
-        return moves
+        return begun, moves
 
 
 async def _until_none_is_left(
@@ -173,9 +219,11 @@ def _of(state: RegionState, broker: str) -> BrokerState:
     raise RequestError(f"{state.region} has no broker {broker}.", code=Code.NOT_FOUND)
 
 
-def retire(broker: Broker, region: RegionOption = "", identity: IdentityOption = "") -> None:
+def retire(
+    broker: Broker, name: RegionArgument = "", region: RegionOption = "", identity: IdentityOption = ""
+) -> None:
     """Say that a broker is gone for good, once it is drained and stopped: nothing waits for it any more."""
-    run(_retire(region, identity, broker))
+    run(_retire(one_of(name, region), identity, broker))
     out.print(f"{broker} is retired; take it out of cluster.brokers in region.yaml")
 
 
@@ -228,6 +276,7 @@ def scale(
     count: Annotated[
         int, typer.Argument(help="How many brokers the region is to have on this machine.", min=1)
     ],
+    name: RegionArgument = "",
     wait: Wait = "10m",
     region: RegionOption = "",
     identity: IdentityOption = "",
@@ -238,7 +287,7 @@ def scale(
     """
     from cli.several import are_all_here, scaled
 
-    name = choose_region(region)
+    region = name = choose_region(one_of(name, region))
     folder, config = folder_of(name)
     if config.cluster is None:
         raise RequestError(
@@ -304,8 +353,9 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
                 f"{', '.join(drained)} {'is' if len(drained) == 1 else 'are'} drained: {counted(left, 'broker')} "
                 f"may have copies from then on; felix region undrain {drained[0]} changes that"
             )
-    for name in names:
-        await _drain(region, identity, name, wait_ms)
+    for number, name in enumerate(names):
+        # Refused before the first is drained where not all can be.
+        await _drain(region, identity, name, wait_ms, beside=names[number + 1 :])
 
 
 async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> None:

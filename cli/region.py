@@ -27,6 +27,7 @@ from cli.setting import (
     connect,
     folder_of,
     known_regions,
+    one_of,
     preferred_region,
     read_file,
     run,
@@ -230,11 +231,12 @@ def up(
             help="With --broker, once: its data folder is a new, empty one, and what was in the one before is given up.",
         ),
     ] = False,
+    region: RegionOption = "",
 ) -> None:
     """Run the region's broker, in the foreground until it is interrupted, or apart with --detach."""
     from cli.clash import told
 
-    name = choose_region(name)
+    name = choose_region(one_of(name, region))
     folder, config = folder_of(name)
     if brokers and broker:
         raise RequestError("--brokers runs all of them, --broker one.", hint="Give one of the two.")
@@ -403,9 +405,9 @@ def _is_outdated(folder: RegionFolder, region: str, address: Address, several: S
 
 
 @app.command()
-def down(name: OptionalName = "") -> None:
+def down(name: OptionalName = "", region: RegionOption = "") -> None:
     """Stop the region's broker, all of them where several run here; what is under way is answered first."""
-    name = choose_region(name)
+    name = choose_region(one_of(name, region))
     folder, config = folder_of(name)
     running = [(folder.broker_pid, f"The broker of {name}")]
     if read_state(folder.broker_pid) is None:
@@ -430,12 +432,13 @@ def ready(
             "--in-sync", help="Also that every copy of it is in sync: then another broker may be stopped."
         ),
     ] = False,
+    region: RegionOption = "",
 ) -> None:
     """Say whether the region's brokers on this machine serve; exit code 4, with the reason, if not. For health checks, and between the steps of a
     rolling restart."""
     from cli.ready import check_ready
 
-    region = choose_region(name)
+    region = choose_region(one_of(name, region))
     folder, config = folder_of(region)
     # Of several machines' brokers, those that run here; where all run here, all of them.
     running = [each for each in _pid_files(folder, config) if _has_own_etcd(folder) or each[0].exists()]
@@ -450,11 +453,12 @@ def status(
         typer.Argument(help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else all."),
     ] = "",
     every: Annotated[bool, typer.Option("--all", help="All regions, whatever is set.")] = False,
+    region: RegionOption = "",
     json: JsonOption = False,
 ) -> None:
     """Which brokers run, where, and how full their named limits are."""
-    name = "" if every else name or preferred_region()
-    found = [_status(region) for region in ([choose_region(name)] if name else known_regions())]
+    name = "" if every else one_of(name, region) or preferred_region()
+    found = [_status(each) for each in ([choose_region(name)] if name else known_regions())]
     if json:
         print_json(found)
         return

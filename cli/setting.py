@@ -38,6 +38,10 @@ RegionOption = Annotated[
         help=f"The region; else ${REGION_VARIABLE}, else that of `felix use`, else the only one.",
     ),
 ]
+RegionArgument = Annotated[
+    str, typer.Argument(metavar="[REGION]", help="The region, as with --region.", show_default=False)
+]
+"""For commands about a region itself, which take its name either way (`one_of`)."""
 IdentityOption = Annotated[
     str, typer.Option("--as", help="Come as this identity of the region (default: operator).")
 ]
@@ -72,6 +76,15 @@ def set_default_region(region: str) -> None:
 def preferred_region() -> str:
     """The region that the user set for all commands: FELIX_REGION, else what `felix use` keeps; empty where neither is."""
     return os.environ.get(REGION_VARIABLE, "") or default_region()
+
+
+def one_of(argument: str, option: str) -> str:
+    """The region that a command was given, as an argument or with --region; empty where it was given none. Raises RequestError where they differ."""
+    if argument and option and argument != option:
+        raise RequestError(
+            f"{argument} and --region {option} are two regions.", hint="Name the region once, either way."
+        )
+    return argument or option
 
 
 def choose_region(given: str = "") -> str:

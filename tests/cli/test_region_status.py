@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from e2e.command_mesh import felix_command
 from region_home import make_region
 
 from cli import region
@@ -42,6 +43,30 @@ def test_a_broker_that_was_refused_on_this_machine_has_its_reason_in_status(
     states = [BrokerState("b1", "127.0.0.1:7443"), BrokerState("b2"), BrokerState("b3")]
     (told,) = region._ends_here("us-east", states)
     assert told.startswith("Broker b2 ended here: Broker b2 had another data folder. Put it back. See ")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("status", "us-east", "--region", "eu-west"), "are two regions"),
+        (("down", "us-east", "--region", "eu-west"), "are two regions"),
+        (("ready", "us-east", "--region", "eu-west"), "are two regions"),
+        (("drain", "b1", "us-east", "--region", "eu-west"), "are two regions"),
+        (("undrain", "b1", "us-east", "--region", "eu-west"), "are two regions"),
+        (("rebalance", "us-east", "--region", "eu-west"), "are two regions"),
+        (("scale", "2", "us-east", "--region", "eu-west"), "are two regions"),
+        (("down", "--region", "us-east"), "us-east does not run"),
+        (("ready", "--region", "us-east"), "us-east does not run"),
+        (("scale", "2", "us-east"), "us-east has one broker"),
+        (("scale", "2", "--region", "us-east"), "us-east has one broker"),
+    ],
+)
+def test_the_region_is_named_as_an_argument_or_an_option_and_once(
+    tmp_path: Path, words: tuple[str, ...], said: str
+) -> None:
+    make_region(tmp_path, "us-east")
+    found = felix_command(tmp_path, "region", *words, code=(1, 2, 3, 4))
+    assert said in found.err, found.err
 
 
 def test_problems_stand_first_one_a_line_then_remarks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -380,11 +380,22 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             await operator.alter_stream("acme/ops/orders", replicas=2)
             await operator.stream("acme/ops/orders").publish(b"y")
             await operator.drain_broker("b2")
-        # Two copies of the stream, and of the audit log, have nowhere to go while one broker may have some.
+        # Two copies of the stream, and of the audit log, have nowhere to go while one broker may have some: nothing is begun.
+        for words in (("scale", "2"), ("drain", "b3", "us-east"), ("drain", "b3", "--region", "us-east")):
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", *words, code=1)
+            refused = " ".join(said.err.split())
+            assert (
+                "acme/ops/orders needs 2 copies and 1 broker may have one; the audit log needs 2" in refused
+            )
+            assert "Have 4 brokers first" in refused and "felix region undrain b2" in refused
         said = await asyncio.to_thread(
-            felix_command, tmp_path, "region", "scale", "2", "--wait", "2s", code=4
+            felix_command, tmp_path, "region", "drain", "b3", "us-east", "--partly", code=4
         )
-        assert "b2 is drained: 1 broker may have copies from then on" in " ".join(said.err.split())
+        assert "stay on b3: too few other brokers may have them" in " ".join(said.err.split())
+        async with client(folder) as operator:
+            state = await operator.describe()
+            assert [(each.is_drained, each.bound > 0) for each in state.brokers][2] == (True, True)
+        await asyncio.to_thread(felix_command, tmp_path, "region", "undrain", "b3", "us-east")
         await asyncio.to_thread(felix_command, tmp_path, "region", "undrain", "b2")
         said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
         assert "b3 is drained, stopped and retired" in said.out
