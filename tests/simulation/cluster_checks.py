@@ -433,6 +433,8 @@ class Checks:
             known = self.committed.get((shard, log_number), [])
             if not any(frame.end == point and frame.body == (name, number) for frame in known):
                 raise BrokenError(f"2: {name} was told that {number} stands at {point}, and it does not")
+        for producer in self.world.producers:
+            producer.finish()
         if self.world.transactions is not None:
             self.world.transactions.finish(self.world.vacant())
         if self.world.offload is not None:

@@ -15,6 +15,7 @@ from simulation import (
     cluster_audit,
     cluster_disaster,
     cluster_offload,
+    cluster_producers,
     cluster_readers,
     cluster_transactions,
     cluster_world,
@@ -629,6 +630,11 @@ TWINS: Final = (
         "R17: a holder of a lease tells where a log ends",
         14,
         patched(cluster_readers, "may_begin", begin_without_lease),
+    ),
+    Twin(
+        "11: that a sequence has a gap is told with a lease",
+        284,
+        patched(cluster_producers, "speaks_of_the_log", always),
     ),
     Twin(
         "R20: a disk that hangs has failed",

@@ -24,6 +24,7 @@ from simulation.cluster_audit import AUDIT_STREAM, AuditHome
 from simulation.cluster_checks import OPERATOR, BrokenError, Checks
 from simulation.cluster_disaster import Disaster
 from simulation.cluster_offload import Offload
+from simulation.cluster_producers import PRODUCERS, Producer
 from simulation.cluster_readers import Reader
 from simulation.cluster_transactions import LANES, Transactions
 from simulation.log_model import DiskModel, LogModel
@@ -142,6 +143,8 @@ class Scene:
     """segments of the first shard lie in a store"""
     answers_early: bool = False
     """`acks: leader`: records are answered once they are durable on their leader"""
+    numbered: bool = False
+    """producers write as well, with several batches in flight under sequences"""
 
 
 FAULTS: Final = {
@@ -168,6 +171,10 @@ OFFLOADED: Final = 0.15
 
 ANSWERED_EARLY: Final = 0.15
 """In so many of the rest records are answered once they are durable on their leader."""
+NUMBERED: Final = 0.2
+"""In so many of the rest there are producers with sequences, and a broker stands still for longer than its lease."""
+WATCH_LATE_MS: Final = 1_000
+"""How long a process that stood still may go on before its watch shows it what happened meanwhile."""
 EARLY_FAULTS: Final = {"stop": 5, "yield": 5, "move": 2, "slow": 3, "net": 3, "trim": 1, "link": 1, "late": 6}
 """What may happen then: every leader that goes gives up of its own accord, and copies are slow, or not reached for a while. What ends a leader
 otherwise may lose what the others had not, as `acks: leader` says."""
@@ -235,10 +242,21 @@ def draw(seed: int) -> Scene:
     )
     if answers_early:
         return draw_early(seed, brokers, shards)
+    numbered = (
+        not (audited or transacted or offloaded)
+        and not any(fault.what in {*APART, "recovered", "snapshot"} for fault in faults)
+        and Random(f"numbered {seed}").random() < NUMBERED
+    )
+    if numbered:
+        random = Random(f"frozen {seed}")
+        at, where = random.randrange(1_000, 5_000), random.randrange(brokers)
+        lasts = random.randrange(3 * LEASE_MS // 2, 3 * LEASE_MS)
+        faults.append(Fault(at, "frozen", where, where, lasts, random.getrandbits(16)))
     faults.sort()
     return Scene(
-        brokers, shards, minimum, tuple(faults), audited=audited, transacted=transacted, offloaded=offloaded
-    )
+        brokers, shards, minimum, tuple(faults),
+        audited=audited, transacted=transacted, offloaded=offloaded, numbered=numbered,
+    )  # fmt: skip
 
 
 def draw_early(seed: int, brokers: int, shards: int) -> Scene:
@@ -359,6 +377,10 @@ class ClusterWorld:
         self.readers = [
             Reader(self, f"r{number}", client.shard) for number, client in enumerate(self.clients)
         ]
+        self.producers = [
+            Producer(self, f"p{number}", self.shards[0])
+            for number in range(PRODUCERS if self.scene.numbered else 0)
+        ]
         self.audit = AuditHome(self, self.shards[0]) if self.scene.audited else None
         self.transactions = Transactions(self, self.shards) if self.scene.transacted else None
         self.offload = Offload(self, self.shards[0]) if self.scene.offloaded else None
@@ -469,6 +491,8 @@ class ClusterWorld:
                 self.later(700, lambda client=client: self.drive(client))  # type: ignore[misc]
             for reader in self.readers:
                 self.later(800, reader.look)
+            for producer in self.producers:
+                self.later(900, producer.look)
             if self.transactions is not None:
                 self.transactions.begin()
 
@@ -1320,6 +1344,11 @@ class ClusterWorld:
                     self.start_after(each, 1 + (lasts * (each.index + 1)) // 4)
             case "pause":
                 machine.paused_until = max(machine.paused_until, self.now + lasts)
+            case "frozen":
+                # For longer than its lease, and it goes on before its watch tells it what happened meanwhile.
+                machine.paused_until = max(machine.paused_until, self.now + lasts)
+                client.cut_in = True
+                self.later(lasts + fault.number % WATCH_LATE_MS, client.heal)
             case "link":
                 for pair in ((fault.where, fault.other), (fault.other, fault.where)):
                     self.disconnect(*pair)

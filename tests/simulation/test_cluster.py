@@ -88,6 +88,17 @@ def test_a_move_that_changes_the_leader_alone_waits_for_no_copy_that_is_away() -
     assert simulate_cluster_or_explain(48688).counts["moves done"]
 
 
+def test_producers_that_reach_a_leader_of_before_which_stood_still_send_under_their_sequences_elsewhere() -> (
+    None
+):
+    """Its watch has not shown it the next leader (decision 0185)."""
+    counts: Counter[str] = Counter()
+    faults = (Fault(2_500, "store deaf", 0, 0, 5_500, 0), Fault(2_510, "pause", 0, 0, 4_500, 0))
+    for seed in range(25):
+        counts.update(simulate_cluster(seed, Scene(faults=faults, numbered=True)).counts)
+    assert counts["gaps not told"] > 5 and counts["sent again"] and not counts["gaps told"]
+
+
 def test_a_seed_replays_exactly() -> None:
     for seed in range(3):
         first, again = simulate_cluster(seed), simulate_cluster(seed)
