@@ -139,7 +139,7 @@ def running_members(folder: Path, count: int = 3) -> Iterator[list[EtcdProcess]]
     members: list[EtcdProcess] = []
     for number in range(count):
         own = folder / f"e{number}"
-        own.mkdir()
+        own.mkdir(exist_ok=True)
         members.append(EtcdProcess(own))
     cluster = ",".join(f"e{number}={member.peer}" for number, member in enumerate(members))
     try:

@@ -8,6 +8,7 @@ this module drives the stubs itself:
 - a watch reconnects by itself, anywhere, and resumes at the revision after the last one it yielded. After each
   connect it asks whether that revision is still whole (etcd itself says nothing where the first missing event
   is a deletion at exactly the compacted revision);
+- a member at which watches stand is compared with the others, so one that answers and hears of nothing new, as its disk hangs, is left;
 - a watch that is quiet asks its member for progress, so one that hangs with its connections open is left soon, and
   with it whatever else waits for that member. Requests go to a silent member only where no other is left;
 - every wait has a bound.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
@@ -75,6 +77,10 @@ MEMBER_ANSWER_MS: Final = 2_000
 """How long it may take to answer that."""
 MEMBER_SILENT_MS: Final = 3_000
 """A person is told of a member that has been silent for so long: longer than one takes to restart on a quiet machine."""
+MEMBERS_COMPARE_MS: Final = 1_000
+"""How often the member at which watches stand is compared with another one: one whose disk hangs answers what it is asked, and hears of nothing new."""
+MEMBER_BEHIND_MS: Final = 1_500
+"""After so long without a revision that another member has, watches leave a member. One that is merely slow, or catches up, costs them a read."""
 _RETRY_MS: Final = 50
 _RETRY_MS_MAX: Final = 1_000
 _MESSAGE_BYTES_MAX: Final = 2 * PAGE_BYTES_MAX
@@ -192,6 +198,15 @@ class _Endpoint:
         """when it was asked first what it has not answered; 0 while it answers"""
         self.is_told = False
         """whether the log says that it is silent"""
+        self.watches = 0
+        """that stand there"""
+        self.revision = 0
+        """how far its store was when it was asked last"""
+        self.lacks = 0
+        """a revision of another member's that it did not have; 0: none is known"""
+        self.lacks_since_ms = 0
+        self.is_behind = False
+        """whether it has lacked that for too long; watches stand elsewhere"""
         self._waiting: set[asyncio.Timeout] = set()
         if credentials is None:
             self.channel = rpc.insecure_channel(target, options=_CHANNEL_OPTIONS)
@@ -245,7 +260,17 @@ class _Endpoint:
     async def status(self, limit_ms: int) -> Any:
         """What it says of itself, without asking other members. Raises AioRpcError, TimeoutError."""
         async with self.within(limit_ms):
-            return await self.maintenance.Status(rpc.StatusRequest(), metadata=self.metadata())
+            answer = await self.maintenance.Status(rpc.StatusRequest(), metadata=self.metadata())
+        self.revision = answer.header.revision
+        if self.revision >= self.lacks:
+            self.caught_up()
+        return answer
+
+    def caught_up(self) -> None:
+        """It has what others have, as far as is known."""
+        if self.is_behind:
+            log.warning("the member %s of the metadata store goes on", self.target)
+        self.lacks, self.is_behind = 0, False
 
     def metadata(self, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
         return (("token", self.token), *more) if self.token else more
@@ -315,9 +340,11 @@ class EtcdStore(MetadataStore):
         self._config = config
         self._endpoints = endpoints
         self._current = 0
-        self._looking = asyncio.get_running_loop().create_task(
-            self._look_at_members(), name="members of the metadata store"
-        )
+        begin = asyncio.get_running_loop().create_task
+        self._looking = [
+            begin(self._look_at_members(), name="members of the metadata store"),
+            begin(self._compare_members(), name="revisions of the metadata store"),
+        ]
 
     @classmethod
     async def open(cls, config: EtcdConfig) -> Self:
@@ -388,6 +415,42 @@ class EtcdStore(MetadataStore):
             endpoint.is_told = False
             log.warning("the member %s of the metadata store answers again", endpoint.target)
 
+    async def _compare_members(self) -> None:
+        """Until the store is closed: the member at which watches stand, with one of the others after the other."""
+        for turn in itertools.count():
+            await asyncio.sleep(MEMBERS_COMPARE_MS / 1_000)
+            for watched in [each for each in self._endpoints if each.watches]:
+                others = [
+                    each for each in self._endpoints if each is not watched and not each.silent_since_ms
+                ]
+                if others:
+                    with contextlib.suppress(rpc.AioRpcError, TimeoutError):
+                        await self._compare(watched, others[turn % len(others)])
+
+    async def _compare(self, watched: _Endpoint, other: _Endpoint) -> None:
+        """Raises AioRpcError, TimeoutError."""
+        before = other.revision
+        await other.status(WATCH_ANSWER_MS)
+        if other.revision < before:
+            # The store was put back: what any of them had before says nothing.
+            for each in self._endpoints:
+                each.caught_up()
+        lacks, since_ms = watched.lacks, watched.lacks_since_ms
+        if not lacks:
+            if watched.revision >= other.revision:
+                return
+            # It may just not have been asked for a while.
+            lacks, since_ms = other.revision, _boot_ms()
+            watched.lacks, watched.lacks_since_ms = lacks, since_ms
+        await watched.status(WATCH_ANSWER_MS)
+        if watched.lacks == lacks and not watched.is_behind and _boot_ms() - since_ms >= MEMBER_BEHIND_MS:
+            log.warning(
+                "the member %s of the metadata store is at revision %d, and %s has had %d for %d ms: watches leave it",
+                watched.target, watched.revision, other.target, lacks, _boot_ms() - since_ms,
+            )  # fmt: skip
+            watched.is_behind = True
+            watched.leave()
+
     # Requests
 
     def _unavailable(self, why: str, code: Code = Code.UNAVAILABLE) -> UnavailableError:
@@ -427,7 +490,11 @@ class EtcdStore(MetadataStore):
         if self._endpoints[self._current] is failed:
             count = len(self._endpoints)
             others = [(self._current + step) % count for step in range(1, count)]
-            answering = [at for at in others if not self._endpoints[at].silent_since_ms]
+            answering = [
+                at
+                for at in others
+                if not (self._endpoints[at].silent_since_ms or self._endpoints[at].is_behind)
+            ]
             self._current = [*answering, *others, self._current][0]
 
     async def _authenticate(self, endpoint: _Endpoint) -> None:
@@ -620,6 +687,7 @@ class EtcdStore(MetadataStore):
         """One connection's worth of a watch, that has `patience_ms` to begin. A change without events only says how far the store is."""
         low, high = _bounds(prefix)
         endpoint = await self._connect(_boot_ms() + self._config.request_ms)
+        endpoint.watches += 1
         try:
             async with endpoint.within(patience_ms):
                 await self._authenticate(endpoint)
@@ -672,6 +740,8 @@ class EtcdStore(MetadataStore):
             if not (isinstance(error, rpc.AioRpcError) and self._token_refused(error, endpoint)):
                 self._next(endpoint)
             raise
+        finally:
+            endpoint.watches -= 1
 
     def _check_watch(self, answer: Any, from_revision: int) -> None:
         if answer is grpc.aio.EOF:
@@ -745,7 +815,7 @@ class EtcdStore(MetadataStore):
             return  # it is gone already
 
     async def _close(self) -> None:
-        await end_tasks(self._looking)
+        await end_tasks(*self._looking)
         for endpoint in self._endpoints:
             await endpoint.channel.close(grace=None)
 
@@ -764,6 +834,8 @@ class _Answers:
         try:
             asked_ms, wait_ms = 0, WATCH_QUIET_MS
             while not await _ends_within(wait_ms, reading):
+                if self._endpoint.is_behind:
+                    raise TimeoutError
                 if asked_ms > self._endpoint.heard_ms:
                     # A watch that catches up need not answer, nor one from a revision that is not there yet.
                     await self._ask_otherwise(reading)

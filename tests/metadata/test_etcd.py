@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from etcd_process import EtcdProcess, etcd, running_members
+from hanging_disk import hanging_disk, why_no_disk
 from ports import claim_port
 
 from felix.errors import Code, RequestError, UnavailableError
@@ -35,6 +36,8 @@ __all__ = ["etcd"]  # the fixture, by its name
 
 pytestmark = pytest.mark.etcd
 PATIENCE_S = 120
+DISK_S = 30
+"""Without a comparison of revisions a watch stays where a disk hangs for as long as that does."""
 
 
 @asynccontextmanager
@@ -188,6 +191,43 @@ async def test_a_watch_leaves_a_member_that_hangs_and_misses_nothing(tmp_path: P
                 hangs.thaw()
                 written.append(await first_write(other, "/hang/last"))
                 seen.append((await anext(changes)).revision)
+            assert seen == written
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("at", range(3))
+async def test_a_watch_leaves_a_member_whose_disk_hangs_and_misses_nothing(tmp_path: Path, at: int) -> None:
+    """It answers what it is asked of itself, and hears of nothing new."""
+    if reason := why_no_disk():
+        pytest.skip(reason)
+    with hanging_disk(tmp_path / f"e{at}" / "data") as disk, running_members(tmp_path) as etcd:
+        others = [each for each in etcd if each is not etcd[at]]
+        async with (
+            await EtcdStore.open(members_of([etcd[at], *others])) as store,
+            await EtcdStore.open(members_of(others)) as other,
+            asyncio.timeout(PATIENCE_S),
+        ):
+            written = [await first_write(other, "/disk/0")]
+            # Whichever took the first connection, while they elected their leader.
+            store._current = 0
+            changes = store.watch("/disk/", written[0])
+            async with aclosing(changes):
+                seen = [(await anext(changes)).revision]
+                try:
+                    disk.hang()
+                    async with asyncio.timeout(DISK_S):
+                        for number in range(1, 4):
+                            written.append(await first_write(other, f"/disk/{number}"))
+                            seen.append((await anext(changes)).revision)
+                    # In the end its process may stand still as a whole.
+                    left = store._endpoints[0]
+                    assert not left.watches and (left.is_behind or left.silent_since_ms)
+                finally:
+                    disk.go_on()
+                written.append(await first_write(other, "/disk/last"))
+                seen.append((await anext(changes)).revision)
+                while store._endpoints[0].is_behind:  # noqa: ASYNC110 - no event is set for it
+                    await asyncio.sleep(0.05)
             assert seen == written
 
 
