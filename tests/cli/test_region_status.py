@@ -11,11 +11,11 @@ import pytest
 from e2e.command_mesh import felix_command
 from region_home import make_region
 
-from cli import region
+from cli import operate, region
 from cli.process import FAILURE, failure
 from cli.several import log_file
-from felix.errors import Code, FelixError, RequestError
-from felix.messages import BrokerState
+from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.messages import BrokerState, ShardMoves
 
 REFUSED = f"{FAILURE}Broker b2 had another data folder.\n       Put it back.\n       CONFLICT (409)\n"
 
@@ -106,3 +106,17 @@ async def test_a_broker_that_may_go_on_no_more_ends_its_process_with_the_reason(
     node: Any = SimpleNamespace(ended=ended)
     with pytest.raises(RequestError, match="given up"):
         await region._stopped(node, asyncio.Event())
+
+
+def test_a_rebalance_says_how_many_shards_moved_and_how_many_nobody_can_lead(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    began = ShardMoves([], 3, revision=7)
+
+    async def moved(*asked: object) -> tuple[ShardMoves, ShardMoves]:
+        return began, ShardMoves([], 0, moved=2, unled=1, revision=9)
+
+    monkeypatch.setattr(operate, "_rebalance", moved)
+    with pytest.raises(UnavailableError, match="1 shard stays where it is, as nobody can lead it"):
+        operate.rebalance()
+    assert "2 shards moved" in capsys.readouterr().out
