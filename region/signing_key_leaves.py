@@ -6,7 +6,7 @@ the log names last, for nobody would know any more where that one ended. Whoever
 with the bundle that names them: the next ones are in no leaf yet, and the lost ones are given up with that.
 
 The command writes these leaves where one process writes the log (region.signing_keys); of a log of which several brokers have copies, the one that writes it does
-(region.governance.changed_keys).
+(region.governance.changed_keys). Brokers without a copy of the log hear of it by a note (region.signing_key_note).
 """
 
 from __future__ import annotations
@@ -95,22 +95,30 @@ def take(known: dict[Role, LoggedKey], action: str, key_id: bytes, time_ms: int)
         known[role] = known.get(role, NEVER_CHANGED).after(change, key_id, time_ms)
 
 
+def given_up(own: RegionBundle, logged: LoggedKeys) -> str:
+    """A sentence where the bundle's key is one that the region gave up, by its log; else nothing. Of an earlier state of the log it says no more than of a later one."""
+    for role in ROLES:
+        last = logged.get(role, NEVER_CHANGED)
+        if any(key_id_of(public) in last.ended for public in _of_now(own, role)):
+            return (
+                f"The audit log of {own.region} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {_changed(last)}, "
+                "and the file is of before that."
+            )
+    return ""
+
+
 def stale_key(own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] = ()) -> str:
     """A sentence where the bundle's key is one that the region gave up, by its log, or the bundle skips the key that the log names last: it was made from one of before
     that; else nothing. `instead`: keys that take the place of whichever one the log names last, since its bundle is lost (`--lost-bundle`)."""
+    if sentence := given_up(own, logged):
+        return sentence
     for role in ROLES:
         last = logged.get(role, NEVER_CHANGED)
-        changed = datetime.fromtimestamp(last.time_ms / 1000, UTC).isoformat(timespec="seconds")
         now = [key_id_of(public) for public in _of_now(own, role)]
-        if any(key_id in last.ended for key_id in now):
-            return (
-                f"The audit log of {own.region} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {changed}, "
-                "and the file is of before that."
-            )
         known = {*now, *map(key_id_of, _former(own, role))}
         if last.key_id and last.key_id not in known and set(now).isdisjoint(instead):
             return (
-                f"The audit log of {own.region} names a {role} key, since {changed}, that bundle.json in this folder has neither as a key of now nor as a former one: "
+                f"The audit log of {own.region} names a {role} key, since {_changed(last)}, that bundle.json in this folder has neither as a key of now nor as a former one: "
                 "the file was made from one of before that change."
             )
     return ""
@@ -129,6 +137,22 @@ def unlogged(own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] =
         if (former or last.key_id) and last.key_id not in map(key_id_of, now):
             found.append(KeyLeaf(role, "changed", key_id_of(now[0])))
     return found
+
+
+def joined(log: LoggedKeys, noted: LoggedKeys) -> dict[Role, LoggedKey]:
+    """What a log says, and besides what a note says that was given up: a log that was put back from a copy may have lost leaves."""
+    found = dict[Role, LoggedKey]()
+    for role in ROLES:
+        of_log, of_note = log.get(role), noted.get(role, NEVER_CHANGED)
+        latest = of_note if of_log is None else of_log
+        ended = [key_id for key_id in of_note.ended if key_id not in latest.ended]
+        if latest is not NEVER_CHANGED:
+            found[role] = LoggedKey(latest.key_id, latest.time_ms, (*ended, *latest.ended)[-ENDED_MAX:])
+    return found
+
+
+def _changed(last: LoggedKey) -> str:
+    return datetime.fromtimestamp(last.time_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
 def _of_now(own: RegionBundle, role: Role) -> tuple[bytes, ...]:

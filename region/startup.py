@@ -418,6 +418,7 @@ async def open_broker(
         KeyService(keyring, rotation, trail, config.region, runtime.clock.now_ms), trail,
         Witnessing(witness, trail, config.region, runtime.clock, submissions),
         own,
+        await asyncio.to_thread(load_signing_key, folder.audit_key),
         lambda: pinned_bundles(folder),
         memory, remembered, logged, landings.drained, audit, arrivals, neighbours,
         await asyncio.to_thread(signed_pins, folder, own),
@@ -482,6 +483,9 @@ async def open_broker(
 
     follower = StreamFollower(streams, mirror, landings.opened)
     governance.follow()
+    if (over := governance.keys_over()) is not None:
+        # By the store: this broker may have no copy of the log.
+        raise over
     # Of the store's pins and this broker's own, the later ones are known now.
     await offer_bundles(*governance.lacking(files), catalog, mirror)
     governance.strays.start()

@@ -1,4 +1,8 @@
-"""Leaves of the region's changed policy and receipt keys, where the command could write none: in a log of which several brokers have copies. On the event loop."""
+"""Leaves of the region's changed policy and receipt keys, where the command could write none: in a log of which several brokers have copies. And who hears of them: a broker by
+its copy of the log, and one that has none, or is behind, by the note in the metadata store (region.signing_key_note), which the broker that writes the log keeps there. On the event loop.
+
+Invariant: who has no key of the log cannot stop a broker that has the region's keys of now: a note in the store that does not hold, or is of before, is passed over.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +16,29 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId
 from felix.tasks import end_tasks
 from keys.bundle import RegionBundle
+from keys.signing import SigningKey
 from region.broker import Broker
 from region.document_log import DocumentLog
-from region.governance.pin_leaves import until_taken
-from region.signing_key_leaves import STALE_HINT, KeyLeaf, stale_key, unlogged
+from region.governance.pin_leaves import AGAIN_S, until_taken
+from region.metadata.catalog import Catalog
+from region.metadata.mirror import CatalogMirror
+from region.metadata.transaction import Entry
+from region.signing_key_leaves import STALE_HINT, KeyLeaf, LoggedKeys, given_up, joined, stale_key, unlogged
+from region.signing_key_note import SigningKeyNote, decode_note
 
 log = logging.getLogger("felix.region.governance")
 
 
 class ChangedKeys:
-    """One per broker. `writes_here`: whether the region's audit log is this broker's to write. `instead`: as `region.signing_key_leaves.stale_key`."""
+    """One per broker. `log_key`: signs the region's log. `writes_here`: whether that is this broker's to write. `instead`: as `region.signing_key_leaves.stale_key`."""
 
     def __init__(
         self,
         broker: Broker,
         own: RegionBundle,
+        log_key: SigningKey,
+        catalog: Catalog,
+        mirror: CatalogMirror,
         trail: Trail,
         logged: DocumentLog,
         writes_here: Callable[[], bool],
@@ -35,42 +47,104 @@ class ChangedKeys:
         self._broker = broker
         self._own = own
         self._identity = SpiffeId(own.region, own.mesh, "broker", broker.broker_id)
+        self._log_key = log_key
+        self._catalog = catalog
+        self._mirror = mirror
         self._trail = trail
         self._logged = logged
         self._writes_here = writes_here
         self._instead = instead
+        self._noted: LoggedKeys = {}
+        """as the newest note said that held"""
+        self._entry: Entry | None = None
+        """what the store had when it was read last"""
+        self._note: SigningKeyNote | None = None
+        """the same, where it is a note that holds"""
+        self.unread = ""
+        """a sentence where it is none"""
         self._writing: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
+        self._why = ""
 
     @property
     def problem(self) -> str:
-        """A sentence where the log has got the leaf of a later change, while this broker runs with the bundle of before."""
-        return stale_key(self._own, self._logged.signing_keys, self._instead)
+        """A sentence where the log has got the leaf of a later change, by this broker's copy or by the store, while this broker runs with the bundle of before."""
+        return (
+            self._why
+            or stale_key(self._own, self._logged.signing_keys, self._instead)
+            or stale_key(self._own, self._noted, self._instead)
+        )
 
     @property
     def refusal(self) -> UnavailableError | None:
-        """Why this broker takes nothing any more, and never writes the log: its copy has got the leaf of a later change since it started."""
-        return UnavailableError(self.problem, hint=STALE_HINT) if self._over.is_set() else None
+        """Why this broker takes nothing any more, and never writes the log: the log has got the leaf of a later change since it started."""
+        return UnavailableError(self._why, hint=STALE_HINT) if self._over.is_set() else None
+
+    @property
+    def over(self) -> RequestError | None:
+        """The same, as a start says it."""
+        return (
+            RequestError(self._why, code=Code.CONFIG_INVALID, hint=STALE_HINT)
+            if self._over.is_set()
+            else None
+        )
 
     def look(self) -> None:
         """After the log has got leaves: does this broker have the keys of now? Raises `refusal`, here and from now on, where it has not."""
-        if not self._over.is_set() and self.problem:
-            self._over.set()
-            log.error("this broker ends: %s", self.problem)
+        self._decide()
         if (refusal := self.refusal) is not None:
             raise refusal
+
+    def _decide(self) -> None:
+        # A bundle that skips a key is found by the log alone: an earlier note may name a key that was left out since (--drop-earliest).
+        by_log = stale_key(self._own, self._logged.signing_keys, self._instead)
+        why = by_log or given_up(self._own, self._noted)
+        if why and not self._over.is_set():
+            self._why = why
+            self._over.set()
+            log.error("this broker ends: %s", why)
+
+    def read_note(self) -> None:
+        """Take in what the store has. What a note says that holds was given up is remembered while this broker runs, whatever comes after it."""
+        entry = self._mirror.signing_keys
+        if entry == self._entry:
+            return
+        self._entry, self._note, self.unread = entry, None, ""
+        if entry is None:
+            return
+        try:
+            self._note = decode_note(entry.value, self._own)
+        except FelixError as error:
+            self.unread = (
+                f"The metadata store has a note of the region's signing keys ({entry.key}) that is not believed here: {error.sentence} "
+                "The broker with the audit log puts the right one in its place; where that one is not believed, the keys of the log were changed, and this broker's folder is of before."
+            )
+            log.error("%s", self.unread)
+        else:
+            self._noted = joined(self._note.keys, self._noted)
+            self._decide()
 
     async def ended(self) -> FelixError:
         """Wait until this broker may go on no more; why, as its next start says."""
         await self._over.wait()
-        return RequestError(self.problem, code=Code.CONFIG_INVALID, hint=STALE_HINT)
+        assert self.over is not None
+        return self.over
 
     def log_soon(self) -> None:
-        """Write the leaves that the log lacks, where it is written here."""
-        if self._writing is None and self._writes_here():
+        """Write the leaves that the log lacks, and the note that the store lacks, where the log is written here."""
+        if self._writing is None and self._writes_here() and not self._over.is_set():
             lacking = unlogged(self._own, self._logged.signing_keys, self._instead)
-            if lacking:
+            if lacking or self._lacks_note():
                 self._writing = asyncio.ensure_future(self._write(lacking))
+
+    def _to_note(self) -> LoggedKeys:
+        return joined(self._logged.signing_keys, self._noted)
+
+    def _lacks_note(self) -> bool:
+        told = self._to_note()
+        if not told:
+            return False  # no key was changed
+        return self._note is None or self._note.keys != told
 
     async def _write(self, lacking: list[KeyLeaf]) -> None:
         try:
@@ -80,8 +154,22 @@ class ChangedKeys:
                     partial(self._logged.append_key, leaf),
                     f"the change of the region's {said.role} key", self._trail, self._writes_here,
                 )  # fmt: skip
+            while self._writes_here() and self._lacks_note():
+                await self._put_note()
+                # Whoever takes it out of the store each time makes no more work than this.
+                await asyncio.sleep(AGAIN_S)
+                self.read_note()
         finally:
             self._writing = None
+
+    async def _put_note(self) -> None:
+        note = SigningKeyNote.sign(self._own, self._to_note(), self._log_key)
+        revision = 0 if self._entry is None else self._entry.mod_revision
+        try:
+            await self._catalog.put_signing_keys(note.encode(), revision=revision)
+        except FelixError as error:
+            if error.code not in (Code.ALREADY_EXISTS, Code.CONFLICT):
+                log.error("the metadata store did not take the note of the region's signing keys: %s", error)
 
     async def close(self) -> None:
         """Leaves that are being written are given up; the next start writes them."""

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import Final
 
 from audit.trail import Trail
+from keys.signing import SigningKey
 from policy.approval import Document
 from policy.grant import DOCUMENTS_MAX, GrantBook
 from policy.residency import ResidencyPolicy
@@ -27,6 +28,7 @@ from region.governance.pin_leaves import PinLeaves
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.trusted_regions import TrustedRegions
 from region.held_document import digest_of
+from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.trust_store import forbids
 
@@ -46,6 +48,8 @@ class Judgement:
     def __init__(
         self,
         broker: Broker,
+        log_key: SigningKey,
+        catalog: Catalog,
         mirror: CatalogMirror,
         trail: Trail,
         regions: TrustedRegions,
@@ -57,7 +61,7 @@ class Judgement:
         neighbours: Neighbours,
         instead: Collection[bytes] = (),
     ) -> None:
-        """`watch` is told of each change. `logged`, `drain`, `neighbours`: as DocumentLeaves has them; `instead`: as ChangedKeys."""
+        """`watch` is told of each change. `logged`, `drain`, `neighbours`: as DocumentLeaves has them; `log_key`, `catalog`, `instead`: as ChangedKeys."""
         self.regions = regions
         self.policies = policies
         self.held = held
@@ -72,7 +76,15 @@ class Judgement:
             broker, regions.own.region, regions.own.mesh, trail, logged, lambda: neighbours.writes_here
         )
         self.changed_keys = ChangedKeys(
-            broker, regions.own, trail, logged, lambda: neighbours.writes_here, instead
+            broker,
+            regions.own,
+            log_key,
+            catalog,
+            mirror,
+            trail,
+            logged,
+            lambda: neighbours.writes_here,
+            instead,
         )
         self.book = GrantBook()
         self._broker = broker
@@ -98,7 +110,7 @@ class Judgement:
     def _changed(self, change: MirrorChange) -> None:
         if self._closed:
             return
-        if change.section in ("grants", "revocations", "denies", "policy", "trusted", "pins"):
+        if change.section in ("grants", "revocations", "denies", "policy", "trusted", "pins", "signing_keys"):
             try:
                 self.reload()
             finally:
@@ -114,6 +126,7 @@ class Judgement:
     def _judge_anew(self) -> None:
         # Whatever fails from here on, nothing is allowed by what held before: a revocation may be in what came.
         self.book = GrantBook()
+        self.changed_keys.read_note()
         before, self._made = self._made, None
         self.regions.read()
         self.pin_leaves.log_soon(self.regions.pins_of_all())

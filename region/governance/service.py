@@ -29,6 +29,7 @@ from felix.pace import Pace
 from felix.peer import Peer, verify_peer
 from keys.bundle import RegionBundle
 from keys.pin import SignedPin, decode_logged
+from keys.signing import SigningKey
 from policy.access import Verb
 from policy.explanation import Explanation, explain_crossing
 from policy.grant import Allowed, Attempt, GrantBook, GrantError, RefusalKind
@@ -107,6 +108,7 @@ class Governance:
         trail: Trail,
         witnessing: Witnessing,
         own: RegionBundle,
+        log_key: SigningKey,
         pinned: Callable[[], Mapping[str, RegionBundle]],
         memory: Memory,
         remembered: Remembered,
@@ -138,7 +140,7 @@ class Governance:
         )  # fmt: skip
         lasting, policies = read_remembered(remembered)
         self._judgement = Judgement(
-            broker, mirror, trail, regions,
+            broker, log_key, catalog, mirror, trail, regions,
             PolicyInForce(own, mirror, logged, memory, policies),
             HeldDocuments(
                 regions, mirror, logged, LastingDocuments(logged, memory, lasting, regions.believed_policy_keys, OwnWords(own)), broker.clock_ms
@@ -150,6 +152,8 @@ class Governance:
         """waits until the log says that this broker's keys were given up"""
         self.keys_refusal = lambda: self._judgement.changed_keys.refusal
         """why nothing is taken here any more; None where this broker has the region's keys of now, as far as it has the log"""
+        self.keys_over: Callable[[], RequestError | None] = lambda: self._judgement.changed_keys.over
+        """the same, as a start says it"""
         self.look_at_keys = self._judgement.changed_keys.look
         self.follow = self._judgement.follow
         self.decide_again = self._judgement.reload
@@ -220,6 +224,7 @@ class Governance:
         stale = self._judgement.changed_keys.problem
         return [
             *([f"{stale} {STALE_HINT}"] if stale else []),
+            *filter(None, [self._judgement.changed_keys.unread]),
             *filter(None, [self._judgement.policies.problem]),
             *self._judgement.regions.problems.values(),
             *(

@@ -415,6 +415,10 @@ class Catalog:
         """Pin another region's bundle; `revision` as in put_document. Answers the new revision."""
         return await self._put(self.keys.pin(region), pin, revision)
 
+    async def put_signing_keys(self, note: bytes, *, revision: int) -> int:
+        """Write what the audit log says of the region's policy and receipt keys; `revision` as in put_document. Answers the new revision."""
+        return await self._put(self.keys.signing_keys(), note, revision)
+
     async def trusted(self) -> dict[str, bytes]:
         """Bundle by region."""
         return await self._opaque("trusted/")

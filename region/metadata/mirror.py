@@ -64,6 +64,7 @@ Section = Literal[
     "policy",
     "trusted",
     "pins",
+    "signing_keys",
     "quotas",
     "namespaces",
 ]
@@ -78,6 +79,7 @@ _SECTIONS: Final = (
     "policy",
     "trusted",
     "pins",
+    "signing_keys",
     "quotas",
     "namespaces",
 )
@@ -206,6 +208,11 @@ class CatalogMirror:
     def pins(self) -> dict[str, bytes]:
         """This region's pins of other regions' bundles, by region."""
         return self._under("pins/")
+
+    @property
+    def signing_keys(self) -> Entry | None:
+        """What the region's audit log says of its policy and receipt keys, as somebody wrote it here: a signed note (region.signing_key_note)."""
+        return self._raw.get(self._keys.signing_keys())
 
     @property
     def quotas(self) -> Mapping[tuple[Scope, str], QuotaLimits]:

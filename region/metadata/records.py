@@ -414,6 +414,10 @@ class Keys:
         """Of the pin that this region signed of another one's bundle."""
         return f"{self.prefix}pins/{parse_region(region)}"
 
+    def signing_keys(self) -> str:
+        """Of what the region's audit log says of its policy and receipt keys, for brokers that have no copy of it."""
+        return f"{self.prefix}signing_keys/of_log"
+
     def stream_key(self, incarnation: str) -> str:
         """Of the wrapped key of a stream, where several brokers share it; empty: what all of them begin with."""
         return f"{self.prefix}keys/streams/{incarnation}"

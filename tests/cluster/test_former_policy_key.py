@@ -21,7 +21,7 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trust import Trust
 from audit.verify import verify_log
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.messages import PutDocument
 from felix.names import SpiffeId, StreamName
 from felix.page import list_documents
@@ -42,8 +42,10 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, decode_body
 from policy.truncation import Truncation
 from region.bootstrap import trust_region
+from region.governance.changed_keys import ChangedKeys
 from region.held_document import document_id
-from region.signing_key_leaves import ACTIONS, ROLES, key_id_of
+from region.signing_key_leaves import ACTIONS, ROLES, LoggedKey, key_id_of
+from region.signing_key_note import SigningKeyNote, decode_note
 from region.signing_keys import change_signing_keys
 
 __all__ = ["etcd_of_each_test"]  # the fixture
@@ -200,9 +202,11 @@ async def test_a_region_of_several_brokers_changes_its_own_keys(tmp_path: Path, 
 
 
 async def test_a_broker_that_hears_from_the_log_that_its_keys_were_given_up_ends_and_takes_nothing(
-    tmp_path: Path, etcd: EtcdProcess
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine was replaced: its data folder is empty, so the start finds no leaf of the change, and its region's folder comes from a backup of before it."""
+    """A machine was replaced: its data folder is empty, so the start finds no leaf of the change, and its region's folder comes from a backup of before it. The metadata
+    store says nothing."""
+    monkeypatch.setattr(ChangedKeys, "read_note", lambda _: None)
     async with serving(tmp_path, etcd, 3, 2) as region:
         folder, before = region.folder, tmp_path / "before"
         former = load_signing_key(folder.policy_key)
@@ -261,3 +265,83 @@ async def test_a_broker_that_hears_from_the_log_that_its_keys_were_given_up_ends
 
         home = await home_of(region)
         await until(lambda: named() == made, "the log names them")
+
+
+async def test_a_broker_without_a_copy_of_the_log_ends_once_its_keys_were_given_up(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """Three of four brokers have the log. The fourth, on another machine, goes on with a folder of before the change."""
+    async with serving(tmp_path, etcd, 4, 3) as region:
+        folder = region.folder
+
+        def kept(name: str) -> Path:
+            shutil.copytree(folder.secrets, tmp_path / name / "secrets")
+            shutil.copy(folder.bundle, tmp_path / name)
+            return tmp_path / name
+
+        def put_back(kept: Path) -> None:
+            shutil.copytree(kept / "secrets", folder.secrets, dirs_exist_ok=True)
+            shutil.copy(kept / "bundle.json", folder.bundle)
+
+        def note() -> bytes:
+            entry = region.nodes["b1"].services.governance._mirror.signing_keys
+            return b"" if entry is None else entry.value
+
+        await home_of(region)
+        before = kept("before")
+        await region.stop()
+        change_signing_keys(folder, region.config, now_ms())
+        after = kept("after")
+
+        put_back(before)
+        await region.start("b4")
+        assert region.clustered("b4").audit is None or not region.clustered("b4").has_audit_log
+        put_back(after)
+        await region.start("b1", "b2", "b3")
+        fourth = region.nodes["b4"]
+        ended = await asyncio.wait_for(fourth.ended(), 60)
+        assert ended.code is Code.CONFIG_INVALID and "gave up the policy key" in ended.sentence
+        with pytest.raises(UnavailableError, match="gave up the policy key"):
+            fourth.services.governance.explain(StreamName.parse("acme/ops/a"), "us-east", "eu-west")
+        await region.stop("b4")
+        put_back(before)
+        with pytest.raises(RequestError, match="gave up the policy key"):
+            await region.start("b4")
+        put_back(after)
+        await region.start("b4")
+
+        # Whoever has the store alone stops nobody: neither with a note of his own, nor with an earlier one, and the right one comes back.
+        await region.stop()
+        first = decode_bundle((before / "bundle.json").read_bytes()).bundle
+        change_signing_keys(folder, region.config, now_ms())
+        await region.start("b1", "b2", "b3", "b4")
+        await home_of(region)
+        given_up = key_id_of(decode_bundle((after / "bundle.json").read_bytes()).bundle.policy_keys[0])
+        bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+
+        def is_whole() -> bool:
+            try:
+                held = decode_note(note(), bundle).keys["policy"]
+            except (RequestError, TamperError):
+                return False
+            return held.ended == (key_id_of(first.policy_keys[0]), given_up)
+
+        await until(is_whole, "the note of the second change")
+        key = load_signing_key(folder.audit_key)
+        earlier = {"policy": LoggedKey(given_up, 1, (key_id_of(first.policy_keys[0]),))}
+        now = {"policy": LoggedKey(b"k" * 16, 1, (key_id_of(bundle.policy_keys[0]),))}
+        whole = note()
+        for wrong in (
+            SigningKeyNote.sign(bundle, now, SigningKey.generate()).encode(),
+            SigningKeyNote.sign(bundle, earlier, key).encode(),  # type: ignore[arg-type]
+            b"nothing",
+        ):
+            await asyncio.to_thread(etcd.ctl, "put", "/felix/1/us-east/signing_keys/of_log", wrong.decode())
+            await until(lambda wrong=wrong: note() == wrong or note() == whole, "the store's other note")  # type: ignore[misc]
+            await until(lambda: note() == whole, "the right note again")
+        await asyncio.to_thread(etcd.ctl, "del", "/felix/1/us-east/signing_keys/of_log")
+        await until(lambda: note() == whole, "the right note again")
+        for node in region.nodes.values():
+            governance = node.services.governance
+            await until(lambda governance=governance: not governance.problems, "no problem")  # type: ignore[misc]
+            assert governance.keys_refusal() is None

@@ -1,0 +1,124 @@
+"""What a broker without a copy of the audit log hears of its region's keys, by the metadata store: who can write a note, and what one of before does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from region_home import make_region
+
+from felix.errors import RequestError, TamperError
+from keys.bundle import FormerKeys, RegionBundle, decode_bundle
+from keys.key_file import load_signing_key
+from keys.signing import SigningKey
+from region.folder import RegionFolder
+from region.signing_key_leaves import LoggedKey, LoggedKeys, given_up, joined, key_id_of, stale_key
+from region.signing_key_note import NOTE_BYTES_MAX, SigningKeyNote, decode_note
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RegionFolder:
+    return make_region(tmp_path, "us-east")
+
+
+def own_of(folder: RegionFolder) -> RegionBundle:
+    return decode_bundle(folder.bundle.read_bytes()).bundle
+
+
+def changed(own: RegionBundle) -> RegionBundle:
+    former = (*own.former, FormerKeys(policy_keys=own.policy_keys))
+    return msgspec.structs.replace(
+        own.with_former(former), policy_keys=(SigningKey.generate().verify_key.public,)
+    )
+
+
+def logged(*bundles: RegionBundle) -> LoggedKeys:
+    """What a log says of the policy keys of these bundles, each of which took the place of the one before."""
+    ids = [key_id_of(bundle.policy_keys[0]) for bundle in bundles]
+    return {"policy": LoggedKey(ids[-1], 1_700_000_000_000, tuple(ids[:-1]))}
+
+
+def test_a_note_that_the_logs_key_signed_comes_back_as_it_was(folder: RegionFolder) -> None:
+    own, key = own_of(folder), load_signing_key(folder.audit_key)
+    note = SigningKeyNote.sign(own, logged(own, changed(own)), key)
+    assert decode_note(note.encode(), own) == note
+    assert len(note.encode()) <= NOTE_BYTES_MAX
+
+
+def test_no_other_key_than_the_logs_own_of_now_signs_a_note(folder: RegionFolder) -> None:
+    own = own_of(folder)
+    said = logged(own, changed(own))
+    for key in (
+        SigningKey.generate(),
+        load_signing_key(folder.policy_key),
+        load_signing_key(folder.receipt_key),
+        load_signing_key(folder.witness_key),
+    ):
+        with pytest.raises(TamperError, match="signs the audit log"):
+            decode_note(SigningKeyNote.sign(own, said, key).encode(), own)
+    former = load_signing_key(folder.audit_key)
+    ended = msgspec.structs.replace(
+        own,
+        audit_keys=tuple(
+            msgspec.structs.replace(key, to_size=7) if key.public == former.verify_key.public else key
+            for key in own.audit_keys
+        ),
+    )
+    with pytest.raises(TamperError, match="signs the audit log"):
+        decode_note(SigningKeyNote.sign(own, said, former).encode(), ended)
+
+
+def test_a_note_with_one_field_changed_or_of_another_region_is_not_believed(folder: RegionFolder) -> None:
+    own, key = own_of(folder), load_signing_key(folder.audit_key)
+    note = SigningKeyNote.sign(own, logged(own, changed(own)), key)
+    for forged in (
+        msgspec.structs.replace(note, keys=logged(changed(own), own)),
+        msgspec.structs.replace(note, keys={}),
+        msgspec.structs.replace(note, region="eu-west"),
+        msgspec.structs.replace(note, mesh="other"),
+        msgspec.structs.replace(note, signature=b""),
+    ):
+        with pytest.raises((TamperError, RequestError)):
+            decode_note(forged.encode(), own)
+    late = {"policy": LoggedKey(b"k" * 16, 1 << 60)}
+    for data in (
+        b"",
+        b"\xff",
+        b"[]",
+        note.encode()[:-1],
+        b" " * (NOTE_BYTES_MAX + 1),
+        SigningKeyNote.sign(own, late, key).encode(),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(RequestError):
+            decode_note(data, own)
+
+
+def test_no_note_of_before_stops_a_broker_with_the_keys_of_now(folder: RegionFolder) -> None:
+    """Also not where the bundle names the keys of earlier changes no more."""
+    bundles = [own_of(folder)]
+    for _ in range(5):
+        bundles.append(changed(bundles[-1]))
+    now = bundles[-1]
+    for dropped in range(len(now.former) + 1):
+        mine = now.with_former(now.former[dropped:])
+        for size in range(2, len(bundles) + 1):
+            assert not given_up(mine, logged(*bundles[:size]))
+    for earlier in bundles[:-1]:
+        assert "gave up the policy key" in given_up(earlier, logged(*bundles))
+    skips = changed(bundles[0])
+    assert not given_up(skips, logged(*bundles)) and stale_key(skips, logged(*bundles))
+
+
+def test_what_a_note_says_was_given_up_is_not_lost_with_the_log_and_joining_twice_changes_nothing(
+    folder: RegionFolder,
+) -> None:
+    first = own_of(folder)
+    second = changed(first)
+    third = changed(second)
+    whole, short = logged(first, second, third), logged(first, second)
+    assert joined(whole, {}) == joined(whole, short) == joined({}, whole) == whole
+    held = joined(short, whole)
+    assert held["policy"].key_id == key_id_of(second.policy_keys[0])
+    assert set(held["policy"].ended) == set(whole["policy"].ended)
+    assert joined(short, held) == held
