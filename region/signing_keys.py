@@ -50,6 +50,7 @@ from region.folder import RegionFolder
 from region.held_document import digest_of
 from region.log_keys import append_waiting
 from region.signing_key_leaves import (
+    NEVER_CHANGED,
     ROLES,
     STALE_HINT,
     LoggedKey,
@@ -93,14 +94,15 @@ def change_signing_keys(
     """Give the region new keys of these roles. Its brokers, and the agents whose logs lie in the folder, are stopped.
 
     `checkpoints`: the last ones of logs that lie elsewhere; of other regions' logs, as this one cosigned them. `without`: logs where nothing that the former keys signed
-    counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. `lost_bundle`: the log says that the keys of this
+    counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. `lost_bundle`, which called again makes no further keys until the log has the first call's: the log says that the keys of this
     bundle were given up, or is not at hand, and nobody has the bundle of the last change; what they signed counts up to the `checkpoints` that are given, and nowhere else.
     `log`: a copy of the region's own log, on a machine that has none: it says which keys are those of now, and where they end. `say_again`: what brokers keep of this region's words without a leaf holds nothing up; it is to be said again. What another region does
     stops no change: of a log of its that cannot be taken nothing is said (`left_out`). Raises RequestError where one of the own logs is not at hand, is being written or has
     two histories (CONFLICT), where the folder is of before a change, or the bundle has no room; then nothing was written.
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
-    chosen = [role for role in ROLES if role in set(roles)]
+    roles = [role for role in ROLES if role in set(roles)]
+    chosen = roles
     if _begun(folder, bundle):
         return _put_in_place(folder, decode_bundle(folder.bundle.read_bytes()))
     assert chosen, "at least one key is changed"
@@ -112,6 +114,10 @@ def change_signing_keys(
         if own is None and not lost_bundle:
             _require_gone(bundle, without)
         logged, documents = own.contents() if own is not None else ({}, frozenset[bytes]())
+        if lost_bundle:
+            chosen = [role for role in chosen if not _was_made_instead(bundle, role, logged, instead)]
+            if not chosen:
+                return _stands(folder, bundle, roles)
         stale = stale_key(bundle, logged, instead)
         if stale and (planned := _planned(folder)) is not None and _is_last(planned.bundle, bundle, logged):
             _record(own, planned.bundle, logged, now_ms, instead)
@@ -142,8 +148,7 @@ def change_signing_keys(
             **{f"{role}_keys": (key.verify_key.public,) for role, key in new.items()},
         )
         if (is_lost and own is None) or stale_key(changed, logged, instead):
-            made = (*changed.policy_keys, *changed.receipt_keys)
-            instead = instead.union(map(key_id_of, made))
+            instead = instead.union(key_id_of(key.verify_key.public) for key in new.values())
         left_out = (*unread, *forked, *_unsaid(folder, bundle, ends, without, (*unread, *forked)))
         # All that may be refused was refused, before anything is written.
         require_room(changed, dropped=drop_earliest)
@@ -226,6 +231,27 @@ def raise_ends(
     signed = sign_bundle(raised, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     return ChangedSigningKeys(signed, raised_ends, tuple(left_out))
+
+
+def _was_made_instead(
+    bundle: RegionBundle, role: Role, logged: LoggedKeys, instead: Collection[bytes]
+) -> bool:
+    """Whether an earlier call made the key of now in place of a lost one, and the log, as far as it is at hand, has no leaf of it yet: one more would be a change that nobody asked for."""
+    public = (bundle.policy_keys if role == "policy" else bundle.receipt_keys)[0]
+    last, key_id = logged.get(role, NEVER_CHANGED), key_id_of(public)
+    return key_id in instead and key_id != last.key_id and key_id not in last.ended
+
+
+def _stands(folder: RegionFolder, bundle: RegionBundle, roles: Iterable[Role]) -> ChangedSigningKeys:
+    """What an earlier call made in place of lost keys. Raises RequestError(CONFLICT) where these do not lie here."""
+    for role in roles:
+        _require_in_place(folder, bundle, role, {})
+    said = (
+        f"These keys of {bundle.region} were made in place of lost ones before, and no log here has a leaf of them yet: none were made now. Start the brokers, which write it. A log in which "
+        "they count for too little is raised with --raise-ends --checkpoint FILE. Where these keys, too, are to end: change them once the log has their leaf, beside it or a copy of it (--log)."
+    )
+    signed = decode_bundle(folder.bundle.read_bytes())
+    return _put_in_place(folder, signed)._replace(left_out=(said,))
 
 
 def _require_newest(folder: RegionFolder, config: RegionConfig, bundle: RegionBundle) -> None:

@@ -1085,6 +1085,14 @@ async def test_a_folder_without_the_log_changes_no_keys_that_the_log_may_have_gi
     # What says that the bundle is lost goes with the new one.
     lost = change_signing_keys(elsewhere, config, now_ms(), checkpoints=notes, lost_bundle=True)
     assert {end.log for end in lost.ends} == {own, EGRESS}
+    files = [path.read_bytes() for path in (elsewhere.bundle, elsewhere.lost_bundle, elsewhere.policy_key)]
+    for roles in (ROLES, ("policy",), ("receipt",)):
+        again = change_signing_keys(elsewhere, config, now_ms(), roles, lost_bundle=True)
+        assert (again.signed, again.ends) == (lost.signed, lost.ends)
+        assert "none were made now" in str(again.left_out)
+    assert files == [
+        path.read_bytes() for path in (elsewhere.bundle, elsewhere.lost_bundle, elsewhere.policy_key)
+    ]
     brought_back(mesh, elsewhere)
     with pytest.raises(RequestError, match="neither as a key of now nor as a former one"):
         await mesh.start("us-east")

@@ -255,7 +255,12 @@ async def test_a_broker_that_hears_from_the_log_that_its_keys_were_given_up_ends
         # Nobody has the bundle of after the change: brokers take keys that were made instead, and the log names these from then on.
         await region.stop()
         put_back(before)
+        changed = change_signing_keys(
+            folder, region.config, now_ms(), ("policy",), lost_bundle=True
+        ).signed.bundle
         changed = change_signing_keys(folder, region.config, now_ms(), lost_bundle=True).signed.bundle
+        assert len(changed.former) == 2, "the first call's policy key stands, and the receipt key is made"
+        assert change_signing_keys(folder, region.config, now_ms(), lost_bundle=True).signed.bundle == changed
         await region.start("b1", "b2")
         made = [key_id_of(public) for public in (*changed.policy_keys, *changed.receipt_keys)]
 
