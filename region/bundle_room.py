@@ -26,10 +26,15 @@ TOLD_MAX: Final = 8
 
 
 def require_room(
-    changed: RegionBundle, at: int = -1, *, dropped: int | None = None, held: Iterable[KeyEnd] = ()
+    changed: RegionBundle,
+    at: int = -1,
+    *,
+    dropped: int | None = None,
+    held: Iterable[KeyEnd] = (),
+    dealt: Container[str] | None = None,
 ) -> None:
     """That this bundle can be written, whose former keys `at` were given ends now. `dropped`: of a change, of how many of the earliest ones the keys were
-    left out already; `held`: where ends are raised, those that stay anyway. Raises RequestError(CONFLICT) where it cannot, with which regions' logs take the room, and the
+    left out already; `held`: where ends are raised, those that stay anyway; `dealt`: the regions that a leaf of the region's own log names, where that is at hand: with the others it had no grant. Raises RequestError(CONFLICT) where it cannot, with which regions' logs take the room, and the
     options that make some."""
     size, logs = _bytes_of(changed), max((len(keys.ends) for keys in changed.former), default=0)
     if size <= BUNDLE_BYTES_MAX and logs <= ENDS_MAX:
@@ -49,7 +54,7 @@ def require_room(
     raise RequestError(
         f"{over}. By region, where keys ended takes {', '.join(told)}.",
         code=Code.CONFLICT,
-        hint=_hint(changed, at, taken, dropped, {end.log for end in held}),
+        hint=_hint(changed, at, taken, dropped, {end.log for end in held}, dealt),
     )
 
 
@@ -105,15 +110,19 @@ def _fits(bundle: RegionBundle) -> bool:
 
 
 def _hint(
-    changed: RegionBundle, at: int, taken: Iterable[str], dropped: int | None, held: Container[str]
+    changed: RegionBundle,
+    at: int,
+    taken: Iterable[str],
+    dropped: int | None,
+    held: Container[str],
+    dealt: Container[str] | None,
 ) -> str:
-    """Regions without whose logs it fits, in this order until it does; and how many of the earliest changes have to go instead."""
+    """Regions without whose logs it fits, in this order until it does, those first that were never dealt with; and how many of the earliest changes have to go instead."""
     former, own = list(changed.former), trust_domain(changed.region, changed.mesh)
     added = {_domain_of(end.log) for end in former[at].ends if end.log not in held} - {own}
+    strangers = [domain for domain in taken if domain in added and _is_stranger(domain, changed.mesh, dealt)]
     leave, fits = list[str](), False
-    for domain in taken:
-        if domain not in added:
-            continue
+    for domain in [*strangers, *(domain for domain in taken if domain in added and domain not in strangers)]:
         leave.append(domain)
         less = [*former]
         less[at] = _less(former[at], leave, held)
@@ -126,6 +135,10 @@ def _hint(
             f"Add {options}, which makes {'room' if fits else 'some'}: nothing that these keys signed counts then in those regions' logs. "
             "--without LOG leaves a single log out."
         )
+        if named := [domain for domain in leave if domain in strangers]:
+            said.append(
+                f"No leaf of {changed.region}'s audit log names {', '.join(named[:TOLD_MAX])}{' and others' if len(named) > TOLD_MAX else ''}: there was no grant with them."
+            )
     if dropped is not None and len(former) > 1:
         drops = (n for n in range(1, len(former)) if _fits(changed.with_former(tuple(former[n:]))))
         enough = next(drops, None)
@@ -134,3 +147,7 @@ def _hint(
             "so many of the earliest changes signed counts for nothing then."
         )
     return " ".join(said)
+
+
+def _is_stranger(domain: str, mesh: str, dealt: Container[str] | None) -> bool:
+    return dealt is not None and domain.removesuffix(f".{mesh}") not in dealt

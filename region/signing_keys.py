@@ -113,7 +113,8 @@ def change_signing_keys(
         own = _copied_log(log, bundle) if log is not None else _own_log(folder, config, bundle, opened)
         if own is None and not lost_bundle:
             _require_gone(bundle, without)
-        logged, documents = own.contents() if own is not None else ({}, frozenset[bytes]())
+        contents = own.contents() if own is not None else None
+        logged = {} if contents is None else contents.keys
         if lost_bundle:
             chosen = [role for role in chosen if not _was_made_instead(bundle, role, logged, instead)]
             if not chosen:
@@ -124,8 +125,8 @@ def change_signing_keys(
             return _put_in_place(folder, planned)
         if stale and not lost_bundle:
             raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
-        if own is not None and not stale and "policy" in chosen and not say_again:
-            _require_leaves(folder, config, bundle, documents)
+        if contents is not None and not stale and "policy" in chosen and not say_again:
+            _require_leaves(folder, config, bundle, contents.documents)
         for role in {*chosen, "policy"}:
             _require_in_place(folder, bundle, role, logged if role in chosen else {})
         earlier = _without_earliest(bundle, drop_earliest)
@@ -151,7 +152,7 @@ def change_signing_keys(
             instead = instead.union(key_id_of(key.verify_key.public) for key in new.values())
         left_out = (*unread, *forked, *_unsaid(folder, bundle, ends, without, (*unread, *forked)))
         # All that may be refused was refused, before anything is written.
-        require_room(changed, dropped=drop_earliest)
+        require_room(changed, dropped=drop_earliest, dealt=None if contents is None else contents.regions)
         signed = sign_bundle(changed, new.get("policy") or load_signing_key(folder.policy_key))
         for role in ROLES:
             # Of a call that did not come as far as the log: nobody knows them.
@@ -198,7 +199,7 @@ def raise_ends(
         for each in bundle.former[at + 1 :]
         if (each.policy_keys and last.policy_keys) or (each.receipt_keys and last.receipt_keys)
     ]
-    _require_newest(folder, config, bundle)
+    contents = _require_newest(folder, config, bundle)
     given = [_given(folder, bundle, note) for note in checkpoints]
     cosigned, unread = _cosigned_ends(folder, config, set(without))
     measured, forked = _largest(cosigned, given, bundle.region)
@@ -227,7 +228,7 @@ def raise_ends(
     changed = msgspec.structs.replace(last, ends=raised_ends)
     raised = bundle.with_former((*bundle.former[:at], changed, *bundle.former[at + 1 :]))
     raised = msgspec.structs.replace(raised, issued_ms=max(now_ms, bundle.issued_ms + 1))
-    require_room(raised, at, held=last.ends)
+    require_room(raised, at, held=last.ends, dealt=None if contents is None else contents.regions)
     signed = sign_bundle(raised, load_signing_key(folder.policy_key))
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     return ChangedSigningKeys(signed, raised_ends, tuple(left_out))
@@ -254,13 +255,15 @@ def _stands(folder: RegionFolder, bundle: RegionBundle, roles: Iterable[Role]) -
     return _put_in_place(folder, signed)._replace(left_out=(said,))
 
 
-def _require_newest(folder: RegionFolder, config: RegionConfig, bundle: RegionBundle) -> None:
-    """Raises RequestError(CONFLICT) where the region's own log, if it is at hand, has a change of keys that the bundle is of before."""
+def _require_newest(folder: RegionFolder, config: RegionConfig, bundle: RegionBundle) -> _Contents | None:
+    """What the region's own log has, if it is at hand. Raises RequestError(CONFLICT) where that is a change of keys that the bundle is of before."""
     with ExitStack() as opened:
         own = _own_log(folder, config, bundle, opened)
-        logged, _ = own.contents() if own is not None else ({}, frozenset[bytes]())
+        contents = None if own is None else own.contents()
+    logged = {} if contents is None else contents.keys
     if stale := stale_key(bundle, logged, keys_made_instead(folder)):
         raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
+    return contents
 
 
 def keys_made_instead(folder: RegionFolder) -> frozenset[bytes]:
@@ -426,6 +429,14 @@ def _forked_at(ends: Iterable[KeyEnd]) -> int | None:
     return next((end.size for end in ends if roots.setdefault(end.size, end.root) != end.root), None)
 
 
+class _Contents(NamedTuple):
+    """What the region's own log says of its keys, the SHA-256 of the documents that have a leaf, and the regions that a leaf names."""
+
+    keys: LoggedKeys
+    documents: frozenset[bytes]
+    regions: frozenset[str]
+
+
 class _OwnLog(NamedTuple):
     """One of the region's own logs, as it lies here. `trail`: of one that one process writes."""
 
@@ -440,17 +451,20 @@ class _OwnLog(NamedTuple):
         note = self.note if self.trail is None else self.trail.publish()
         return _end(open_checkpoint(note, RegionTrust(self.bundle).log_keys(self.origin)))
 
-    def contents(self) -> tuple[LoggedKeys, frozenset[bytes]]:
-        """What it says of the region's keys, and the SHA-256 of the documents that have a leaf. Reads all of it."""
+    def contents(self) -> _Contents:
+        """Reads all of it."""
         files = self.files if self.trail is None else self.trail.files
-        size, found, documents = self.end().size, dict[Role, LoggedKey](), set[bytes]()
+        size, found, documents, regions = self.end().size, dict[Role, LoggedKey](), set[bytes](), set[str]()
         for _, data in read_entries(files, 0, size, size):
             header = read_header(data)
-            if header is not None and header.document_sha256:
+            if header is None:
+                continue
+            regions.update((header.source_region, header.destination_region))
+            if header.document_sha256:
                 documents.add(header.document_sha256)
-            elif header is not None and header.kind is Kind.KEY:
+            elif header.kind is Kind.KEY:
                 take(found, header.action, header.key_id, header.time_ms)
-        return found, frozenset(documents)
+        return _Contents(found, frozenset(documents), frozenset(regions))
 
 
 def _own_log(

@@ -92,6 +92,26 @@ def test_a_refusal_says_whose_logs_take_the_room_and_what_makes_some(hostile: in
     sign_bundle(followed, key(POLICY_SEEDS["us-east"]))
 
 
+def test_regions_that_no_leaf_names_are_left_out_first() -> None:
+    """There was no grant with far-h and far-i, whose logs are fewer than the others'."""
+    sizes = {f"far-{letter}": PER_REGION for letter in "abcdefg"} | {"far-h": 25, "far-i": 20}
+    ends = former([*OWN, *(log for region, size in sizes.items() for log in logs_of(region, size))], 1)
+    bundle = region_bundle("us-east").with_former((ends,))
+
+    def left_out(dealt: set[str] | None) -> tuple[list[str], str]:
+        with pytest.raises(RequestError) as refused:
+            require_room(bundle, dealt=dealt)
+        require_room(takes(refused.value, bundle))
+        options = refused.value.hint.split(", which makes room")[0]
+        return re.findall(r"--without (\S+)", options), refused.value.hint
+
+    by_size, hint = left_out(None)
+    assert by_size == ["far-a.acme"] and "there was no grant" not in hint
+    first, hint = left_out({"us-east", *sizes} - {"far-h", "far-i"})
+    assert first == ["far-h.acme"] and "audit log names far-h.acme: there was no grant" in hint
+    assert left_out({"us-east", *sizes})[0] == by_size
+
+
 def test_where_own_logs_take_the_room_the_earliest_changes_make_some() -> None:
     logs = logs_of("us-east")
     bundle, refused = changed_until_full(logs)
