@@ -743,6 +743,27 @@ def change_log_keys_(
             note(f"For outside witnesses (felix witness add-log --in-place) and policy files: {key}")
 
 
+@app.command("change-witness-key")
+def change_witness_key_(region: RegionOption = "") -> None:
+    """Give the region's witness, which cosigns other regions' logs, new keys in place of the ones before.
+
+    Its brokers take them at their next start, and so do its bridges' agents. The bundle is signed again; other regions accept it only by its fingerprint.
+    """
+    from audit.trust import RegionTrust
+    from region.witness_key import change_witness_key
+
+    folder, config = folder_of(region)
+    signed = change_witness_key(folder, config, now_ms())
+    fingerprint = signed.bundle.fingerprint()
+    out.print(f"{folder.bundle} names the new witness keys; its fingerprint is {fingerprint}")
+    out.print(
+        f"Start the brokers of {config.region} and its bridges' agents again. Until another region has taken the file, what this one cosigns does not count there. Read its operator the "
+        f'fingerprint:\n  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
+    )
+    for key in RegionTrust(signed.bundle).witnesses:
+        note(f"For policy files that list this region's witness: {key}")
+
+
 @app.command("change-signing-keys")
 def change_signing_keys_(
     region: RegionOption = "",

@@ -60,6 +60,7 @@ from region.metadata.mirror import CatalogMirror
 from region.signing_key_leaves import STALE_HINT
 from region.stray_documents import StrayDocuments
 from region.trust_store import Memory, Remembered, described
+from region.witness_key import unnamed
 from region.witnessing import Witnessing
 
 SYNCED_KINDS: Final = ("export", "import", "approval", "standing", "deny")
@@ -224,7 +225,9 @@ class Governance:
         stale = self._judgement.changed_keys.problem
         return [
             *([f"{stale} {STALE_HINT}"] if stale else []),
-            *filter(None, [self._judgement.changed_keys.unread]),
+            *filter(
+                None, [self._judgement.changed_keys.unread, unnamed(self._own, self.witnessing.witness.key)]
+            ),
             *filter(None, [self._judgement.policies.problem]),
             *self._judgement.regions.problems.values(),
             *(

@@ -297,6 +297,11 @@ def test_each_page_brings_back_a_mesh_that_was_broken_so(mesh: Mesh, monkeypatch
     mesh.follow("leaked-log-key", "The other regions")
     mesh.publish(2)
 
+    mesh.follow("leaked-witness-key", "The region")
+    mesh.environment["FINGERPRINT"] = mesh.run("felix region bundle --fingerprint --region us-east").strip()
+    mesh.follow("leaked-witness-key", "The other regions")
+    mesh.publish(2)
+
     mesh.follow("changed-signing-keys", "The region")
     for name, region in (("FINGERPRINT", "us-east"), ("OTHER_FINGERPRINT", "eu-west")):
         mesh.environment[name] = mesh.run(f"felix region bundle --fingerprint --region {region}").strip()
