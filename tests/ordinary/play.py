@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
-from ordinary import restores
+from ordinary import key_changes, restores
 from ordinary.evidence import findings
 from ordinary.several import OF_SEVERAL, Several
 from ordinary.world import STEPS, Operation, World
@@ -24,7 +24,7 @@ OPERATIONS: Final[dict[Operation, float]] = {
     World.deny: 0.7, World.lift: 1.5, World.restart_broker: 1, World.restart_agent: 1, World.renew_identity: 0.5,
     restores.back_up: 1.2, restores.back_up_agent: 0.6, restores.restore_streams: 2, restores.restore_metadata: 0.7,
     restores.restore_audit_log: 0.7, restores.restore_broker: 0.7, restores.restore_agent: 0.7, restores.replace_bridge: 0.3,
-    restores.replace_region: 0.2, restores.copy_log: 0.7, restores.restore_copy: 1.4,
+    restores.replace_region: 0.2, restores.copy_log: 0.7, restores.restore_copy: 1.4, key_changes.change_signing_keys_: 1,
 }  # fmt: skip
 """What may be done in a step, and how often beside the others; one that finds nothing to do is drawn again."""
 SEVERAL: Final[dict[Operation, float]] = {
