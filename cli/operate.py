@@ -291,7 +291,8 @@ def scale(
     folder, config = folder_of(name)
     if config.cluster is None:
         raise RequestError(
-            f"{name} has one broker.", hint=f"Several begin with: felix region up {name} --brokers {count}"
+            f"{name} has one broker.",
+            hint=f"Not served yet, it begins with several: felix region up {name} --brokers {count}. Else turn it into one of several first: felix region to-cluster {name}.",
         )
     if not are_all_here(folder, config):
         raise RequestError(

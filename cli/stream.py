@@ -404,7 +404,9 @@ async def _describe(region: str, identity: str, name: str) -> StreamState:
                 return unled
             return await described
         finally:
-            await end_tasks(described)
+            # One that was awaited has told of its error already.
+            if not described.done():
+                await end_tasks(described)
 
 
 async def _unled(client: felix.RegionClient, name: str) -> StreamState | None:
