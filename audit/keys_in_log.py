@@ -6,8 +6,8 @@ at any place that nobody has cosigned. So a document or receipt under a former k
 
 1. the bundle names an end of the key in this very log;
 2. its leaf stands below that end; and
-3. the leaves up to there are those that the region itself had cosigned, or signed: the log's tree has the end's root at that size. Of a copy of the log that is
-   shorter, and of a proof that does not carry the path to that root: the region itself has cosigned the checkpoint at hand, and a witness cosigns no two histories.
+3. the leaves up to there are those that the region itself had cosigned, or signed: the log's tree has the end's root at that size. It is the tree that is verified:
+   a consistency proof holds the end's root to the checkpoint's, whatever the tiles say that are read for it (audit.consistency). Of a copy of the log that is shorter, and of a proof that does not carry the path to that root: the region itself has cosigned the checkpoint at hand, and a witness cosigns no two histories.
    Its own witness says so whether or not a policy counts it among those whose cosignatures are asked for, and nobody else does (`SignedCheckpoint.seen_by`).
    In a region's own logs, which it does not cosign, the cosignatures that are asked for stand in for its own, where the copy or the proof's checkpoint is shorter
    than the end; a proof under a larger one carries the path.
@@ -19,11 +19,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from audit.merkle import root_from_nodes
+from audit.checkpoint import Checkpoint
+from audit.consistency import continues
 from audit.origin import Origin
 from audit.receipt import Receipt, open_receipt, read_unverified, signer_of
 from audit.signed_body import ReceiptKeys
-from audit.tile import Files, TileHashes
+from audit.tile import Files
 from audit.trust import Ending, Trust
 from felix.errors import TamperError
 from keys.pin import SignedPin, not_signed, parse_pin
@@ -174,28 +175,29 @@ class KeysInLog:
 
 
 def keys_of_log(
-    trust: Trust, origin: str, files: Files, size: int, seen: Mapping[str, int], covered: int
+    trust: Trust, checkpoint: Checkpoint, files: Files, seen: Mapping[str, int], covered: int
 ) -> KeysInLog:
-    """The keys of a log of which the files are at hand, of `size` leaves. `seen`: how many of them each region's own witness cosigned at most; `covered`: how many
-    are cosigned as required. Both are held to the tree by the caller."""
+    """The keys of a log of which the files are at hand, as of this checkpoint, which the caller holds to the leaves. `seen`: how many of them each region's own witness
+    cosigned at most; `covered`: how many are cosigned as required. Both are held to the tree by the caller. Reads some tiles for each end."""
+    origin, size = checkpoint.origin, checkpoint.size
     own = Origin.parse(origin).region
-    roots: dict[int, bytes] = {}
-
-    def root(at: int) -> bytes:
-        if at not in roots:
-            try:
-                roots[at] = root_from_nodes(at, TileHashes(files, size))
-            except TamperError:
-                # What is damaged is told by whoever reads the log whole.
-                roots[at] = b""
-        return roots[at]
+    ends = {(ending.size, ending.root) for ending in trust.endings(origin) if ending.size <= size}
+    passed = {end for end in ends if _has_passed(files, checkpoint, *end)}
 
     def counts(ending: Ending, index: int) -> bool:
         if ending.size <= size:
-            return root(ending.size) == ending.root
+            return (ending.size, ending.root) in passed
         return index < (covered if ending.region == own else seen.get(ending.region, 0))
 
     return KeysInLog(trust, origin, counts)
+
+
+def _has_passed(files: Files, checkpoint: Checkpoint, size: int, root: bytes) -> bool:
+    try:
+        return continues(files, checkpoint, size, root)
+    except TamperError:
+        # What is damaged is told by whoever reads the log whole.
+        return False
 
 
 def keys_of_proof(

@@ -27,6 +27,7 @@ import msgspec
 
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
+from audit.consistency import continues
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, read_document
 from audit.keys_in_log import KeysInLog, keys_of_log, keys_of_proof
@@ -234,13 +235,13 @@ def _must_have_seen(checkpoints: Sequence[SignedCheckpoint], trust: Trust, heade
 
 
 def keys_of_files(files: Files, checkpoints: Sequence[SignedCheckpoint], trust: Trust) -> KeysInLog:
-    """Under which keys what stands in the log verifies. Of the files, what the checkpoint signs is all that is told of them."""
+    """Under which keys what stands in the log verifies, of which the newest checkpoint was held to the leaves (`find_crossing`)."""
     newest = checkpoints[0].checkpoint
     seen: dict[str, int] = {}
     for held in checkpoints:
         for region in held.seen_by:
             seen[region] = max(seen.get(region, 0), held.checkpoint.size)
-    return keys_of_log(trust, newest.origin, files, newest.size, seen, newest.size)
+    return keys_of_log(trust, newest, files, seen, newest.size)
 
 
 Found = tuple[int, Leaf, bytes]
@@ -344,13 +345,21 @@ def _papers(
     header, size = intent.header, signed.checkpoint.size
     agreements = Agreements(trust, Origin.parse(signed.checkpoint.origin), keys)
     problems: list[str] = []
+    tree = Tree()
     for at, data in read_entries(files, 0, intent_index, size):
+        tree.add(leaf_hash(data))
         found = read_header(data)
         if found is None or found.kind not in DOCUMENT_KINDS:
             continue
         is_policy = found.kind is Kind.POLICY and found.source_region == header.source_region
         if is_policy or found.kind is Kind.DENY_ENTRY or found.grant_id == header.grant_id:
             problems += agreements.take(at, decode_leaf(data), lambda header: read_document(header, files))
+    # Who serves the log may leave out here what was there when it was gone through.
+    if not continues(files, signed.checkpoint, intent_index, tree.root()):
+        raise TamperError(
+            f"The {intent_index} leaves before the INTENT are not those under the checkpoint: the log changed meanwhile, or is served differently.",
+            hint="Run `felix audit verify` on the log.",
+        )
     # What does not hold is not believed, and may be of others: it is told where the crossing lacks something.
     if refused := agreements.judge(header):
         raise TamperError((problems or refused)[0], hint="Run `felix audit verify` on the log.")

@@ -16,6 +16,7 @@ from audit.accounting import AnnouncedAgain, Skipped
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.allowance import Allowances, Faster, crosses
 from audit.checkpoint import Checkpoint, SignedCheckpoint
+from audit.consistency import continues
 from audit.continuity import Continuity
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.crossed import CROSSED_BEFORE
@@ -23,7 +24,7 @@ from audit.document_leaf import read_document
 from audit.keys_in_log import KeysInLog, keys_of_log
 from audit.largest import Largest
 from audit.leaf import DOCUMENT_KINDS, Header, Kind, Leaf, Side, decode_leaf, leaf_version
-from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash, root_from_nodes
+from audit.merkle import HASH_BYTES, TILE_HEIGHT, TILE_WIDTH, Tile, Tree, leaf_hash
 from audit.pin_leaf import is_pinned
 from audit.receipt import WITHOUT_ENTRIES_UNSUPPORTED, WITHOUT_PATH_UNSUPPORTED, differences
 from audit.tile import (
@@ -31,7 +32,6 @@ from audit.tile import (
     COPIED_PATH,
     WAL_FOLDER,
     Files,
-    TileHashes,
     bundle_path,
     decode_bundle,
     partial_widths,
@@ -293,6 +293,8 @@ class _Run:
         self._tree = Tree()
         self._roots_due: list[tuple[Checkpoint, str]] = []
         self._missing = 0
+        self._replayed: Tree | None = None
+        """the tree as the write-ahead file has it"""
 
     def verify(
         self,
@@ -314,7 +316,7 @@ class _Run:
         for sentence, path in unreadable:
             report.find(2, sentence, path=path)
         self._remembered(signed, remembered, cosignatures_min)
-        self._keys = self._keys_of_log(cosignatures_min)
+        self._keys = self._keys_of_log(signed.checkpoint, cosignatures_min)
         self._agreements = Agreements(self._trust, self._log.origin, self._keys)
         # 3. to 8. and 10. in one pass over the entries.
         bundles = -(-report.size // TILE_WIDTH)
@@ -440,12 +442,12 @@ class _Run:
         self._roots_due.sort(key=lambda due: due[0].size)
         self._check_roots()
 
-    def _keys_of_log(self, cosignatures_min: int) -> KeysInLog:
-        """What was read of the tiles is held to the entries in step 4."""
+    def _keys_of_log(self, checkpoint: Checkpoint, cosignatures_min: int) -> KeysInLog:
+        """They are held to the checkpoint's root, and that to the entries in step 5."""
         report = self._report
         is_required = cosignatures_min > 0 or self._log.policy is not None
         covered = report.cosigned_size if is_required else report.size
-        return keys_of_log(self._trust, self._log.name, self._files, report.size, self._seen, covered)
+        return keys_of_log(self._trust, checkpoint, self._files, self._seen, covered)
 
     def _count(self, signed: SignedCheckpoint) -> None:
         """Who cosigned this checkpoint, whose root is compared in its turn."""
@@ -827,6 +829,19 @@ class _Run:
                 path=WAL_FOLDER,
             )
         report.uncovered = max(0, following - report.size)
+        self._check_replayed()
+
+    def _check_replayed(self) -> None:
+        """The leaves were compared with tiles that nothing held to the root; where nothing was found, their tree says whether these were those of step 4."""
+        tree, steps = self._replayed, self._report.steps
+        if tree is None or tree.size != self._report.size or any(steps[at].findings for at in (2, 3, 4, 8)):
+            return
+        if tree.root() != self._report.root:
+            self._report.find(
+                9,
+                "Its leaves are not those under the checkpoint: the log changed meanwhile, or is served differently.",
+                path=WAL_FOLDER,
+            )
 
     def _segments(self) -> list[tuple[int, str]]:
         """The write-ahead segments by their first leaf."""
@@ -842,7 +857,7 @@ class _Run:
             is_whole = read_tree(self._files, now.size).root() == now.root
             if not is_whole or now.size // TILE_WIDTH * TILE_WIDTH < leaf:
                 return False
-            return root_from_nodes(report.size, TileHashes(self._files, now.size)) == report.root
+            return continues(self._files, now, report.size, report.root)
         except TamperError:
             return False
 
@@ -866,7 +881,11 @@ class _Run:
                     tile_number = found.number >> TILE_HEIGHT
                     tile = read_tile(self._files, 0, tile_number, report.size)
                 at = found.number % TILE_WIDTH * HASH_BYTES
-                if leaf_hash(found.leaf) != tile[at : at + HASH_BYTES]:
+                hash_ = leaf_hash(found.leaf)
+                if self._replayed is None or self._replayed.size != found.number:
+                    self._replayed = read_tree(self._files, found.number)
+                self._replayed.add(hash_)
+                if hash_ != tile[at : at + HASH_BYTES]:
                     report.find(
                         9, f"Leaf {found.number} is not the one in the tree.", leaf=found.number, path=path
                     )

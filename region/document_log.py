@@ -22,10 +22,11 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.checkpoint import note_size
+from audit.checkpoint import Checkpoint, note_size
 from audit.document_disk import read_documents
 from audit.keys_in_log import KeysInLog, keys_of_log
 from audit.leaf import Header, Kind, Leaf, read_header
+from audit.note import parse_note
 from audit.pin_leaf import is_pinned
 from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
@@ -159,8 +160,8 @@ class DocumentLog:
 
     def keys_of(self, own: RegionBundle) -> KeysInLog:
         """Under which of the region's policy keys what stands in this log counts, leaf by leaf. Blocks."""
-        size = note_size(self._trail.publish())
-        return keys_of_log(Trust.of([own]), self._trail.key.name, self._trail.files, size, {}, 0)
+        checkpoint = Checkpoint.parse(parse_note(self._trail.publish()).text)
+        return keys_of_log(Trust.of([own]), checkpoint, self._trail.files, {}, 0)
 
     def pins(self) -> list[bytes]:
         """This region's pins of others, oldest first, as far as this broker has the log. Blocks."""

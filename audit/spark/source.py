@@ -151,14 +151,13 @@ class Found(NamedTuple):
 
 
 def check_bundle(
-    files: Files, bundle: int, size: int, trust: Trust | None = None, root: bytes = b"", origin: str = ""
+    files: Files, bundle: int, size: int, keys: KeysInLog | None = None, root: bytes = b""
 ) -> Iterator[Found]:
     """The leaves of one entry bundle of a log of `size` leaves, each checked against its tile.
 
     `root`: what the tile must hash to; without it, what level 1 says where the tile is full. Signatures of receipts are checked
-    where there is `trust`; under former keys in the log of this `origin` alone, and whether it is cosigned is not asked here.
+    where there are `keys` of the log.
     """
-    keys = None if trust is None else _keys(files, size, trust, origin)
     first = bundle * TILE_WIDTH
     width = min(TILE_WIDTH, size - first)
     try:
@@ -203,12 +202,6 @@ def check_bundle(
 _unjudged: Final = Unjudged(FORMAT)
 
 
-def _keys(files: Files, size: int, trust: Trust, origin: str) -> KeysInLog:
-    if not origin:
-        return KeysInLog(trust, origin)
-    return keys_of_log(trust, origin, files, size, dict.fromkeys(trust.regions, size), size)
-
-
 def _receipt_problem(index: int, leaf: Leaf, keys: KeysInLog | None) -> str | None:
     header = leaf.header
     if header.kind is not Kind.ACK or header.side is not Side.EGRESS:
@@ -223,6 +216,13 @@ def _receipt_problem(index: int, leaf: Leaf, keys: KeysInLog | None) -> str | No
     except CorruptionError as error:
         return f"Leaf {index}: {error.sentence}"
     return f"Leaf {index}: its receipt says another {unlike[0]} than the leaf." if unlike else None
+
+
+def _keys(files: Files, checkpoint: Checkpoint, trust: Trust) -> KeysInLog:
+    """The keys of the log, as of this checkpoint; whether it is cosigned is not asked here."""
+    return keys_of_log(
+        trust, checkpoint, files, dict.fromkeys(trust.regions, checkpoint.size), checkpoint.size
+    )
 
 
 class BatchDigests:
@@ -318,12 +318,12 @@ def _arrow(rows: Sequence[Mapping[str, Any]], schema: pa.Schema) -> pa.RecordBat
 
 
 class BundleRange(InputPartition):
-    """The entry bundles `first` to before `end` of a log of `size` leaves. `roots`: what each of them hashes to, in order; empty
+    """The entry bundles `first` to before `end` of the first `size` leaves under a checkpoint. `roots`: what each of them hashes to, in order; empty
     where nothing says so."""
 
-    def __init__(self, origin: str, size: int, first: int, end: int, roots: bytes = b"") -> None:
+    def __init__(self, checkpoint: Checkpoint, size: int, first: int, end: int, roots: bytes = b"") -> None:
         super().__init__((first, end))
-        self.origin = origin
+        self.checkpoint = checkpoint
         self.size = size
         self.first = first
         self.end = end
@@ -350,14 +350,14 @@ class AuditReader(DataSourceReader):
         size = checkpoint.size if self._settings.size is None else self._settings.size
         if size > checkpoint.size:
             raise RequestError(f"{path} has {checkpoint.size} leaves; {size} were asked for.")
-        return self.plan(checkpoint.origin, size)
+        return self.plan(checkpoint, size)
 
-    def plan(self, origin: str, size: int) -> Sequence[BundleRange]:
-        """The partitions of so many leaves of the log of this name."""
+    def plan(self, checkpoint: Checkpoint, size: int) -> Sequence[BundleRange]:
+        """The partitions of so many leaves of the log with this checkpoint."""
         bundles, step, roots = -(-size // TILE_WIDTH), self._settings.bundles, self._settings.roots
         ranges = [
             BundleRange(
-                origin,
+                checkpoint,
                 size,
                 first,
                 min(first + step, bundles),
@@ -366,7 +366,7 @@ class AuditReader(DataSourceReader):
             for first in range(0, bundles, step)
         ]
         # Spark plans an empty log as one partition without bundles.
-        return ranges or [BundleRange(origin, size, 0, 0)]
+        return ranges or [BundleRange(checkpoint, size, 0, 0)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """One Arrow batch per entry bundle."""
@@ -375,16 +375,15 @@ class AuditReader(DataSourceReader):
 
         settings = self._settings
         schema = to_arrow_schema(self._schema, timezone="UTC")
-        files, batches = open_files(settings.path), BatchDigests()
+        files, batches, origin = open_files(settings.path), BatchDigests(), partition.checkpoint.origin
+        keys = None if settings.trust is None else _keys(files, partition.checkpoint, settings.trust)
         for bundle in range(partition.first, partition.end):
             rows = []
-            checked = check_bundle(
-                files, bundle, partition.size, settings.trust, partition.root(bundle), partition.origin
-            )
+            checked = check_bundle(files, bundle, partition.size, keys, partition.root(bundle))
             for found in checked:
                 if found.problem is not None and not settings.as_rows:
-                    raise TamperError(f"{partition.origin}: {found.problem}")
-                rows.append(_judged(partition.origin, found, settings, batches))
+                    raise TamperError(f"{origin}: {found.problem}")
+                rows.append(_judged(origin, found, settings, batches))
             yield _batch(rows, schema, settings)
 
 
@@ -399,9 +398,7 @@ def read_rows(spark: SparkSession, logs: Sequence[tuple[Checkpoint, Settings]]) 
     assert isinstance(kind, StructType)
     readers = [(checkpoint, AuditReader(settings, kind)) for checkpoint, settings in logs]
     parts = [
-        (reader, part)
-        for checkpoint, reader in readers
-        for part in reader.plan(checkpoint.origin, checkpoint.size)
+        (reader, part) for checkpoint, reader in readers for part in reader.plan(checkpoint, checkpoint.size)
     ]
 
     def read(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

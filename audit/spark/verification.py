@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
 from audit.checkpoint import Checkpoint, SignedCheckpoint
+from audit.consistency import continues
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.errors import RolledBackError
 from audit.keys_in_log import KeysInLog, keys_of_log
@@ -30,7 +31,6 @@ from audit.merkle import (
     TILE_HEIGHT,
     TILE_WIDTH,
     complete_root,
-    root_from_nodes,
     split_hashes,
 )
 from audit.note import VerifierKey, parse_note
@@ -40,7 +40,6 @@ from audit.spark.frame import frame_of
 from audit.tile import (
     CHECKPOINT_PATH,
     Files,
-    TileHashes,
     read_tile,
     read_tree,
     tile_path,
@@ -137,9 +136,8 @@ def open_log(
 
 
 def keys_of(log: OpenedLog, trust: Trust) -> KeysInLog:
-    """Under which keys what stands in the log verifies, as `verify_log` has it."""
-    checkpoint = log.checkpoint
-    return keys_of_log(trust, checkpoint.origin, open_files(log.path), checkpoint.size, log.seen, log.covered)
+    """Under which keys what stands in the log verifies, as `verify_log` has it: whatever is read here, it is held to the root that was verified."""
+    return keys_of_log(trust, log.checkpoint, open_files(log.path), log.seen, log.covered)
 
 
 def verify_whole(
@@ -295,7 +293,7 @@ def _check_prefix(files: Files, whole: Checkpoint, cosigned: Checkpoint) -> None
             f"The log {whole.origin} was rolled back: {cosigned.size} leaves were cosigned, its checkpoint has "
             f"{whole.size}."
         )
-    if root_from_nodes(cosigned.size, TileHashes(files, whole.size)) != cosigned.root:
+    if not continues(files, whole, cosigned.size, cosigned.root):
         raise RolledBackError(
             f"The log {whole.origin} is not the one that was cosigned: its first {cosigned.size} leaves have "
             "another root."

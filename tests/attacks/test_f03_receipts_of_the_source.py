@@ -127,8 +127,8 @@ def test_the_spark_source_refuses_them_too(tmp_path: Path) -> None:
     from audit.spark.source import check_bundle
 
     folder = write(tmp_path, appends(key(6)))
-    trusted = Trust.decode(trust().encode())
-    found = list(check_bundle(folder, 0, 11, trusted))
+    keys = KeysInLog(Trust.decode(trust().encode()), EGRESS_ORIGIN)
+    found = list(check_bundle(folder, 0, 11, keys))
     acks = [each for each in found if each.leaf is not None and each.leaf.header.kind is Kind.ACK]
     assert len(acks) == 3 and all("none of eu-west's receipt keys" in str(each.problem) for each in acks)
 

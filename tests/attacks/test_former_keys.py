@@ -203,9 +203,10 @@ def test_the_report_takes_terms_and_crossings_from_it() -> None:
 
     files, trusted = log_of(story().leaves), trusting(ended(end()))
     size = len(story().leaves)
-    found = list(check_bundle(files, 0, size, Trust.decode(trusted.encode()), b"", EGRESS_ORIGIN))
+    checkpoint = Checkpoint(EGRESS_ORIGIN, size, root_of(story().leaves))
+    keys = keys_of_log(Trust.decode(trusted.encode()), checkpoint, files, {"eu-west": size}, size)
+    found = list(check_bundle(files, 0, size, keys))
     assert not [each.problem for each in found if each.problem]
-    keys = keys_of_log(trusted, EGRESS_ORIGIN, files, size, {"eu-west": size}, size)
     documents = rows_of(EGRESS_ORIGIN, enumerate(story().leaves), files, trusted, keys=keys)
     assert len(documents.terms) == 1 and not documents.unjudged
     without = rows_of(EGRESS_ORIGIN, enumerate(story().leaves[: story().size]), files, trusted)

@@ -12,11 +12,12 @@ import pytest
 from audit_log import key, log_signer, region_bundle
 from crossing_logs import EGRESS_ORIGIN, five_days, read_leaves, trust, write_log, write_world
 
+from audit.keys_in_log import KeysInLog
 from audit.leaf import Kind
 from audit.merkle import leaf_hash
 from audit.spark.files import open_files
 from audit.spark.source import check_bundle, read_options
-from audit.spark.verification import STORY_STEPS, notes_of, open_log, problems_of, verify_whole
+from audit.spark.verification import STORY_STEPS, keys_of, notes_of, open_log, problems_of, verify_whole
 from audit.tile import decode_bundle, encode_bundle
 from audit.tile_disk import Folder
 from audit.trust import Trust
@@ -38,7 +39,9 @@ def problems(path: Path) -> list[str]:
     return [
         found.problem
         for bundle in range(-(-size // 256))
-        for found in check_bundle(open_files(str(path)), bundle, size, trust(), log.bundles.of(bundle))
+        for found in check_bundle(
+            open_files(str(path)), bundle, size, keys_of(log, trust()), log.bundles.of(bundle)
+        )
         if found.problem
     ]
 
@@ -186,11 +189,16 @@ def test_a_receipt_by_a_key_of_another_region_is_a_problem(logs: list[Path]) -> 
         msgspec.structs.replace(us, receipt_keys=eu.receipt_keys),
         region_bundle("eu-west", receipt_keys=us.receipt_keys),
     ]
-    wrong = [each for each in check_bundle(files, 0, size, Trust.of(both)) if each.problem]
+    wrong = [
+        each
+        for each in check_bundle(files, 0, size, KeysInLog(Trust.of(both), EGRESS_ORIGIN))
+        if each.problem
+    ]
     acks = [leaf for leaf in read_leaves(logs[0])[:256] if leaf.header.kind is Kind.ACK]
     assert len(wrong) == len(acks) > 0 and "none of eu-west's receipt keys" in str(wrong[0].problem)
     assert not [each for each in check_bundle(files, 0, size) if each.problem]
-    assert not [each for each in check_bundle(files, 0, size, Trust.decode(trust().encode())) if each.problem]
+    keys = KeysInLog(Trust.decode(trust().encode()), EGRESS_ORIGIN)
+    assert not [each for each in check_bundle(files, 0, size, keys) if each.problem]
 
 
 def test_a_folder_without_a_log_is_an_error_with_what_to_do(tmp_path: Path) -> None:
