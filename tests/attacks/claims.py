@@ -185,6 +185,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         (
             "attacks/test_f03_receipts_of_the_source.py",
             "attacks/test_former_keys.py",
+            "attacks/test_end_served_twice.py",
             "attacks/test_half_told_evidence.py",
         ),
     ),
@@ -238,9 +239,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _C,
         "every leaf names the whole hash of the terms, and the import grant with that hash is signed by the destination. Where "
         "one grant id has two terms, the first ones count. Also with a key that the destination gave up: what that signed counts below its end in "
-        "the log that the destination had cosigned, and nowhere else",
+        "the log that the destination had cosigned, and nowhere else, however often and differently that log is served",
         (
             "attacks/test_former_keys.py",
+            "attacks/test_end_served_twice.py",
             "attacks/test_two_terms_of_one_id.py",
             "attacks/test_f04_register.py",
             "attacks/test_one_party_alone.py",
