@@ -829,15 +829,19 @@ class _Run:
                 path=WAL_FOLDER,
             )
         report.uncovered = max(0, following - report.size)
-        self._check_replayed()
+        try:
+            self._check_replayed()
+        except TamperError as error:
+            report.find(9, error.sentence, path=WAL_FOLDER)
 
     def _check_replayed(self) -> None:
         """The leaves were compared with tiles that nothing held to the root; where nothing was found, their tree says whether these were those of step 4."""
-        tree, steps = self._replayed, self._report.steps
-        if tree is None or tree.size != self._report.size or any(steps[at].findings for at in (2, 3, 4, 8)):
+        tree, report = self._replayed, self._report
+        if tree is None or any(report.steps[at].findings for at in (2, 3, 4, 8)):
             return
-        if tree.root() != self._report.root:
-            self._report.find(
+        checkpoint = Checkpoint(report.origin, report.size, report.root)
+        if not continues(self._files, checkpoint, tree.size, tree.root()):
+            report.find(
                 9,
                 "Its leaves are not those under the checkpoint: the log changed meanwhile, or is served differently.",
                 path=WAL_FOLDER,
@@ -883,6 +887,8 @@ class _Run:
                 at = found.number % TILE_WIDTH * HASH_BYTES
                 hash_ = leaf_hash(found.leaf)
                 if self._replayed is None or self._replayed.size != found.number:
+                    # Those between were removed meanwhile.
+                    self._check_replayed()
                     self._replayed = read_tree(self._files, found.number)
                 self._replayed.add(hash_)
                 if hash_ != tile[at : at + HASH_BYTES]:
