@@ -22,7 +22,7 @@ RING_BYTES_MAX: Final = 8 << 20
 RING_ENTRIES_MAX: Final = 16_384
 """Bounds the bookkeeping where batches hold a single small record."""
 ENTRY_OVERHEAD_BYTES: Final = 224
-"""Of memory for an entry beside its data: the tuple, its numbers, the head of the bytes, a place in two lists."""
+"""Of memory for an entry beside its data: the struct, its numbers, the head of the bytes, a place in two lists."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
