@@ -144,7 +144,7 @@ class RegionTrust:
 
     def earlier_keys(self, origin: str, signing: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
         """The keys of one of its logs that signed before those which are to sign now. Raises RequestError(CONFIG_INVALID) where one of
-        these has ended: nobody would believe what it signs."""
+        these has ended, or is none of the log's: nobody would believe what it signs."""
         signing, named = tuple(signing), [key for key in self.logs if key.name == origin]
         ended = next((key for key in named if key in signing and key.to_size is not None), None)
         if ended is not None:
@@ -152,6 +152,13 @@ class RegionTrust:
                 f"The bundle of {self.region} says that this key of the log {origin} signs up to {ended.to_size} leaves and no further.",
                 code=Code.CONFIG_INVALID,
                 hint="Put the log's newest key in its place (felix region change-log-keys makes them).",
+            )
+        if any(key not in named for key in signing):
+            raise RequestError(
+                f"The bundle of {self.region} does not name a key that is to sign the log {origin} here: nobody would believe what it signs.",
+                code=Code.CONFIG_INVALID,
+                hint="Put the log's keys and bundle.json of one and the same time into the folder, the newest. Where a change was cut off, run its command again: felix region change-log-keys, "
+                "felix region add-log-keys, or felix identity issue for a bridge.",
             )
         return tuple(key for key in named if key not in signing)
 

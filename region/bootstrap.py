@@ -39,6 +39,7 @@ from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from policy.approval import APPROVER
 from policy.documents import decode_document
+from region.begun_change import require_none_begun
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
 from region.trusted_bundles import read_pin
@@ -274,12 +275,14 @@ def _found_bridge(folder: RegionFolder, config: RegionConfig, name: str, now_ms:
 
 
 def _naming(folder: RegionFolder, wanted: tuple[AuditKey, ...], now_ms: int) -> SignedBundle | None:
-    """The region's bundle with those of these keys that it does not name yet, signed again; None if it names them all."""
+    """The region's bundle with those of these keys that it does not name yet, signed again; None if it names them all. Raises
+    RequestError(CONFLICT) where a change of signing keys was cut off."""
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     named = {(key.name, key.algorithm) for key in bundle.audit_keys}
     missing = tuple(key for key in wanted if (key.name, key.algorithm) not in named)
     if not missing:
         return None
+    require_none_begun(folder, bundle)
     renewed = msgspec.structs.replace(
         bundle,
         issued_ms=max(now_ms, bundle.issued_ms + 1),

@@ -35,6 +35,7 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
+from region.begun_change import require_none_begun
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.signing_key_leaves import key_id_of
@@ -73,8 +74,8 @@ def change_log_keys(
 ) -> ChangedKeys:
     """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder.
 
-    Raises RequestError where there is no such log, where its broker or agent runs (CONFLICT), where the bundle does not name
-    its keys or has no room.
+    Raises RequestError where there is no such log, where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
+    off (CONFLICT), where the bundle does not name its keys or has no room.
     """
     files = _files(folder, config, bridge, log)
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
@@ -82,6 +83,7 @@ def change_log_keys(
     if begun is not None:
         _put_in_place(files)
         return ChangedKeys(decode_bundle(folder.bundle.read_bytes()), files.origin, begun)
+    require_none_begun(folder, bundle)
     ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
     size = _end_log(files, bundle, ended, new, now_ms)

@@ -44,6 +44,8 @@ from keys.bundle import FORMER_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBund
 from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
 from policy.signed import key_id
+from region.begun_change import has_begun, new_path, require_none_begun, signing_key_path
+from region.begun_change import planned as planned_change
 from region.bundle_room import require_room
 from region.config import RegionConfig
 from region.folder import RegionFolder
@@ -103,7 +105,7 @@ def change_signing_keys(
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     roles = [role for role in ROLES if role in set(roles)]
     chosen = roles
-    if _begun(folder, bundle):
+    if has_begun(folder, bundle):
         return _put_in_place(folder, decode_bundle(folder.bundle.read_bytes()))
     assert chosen, "at least one key is changed"
     given = [_given(folder, bundle, note) for note in checkpoints]
@@ -120,7 +122,11 @@ def change_signing_keys(
             if not chosen:
                 return _stands(folder, bundle, roles)
         stale = stale_key(bundle, logged, instead)
-        if stale and (planned := _planned(folder)) is not None and _is_last(planned.bundle, bundle, logged):
+        if (
+            stale
+            and (planned := planned_change(folder)) is not None
+            and _is_last(planned.bundle, bundle, logged)
+        ):
             _record(own, planned.bundle, logged, now_ms, instead)
             return _put_in_place(folder, planned)
         if stale and not lost_bundle:
@@ -156,14 +162,14 @@ def change_signing_keys(
         signed = sign_bundle(changed, new.get("policy") or load_signing_key(folder.policy_key))
         for role in ROLES:
             # Of a call that did not come as far as the log: nobody knows them.
-            _new(_path(folder, role)).unlink(missing_ok=True)
+            new_path(signing_key_path(folder, role)).unlink(missing_ok=True)
         for role, key in new.items():
-            save_signing_key(key, _new(_path(folder, role)))
+            save_signing_key(key, new_path(signing_key_path(folder, role)))
         if instead:
             replace_file(
                 folder.lost_bundle, "".join(f"{key.hex()}\n" for key in sorted(instead)).encode(), PUBLIC
             )
-        replace_file(_new(folder.bundle), signed.encode(), PUBLIC)
+        replace_file(new_path(folder.bundle), signed.encode(), PUBLIC)
         _record(own, changed, logged, now_ms, instead)
     return _put_in_place(folder, signed)._replace(left_out=left_out)
 
@@ -185,6 +191,7 @@ def raise_ends(
     ended, nothing goes further, or the folder is of before a change that its log has (CONFLICT).
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+    require_none_begun(folder, bundle)
     if not bundle.former:
         raise RequestError(f"No policy or receipt key of {bundle.region} has ended.", code=Code.NOT_FOUND)
     if not 1 <= back <= len(bundle.former):
@@ -294,32 +301,6 @@ def require_of_now(
     )
 
 
-def _path(folder: RegionFolder, role: Role) -> Path:
-    return folder.policy_key if role == "policy" else folder.receipt_key
-
-
-def _new(path: Path) -> Path:
-    return path.with_name(f"new.{path.name}")
-
-
-def _begun(folder: RegionFolder, bundle: RegionBundle) -> bool:
-    """Whether the bundle names new keys already that do not lie in place yet."""
-    return any(
-        _new(path).exists() and load_signing_key(_new(path)).verify_key.public in publics
-        for path, publics in (
-            (folder.policy_key, bundle.policy_keys),
-            (folder.receipt_key, bundle.receipt_keys),
-        )
-    )
-
-
-def _planned(folder: RegionFolder) -> SignedBundle | None:
-    """The bundle of a change that was cut off, with the keys that it names beside the old ones."""
-    path = _new(folder.bundle)
-    signed = decode_bundle(path.read_bytes()) if path.exists() else None
-    return signed if signed is not None and _begun(folder, signed.bundle) else None
-
-
 def _is_last(planned: RegionBundle, before: RegionBundle, logged: LoggedKeys) -> bool:
     """Whether the log names no other change since that of this plan was begun: one that was made later may have left the plan behind in a backup of the folder."""
     of_plan, of_before = ({*each.policy_keys, *each.receipt_keys} for each in (planned, before))
@@ -333,15 +314,15 @@ def _is_last(planned: RegionBundle, before: RegionBundle, logged: LoggedKeys) ->
 def _put_in_place(folder: RegionFolder, signed: SignedBundle) -> ChangedSigningKeys:
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     _move_new(folder)
-    _new(folder.bundle).unlink(missing_ok=True)
+    new_path(folder.bundle).unlink(missing_ok=True)
     return ChangedSigningKeys(signed, signed.bundle.former[-1].ends if signed.bundle.former else ())
 
 
 def _move_new(folder: RegionFolder) -> None:
     for role in ROLES:
-        path = _path(folder, role)
-        if _new(path).exists():
-            _new(path).replace(path)
+        path = signing_key_path(folder, role)
+        if new_path(path).exists():
+            new_path(path).replace(path)
 
 
 def _record(
@@ -355,7 +336,7 @@ def _record(
 
 def _require_in_place(folder: RegionFolder, bundle: RegionBundle, role: Role, logged: LoggedKeys) -> None:
     """Raises RequestError where the folder has another key than the bundle names, unless the log says that it was given up: then the one of now is lost."""
-    path = _path(folder, role)
+    path = signing_key_path(folder, role)
     public = load_signing_key(path).verify_key.public
     if public in (bundle.policy_keys if role == "policy" else bundle.receipt_keys):
         return

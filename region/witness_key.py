@@ -22,13 +22,14 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
+from region.begun_change import require_none_begun
 from region.config import RegionConfig
 from region.folder import RegionFolder
 
 
 def change_witness_key(folder: RegionFolder, config: RegionConfig, now_ms: int) -> SignedBundle:
     """Give the region's witness new keys; brokers cosign with them from their next start on. The bundle that names them; that of a call that was cut off, where there was one.
-    Raises RequestError where the bundle has no room."""
+    Raises RequestError where the bundle has no room, or a change of signing keys was cut off (CONFLICT)."""
     signed = decode_bundle(folder.bundle.read_bytes())
     bundle = signed.bundle
     pairs = (
@@ -36,6 +37,7 @@ def change_witness_key(folder: RegionFolder, config: RegionConfig, now_ms: int) 
         (_new(folder.witness_key), folder.witness_key),
     )
     if not _begun(bundle, folder):
+        require_none_begun(folder, bundle)
         name = witness_name(config.region, config.mesh)
         new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
         kept = (key for key in bundle.audit_keys if key.role != "cosigner")

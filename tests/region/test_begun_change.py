@@ -1,0 +1,157 @@
+"""A change of signing keys is cut off, and its plan lies beside the bundle: until it is finished, nothing else signs the bundle, and nothing that was named is lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from version_0_1 import EGRESS, US_EAST, lay_out
+
+from audit.origin import egress_origin, region_origin
+from audit.signer_disk import load_signers
+from audit.tile_disk import Folder
+from audit.trail import Trail
+from audit.trust import RegionTrust, Trust
+from audit.verify import verify_log
+from felix.errors import Code, RequestError
+from keys.bundle import RegionBundle, decode_bundle
+from keys.key_file import save_ml_dsa_key, save_signing_key
+from keys.post_quantum import MlDsaKey
+from keys.signing import SigningKey
+from region.bootstrap import add_log_keys, issue_identity
+from region.config import RegionConfig, load_config
+from region.folder import RegionFolder
+from region.log_keys import change_log_keys
+from region.signing_keys import change_signing_keys, raise_ends
+from region.witness_key import change_witness_key
+
+NOW = 1_796_000_000_000
+BRIDGE = "us-east-to-eu-west"
+STEPS = ("_record", "_put_in_place", "_move_new")
+"""of the change: cut off before its leaves, behind them, and with its bundle in place"""
+Writer = Callable[[RegionFolder, RegionConfig], object]
+WRITERS: dict[str, Writer] = {
+    "log keys": lambda folder, config: change_log_keys(folder, config, NOW + 5),
+    "a bridge's log keys": lambda folder, config: change_log_keys(folder, config, NOW + 5, bridge=BRIDGE),
+    "a bridge": lambda folder, config: issue_identity(folder, config, "bridge", "another", NOW + 5),
+    "missing log keys": lambda folder, config: add_log_keys(folder, config, NOW + 5),
+    "the witness's key": lambda folder, config: change_witness_key(folder, config, NOW + 5),
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RegionFolder:
+    home = lay_out(tmp_path)
+    monkeypatch.setenv("FELIX_HOME", str(home))
+    return RegionFolder(home / "us-east")
+
+
+def bundle_of(folder: RegionFolder) -> RegionBundle:
+    return decode_bundle(folder.bundle.read_bytes()).bundle
+
+
+def change(folder: RegionFolder, config: RegionConfig, now_ms: int) -> None:
+    # Version 0.1 kept a revocation that has no leaf.
+    change_signing_keys(folder, config, now_ms, say_again=True)
+
+
+def cut_off(folder: RegionFolder, config: RegionConfig, step: str) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(f"region.signing_keys.{step}", lambda *_: 1 / 0)
+        change(folder, config, NOW)
+
+
+def logs_of(folder: RegionFolder) -> dict[str, tuple[Path, Path, Path]]:
+    """The region's logs by origin, with their keys."""
+    return {
+        region_origin("us-east", "acme"): (
+            folder.root.parent / US_EAST, folder.audit_key, folder.audit_ml_dsa_key,
+        ),
+        egress_origin("us-east", "acme", BRIDGE): (
+            folder.root.parent / EGRESS, folder.egress_key(BRIDGE), folder.egress_ml_dsa_key(BRIDGE),
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("what", WRITERS)
+def test_nothing_else_signs_the_bundle_before_the_change_is_finished(
+    folder: RegionFolder, what: str, step: str
+) -> None:
+    config, write = load_config(folder.config), WRITERS[what]
+    if what != "missing log keys":
+        add_log_keys(folder, config, NOW - 1)
+    cut_off(folder, config, step)
+    held, logs = (
+        folder.bundle.read_bytes(),
+        [Folder(log).read("checkpoint") for log, *_ in logs_of(folder).values()],
+    )
+    with pytest.raises(RequestError, match="was cut off") as refused:
+        write(folder, config)
+    assert refused.value.code is Code.CONFLICT and "felix region change-signing-keys" in refused.value.hint
+    assert folder.bundle.read_bytes() == held
+    assert logs == [Folder(log).read("checkpoint") for log, *_ in logs_of(folder).values()]
+
+    change(folder, config, NOW + 10)
+    write(folder, config)
+    own = bundle_of(folder)
+    assert len(own.former) == 1
+    trust = Trust.of(
+        [own, decode_bundle((folder.root.parent / "eu-west" / "bundle.json").read_bytes()).bundle]
+    )
+    for origin, (path, ed25519, ml_dsa) in logs_of(folder).items():
+        signers = load_signers(origin, ed25519, ml_dsa)
+        earlier = RegionTrust(own).earlier_keys(origin, (signer.key for signer in signers))
+        trail = Trail.open(path, signers[0], also=signers[1:], earlier=earlier)
+        trail.publish()
+        trail.close()
+        assert not verify_log(Folder(path), trust, cosignatures_min=0).findings, origin
+    if what == "a bridge":
+        assert egress_origin("us-east", "acme", "another") in {key.name for key in own.audit_keys}
+
+
+def test_ends_are_not_raised_before_a_later_change_is_finished(folder: RegionFolder) -> None:
+    config = load_config(folder.config)
+    change(folder, config, NOW - 5)
+    for step in STEPS:
+        cut_off(folder, config, step)
+        with pytest.raises(RequestError, match="was cut off"):
+            raise_ends(folder, config, NOW + 5)
+        change(folder, config, NOW + 10)
+
+
+def test_an_identity_is_renewed_meanwhile(folder: RegionFolder) -> None:
+    config = load_config(folder.config)
+    add_log_keys(folder, config, NOW - 1)
+    cut_off(folder, config, "_put_in_place")
+    issue_identity(folder, config, "bridge", BRIDGE, NOW)
+    issue_identity(folder, config, "operator", "operator", NOW)
+
+
+def test_what_a_finished_change_has_left_beside_holds_nothing_up(folder: RegionFolder) -> None:
+    config = load_config(folder.config)
+    cut_off(folder, config, "_put_in_place")
+    plan = folder.bundle.with_name(f"new.{folder.bundle.name}")
+    left = plan.read_bytes()
+    change(folder, config, NOW + 10)
+    plan.write_bytes(left)  # of a backup
+    change_log_keys(folder, config, NOW + 20)
+
+
+def test_a_log_is_not_opened_with_a_key_that_the_bundle_does_not_name(folder: RegionFolder) -> None:
+    """Nobody would take its checkpoints, and no later key could follow on them."""
+    config = load_config(folder.config)
+    add_log_keys(folder, config, NOW - 1)
+    for origin, (_, ed25519, ml_dsa) in logs_of(folder).items():
+        for path in (ed25519, ml_dsa):
+            aside = path.rename(path.with_suffix(".aside"))
+            if path == ml_dsa:
+                save_ml_dsa_key(MlDsaKey.generate(), path)
+            else:
+                save_signing_key(SigningKey.generate(), path)
+            keys = [signer.key for signer in load_signers(origin, ed25519, ml_dsa)]
+            with pytest.raises(RequestError, match="does not name a key") as refused:
+                RegionTrust(bundle_of(folder)).earlier_keys(origin, keys)
+            assert refused.value.code is Code.CONFIG_INVALID and "change-log-keys" in refused.value.hint
+            aside.replace(path)
