@@ -2,12 +2,13 @@
 
 And where its links go on: truncations that the region accepted, and resends, with the same content as before. What crossed since crossed under an incarnation that follows
 from that (policy.truncation); another acceptance would begin another one. Which ones these are says the region's audit log, and not the metadata store: there, who has the former key
-may have put others. Those of a grant that has ended are signed again as words on the grant that carries the link now (policy.signed_again).
+may have put others. Those of a grant that has ended are signed again as words on the grant that carries the link now (policy.signed_again), by its terms: from the store, or, where that has
+them no more, from the log, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, cast
 
 import typer
@@ -65,6 +66,9 @@ def sign_again(
     book = run(fetch_book(config.region, folder))
     grants = {name: each.terms for name, (_, each) in exports.items()}
     said = run(_logged(config.region, keys)) if terms.from_region == config.region else []
+    if missing := {word.grant for word in said} - grants.keys():
+        # Of a grant that ended the store may have nothing any more.
+        grants |= run(_logged_terms(config.region, missing, keys))
     _require_not_ended(grant, grants, said, book, now_ms())
     show_terms(export)
     words = words_again(grant, grants, said, _begun(book, grant, said))
@@ -76,8 +80,8 @@ def sign_again(
         )
     if unknown := sorted({word.grant for word in said} - grants.keys()):
         note(
-            f"{config.region} holds no terms of {', '.join(unknown)}: truncations that were accepted under them are not signed again. Bring their export grants back with "
-            "felix bridge submit, where a link needs them."
+            f"Neither the metadata store of {config.region} nor its audit log says which terms {', '.join(unknown)} had: truncations that were accepted under them are not signed again. "
+            "A link that crossed under one of these stands until it leads to another stream."
         )
     confirm(f"Sign these terms again for {config.region}?", yes)
     policy, key = run(fetch_policy(config.region)), load_signing_key(folder.policy_key).private_key
@@ -156,6 +160,27 @@ async def _logged(region: str, keys: Trusted) -> list[Standing]:
                 hint="Upgrade the region's brokers first.",
             ) from error
     return [_word(data, region, keys) for data in documents.values()]
+
+
+async def _logged_terms(region: str, asked: Collection[str], keys: Trusted) -> dict[str, GrantTerms]:
+    """The terms of those of these grants of which the region's audit log has an export that counts there, as its broker reads it; of a broker that does not say, none.
+    Raises RequestError, SignatureError."""
+    async with connect(region) as client:
+        try:
+            documents = await list_documents(client, "truncation-export")
+        except RequestError as error:
+            if error.code is not Code.INVALID:
+                raise
+            return {}  # a broker of an earlier release
+    found = {}
+    for data in documents.values():
+        document = parse_document(data)
+        if not isinstance(document, SignedDocument):
+            raise RequestError("The broker lists an approval as a grant's export.")
+        export = open_export(document, {region: keys[region]})
+        if export.grant in asked:
+            found[export.grant] = export.terms
+    return found
 
 
 def _word(data: bytes, region: str, keys: Trusted) -> Standing:

@@ -55,16 +55,17 @@ LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.PO
 
 
 class _Logged(NamedTuple):
-    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, and of pins; the region's keys by their last leaves."""
+    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, of pins and of exports; the region's keys by their last leaves."""
 
     documents: set[bytes]
     lasting: dict[bytes, int]
     pins: dict[bytes, int]
     signing_keys: dict[Role, LoggedKey]
+    exports: dict[bytes, int]
 
     @classmethod
     def nothing(cls) -> _Logged:
-        return cls(set(), {}, {}, {})
+        return cls(set(), {}, {}, {}, {})
 
 
 class _Snapshot(msgspec.Struct):
@@ -77,6 +78,8 @@ class _Snapshot(msgspec.Struct):
     """none in a snapshot of a release that wrote no leaves of pins; it is not taken either"""
     signing_keys: dict[Role, LoggedKey] | None = None
     """none in a snapshot of a release that looked for no changes of keys; nor is that"""
+    exports: dict[bytes, int] | None = None
+    """none in a snapshot of a release that did not ask where exports have their leaves; nor is that"""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -90,7 +93,7 @@ class DocumentLog:
         self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int, clock: Clock
     ) -> None:
         self._trail, self._path, self._clock = trail, path, clock
-        self._documents, self._lasting, self._pins, self._signing_keys = logged
+        self._documents, self._lasting, self._pins, self._signing_keys, self._exports = logged
         self._saved_to, self._read_to = saved_to, read_to
         self._keys_read = dict(self._signing_keys)
         """as the leaves below `_read_to` have them"""
@@ -127,6 +130,8 @@ class DocumentLog:
             for digest, index in found.lasting.items():
                 self._lasting.setdefault(digest, index)
             self._pins |= found.pins
+            for digest, index in found.exports.items():
+                self._exports.setdefault(digest, index)
             self._documents |= found.documents
             with self._keys_change:
                 self._read_to = size
@@ -157,6 +162,11 @@ class DocumentLog:
         """The documents of this log that last, each with the index of its leaf, in its order. Blocks."""
         size = note_size(self._trail.publish())
         return read_documents(self._trail.files, set(self._lasting.values()), size)
+
+    def exports(self) -> Iterator[tuple[int, bytes]]:
+        """The exports of this log, each with the index of its leaf, in its order. Blocks."""
+        size = note_size(self._trail.publish())
+        return read_documents(self._trail.files, set(self._exports.values()), size)
 
     def keys_of(self, own: RegionBundle) -> KeysInLog:
         """Under which of the region's policy keys what stands in this log counts, leaf by leaf. Blocks."""
@@ -235,6 +245,8 @@ class DocumentLog:
                 self.lacks(digest)
                 raise
             self.learn(digest, index if made.header.kind in LASTING else None)
+            if made.header.kind is Kind.GRANT:
+                self._exports.setdefault(digest, index)
             return True
 
     async def close(self) -> None:
@@ -254,7 +266,13 @@ class DocumentLog:
             files = self._trail.files.storage
             files.make_folder(self._path.parent)
             snapshot = _Snapshot(
-                size, last, sorted(logged.documents), logged.lasting, logged.pins, logged.signing_keys
+                size,
+                last,
+                sorted(logged.documents),
+                logged.lasting,
+                logged.pins,
+                logged.signing_keys,
+                logged.exports,
             )
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
@@ -267,6 +285,8 @@ def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:
             logged.documents.add(header.document_sha256)
             if header.kind in LASTING:
                 logged.lasting.setdefault(header.document_sha256, index)
+            elif header.kind is Kind.GRANT:
+                logged.exports.setdefault(header.document_sha256, index)
             elif is_pinned(header):
                 logged.pins.setdefault(header.document_sha256, index)
         elif header is not None and header.kind is Kind.KEY:
@@ -280,10 +300,12 @@ def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
             held.lasting is not None
             and held.pins is not None
             and held.signing_keys is not None
+            and held.exports is not None
             and 0 < held.size <= size
             and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash
         ):
-            return _Logged(set(held.documents), held.lasting, held.pins, held.signing_keys), held.size
+            logged = _Logged(set(held.documents), held.lasting, held.pins, held.signing_keys, held.exports)
+            return logged, held.size
     except (OSError, msgspec.MsgspecError):
         pass  # a shortcut that is not there, or does not hold, is not taken
     return _Logged.nothing(), 0

@@ -4,15 +4,18 @@ end. Blocks.
 What a former key signed counts at no broker any more, and whoever has that key and writes the metadata store can put any word there. In the log he gets no leaf: no broker takes what a
 former key signed. So what is signed again (`felix bridge sign-again`) comes from the log, by the rules by which it is verified (audit.keys_in_log). Callers: the service, which lists
 them for operators, and the intake, which takes them again.
+
+So do the terms of the grants that these words are on: one that ended may have been removed from the store since, and no broker takes its export again, which is under the former key.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from felix.errors import FelixError
 from keys.bundle import RegionBundle
-from policy.grant import Standing
+from policy.grant import Standing, open_export
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.truncation import Truncation
 from region.document_log import DocumentLog
@@ -35,4 +38,22 @@ def logged_truncations(logged: DocumentLog, own: RegionBundle) -> dict[bytes, St
                 found[data] = standing
         except FelixError as error:
             log.warning("the word of leaf %d is not signed again: %s", index, error)
+    return found
+
+
+def logged_exports(logged: DocumentLog, own: RegionBundle, grants: Collection[str]) -> dict[str, bytes]:
+    """The exports of these grants that the region signed, by grant, of each its first leaf. A grant's id follows from its terms, so whichever leaf it is, they are the same."""
+    keys = logged.keys_of(own)
+    found: dict[str, bytes] = {}
+    for index, data in logged.exports():
+        try:
+            document = SignedDocument.parse(data)
+            if document.region != own.region or document.purpose is not Purpose.EXPORT:
+                continue
+            grant = open_export(document, keys.policy_keys_at(index)).grant
+        except FelixError as error:
+            log.warning("the export of leaf %d is not told: %s", index, error)
+            continue
+        if grant in grants:
+            found.setdefault(grant, data)
     return found

@@ -47,7 +47,7 @@ from region.governance.intake import DocumentIntake
 from region.governance.judgement import Judgement
 from region.governance.lasting import LastingDocuments, read_remembered
 from region.governance.leaves import Alone, Drain, Neighbours
-from region.governance.logged_truncations import logged_truncations
+from region.governance.logged_truncations import logged_exports, logged_truncations
 from region.governance.own_words import OwnWords
 from region.governance.policy_in_force import PolicyInForce
 from region.governance.put_back import PutBack
@@ -73,6 +73,8 @@ JUDGED: Final = "judged"
 """What operators list besides: which of the documents this broker judges by (HeldDocuments.judged)."""
 TRUNCATIONS: Final = "truncation"
 """And which words on where its links go on the region's audit log has (region.governance.logged_truncations): read there each time that somebody asks."""
+TRUNCATION_EXPORTS: Final = "truncation-export"
+"""And the exports of the grants that these words are on, by grant, from there, too: the store may have them no more."""
 LISTS_PER_S: Final = 100.0
 """Pages of documents for all bridges of one other region: an agent lists six kinds where something changed, once a second at most."""
 LISTS_BURST: Final = 200
@@ -394,7 +396,7 @@ class Governance:
         is_own = kind in OWN_KINDS and identity.region == self._own.region
         if identity.kind != "bridge" or not (kind in SYNCED_KINDS or is_own):
             self.broker.require_operator(identity, f"list {kind} documents")
-        kinds = (*DOCUMENT_KINDS, JUDGED, TRUNCATIONS)
+        kinds = (*DOCUMENT_KINDS, JUDGED, TRUNCATIONS, TRUNCATION_EXPORTS)
         if kind not in kinds:
             raise RequestError(f"There are no {kind!r} documents.", hint=f"Kinds: {', '.join(kinds)}.")
 
@@ -410,7 +412,7 @@ class Governance:
                     hint="List them again after the time that the answer names.",
                     retry_after_ms=wait_ms,
                 )
-        if request.kind == TRUNCATIONS:
+        if request.kind in (TRUNCATIONS, TRUNCATION_EXPORTS):
             return await self._list_truncations(request)
         if request.wait_ms:
             await self.watch.wait(identity, request.known, request.wait_ms)
@@ -421,11 +423,19 @@ class Governance:
         return DocumentPage(dict(page), left > len(page), revision)
 
     async def _list_truncations(self, request: ListDocuments) -> DocumentPage:
-        words = await asyncio.to_thread(logged_truncations, self.logged, self._own)
-        named = sorted((document_id(SignedDocument.parse(data)), data) for data in words)
+        listed = self._truncations if request.kind == TRUNCATIONS else self._truncation_exports
+        named = sorted((await asyncio.to_thread(listed)).items())
         left = [each for each in named if each[0] > request.after]
         page = fitting(left[: request.limit])
         return DocumentPage(dict(page), len(left) > len(page), b"")
+
+    def _truncations(self) -> dict[str, bytes]:
+        words = logged_truncations(self.logged, self._own)
+        return {document_id(SignedDocument.parse(data)): data for data in words}
+
+    def _truncation_exports(self) -> dict[str, bytes]:
+        words = logged_truncations(self.logged, self._own).values()
+        return logged_exports(self.logged, self._own, {word.grant for word in words})
 
     def _shown(self, identity: SpiffeId) -> dict[str, dict[str, bytes]]:
         """All that an identity may list, by kind."""

@@ -417,8 +417,8 @@ async def test_a_truncation_that_was_accepted_anew_first_gives_way_to_the_one_th
             await holds_up(mesh, 19)
 
 
-async def revoked_and_renewed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A truncation is accepted under a grant, which is revoked; the link goes on under the next one, over two changes of us-east's keys."""
+async def renewed(mesh: Mesh) -> tuple[str, str]:
+    """A truncation is accepted under a grant, which is revoked; the link goes on under the next one. Both grants."""
     await source_put_back(mesh, mesh.home / "older")
     async with mesh.agent() as agent:
         await accept(mesh, await link(agent, "truncated"))
@@ -431,11 +431,19 @@ async def revoked_and_renewed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> No
         await link(agent, "active", 14)
         await until(lambda: is_cosigned(mesh), "every log is cosigned to its end")
     write_profile(mesh.us, "us-east", "acme", Address("127.0.0.1", mesh.ports["us-east"]))
+    return first, second
 
-    async def changed(revision: int) -> None:
-        await change(mesh, "us-east")
-        text = POLICIES["us-east"].replace("revision: 1", f"revision: {revision}")
-        await mesh.put("us-east", "policy", sign_policy(parse_policy(text, "us-east"), mesh.key("us-east")))
+
+async def changed(mesh: Mesh, revision: int) -> None:
+    """us-east changes its keys, and signs its policy again."""
+    await change(mesh, "us-east")
+    text = POLICIES["us-east"].replace("revision: 1", f"revision: {revision}")
+    await mesh.put("us-east", "policy", sign_policy(parse_policy(text, "us-east"), mesh.key("us-east")))
+
+
+async def revoked_and_renewed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A truncation is accepted under a grant that has ended since, over two changes of us-east's keys."""
+    first, second = await renewed(mesh)
 
     def signed_now() -> list[str]:
         (key,) = mesh.bundle("us-east").policy_keys
@@ -444,7 +452,7 @@ async def revoked_and_renewed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> No
 
     # Whoever has the former key and writes the store makes up a third grant of the link.
     _, made_up, _ = mesh.sign_grant(purpose="made up")
-    await changed(2)
+    await changed(mesh, 2)
     third = decode_body(made_up, ExportGrant, Purpose.EXPORT).grant
     catalog = mesh.nodes["us-east"].broker.catalog
     await catalog.put_document("grants", "export", third, made_up.encode_file(), revision=0)
@@ -466,7 +474,7 @@ async def revoked_and_renewed(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> No
         await holds_up(mesh, 20)
 
     # Another change: by now it is a word on the second grant, too.
-    await changed(3)
+    await changed(mesh, 3)
     done = await said_again(mesh, second)
     assert done.exit_code == 0 and done.output.count("goes on from source offset 5") == 1, done.exception
     async with mesh.agent() as agent:
@@ -487,6 +495,34 @@ async def test_a_truncation_that_was_accepted_under_a_grant_that_was_revoked_is_
     monkeypatch.setenv("FELIX_HOME", str(tmp_path))
     async with two_regions(tmp_path) as mesh:
         await revoked_and_renewed(mesh, monkeypatch)
+
+
+@pytest.mark.parametrize("in_log", [True, False])
+async def test_a_truncation_of_an_ended_grant_that_the_store_has_no_more_is_signed_again_by_the_terms_in_the_log(
+    in_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No broker takes that export again: it is under the former key, and what has ended cannot be signed. Where the log's broker is of before, the command says what is missing."""
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    async with two_regions(tmp_path) as mesh:
+        first, second = await renewed(mesh)
+        await changed(mesh, 2)
+        catalog = mesh.nodes["us-east"].broker.catalog
+        assert await catalog.delete_document("grants", "export", first)
+        await until(lambda: first not in mesh.documents("us-east", "export"), "the store has it no more")
+        if not in_log:
+            monkeypatch.setattr("region.governance.service.logged_exports", lambda *_: {})
+        done = await said_again(mesh, second)
+        assert done.exit_code == 0, done.exception
+        assert (f"under {first}" in done.output) is in_log
+        assert (f"which terms {first} had" in done.output) is not in_log
+        assert "felix bridge submit" not in done.output
+        async with mesh.agent() as agent:
+            await mesh.publish([flight(14)])
+            if in_log:
+                await link(agent, "active", 15)
+                await holds_up(mesh, 20)
+            else:
+                await link(agent, "truncated")
 
 
 @only_slow

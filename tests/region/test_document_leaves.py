@@ -95,7 +95,12 @@ class Broker:
         self.clock, self.trail, self.others = Clock(), Trail(), Others()
         nothing = cast("Any", None)
         self.logged = DocumentLog(
-            cast("Any", self.trail), nothing, cast("Any", (set(), {}, {}, {})), 0, 0, cast("Any", self.clock)
+            cast("Any", self.trail),
+            nothing,
+            cast("Any", (set(), {}, {}, {}, {})),
+            0,
+            0,
+            cast("Any", self.clock),
         )
         self.drained = asyncio.Event()
         self.drained.set()
