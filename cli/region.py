@@ -829,6 +829,8 @@ def change_signing_keys_(
     The region's brokers are stopped meanwhile, and agents that run from this folder. The bundle is signed again; other regions accept it only by its
     fingerprint. Policies, halves of grants, pauses and deny entries that are to stand are signed again; docs/keys.md has the steps.
     """
+    from audit.origin import region_origin
+    from cli.audit import remembered_here
     from region.bundle_room import logs_without
     from region.signing_key_leaves import ROLES
     from region.signing_keys import change_signing_keys
@@ -843,12 +845,23 @@ def change_signing_keys_(
             hint=f"felix region down {config.region}",
         )
     left_out = logs_without(folder, config, without or ())
+    # Of the log itself its broker knows how far it went; a copy may be one of before.
+    remembered = [] if log is None else remembered_here(region_origin(config.region, config.mesh))
     if raise_ends:
-        if drop_earliest or lost_bundle or say_again or log is not None:
+        if drop_earliest or lost_bundle or say_again:
             raise RequestError(
-                "--drop-earliest, --lost-bundle, --log and --say-again go with a change of keys, not with --raise-ends."
+                "--drop-earliest, --lost-bundle and --say-again go with a change of keys, not with --raise-ends."
             )
-        changed = raise_(folder, config, now_ms(), checkpoints=notes, without=left_out, back=back)
+        changed = raise_(
+            folder,
+            config,
+            now_ms(),
+            checkpoints=notes,
+            without=left_out,
+            back=back,
+            log=log,
+            remembered=remembered,
+        )
     else:
         if back != 1:
             raise RequestError("--back goes with --raise-ends, not with a change of keys.")
@@ -863,6 +876,7 @@ def change_signing_keys_(
             drop_earliest=drop_earliest,
             lost_bundle=lost_bundle,
             log=log,
+            remembered=remembered,
             say_again=say_again,
         )
     for sentence in changed.left_out:

@@ -21,7 +21,7 @@ meanwhile must not count because they are ended once more. The bundle of that ch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -71,6 +71,16 @@ _NEWER_HINT: Final = (
     "the secrets of then are not needed. Where nobody has it: --lost-bundle, and what these keys signed counts up to the checkpoints that are given with --checkpoint alone."
 )
 
+_GONE_HINT: Final = (
+    "Run this where the broker has the audit log, or bring a copy of the log (felix audit copy) and name its folder with --log. Where the log is gone, or was never "
+    "written: --without {log}. Where nobody has the log at hand, and the keys cannot wait: --lost-bundle, and what these keys signed counts up to the checkpoints that are given "
+    "with --checkpoint alone."
+)
+_RAISED_HINT: Final = (
+    "Run this where the broker has the audit log, or bring a copy of the log (felix audit copy) and name its folder with --log. Where the log is gone, or was never "
+    "written: --without {log}."
+)
+
 
 class ChangedSigningKeys(NamedTuple):
     """The bundle that names the new keys, and where the ones before ended. `left_out`: of which logs nothing is said, or less than this folder has, and why."""
@@ -91,6 +101,7 @@ def change_signing_keys(
     drop_earliest: int = 0,
     lost_bundle: bool = False,
     log: Path | None = None,
+    remembered: Iterable[bytes] = (),
     say_again: bool = False,
 ) -> ChangedSigningKeys:
     """Give the region new keys of these roles. Its brokers, and the agents whose logs lie in the folder, are stopped.
@@ -98,7 +109,8 @@ def change_signing_keys(
     `checkpoints`: the last ones of logs that lie elsewhere; of other regions' logs, as this one cosigned them. `without`: logs where nothing that the former keys signed
     counts. `drop_earliest`: of so many of the earliest changes the former keys are named no more, and count for nothing. `lost_bundle`, which called again makes no further keys until the log has the first call's: the log says that the keys of this
     bundle were given up, or is not at hand, and nobody has the bundle of the last change; what they signed counts up to the `checkpoints` that are given, and nowhere else.
-    `log`: a copy of the region's own log, on a machine that has none: it says which keys are those of now, and where they end. `say_again`: what brokers keep of this region's words without a leaf holds nothing up; it is to be said again. What another region does
+    `log`: a copy of the region's own log, on a machine that has none: it says which keys are those of now, and where they end. `remembered`: notes of the
+    region's own log that others on this machine have cosigned: the log, or its copy, is refused where it is shorter than one of these, or than what else is known of it. `say_again`: what brokers keep of this region's words without a leaf holds nothing up; it is to be said again. What another region does
     stops no change: of a log of its that cannot be taken nothing is said (`left_out`). Raises RequestError where one of the own logs is not at hand, is being written or has
     two histories (CONFLICT), where the folder is of before a change, or the bundle has no room; then nothing was written.
     """
@@ -114,7 +126,9 @@ def change_signing_keys(
     with ExitStack() as opened:
         own = _copied_log(log, bundle) if log is not None else _own_log(folder, config, bundle, opened)
         if own is None and not lost_bundle:
-            _require_gone(bundle, without)
+            _require_gone(bundle, without, _GONE_HINT)
+        if own is not None and not lost_bundle:
+            _require_whole(own, bundle, given, remembered)
         contents = own.contents() if own is not None else None
         logged = {} if contents is None else contents.keys
         if lost_bundle:
@@ -182,13 +196,16 @@ def raise_ends(
     checkpoints: Iterable[bytes] = (),
     without: Iterable[str] = (),
     back: int = 1,
+    log: Path | None = None,
+    remembered: Iterable[bytes] = (),
 ) -> ChangedSigningKeys:
     """Have the keys that ended last count up to where other regions' logs are cosigned by now, and own logs as their given checkpoints say: what was on its way when
     they ended has its leaf behind the end. A log of which nothing was said is added.
 
     `back`: of which change the keys are, 1 for the last, 2 for the one before; keys of an earlier one count no further than those of each one after it, and no further than
-    now where one of these counts for nothing. Whoever has the former keys and one of those logs' keys may have put something there meanwhile. Raises RequestError where no key
-    ended, nothing goes further, or the folder is of before a change that its log has (CONFLICT).
+    now where one of these counts for nothing. Whoever has the former keys and one of those logs' keys may have put something there meanwhile. `log` and
+    `remembered`: as with a change. Raises RequestError where no key ended, nothing goes further, the region's own log is not at hand (NOT_FOUND) unless it is one of `without`, or the
+    folder is of before a change that its log has (CONFLICT).
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     require_none_begun(folder, bundle)
@@ -206,9 +223,13 @@ def raise_ends(
         for each in bundle.former[at + 1 :]
         if (each.policy_keys and last.policy_keys) or (each.receipt_keys and last.receipt_keys)
     ]
-    contents = _require_newest(folder, config, bundle)
-    given = [_given(folder, bundle, note) for note in checkpoints]
-    cosigned, unread = _cosigned_ends(folder, config, set(without))
+    given, without = [_given(folder, bundle, note) for note in checkpoints], set(without)
+    with ExitStack() as opened:
+        own = _copied_log(log, bundle) if log is not None else _own_log(folder, config, bundle, opened)
+        if own is None:
+            _require_gone(bundle, without, _RAISED_HINT)
+        contents = None if own is None else _require_newest(folder, bundle, own, given, remembered)
+    cosigned, unread = _cosigned_ends(folder, config, without)
     measured, forked = _largest(cosigned, given, bundle.region)
     left_out = [*unread, *forked]
     ends = {end.log: end for end in last.ends}
@@ -256,21 +277,55 @@ def _stands(folder: RegionFolder, bundle: RegionBundle, roles: Iterable[Role]) -
         _require_in_place(folder, bundle, role, {})
     said = (
         f"These keys of {bundle.region} were made in place of lost ones before, and no log here has a leaf of them yet: none were made now. Start the brokers, which write it. A log in which "
-        "they count for too little is raised with --raise-ends --checkpoint FILE. Where these keys, too, are to end: change them once the log has their leaf, beside it or a copy of it (--log)."
+        "they count for too little is raised with --raise-ends --checkpoint FILE, beside the region's log or a copy of it (--log). Where these keys, too, are to end: change them once the log has their leaf, beside it or a copy of it (--log)."
     )
     signed = decode_bundle(folder.bundle.read_bytes())
     return _put_in_place(folder, signed)._replace(left_out=(said,))
 
 
-def _require_newest(folder: RegionFolder, config: RegionConfig, bundle: RegionBundle) -> _Contents | None:
-    """What the region's own log has, if it is at hand. Raises RequestError(CONFLICT) where that is a change of keys that the bundle is of before."""
-    with ExitStack() as opened:
-        own = _own_log(folder, config, bundle, opened)
-        contents = None if own is None else own.contents()
-    logged = {} if contents is None else contents.keys
-    if stale := stale_key(bundle, logged, keys_made_instead(folder)):
+def _require_newest(
+    folder: RegionFolder,
+    bundle: RegionBundle,
+    own: _OwnLog,
+    given: Iterable[KeyEnd],
+    remembered: Iterable[bytes],
+) -> _Contents:
+    """What the region's own log has. Raises RequestError(CONFLICT) where that is a change of keys that the bundle is of before, or the log is not whole."""
+    _require_whole(own, bundle, given, remembered)
+    contents = own.contents()
+    if stale := stale_key(bundle, contents.keys, keys_made_instead(folder)):
         raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
     return contents
+
+
+def _require_whole(
+    own: _OwnLog, bundle: RegionBundle, given: Iterable[KeyEnd], remembered: Iterable[bytes]
+) -> None:
+    """Raises RequestError(CONFLICT) where the region's own log, or this copy of it, has fewer leaves than it is known to have: of what it lacks, it says no change of keys."""
+    size = own.end().size
+    known = max(_known_sizes(own.origin, bundle, given, remembered), default=0)
+    if size < known:
+        raise RequestError(
+            f"The audit log {own.files.path} has {size:,} leaves, and is known to have had {known:,}: it is an older copy, and what it lacks may say that these keys were given up.",
+            code=Code.CONFLICT,
+            hint="Copy the log once more, from the broker that has it (felix audit copy), and name that with --log. Where the larger checkpoint is of another history of the log "
+            "(docs/audit.md), --lost-bundle changes the keys by the log as it is here.",
+        )
+
+
+def _known_sizes(
+    origin: str, bundle: RegionBundle, given: Iterable[KeyEnd], remembered: Iterable[bytes]
+) -> Iterator[int]:
+    """How many leaves a log had, by checkpoints that are at hand and by what the bundle says of its keys."""
+    yield from (end.size for end in given if end.log == origin)
+    yield from (end.size for keys in bundle.former for end in keys.ends if end.log == origin)
+    yield from (key.from_size for key in bundle.audit_keys if (key.role, key.name) == ("log", origin))
+    keys = RegionTrust(bundle).log_keys(origin)
+    for note in remembered:
+        try:
+            yield open_checkpoint(note, keys).checkpoint.size
+        except TamperError:
+            continue  # of another log, or by keys that are none of this bundle's
 
 
 def keys_made_instead(folder: RegionFolder) -> frozenset[bytes]:
@@ -491,7 +546,7 @@ def _require_leaves(
         )
 
 
-def _require_gone(bundle: RegionBundle, without: Collection[str]) -> None:
+def _require_gone(bundle: RegionBundle, without: Collection[str], hint: str) -> None:
     """Raises RequestError(NOT_FOUND) where the region's own log is not here, unless there is none: its checkpoint says nothing of the keys."""
     origin = region_origin(bundle.region, bundle.mesh)
     if origin not in without:
@@ -499,9 +554,7 @@ def _require_gone(bundle: RegionBundle, without: Collection[str]) -> None:
             f"The audit log of {bundle.region} is not here, which says whether the keys in this folder are those of now: where they were changed since, they would end once "
             "more, and nobody would know where the ones after them ended.",
             code=Code.NOT_FOUND,
-            hint="Run this where the broker has the audit log, or bring a copy of the log (felix audit copy) and name its folder with --log. Where the log is gone, or was never "
-            f"written: --without {origin}. Where nobody has the log at hand, and the keys cannot wait: --lost-bundle, and what these keys signed counts up to the checkpoints that are given "
-            "with --checkpoint alone.",
+            hint=hint.format(log=origin),
         )
 
 

@@ -1163,6 +1163,75 @@ async def test_the_keys_are_changed_on_another_machine_beside_a_copy_of_the_log(
         assert report.ok, report.findings
 
 
+@pytest.mark.parametrize("known", ["a checkpoint", "a note that eu-west remembers", "the bundle"])
+async def test_a_copy_of_the_log_that_is_older_than_what_is_known_of_it_changes_no_keys(
+    known: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it lacks may say that the keys in the folder were given up."""
+    monkeypatch.setenv("FELIX_HOME", str(mesh.home))
+    await twenty_crossed(mesh)
+    await mesh.stop("us-east")
+    audit, copy = mesh.us.root / "data" / "audit", mesh.home / "copy"
+    shutil.copytree(audit, copy)
+    before, secrets = mesh.us.bundle.read_bytes(), mesh.home / "secrets of before"
+    shutil.copytree(mesh.us.secrets, secrets)
+    await mesh.start("us-east")
+    async with mesh.agent():
+        await mesh.stand("us-east", next(iter(mesh.documents("us-east", "export"))), StandingAction.PAUSE)
+        own, size = region_origin("us-east", "acme"), note_size((copy / "checkpoint").read_bytes())
+        await until(
+            lambda: witnessed(mesh, own) > size, "eu-west has cosigned more of the log than the copy has"
+        )
+    await mesh.stop("us-east")
+    egress = mesh.egress_folder / "checkpoint"
+    change_signing_keys(mesh.us, load_config(mesh.us.config), now_ms())
+    if known != "the bundle":
+        mesh.us.bundle.write_bytes(before)
+        shutil.copytree(secrets, mesh.us.secrets, dirs_exist_ok=True)
+    given = [egress, audit / "checkpoint"] if known == "a checkpoint" else [egress]
+    command = [
+        "change-signing-keys", "--region", "us-east", "--log", str(copy),
+        *(f"--checkpoint={path}" for path in given),
+    ]  # fmt: skip
+    if known != "a note that eu-west remembers":
+        monkeypatch.setattr("cli.audit.remembered_here", lambda _: [])
+    held = mesh.us.bundle.read_bytes()
+    # By the bundle of before no keys have ended.
+    for also in ([], ["--raise-ends"])[: 2 if known == "the bundle" else 1]:
+        refused = CliRunner().invoke(app, [*command, *also])
+        assert isinstance(refused.exception, RequestError), refused.output
+        assert "it is an older copy" in refused.exception.sentence
+        assert "felix audit copy" in refused.exception.hint
+    assert mesh.us.bundle.read_bytes() == held
+
+
+async def test_ends_are_raised_beside_the_log_or_a_copy_of_it_alone(mesh: Mesh) -> None:
+    """The folder may be of before the last change, and the bundle would name the keys of that change nowhere."""
+    await twenty_crossed(mesh)
+    await mesh.stop("us-east")
+    config, audit = load_config(mesh.us.config), mesh.us.root / "data" / "audit"
+    change_signing_keys(mesh.us, config, now_ms(), without=["eu-west.acme/audit"])
+    elsewhere = copied_to(mesh, "elsewhere")
+    shutil.copytree(audit, mesh.home / "copy")
+    notes = [(audit / "checkpoint").read_bytes()]
+    held = elsewhere.bundle.read_bytes()
+    with pytest.raises(RequestError, match="is not here, which says") as refused:
+        raise_ends(elsewhere, config, now_ms(), checkpoints=notes)
+    assert "--log" in refused.value.hint and "--lost-bundle" not in refused.value.hint
+    assert elsewhere.bundle.read_bytes() == held
+    own = region_origin("us-east", "acme")
+    raised = raise_ends(elsewhere, config, now_ms(), checkpoints=notes, log=mesh.home / "copy")
+    assert {end.log: end.size for end in raised.ends}[own] == note_size(notes[0])
+    elsewhere.bundle.write_bytes(held)
+    assert raise_ends(elsewhere, config, now_ms(), checkpoints=notes, without=[own]).ends == raised.ends
+
+    # From a folder of before the next change it is refused by the log, as beside it.
+    change_signing_keys(mesh.us, config, now_ms())
+    shutil.copytree(audit, mesh.home / "newer copy")
+    with pytest.raises(RequestError, match="gave up the policy key"):
+        raise_ends(elsewhere, config, now_ms(), log=mesh.home / "newer copy")
+
+
 async def test_what_was_said_and_has_no_leaf_yet_when_the_keys_end_gets_none_and_is_said_again(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
