@@ -33,7 +33,7 @@ def require_kind(folder: Folder, *, copied: bool) -> None:
         raise RequestError(
             f"The audit log {folder.path} is one of several brokers' copies: written here alone, it would be another history.",
             code=Code.CONFLICT,
-            hint="Write it through the region's brokers.",
+            hint="The region's brokers write it together, with the configuration that has them as several (docs/clusters.md).",
         )
 
 

@@ -25,7 +25,7 @@ from audit.checkpoint import note_size
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import egress_origin, region_origin
 from audit.signer_disk import load_signers
-from audit.tile import CHECKPOINT_PATH
+from audit.tile import CHECKPOINT_PATH, COPIED_PATH
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
@@ -74,7 +74,7 @@ def change_log_keys(
 ) -> ChangedKeys:
     """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder.
 
-    Raises RequestError where there is no such log, where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
+    Raises RequestError where there is no such log, where several brokers have copies of it (CONFLICT), where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
     off (CONFLICT), where the bundle does not name its keys or has no room.
     """
     files = _files(folder, config, bridge, log)
@@ -125,6 +125,13 @@ def _files(folder: RegionFolder, config: RegionConfig, bridge: str, log: Path | 
             f"There is no audit log at {lies}: its keys end with its last checkpoint, so it must be at hand.",
             code=Code.NOT_FOUND,
             hint="Where an agent runs on another machine, bring its log here, or name the folder with --log.",
+        )
+    if Folder(lies).read(COPIED_PATH) is not None:
+        raise RequestError(
+            f"The audit log {origin} has copies on several brokers ({lies} is one of them): its keys cannot be changed yet.",
+            code=Code.CONFLICT,
+            hint='The page "The key of an audit log is in other hands" says what is left to do (docs/runbooks/leaked-log-key.md, In a region of several brokers). Bridges\' logs can be given '
+            "new keys: --bridge.",
         )
     return files
 
