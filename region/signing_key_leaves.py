@@ -66,6 +66,10 @@ class KeyLeaf(NamedTuple):
     change: Change
     key_id: bytes
 
+    @property
+    def action(self) -> str:
+        return f"{self.role}-key-{self.change}"
+
     def leaf(self, own: str, now_ms: int, actor: str = "") -> Leaf:
         said = "was given up" if self.change == "ended" else "is another one from here on"
         return Leaf(
@@ -76,7 +80,7 @@ class KeyLeaf(NamedTuple):
                 source_region=own,
                 destination_region=own,
                 actor=actor,
-                action=f"{self.role}-key-{self.change}",
+                action=self.action,
                 key_id=self.key_id,
                 sentence=f"The region's {self.role} key {said}.",
             )

@@ -1,5 +1,6 @@
 """Leaves of the region's changed policy and receipt keys, where the command could write none: in a log of which several brokers have copies. And who hears of them: a broker by
-its copy of the log, and one that has none, or is behind, by the note in the metadata store (region.signing_key_note), which the broker that writes the log keeps there. On the event loop.
+its copy of the log, and one that has none, or is behind, by the note in the metadata store (region.signing_key_note), which the broker that writes the log keeps there. So
+does one with the keys of now that does not write it, until a note says which keys were given up. On the event loop.
 
 Invariant: who has no key of the log cannot stop a broker that has the region's keys of now: a note in the store that does not hold, or is of before, is passed over.
 """
@@ -23,7 +24,19 @@ from region.governance.pin_leaves import AGAIN_S, until_taken
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.metadata.transaction import Entry
-from region.signing_key_leaves import STALE_HINT, KeyLeaf, LoggedKeys, given_up, joined, stale_key, unlogged
+from region.signing_key_leaves import (
+    NEVER_CHANGED,
+    STALE_HINT,
+    KeyLeaf,
+    LoggedKey,
+    LoggedKeys,
+    Role,
+    given_up,
+    joined,
+    stale_key,
+    take,
+    unlogged,
+)
 from region.signing_key_note import SigningKeyNote, decode_note
 
 log = logging.getLogger("felix.region.governance")
@@ -131,13 +144,22 @@ class ChangedKeys:
         return self.over
 
     def log_soon(self) -> None:
-        """Write the leaves that the log lacks, and the note that the store lacks, where the log is written here."""
-        if self._writing is None and self._writes_here() and not self._over.is_set():
-            lacking = unlogged(self._own, self._logged.signing_keys, self._instead)
+        """Write the leaves that the log lacks, and the note that the store lacks, where the log is written here. Elsewhere only that note, and only while it does not say that
+        keys were given up which this broker's bundle names as former ones: the broker with the log may have the folder of before, and would write no leaf."""
+        if self._writing is not None or self._over.is_set():
+            return
+        lacking = unlogged(self._own, self._logged.signing_keys, self._instead)
+        if self._writes_here():
             if lacking or self._lacks_note():
                 self._writing = asyncio.ensure_future(self._write(lacking))
+        elif any(said.change == "ended" and not self._notes(said) for said in lacking):
+            self._writing = asyncio.ensure_future(self._tell(lacking))
 
-    def _to_note(self) -> LoggedKeys:
+    def _notes(self, said: KeyLeaf) -> bool:
+        """Whether the store has a note that says the same."""
+        return self._note is not None and said.key_id in self._note.keys.get(said.role, NEVER_CHANGED).ended
+
+    def _to_note(self) -> dict[Role, LoggedKey]:
         return joined(self._logged.signing_keys, self._noted)
 
     def _lacks_note(self) -> bool:
@@ -155,15 +177,29 @@ class ChangedKeys:
                     f"the change of the region's {said.role} key", self._trail, self._writes_here,
                 )  # fmt: skip
             while self._writes_here() and self._lacks_note():
-                await self._put_note()
+                await self._put_note(self._to_note())
                 # Whoever takes it out of the store each time makes no more work than this.
                 await asyncio.sleep(AGAIN_S)
                 self.read_note()
         finally:
             self._writing = None
 
-    async def _put_note(self) -> None:
-        note = SigningKeyNote.sign(self._own, self._to_note(), self._log_key)
+    async def _tell(self, lacking: list[KeyLeaf]) -> None:
+        """Note what the log will say once a broker with the keys of now writes it."""
+        try:
+            told = self._to_note()
+            for said in lacking:
+                take(told, said.action, said.key_id, self._broker.clock_ms())
+            await self._put_note(told)
+            await asyncio.sleep(AGAIN_S)
+            self.read_note()
+        finally:
+            self._writing = None
+        # Meanwhile the log may have become this broker's to write.
+        self.log_soon()
+
+    async def _put_note(self, told: LoggedKeys) -> None:
+        note = SigningKeyNote.sign(self._own, told, self._log_key)
         revision = 0 if self._entry is None else self._entry.mod_revision
         try:
             await self._catalog.put_signing_keys(note.encode(), revision=revision)

@@ -272,6 +272,63 @@ async def test_a_broker_that_hears_from_the_log_that_its_keys_were_given_up_ends
         await until(lambda: named() == made, "the log names them")
 
 
+async def test_a_broker_with_a_folder_of_before_that_has_the_log_first_ends_once_one_of_after_is_up(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """It has the log, and would never write the leaves of the change: it knows of none. A broker with the keys of now notes it in the store."""
+    async with serving(tmp_path, etcd, 2) as region:
+        folder, before, after = region.folder, tmp_path / "before", tmp_path / "after"
+
+        def keep(kept: Path) -> None:
+            shutil.copytree(folder.secrets, kept / "secrets")
+            shutil.copy(folder.bundle, kept)
+
+        def put_back(kept: Path) -> None:
+            shutil.copytree(kept / "secrets", folder.secrets, dirs_exist_ok=True)
+            shutil.copy(kept / "bundle.json", folder.bundle)
+
+        def changes_of(name: str) -> list[str]:
+            log = Folder(folder.root / region.config.of_broker(name).data / "audit")
+            size = note_size(log.read("checkpoint") or b"")
+            headers = [decode_leaf(data).header for _, data in read_entries(log, 0, size, size)]
+            return sorted(header.action for header in headers if header.action in ACTIONS)
+
+        await home_of(region)
+        former = load_signing_key(folder.policy_key)
+        keep(before)
+        await region.stop()
+        bundle = change_signing_keys(folder, region.config, now_ms()).signed.bundle
+        keep(after)
+        put_back(before)
+        await region.start("b2")
+        put_back(after)
+        await region.start("b1")
+        old = region.nodes["b2"]
+        ended = await asyncio.wait_for(old.ended(), 60)
+        assert ended.code is Code.CONFIG_INVALID and "gave up the policy key" in ended.sentence
+        entry = DenyEntry(
+            streams="acme/ops/*", peer="*", region="us-east", sequence=HIGHEST, at=now_ms(), by="thief", lifted=False
+        )  # fmt: skip
+        with pytest.raises(UnavailableError, match="gave up the policy key"):
+            await old.services.governance.put(
+                SpiffeId("us-east", "acme", "operator", "alice"),
+                "deny",
+                sign_deny(entry, former.private_key).encode_file(),
+            )
+        await region.stop("b2")
+        put_back(before)
+        with pytest.raises(RequestError, match="gave up the policy key"):
+            await region.start("b2")
+        put_back(after)
+        await region.start("b2")
+        home = await home_of(region)
+        await until(lambda: len(changes_of(home)) == 4, "the log has the leaves of the change")
+        log = Folder(folder.root / region.config.of_broker(home).data / "audit")
+        report = verify_log(log, Trust.of([bundle]), cosignatures_min=0)
+        assert report.ok, report.findings
+        await denied(region, False)
+
+
 async def test_a_broker_without_a_copy_of_the_log_ends_once_its_keys_were_given_up(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:
