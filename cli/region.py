@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -37,12 +37,12 @@ from cli.to_cluster import to_cluster
 from cli.trust import ended_in_words, offer, trust
 from felix.address import Address
 from felix.collector import start_kept
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.expiry import until_text
 from felix.files import write_output
 from felix.messages import BrokerState, RegionState
 from felix.profile import load_profile
-from felix.runtime.real import now_ms
+from felix.runtime.real import REAL, now_ms
 from keys.bundle import AuditKey, decode_bundle
 from region.folder import RegionFolder
 
@@ -64,6 +64,8 @@ app.command("to-cluster")(to_cluster)
 app.command("copy-audit-log")(copy_audit_log)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
+STORE_S: Final = 20.0
+"""How long a command that has done its work waits for the metadata store, an etcd of the region's own started for it."""
 PROBLEMS_SHOWN: Final = 10
 """Of one region, one a line; the rest is counted."""
 OptionalName = Annotated[
@@ -881,6 +883,15 @@ def change_signing_keys_(
         )
     for sentence in changed.left_out:
         note(sentence)
+    if config.cluster is not None and not raise_ends:
+        # The brokers write the leaves of the change; none of them knows of it yet.
+        try:
+            run(_note_given_up(folder, config))
+        except FelixError as error:
+            note(
+                f"The metadata store does not say yet that the keys before were given up: {error.sentence} Start a broker with the new files first: until one runs, those that have "
+                "the folder of before take what is signed with the former keys."
+            )
     table(
         "What the keys before signed counts in",
         ["log", "leaves#"],
@@ -901,6 +912,30 @@ def change_signing_keys_(
         note(
             "trust the other regions again here, and sign again what is to stand: the policy, halves of grants, pauses and deny entries."
         )
+
+
+async def _note_given_up(folder: RegionFolder, config: RegionConfig) -> None:
+    """Have the metadata store say which keys were given up. Raises RequestError, UnavailableError."""
+    from cli.several import ETCD_FOLDER, start_etcd
+    from keys.key_file import load_signing_key
+    from region.key_note_store import note_given_up
+    from region.metadata.catalog import Catalog
+    from region.signing_keys import keys_made_instead
+    from region.startup import open_store
+    from region.trusted_bundles import own_bundle
+
+    own, log_key = own_bundle(folder, config), load_signing_key(folder.audit_key)
+    try:
+        async with asyncio.timeout(STORE_S), AsyncExitStack() as stack:
+            if (folder.root / ETCD_FOLDER).is_dir():
+                stack.push_async_callback((await start_etcd(folder, config)).end)
+            store = await open_store(folder, config, REAL)
+            stack.push_async_callback(store.close)
+            await note_given_up(
+                Catalog(store, config.region), own, log_key, now_ms(), keys_made_instead(folder)
+            )
+    except TimeoutError:
+        raise UnavailableError(f"It has not answered for {STORE_S:.0f} s.") from None
 
 
 @app.command()

@@ -21,6 +21,7 @@ from audit.tile import read_entries
 from audit.tile_disk import Folder
 from audit.trust import Trust
 from audit.verify import verify_log
+from cli.region import _note_given_up
 from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.messages import PutDocument
 from felix.names import SpiffeId, StreamName
@@ -327,6 +328,35 @@ async def test_a_broker_with_a_folder_of_before_that_has_the_log_first_ends_once
         report = verify_log(log, Trust.of([bundle]), cosignatures_min=0)
         assert report.ok, report.findings
         await denied(region, False)
+
+
+async def test_no_broker_starts_with_a_folder_of_before_once_the_command_has_told_the_store(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """The log has no leaf of the change before a broker with the keys of now has it."""
+    async with serving(tmp_path, etcd, 2) as region:
+        folder, before, after = region.folder, tmp_path / "before", tmp_path / "after"
+
+        def copy(of: Path, to: Path) -> None:
+            shutil.copytree(of / "secrets", to / "secrets", dirs_exist_ok=True)
+            shutil.copy(of / "bundle.json", to)
+
+        await home_of(region)
+        copy(folder.root, before)
+        await region.stop()
+        change_signing_keys(folder, region.config, now_ms())
+        await _note_given_up(folder, region.config)
+        copy(folder.root, after)
+        copy(before, folder.root)
+        for name in ("b1", "b2"):
+            with pytest.raises(RequestError, match="gave up the policy key"):
+                await region.start(name)
+        copy(after, folder.root)
+        await region.start("b1", "b2")
+        home = await home_of(region)
+        logged = region.nodes[home].services.governance.logged
+        await until(lambda: len(logged.signing_keys) == 2, "the log has the leaves of the change")
+        assert not region.nodes[home].services.governance.problems
 
 
 async def test_a_broker_without_a_copy_of_the_log_ends_once_its_keys_were_given_up(

@@ -13,6 +13,9 @@ from keys.bundle import FormerKeys, RegionBundle, decode_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
 from region.folder import RegionFolder
+from region.key_note_store import note_given_up
+from region.metadata.catalog import Catalog
+from region.metadata.memory import MemoryStore
 from region.signing_key_leaves import LoggedKey, LoggedKeys, given_up, joined, key_id_of, stale_key
 from region.signing_key_note import NOTE_BYTES_MAX, SigningKeyNote, decode_note
 
@@ -122,3 +125,41 @@ def test_what_a_note_says_was_given_up_is_not_lost_with_the_log_and_joining_twic
     assert held["policy"].key_id == key_id_of(second.policy_keys[0])
     assert set(held["policy"].ended) == set(whole["policy"].ended)
     assert joined(short, held) == held
+
+
+async def test_what_a_change_gave_up_is_noted_in_the_store_beside_what_stands_there(
+    folder: RegionFolder,
+) -> None:
+    first, key = own_of(folder), load_signing_key(folder.audit_key)
+    second = changed(first)
+    third = changed(second)
+    catalog = Catalog(MemoryStore(), "us-east")
+
+    async def noted() -> LoggedKeys:
+        entry = await catalog.store.get(catalog.keys.signing_keys())
+        assert entry is not None
+        return decode_note(entry.value, third).keys
+
+    assert not await note_given_up(catalog, first, key, 1), "no key was changed"
+    assert await catalog.store.get(catalog.keys.signing_keys()) is None
+    for bundle in (second, third):
+        assert await note_given_up(catalog, bundle, key, 2)
+        assert not await note_given_up(catalog, bundle, key, 3), "it says so already"
+    assert {"policy": (await noted())["policy"]} == {
+        "policy": LoggedKey(
+            key_id_of(third.policy_keys[0]),
+            2,
+            tuple(key_id_of(each.policy_keys[0]) for each in (first, second)),
+        )
+    }
+    for earlier in (first, second):
+        assert given_up(earlier, await noted())
+    assert not given_up(third, await noted())
+
+    # What stands there and holds for nobody gives way.
+    entry = await catalog.store.get(catalog.keys.signing_keys())
+    assert entry is not None
+    forged = SigningKeyNote.sign(third, logged(third, first), SigningKey.generate())
+    await catalog.put_signing_keys(forged.encode(), revision=entry.mod_revision)
+    assert await note_given_up(catalog, third, key, 4)
+    assert given_up(second, await noted()) and not given_up(third, await noted())
