@@ -18,6 +18,7 @@ import felix
 from felix import settings
 from felix.errors import Code, RequestError
 from region import streams
+from region.cluster.records import ShardId
 from region.log.companions import RECORDS, JournalKind
 from region.log.directory import folder_name, shard_folder
 from region.log.disk import DiskLog
@@ -278,8 +279,9 @@ async def test_whoever_writes_while_leaders_change_is_refused_nothing(
             leader = region.leader("b1", name)
             if leader and leader == before:
                 peers = region.nodes[leader]._parts.peers
-                assert peers is not None
-                peers.replicas.host.give_up("drain")
+                hosted = region.nodes[leader].broker.streams.get(felix.StreamName.parse(name))
+                assert peers is not None and hosted is not None
+                peers.replicas.host.let_lead(ShardId(hosted.record.incarnation, 0), "drain")
             return leader not in ("", before)
 
         writing = [
