@@ -151,10 +151,16 @@ def name_brokers(
 
 def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress) -> RegionConfig:
     """The region's configuration with `count` brokers on this machine: more behind those that it names, or without the last of them. Written
-    into region.yaml. Raises RequestError where its brokers are not written there as this module writes them."""
+    into region.yaml. Raises RequestError where its brokers are not written there as this module writes them, or are others by now."""
     assert config.cluster is not None
     brokers = config.cluster.brokers
     text = folder.config.read_text(encoding="utf-8")
+    if decode_document(text, RegionConfig, str(folder.config)).cluster != config.cluster:
+        raise RequestError(
+            f"{folder.config} was changed meanwhile, as by another `felix region scale`.",
+            code=Code.CONFLICT,
+            hint="Look at cluster.brokers there, and repeat the command if it is still wanted.",
+        )
     lines = re.findall(r"^    - \{id: [^\n]*\}\n", text, flags=re.M)
     if len(lines) != len(brokers):
         raise RequestError(

@@ -440,6 +440,8 @@ def test_brokers_are_added_behind_the_others_and_taken_from_the_end(tmp_path: Pa
     after = scaled(folder, two, 3, free_address)
     assert after.cluster is not None and [each.id for each in after.cluster.brokers] == ["b1", "b2", "b4"]
     scaled(folder, after, 2, free_address)
+    with pytest.raises(RequestError, match="was changed meanwhile"):
+        scaled(folder, after, 4, free_address)
     folder.config.write_text(folder.config.read_text().replace("- {id: b2", "-  {id: b2"))
     with pytest.raises(RequestError, match="are not written as"):
         scaled(folder, load_config(folder.config), 3, free_address)
@@ -502,6 +504,22 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
         async with client(folder) as operator:
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
             assert await operator.stream("acme/ops/orders").publish(b"z") == 2
+            # Ended before it retired what it had drained and stopped: repeated, it goes on.
+            await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
+            (_, _, added) = [each.broker for each in (await operator.describe()).brokers]
+            await operator.drain_broker(added)
+            config = load_config(folder.config)
+            scaled(folder, config, 2, free_address)
+
+            async def has_stopped() -> bool:
+                return not (await operator.describe()).brokers[-1].address
+
+            await until(has_stopped)
+            shown = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
+            assert f"`felix region retire {added}`" in " ".join(shown.out.split())
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
+            assert f"{added}: retired" in said.err and "us-east has 2 brokers" in said.out
+            assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
 
 
 @pytest.mark.etcd
