@@ -301,12 +301,17 @@ def scale(
         )
     before = [str(each.id) for each in config.cluster.brokers]
     going = before[count:]
+    wait_ms = int(Duration.parse(wait))
+    is_served = read_state(folder.broker_pid) is not None
+    finished = run(_finish(region, identity, before, wait_ms)) if is_served else []
+    if finished:
+        note(f"{', '.join(finished)}: retired, as an earlier `felix region scale` did not come so far")
     if not going:
         after = scaled(folder, config, count, free_address)
         assert after.cluster is not None
         new = [str(each.id) for each in after.cluster.brokers if str(each.id) not in before]
-        if new and read_state(folder.broker_pid) is not None:
-            run(_come(region, identity, new, int(Duration.parse(wait))))
+        if new and is_served:
+            run(_come(region, identity, new, wait_ms))
         out.print(
             f"{name} has {counted(count, 'broker')}; `felix region rebalance` gives new ones their share"
         )
@@ -317,9 +322,9 @@ def scale(
             code=Code.CONFLICT,
             hint=f"Change replicas: in cluster: there to {count} or less, and start the brokers again.",
         )
-    run(_leave(region, identity, going, int(Duration.parse(wait))))
+    run(_leave(region, identity, going, wait_ms))
     scaled(folder, config, count, free_address)
-    run(_gone(region, identity, going, int(Duration.parse(wait))))
+    run(_gone(region, identity, going, wait_ms))
     are = "is" if len(going) == 1 else "are"
     out.print(f"{name} has {counted(count, 'broker')}: {', '.join(going)} {are} drained, stopped and retired")
 
@@ -357,6 +362,20 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
     for number, name in enumerate(names):
         # Refused before the first is drained where not all can be.
         await _drain(region, identity, name, wait_ms, beside=names[number + 1 :])
+
+
+async def _finish(region: str, identity: str, named: Sequence[str], wait_ms: int) -> list[str]:
+    """Retire what a command that was ended drained and took out of region.yaml; the names."""
+    async with connect(region, identity) as client:
+        state = await client.describe()
+    left = [
+        each.broker
+        for each in state.brokers
+        if each.broker not in named and each.is_drained and not each.copies
+    ]
+    if left:
+        await _gone(region, identity, left, wait_ms)
+    return left
 
 
 async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> None:

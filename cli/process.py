@@ -27,19 +27,21 @@ FAILURE_LINES_MAX: Final = 8
 """How many such lines there are at most."""
 LAST_BYTES_MAX: Final = 64 << 10
 """Of a log, where a process's last words are looked for."""
-LOCK_TIMEOUT_S = 0.5
+LOCK_TIMEOUT_S: Final = 0.5
 """Longer than anybody who asks whether a process runs holds its lock."""
+START_REFUSED_S: Final = 15.0
+"""Longer than a process runs that is refused as it starts, on a busy machine too."""
 
 
 class PidFile:
     """This process's claim to be the one that runs. Keep it until the end."""
 
-    def __init__(self, path: Path, what: str, how_to_stop: str) -> None:
-        """Raises RequestError(CONFLICT), with the command `how_to_stop`, where another process runs."""
+    def __init__(self, path: Path, what: str, how_to_stop: str, *, wait_s: float = LOCK_TIMEOUT_S) -> None:
+        """Raises RequestError(CONFLICT), with the command `how_to_stop`, where another process runs after `wait_s`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._file: IO[str] = path.open("a+")
         try:
-            self._lock()
+            self._lock(wait_s)
         except OSError as error:
             state = read_state(path) or {}
             self._file.close()
@@ -50,9 +52,9 @@ class PidFile:
             ) from error
         self.path = path
 
-    def _lock(self) -> None:
+    def _lock(self, wait_s: float) -> None:
         """Raises OSError where another process keeps the lock; one that only looks lets go at once."""
-        limit = time.monotonic() + LOCK_TIMEOUT_S
+        limit = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)

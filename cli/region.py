@@ -17,7 +17,15 @@ from cli.free_address import free_address
 from cli.notify import Notifier
 from cli.operate import copies_text, drain, rebalance, recover_shard, retire, scale, undrain
 from cli.output import counted, iso, lines, note, out, print_json, styled, table
-from cli.process import PidFile, failure, read_state, start_detached, stop
+from cli.process import (
+    LOCK_TIMEOUT_S,
+    START_REFUSED_S,
+    PidFile,
+    failure,
+    read_state,
+    start_detached,
+    stop,
+)
 from cli.reconcile import reconcile
 from cli.setting import (
     REGION_VARIABLE,
@@ -264,6 +272,10 @@ def up(
         config = make_cluster(folder, config, brokers, free_address, replicas)
     elif broker or config.cluster is not None:
         config = config.of_broker(broker or config.broker).placed(host, zone)
+        if _has_own_etcd(folder):
+            from cli.several import check_own_etcd
+
+            check_own_etcd(folder, config)
     if detach:
         words = ["--brokers", str(brokers)] if brokers else ["--broker", broker] if broker else []
         words += [
@@ -281,15 +293,25 @@ def up(
             f"felix region down {name}",
         )
         out.print(f"{name} serves at {state['address']}, process {state['pid']}, log {folder.broker_log}")
+        failed = state.get("failed", [])
         if brokers and _has_own_etcd(folder):
             from cli.several import etcd_warning
 
             if said := etcd_warning():
                 note(said)
         _tell_of_agents()
+        if failed:
+            raise UnavailableError(
+                " ".join(sentence for sentence, _ in failed),
+                hint=f"The other brokers serve, and {'it is' if len(failed) == 1 else 'these are'} tried again meanwhile. "
+                + " ".join(hint for _, hint in failed),
+            )
         return
     logging.getLogger("felix").setLevel(logging.INFO)
-    pid = PidFile(_pid_file(folder, broker), f"The broker of {name}", f"felix region down {name}")
+    what = f"Broker {broker} of {name}" if broker else f"The broker of {name}"
+    # Where `felix region up` runs all brokers, it tries to start this one now and then.
+    wait_s = START_REFUSED_S if replace_folder else LOCK_TIMEOUT_S
+    pid = PidFile(_pid_file(folder, broker), what, f"felix region down {name}", wait_s=wait_s)
     try:
         with told(f"set another address in {folder.config} (listen:, or health:)."):
             if brokers:

@@ -1,7 +1,7 @@
 """Several brokers of one region as processes of this machine, under one parent: `felix region up NAME --brokers N`.
 
 The parent starts them, and an etcd of their own where the region's configuration named none; it starts again what ends by itself, and
-stops all of it in order. What it decided once (ports, the etcd's address) stands in region.yaml and stays. It follows that file: a broker
+stops all of it in order. A broker that cannot start keeps the others from nothing: it is tried again while they serve. What it decided once (ports, the etcd's address) stands in region.yaml and stays. It follows that file: a broker
 that `cluster.brokers` names from now on is started, one that it names no more is stopped (`felix region scale`).
 
 Invariants: no broker outlives its parent, and no process is left when a start fails.
@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from cli.output import note
-from cli.process import LAST_BYTES_MAX, START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, read_state
+from cli.process import LAST_BYTES_MAX, START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, read_state, stop
 from cli.setting import stop_signals
 from felix.address import Address
 from felix.backoff import Backoff, BackoffPolicy
@@ -52,6 +52,8 @@ LOG_BYTES_MAX: Final = 4 << 20
 LOOK_S: Final = 0.05
 FOLLOW_S: Final = 1.0
 """How often the parent looks whether region.yaml is another one."""
+OTHERS_S: Final = START_TIMEOUT_S * 2 / 3
+"""How long the brokers that serve wait for the others before the region is said to serve: less than who started the parent waits for that."""
 ETCD_PORT: Final = 2379
 ETCD_FOLDER: Final = "etcd"
 """Of the region's folder: the etcd that belongs to this region alone."""
@@ -149,10 +151,16 @@ def name_brokers(
 
 def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address: FreeAddress) -> RegionConfig:
     """The region's configuration with `count` brokers on this machine: more behind those that it names, or without the last of them. Written
-    into region.yaml. Raises RequestError where its brokers are not written there as this module writes them."""
+    into region.yaml. Raises RequestError where its brokers are not written there as this module writes them, or are others by now."""
     assert config.cluster is not None
     brokers = config.cluster.brokers
     text = folder.config.read_text(encoding="utf-8")
+    if decode_document(text, RegionConfig, str(folder.config)).cluster != config.cluster:
+        raise RequestError(
+            f"{folder.config} was changed meanwhile, as by another `felix region scale`.",
+            code=Code.CONFLICT,
+            hint="Look at cluster.brokers there, and repeat the command if it is still wanted.",
+        )
     lines = re.findall(r"^    - \{id: [^\n]*\}\n", text, flags=re.M)
     if len(lines) != len(brokers):
         raise RequestError(
@@ -216,7 +224,8 @@ def log_file(folder: RegionFolder, broker: str) -> Path:
 
 
 async def serve_all(folder: RegionFolder, config: RegionConfig, pid: PidFile) -> None:
-    """Run all brokers until this process is told to stop. Raises UnavailableError where one of them does not come up."""
+    """Run all brokers until this process is told to stop. Those that do not come up are named in what `pid` announces (`failed`: sentence and hint
+    of each), and tried again. Raises UnavailableError where none comes up."""
     assert config.cluster is not None
     stop = stop_signals()
     async with AsyncExitStack() as stack:
@@ -226,12 +235,21 @@ async def serve_all(folder: RegionFolder, config: RegionConfig, pid: PidFile) ->
             etcd.keep_on()
         family = _Family(folder)
         stack.push_async_callback(family.end)
-        await family.begin(str(each.id) for each in config.cluster.brokers)
+        failed = await family.begin(str(each.id) for each in config.cluster.brokers)
         addresses = [each.client_address for each in config.cluster.brokers]
         await asyncio.to_thread(write_profile, folder, config.region, config.mesh, *addresses)
-        pid.announce(address=str(addresses[0]), health="", started_ms=now_ms())
+        serving = [each.client_address for each in config.cluster.brokers if str(each.id) not in failed]
+        for each in failed.values():
+            log.error("%s It is tried again while the others serve. %s", each.sentence, each.hint)
+        pid.announce(
+            address=str(serving[0]),
+            health="",
+            started_ms=now_ms(),
+            failed=[[each.sentence, each.hint] for each in failed.values()],
+        )
+        of_all = f" of {len(addresses)}" if failed else ""
         note(
-            f"{config.region} serves with {len(addresses)} brokers at {', '.join(map(str, addresses))}; "
+            f"{config.region} serves with {len(serving)}{of_all} brokers at {', '.join(map(str, serving))}; "
             f"end it with Ctrl-C or: felix region down {config.region}"
         )
         following = asyncio.ensure_future(family.follow())
@@ -253,14 +271,38 @@ class _Family:
         self._seen = (0, 0)
         """which region.yaml they are of"""
 
-    async def begin(self, names: Iterable[str]) -> None:
-        """Start these. Raises UnavailableError where one of them does not come up."""
+    async def begin(self, names: Iterable[str]) -> dict[str, FelixError]:
+        """Start these; why, of each that does not come up. Those are kept, too. Raises UnavailableError where none comes up."""
         self._seen = await self._look()
         for name in names:
             await self._start(name)
-        await asyncio.gather(*(broker.serves() for broker in self._brokers.values()))
+        failed = await self._wait()
         for name in self._brokers:
             self._keep(name)
+        return failed
+
+    async def _wait(self) -> dict[str, FelixError]:
+        """Until each serves or has ended, or one serves and the others have had OTHERS_S."""
+        waits = {name: asyncio.ensure_future(broker.serves()) for name, broker in self._brokers.items()}
+        try:
+            _, left = await asyncio.wait(waits.values(), timeout=OTHERS_S)
+            while left and all(wait in left or wait.exception() for wait in waits.values()):
+                _, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits.values():
+                wait.cancel()
+        found = await asyncio.gather(*waits.values(), return_exceptions=True)
+        failed: dict[str, FelixError] = {}
+        for (name, broker), outcome in zip(self._brokers.items(), found, strict=True):
+            if isinstance(outcome, asyncio.CancelledError):
+                failed[name] = broker.late(OTHERS_S)
+            elif isinstance(outcome, FelixError):
+                failed[name] = outcome
+            elif outcome is not None:
+                raise outcome
+        if len(failed) == len(self._brokers):
+            raise next(iter(failed.values()))
+        return failed
 
     async def follow(self) -> None:
         """Start what region.yaml names from now on, stop what it names no more. Until it is cancelled."""
@@ -304,7 +346,7 @@ class _Family:
         keeping = self._keeping.pop(name)
         keeping.cancel()
         await asyncio.gather(keeping, return_exceptions=True)
-        await self._brokers[name].child.end()
+        await self._brokers[name].end()
         del self._brokers[name]
 
     async def end(self) -> None:
@@ -312,7 +354,7 @@ class _Family:
         for task in self._keeping.values():
             task.cancel()
         await asyncio.gather(*self._keeping.values(), return_exceptions=True)
-        await asyncio.gather(*(broker.child.end() for broker in self._brokers.values()))
+        await asyncio.gather(*(broker.end() for broker in self._brokers.values()))
 
 
 class _Child:
@@ -386,10 +428,17 @@ class _Kept(ABC):
                         raise self.child.failure()
                     await asyncio.sleep(LOOK_S)
         except TimeoutError:
-            raise UnavailableError(
-                f"{self.child.what} did not serve within {START_TIMEOUT_S:.0f} s.",
-                hint=f"See {self.child.said}.",
-            ) from None
+            raise self.late(START_TIMEOUT_S) from None
+
+    def late(self, seconds: float) -> UnavailableError:
+        """It runs, and does not serve after so long."""
+        return UnavailableError(
+            f"{self.child.what} did not serve within {seconds:.0f} s.", hint=f"See {self.child.said}."
+        )
+
+    def _is_taken(self) -> bool:
+        """Whether somebody else runs in its place."""
+        return False
 
     async def keep(self) -> None:
         """Start it again whenever it ends, until this is cancelled. One that keeps ending is spoken of twice, and once more when it serves."""
@@ -413,6 +462,8 @@ class _Kept(ABC):
                 )  # fmt: skip
             waited_s = backoff.next_ms() / 1_000
             await asyncio.sleep(waited_s)
+            while self._is_taken():  # noqa: ASYNC110 - of another process nothing tells that it ends
+                await asyncio.sleep(FOLLOW_S)
             try:
                 await self.start()
             except (OSError, FelixError) as error:
@@ -453,6 +504,20 @@ class _Broker(_Kept):
     def _is_serving(self) -> bool:
         state = read_state(self._folder.pid_of(self._broker))
         return state is not None and state.get("pid") == self.child.process.pid
+
+    def _is_taken(self) -> bool:
+        # Somebody started it by itself, as with --replace-folder: it is ours again once that one ends.
+        return read_state(self._folder.pid_of(self._broker)) is not None
+
+    async def end(self) -> None:
+        """In order, also where somebody else started it: without the region's etcd it would serve nobody."""
+        await self.child.end()
+        try:
+            await asyncio.to_thread(stop, self._folder.pid_of(self._broker), self.child.what)
+        except RequestError:
+            pass  # as nearly always: none runs
+        except UnavailableError as error:
+            log.error("%s", error.sentence)
 
 
 class Etcd(_Kept):
@@ -498,13 +563,17 @@ class Etcd(_Kept):
             log_file(self._folder, ETCD_FOLDER),
         )
 
-    def _is_serving(self) -> bool:
+    def is_serving(self) -> bool:
+        """Whether something listens where it does."""
         # On loopback this takes no time.
         try:
             socket.create_connection(self._endpoint, timeout=LOOK_S).close()
         except OSError:
             return False
         return True
+
+    def _is_serving(self) -> bool:
+        return self.is_serving()
 
 
 def _make_room(said: Path) -> None:
@@ -524,6 +593,15 @@ async def start_etcd(folder: RegionFolder, config: RegionConfig) -> Etcd:
         await etcd.end()
         raise
     return etcd
+
+
+def check_own_etcd(folder: RegionFolder, config: RegionConfig) -> None:
+    """Before one broker is started by itself. Raises UnavailableError where the etcd that belongs to this region alone does not run."""
+    if not Etcd(folder, config).is_serving():
+        raise UnavailableError(
+            f"The etcd of {config.region} does not run, and no broker starts without it.",
+            hint=f"It runs with: felix region up {config.region}, which starts all brokers that can start. Then repeat this command.",
+        )
 
 
 def on_path(name: str) -> str | None:

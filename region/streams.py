@@ -146,6 +146,23 @@ class Leading(Protocol):
         """What is answered for a shard that is not served here."""
 
 
+def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableError:
+    """The refusal of what a shard was asked that does not serve; nothing was done. What passes by itself says so, to whoever asks again: that another broker
+    leads it by now, or that this one stops."""
+    if isinstance(why, NotLeaderError) and why.stream:
+        return why.with_traceback(None)
+    if why.code is Code.NOT_LEADER:
+        return NotLeaderError(
+            f"Shard {number} of {name} is not led here any more. Nothing was done.",
+            hint="Ask the shard's new leader.",
+            retry_after_ms=ELSEWHERE_RETRY_MS,
+            stream=str(name),
+        )
+    if why.code is Code.SHUTTING_DOWN:
+        return UnavailableError(why.sentence, code=why.code, hint=why.hint, retry_after_ms=ELSEWHERE_RETRY_MS)
+    return UnavailableError(f"Shard {number} of {name} does not serve: {why}", code=Code.SHARD_STOPPED)
+
+
 Replica = ShardLog | FelixError
 """A broker's view of a shard: its log, or the reason why it does not serve."""
 
@@ -241,13 +258,11 @@ class HostedStream:
         found = self.replicas.get(number)
         if isinstance(found, ShardLog):
             return found
-        if isinstance(found, NotLeaderError) and self._leading is not None:
+        if isinstance(found, FelixError) and found.code is Code.NOT_LEADER and self._leading is not None:
             # What keeps it from being led may be another thing by now.
             return self._leading.not_leader(self.record, number)
         if found is not None:
-            return UnavailableError(
-                f"Shard {number} of {self.name} does not serve: {found}", code=Code.SHARD_STOPPED
-            )
+            return not_serving(self.name, number, found)
         if 0 <= number < self.shard_count:
             if self._leading is not None:
                 return self._leading.not_leader(self.record, number)

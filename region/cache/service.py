@@ -47,7 +47,7 @@ from region.gather import Gather
 from region.log.shard import ShardLog
 from region.ports import Exchanging, Role
 from region.quota import Meter
-from region.streams import ELSEWHERE_RETRY_MS, HostedStream
+from region.streams import ELSEWHERE_RETRY_MS, HostedStream, not_serving
 
 log = logging.getLogger("felix.region.cache")
 
@@ -136,9 +136,7 @@ class Cache:
         if isinstance(found, CacheShard):
             return found
         self.stream.shard(number)
-        raise UnavailableError(
-            f"Shard {number} of {self.stream.name} does not serve: {found}", code=Code.SHARD_STOPPED
-        )
+        raise not_serving(self.stream.name, number, found or FelixError("It is not open."))
 
     def of(self, key: bytes) -> CacheShard:
         """The shard of a key. Raises as `shard`."""

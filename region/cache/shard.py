@@ -34,6 +34,7 @@ from region.cache.state import CacheState, Staged, Waiter
 from region.log.ring import Entry as LogEntry
 from region.log.shard import Appended, ShardLog, State
 from region.metadata.records import FormerTtl
+from region.streams import not_serving
 from region.views.due import DueTimer
 
 log = logging.getLogger("felix.region.cache")
@@ -257,16 +258,10 @@ class CacheShard:
             self._loop.call_soon(self.follow)
 
     def check(self) -> None:
-        """Raises UnavailableError(SHARD_STOPPED …) where the shard does not serve."""
-        if self.failure is not None:
-            raise UnavailableError(
-                f"Shard {self.number} of {self.name} does not serve: {self.failure}", code=Code.SHARD_STOPPED
-            )
-        if self.log.failure is not None:
-            raise UnavailableError(
-                f"Shard {self.number} of {self.name} does not serve: {self.log.failure}",
-                code=Code.SHARD_STOPPED,
-            )
+        """Raises UnavailableError where the shard does not serve: NotLeaderError, SHUTTING_DOWN, SHARD_STOPPED."""
+        why = self.failure or self.log.failure
+        if why is not None:
+            raise not_serving(self.name, self.number, why)
 
     # -- reading ---------------------------------------------------------------------------------------
 

@@ -297,7 +297,10 @@ def _away(view: ClusterView, *, is_out_of_date: bool) -> tuple[list[str], list[s
         copies = f"copies of {has[broker]:,} shards" if has[broker] else "no copies"
         state = "was stopped and is not alive" if node.clean == node.registration else "is not alive"
         if node.drain:
-            remarks.append(f"Broker {broker} {state}, is drained, and has {copies}.")
+            way = f" If it is gone for good: `felix region retire {broker}`."
+            remarks.append(
+                f"Broker {broker} {state}, is drained, and has {copies}.{'' if has[broker] or is_out_of_date else way}"
+            )
         else:
             gone = "" if not has[broker] else f"`felix region drain {broker}`, then "
             way = f"Start it; if it is gone for good: {gone}`felix region retire {broker}`."

@@ -279,7 +279,7 @@ def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: 
         )
     highest = max(file.registration, file.intended)
     if node.registration > highest:
-        return _old_folder(name)
+        return _old_folder(view, name)
     if node.registration < file.registration:
         return _old_store(view, name)
     return _pulse_of(view, file, name)
@@ -301,7 +301,7 @@ def superseded(view: ClusterView, file: FolderRecord, broker: str) -> Refusal | 
 def _pulse_of(view: ClusterView, file: FolderRecord, broker: str) -> Refusal | None:
     there = _pulse(view, broker)
     if there > file.pulse:
-        return _old_folder(broker)
+        return _old_folder(view, broker)
     if there < file.pulse - 1:
         return _old_store(view, broker)
     return None
@@ -312,10 +312,11 @@ def _pulse(view: ClusterView, broker: str) -> int:
     return 0 if pulse is None else pulse.pulse
 
 
-def _old_folder(broker: str) -> Refusal:
+def _old_folder(view: ClusterView, broker: str) -> Refusal:
     return Refusal(
         Reason.OLD_FOLDER,
-        f"The data folder of broker {broker} is an older copy: the broker has run since it was made. Put its newest folder back.",
+        f"The data folder of broker {broker} is an older copy: the broker has run since it was made. Put its newest folder back. If that is lost, "
+        f"move this one out of data/, and `felix region up {view.keys.region} --broker {broker} --replace-folder` gives the newest up.",
     )
 
 

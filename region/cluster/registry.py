@@ -90,6 +90,8 @@ class Registry:
         # One thread: of two writes of the file the later one stays.
         self._disk: Executor = runtime.pool(1, "felix-registry")
         self._file = FolderRecord(folder="")
+        self._unsaved = ""
+        """why the last pulse could not be written into the folder"""
         self._registered_revision = 0
         self._lease: Lease | None = None
         self._answered_ms = 0
@@ -443,7 +445,21 @@ class Registry:
         if isinstance(step, Refusal):
             self._refused(step)
             return
-        await self._save(step.file)
+        try:
+            await self._save(step.file)
+        except OSError as error:
+            if (why := error.strerror or str(error)) != self._unsaved:
+                self._unsaved = why
+                log.error(
+                    "the pulse of broker %s cannot be written into its folder: %s; it is tried again every %d s",
+                    self.broker,
+                    why,
+                    PULSE_MS // 1_000,
+                )
+            return
+        if self._unsaved:
+            self._unsaved = ""
+            log.warning("the pulse of broker %s is written into its folder again", self.broker)
         try:
             await self._mirror.commit(step.transaction)
         except FelixError as error:

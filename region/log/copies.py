@@ -31,6 +31,10 @@ class LedLog(Protocol):
     def stop(self, error: FelixError) -> None:
         """It is led here no more, or its disk has failed: what was not begun is refused with this."""
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the last append found no room on the disk."""
+
     def producers_snapshot(self) -> bytes:
         """The producers up to the commit point."""
 
@@ -67,6 +71,9 @@ class Copies(CommitPort, Protocol):
 
     def failed(self, error: FelixError) -> None:
         """The log's disk, or what is on it, cannot be used any more."""
+
+    def full(self, error: FelixError) -> None:
+        """An append found no room on the disk, and the one before did."""
 
     async def repair(self, damage: SegmentDamagedError) -> None:
         """A segment of the log on this disk is damaged: return once it was written anew from another copy. Raises UnavailableError while that

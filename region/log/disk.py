@@ -752,7 +752,7 @@ class DiskLog:
         target, later = segments[at], segments[at + 1 :]
         index, annotations, note, epoch, is_note = self._reader.rescan(target, target.segment_bytes, cut)
         end = index.next_offset
-        producers = self._producers_at(end)
+        producers = self.producers_at(end)
         # What no longer holds goes first: snapshots, then the claim that these bytes are there.
         snapshot = producers.encode(end)
         self._snapshots.save(snapshot, end)
@@ -779,7 +779,7 @@ class DiskLog:
         self.save_epochs(history)
         return producers
 
-    def _producers_at(self, end: int) -> ProducerTable:
+    def producers_at(self, end: int) -> ProducerTable:
         """The producers of what stands below `end`. The table in memory cannot be cut back to it: of a producer's older batches some may
         have been forgotten in favour of those behind."""
         copied = ProducerSnapshots(self._files, self.folder, self.compaction.producers)

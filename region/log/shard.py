@@ -713,6 +713,7 @@ class ShardLog:
         if isinstance(event, core.WriteRefused):
             assert self._group_commit is not None
             self._group_commit.resume()
+        was_full = self.is_full
         self._happened(event)
         if isinstance(event, core.Written):
             assert self._disk is not None
@@ -723,6 +724,8 @@ class ShardLog:
             if self._copies is not None:
                 self._copies.failed(event.error)
             self._tail.wake()
+        elif event.no_room and not was_full and self._copies is not None:
+            self._copies.full(event.error)
 
     def _save_producers_of_a_rolled_segment(self) -> None:
         disk, reader = self._disk, self._reader
@@ -1035,6 +1038,11 @@ class ShardLog:
     def held_back(self) -> FelixError | None:
         """Why a log that serves takes no appends for now: it is being changed, or its broker may not write. None where it does."""
         return self._core.hold or self._refusal()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the last append found no room on the disk."""
+        return self.state is State.FULL
 
     def no_room(self) -> FelixError | None:
         """Why every append is refused at once: the disk was full a moment ago. None where one may find out whether it still is."""

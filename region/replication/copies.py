@@ -39,6 +39,7 @@ class HostedCopies:
         *,
         happened: Callable[[Written | Trimmed], None],
         failed: Callable[[DiskFailed, FelixError], None],
+        full: Callable[[HostedCopies, FelixError], None],
         refusal: Callable[[], FelixError | None],
         released: Callable[[], None],
         may_answer: Callable[[], bool] | None,
@@ -47,13 +48,14 @@ class HostedCopies:
         point_to: Callable[[ListPointer], Awaitable[None]],
         lists: Callable[[], SharedLists],
     ) -> None:
-        """`happened` and `failed` tell the shard's core; `refusal`: why the shard takes no appends now. `may_answer`: of a stream with
+        """`happened` and `failed` tell the shard's core, `full` its host; `refusal`: why the shard takes no appends now. `may_answer`: of a stream with
         `acks: leader`, whether what is durable here may be answered before it is committed (L1); None: never."""
         self._number = number
         self._log = log
         self._worker = worker
         self._happened = happened
         self._failed = failed
+        self._full = full
         self._refusal = refusal
         self._released = released
         self._may_answer = may_answer
@@ -108,6 +110,15 @@ class HostedCopies:
         if self._deposed is None:
             why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
             self._failed(DiskFailed(self._number, why), error)
+
+    def full(self, error: FelixError) -> None:
+        if self._deposed is None:
+            self._full(self, error)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether whoever leads here finds no room."""
+        return self._deposed is None and self._leader is not None and self._leader.is_full
 
     async def repair(self, damage: SegmentDamagedError) -> None:
         await self._repair(damage)

@@ -271,25 +271,34 @@ class ReplicaDisk:
 
     def begin(self, start: EpochStart) -> None:
         """N1: all that is held is synced, and the epoch begins here. It is durable before its first frame is written: of one without frames
-        nobody else knows, and a broker that starts again never leads what it was elected for before. Raises StorageFailedError, OSError."""
+        nobody else knows, and a broker that starts again never leads what it was elected for before. Raises StorageFailedError, OSError: of a full
+        disk, it is called again."""
         with self.log.writer:
             assert start.start == self.log.end_point, (start, self.log.end_point)
             self.log.sync()
             if start.epoch > self.history.last.epoch:
                 self.history.begin(start)
                 self.log.before_frames = self._save_elections
-                if self.is_anew:
-                    # From now on this is the log, also where nothing is ever written to it.
-                    self._save_elections()
+            if self.is_anew and self.log.before_frames is not None:
+                # From now on this is the log, also where nothing is ever written to it.
+                self._save_elections()
             self.log.begin_epoch(start.epoch, durably=False)
 
     def cut(self, point: LogPoint) -> None:
-        """What stands behind `point` goes, and epochs that began there; durable on return. Raises as `DiskLog.truncate` does."""
+        """What stands behind `point` goes, and epochs that began there; durable on return. Raises as `DiskLog.truncate` does; OSError of a full
+        disk, where it is called again."""
         with self.log.writer:
             if self.kept > point:
                 self._keep(point)
             if point < self.log.end_point:
-                self.producers = self.log.truncate(point)
+                try:
+                    self.producers = self.log.truncate(point)
+                except OSError:
+                    if self.log.end_point == point:
+                        # Cut already, with no room for what is to be written after it: `end_epochs` writes it.
+                        self.producers = self.log.producers_at(point.offset)
+                        self._segments_seen = self.log.segment_count
+                    raise
                 self._segments_seen = self.log.segment_count
             self.history.truncate(point)
             self._save_elections()

@@ -105,6 +105,8 @@ each other quickly."""
 CUT_SHOWN_MS: Final = 24 * 3_600_000
 """That records were cut which publishers may have been told of needs a person, who looks once a day; then the log has it."""
 RETRY_MS: Final = 250
+FULL_AGAIN_MS: Final = 60_000
+"""A leader whose disk is full lets another one lead once in so long: where all are full, the shard does not go round among them."""
 """How soon a refused append may be tried again."""
 
 
@@ -153,6 +155,8 @@ class Hosted:
     """events meanwhile"""
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
+    full_again_ms: int = 0
+    """from when on a full disk has another one lead"""
     broken: str = ""
     """why nothing is done any more: our own mistake"""
     unchanged: str = ""
@@ -527,6 +531,7 @@ class ReplicaHost:
             hosted.workers[number],
             happened=partial(self._step, hosted),
             failed=partial(self._failed, hosted),
+            full=partial(self._full, hosted),
             refusal=partial(self._refusal, hosted),
             released=released,
             # What a view has told, it has told for good: its journal is never answered early.
@@ -630,6 +635,22 @@ class ReplicaHost:
     def _failed(self, hosted: Hosted, failed: DiskFailed, error: FelixError) -> None:
         hosted.workers[failed.log].halt(error.sentence)
         self._begin_task(hosted, self._disk_failed(hosted, failed))
+
+    def _full(self, hosted: Hosted, copies: HostedCopies, error: FelixError) -> None:
+        self._alarm(
+            hosted,
+            "its disk is full: nothing is written there until there is room",
+            lambda: not copies.is_full,
+        )
+        self._hand_over_full(hosted)
+
+    def _hand_over_full(self, hosted: Hosted) -> None:
+        """Whoever has room leads, where somebody else is in sync."""
+        now = self._now()
+        if hosted.core.leader.leads and now >= hosted.full_again_ms:
+            hosted.full_again_ms = now + FULL_AGAIN_MS
+            # A reason that brokers of earlier releases know.
+            self.let_lead(hosted.shard, "stuck")
 
     async def read_committed(
         self, shard: ShardId, number: int, begin: LogPoint, size: int
@@ -1024,6 +1045,7 @@ class ReplicaHost:
                 f"its disk is full ({worker.full}): what it is to write waits, and goes on once there is room",
                 lambda: not worker.full,
             )
+            self._hand_over_full(hosted)
         elif isinstance(told, Collected):
             hosted.copier.go_on(told, self._now())
         elif isinstance(told, CopyFailed):

@@ -5,7 +5,8 @@ on the loop, in order. A log that is led here is written by its leader, whose wo
 
 Invariants:
 - after a failure nothing is done any more: what was not told never happened, as far as the core knows;
-- a full disk fails nothing: a follower's write is tried again while the leader's window bounds what waits for it;
+- a full disk fails nothing: what finds no room is tried again, in its turn, while the leader's window bounds what waits for it. A commit
+  point waits beside the others, as an old one is only lower, and is let go of where the log is cut or begun anew;
 - what `executor` was given is done, or its future says why not.
 """
 
@@ -68,7 +69,14 @@ class Call:
             self.done.set_result(result)
 
 
-Job = Call | Truncate | Begin | Write | Sync | Keep | Trim | Replace | Collect | Piece
+@dataclass(frozen=True, slots=True)
+class _KeepAgain:
+    """There was no room for it."""
+
+    keep: Keep
+
+
+Job = Call | Truncate | Begin | Write | Sync | Keep | _KeepAgain | Trim | Replace | Collect | Piece
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,9 @@ class LogWorker:
         self._tell = tell
         self._loop = asyncio.get_running_loop()
         self._idle = LazyEvent(is_set=True)
+        # In a thread.
+        self._waiting: Job | None = None
+        self._unkept: Keep | None = None
         # Shared with the thread.
         self._lock = Lock()
         self._jobs: list[Job] = []
@@ -239,22 +250,20 @@ class LogWorker:
                 sync = job
                 at += 1
                 continue
-            if isinstance(job, Write):
-                try:
-                    self._write(job)
-                except OSError as error:
-                    if not is_full(error):
-                        raise
-                    self._note_full(error)
-                    self._sync(sync)
-                    return group[at:]
-                self.full = ""
-                at += 1
-                continue
-            if sync is not None:
+            if not isinstance(job, Write) and sync is not None:
                 self._sync(sync)
                 sync = None
-            self._do(job)
+            try:
+                self._do(job)
+            except OSError as error:
+                if not is_full(error):
+                    raise
+                self._note_full(error)
+                self._waiting = job
+                self._sync(sync)
+                return group[at:]
+            if isinstance(job, Write) or job is self._waiting:
+                self.full, self._waiting = "", None
             at += 1
         self._sync(sync)
         return []
@@ -275,18 +284,39 @@ class LogWorker:
             entries.append(frame.body)
         self.disk.write(write.prev, entries, write.starts, now_ms=self._runtime.clock.now_ms())
 
-    def _do(self, job: Call | Truncate | Begin | Keep | Trim | Replace | Collect | Piece) -> None:
+    def _keep(self, keep: Keep) -> None:
+        self._unkept = None
+        try:
+            self.disk.keep(keep.point)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self._note_full(error)
+            self._unkept = keep
+            self._soon(self._loop.call_later, FULL_RETRY_MS / 1_000, self.put, _KeepAgain(keep))
+        else:
+            self.full = ""
+
+    def _do(
+        self, job: Call | Write | Truncate | Begin | Keep | _KeepAgain | Trim | Replace | Collect | Piece
+    ) -> None:
         disk, now_ms = self.disk, self._runtime.clock.now_ms()
         match job:
+            case Write():
+                self._write(job)
             case Call():
                 job.perform()
             case Truncate():
+                self._unkept = None
                 disk.cut(job.point)
             case Begin():
                 disk.begin(job.start)
                 self._say(LogBegun(self._number, job.start.epoch))
             case Keep():
-                disk.keep(job.point)
+                self._keep(job)
+            case _KeepAgain():
+                if self._unkept is job.keep:
+                    self._keep(job.keep)
             case Trim():
                 disk.trim(job.point, now_ms=now_ms)
             case Replace():
@@ -311,6 +341,7 @@ class LogWorker:
         self._say(Collected(self._number, job))
 
     def _replace(self, job: Replace) -> None:
+        self._unkept = None
         try:
             self.disk = self.disk.begin_anew(job.beginning, job.listed)
         except (CorruptionError, OSError) as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import felix
 from felix import settings
 from felix.errors import Code, RequestError
 from region import streams
+from region.cluster.records import ShardId
 from region.log.companions import RECORDS, JournalKind
 from region.log.directory import folder_name, shard_folder
 from region.log.disk import DiskLog
@@ -231,3 +234,73 @@ async def compacted(region: ClusteredRegion, name: str) -> None:
         while not any(one.header.span for one in log_of(region, name).segments):
             await peers.replicas.compact()
             await asyncio.sleep(0.05)
+
+
+async def test_whoever_writes_while_leaders_change_is_refused_nothing(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """A drain, a rebalance and a rolling restart have others lead: what was certainly not written is asked again by the SDK."""
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region, region.client("b1") as client:
+        await client.create_cache(CACHE, replicas=3)
+        await client.create_queue(QUEUE, replicas=3)
+        await client.create_stream(STREAM, replicas=3)
+        cache, jobs = client.cache(CACHE), client.queue(QUEUE)
+        done, over = Counter[str](), asyncio.Event()
+
+        async def compare_and_set(key: str) -> None:
+            version = 0
+            while not over.is_set():
+                new = await cache.compare_and_set(key, b"%d" % done[key], version=version)
+                assert new is not None, "it was carried out once"
+                version, done[key] = new, done[key] + 1
+
+        async def put_and_delete() -> None:
+            while not over.is_set():
+                await cache.put("k", b"v")
+                assert await cache.get("k") is not None
+                await cache.delete("k")
+                done["put"] += 1
+
+        async def put_jobs() -> None:
+            while not over.is_set():
+                await jobs.put(b"%d" % done["jobs"])
+                done["jobs"] += 1
+
+        async def commit() -> None:
+            while not over.is_set():
+                async with client.transaction() as transaction:
+                    await transaction.publish(STREAM, b"%d" % done["committed"])
+                done["committed"] += 1
+
+        def goes_on(before: Counter[str]) -> bool:
+            return all(done[each] > before[each] for each in done) or any(each.done() for each in writing)
+
+        def another_leads(name: str, before: str) -> bool:
+            leader = region.leader("b1", name)
+            if leader and leader == before:
+                peers = region.nodes[leader]._parts.peers
+                hosted = region.nodes[leader].broker.streams.get(felix.StreamName.parse(name))
+                assert peers is not None and hosted is not None
+                peers.replicas.host.let_lead(ShardId(hosted.record.incarnation, 0), "drain")
+            return leader not in ("", before)
+
+        writing = [
+            asyncio.ensure_future(each)
+            for each in (
+                compare_and_set("a"),
+                compare_and_set("b"),
+                put_and_delete(),
+                put_jobs(),
+                commit(),
+            )
+        ]
+        try:
+            for _ in range(12):
+                for name in (CACHE, QUEUE, STREAM):
+                    await until(partial(another_leads, name, region.leader("b1", name)), 30)
+                await until(partial(goes_on, done.copy()), 30)
+        finally:
+            over.set()
+            await asyncio.gather(*writing)
+        assert len(done) == 5
+        assert await client.stream(STREAM).publish(b"last") == done["committed"]

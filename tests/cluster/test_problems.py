@@ -177,7 +177,10 @@ def test_fewer_copies_while_a_broker_is_drained_are_a_remark_and_no_problem() ->
     assert seen(view_of(nodes, shards=shards), shards=5) == Found([], [remark])
     # It may be stopped, too; that is why it was drained.
     stopped = {**nodes, "c": node(drain=True, clean=5)}
-    away = "Broker c was stopped and is not alive, is drained, and has no copies."
+    away = (
+        "Broker c was stopped and is not alive, is drained, and has no copies. If it is gone for good: "
+        "`felix region retire c`."
+    )
     assert seen(view_of(stopped, {"a": 5, "b": 5}, shards), shards=5) == Found([], [away, remark])
 
 

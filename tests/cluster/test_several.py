@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import shutil
 import signal
 import socket
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from cluster.processes import kill, own_places, running, several, write_cluster
+from cluster.processes import kill, own_places, process_of, running, several, write_cluster
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary, running_etcd
 from region_home import make_region
@@ -25,7 +26,7 @@ from cli.process import FAILURE
 from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, are_all_here, make_cluster, scaled
 from felix.address import Address
 from felix.backoff import BackoffPolicy
-from felix.errors import RequestError
+from felix.errors import RequestError, UnavailableError
 from felix.messages import RegionState
 from felix.names import StreamName
 from felix.profile import load_profile
@@ -277,6 +278,105 @@ async def test_a_broker_that_region_yaml_names_and_that_cannot_be_started_holds_
     assert [child.process.returncode for child in children] == [-signal.SIGTERM] * 3
 
 
+class _Slow(_Idle):
+    """It runs, and b2 does not serve."""
+
+    def _is_serving(self) -> bool:
+        return self._broker != "b2"
+
+
+async def test_a_broker_that_takes_too_long_is_named_while_the_others_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_several, "_Broker", _Slow)
+    monkeypatch.setattr(cli_several, "OTHERS_S", 0.2)
+    family = _Family(make_region(tmp_path, "us-east"))
+    try:
+        failed = await family.begin(["b1", "b2"])
+        assert {name: each.sentence for name, each in failed.items()} == {
+            "b2": "b2 did not serve within 0 s."
+        }
+        assert set(family._keeping) == {"b1", "b2"}
+    finally:
+        await family.end()
+
+
+async def test_where_no_broker_starts_nothing_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_several, "_Broker", _Restless)
+    family = _Family(make_region(tmp_path, "us-east"))
+    with pytest.raises(UnavailableError, match="There is no disk"):
+        await family.begin(["b1", "b2"])
+    assert not family._keeping
+    await family.end()
+
+
+@pytest.mark.etcd
+@pytest.mark.fault
+async def test_brokers_whose_folder_is_lost_or_older_keep_the_others_from_nothing_and_get_new_ones(
+    tmp_path: Path,
+) -> None:
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    folder = several(tmp_path, COUNT)
+    data = folder.root / "data"
+
+    async def up(*words: str, code: int = 0) -> str:
+        said = await asyncio.to_thread(
+            felix_command, tmp_path, "region", "up", "us-east", *words, "--detach", code=code
+        )
+        return " ".join(said.err.split())
+
+    async with running(folder), client(folder) as operator:
+        await operator.create_stream("acme/ops/orders", replicas=3)
+        await operator.stream("acme/ops/orders").publish(b"x")
+    shutil.copytree(data / "b2", tmp_path / "older")
+    async with running(folder):
+        pass
+    # The machine comes back without one folder, and with a backup of another.
+    shutil.rmtree(data / "b1")
+    shutil.rmtree(data / "b2")
+    (tmp_path / "older").rename(data / "b2")
+    said = await up("--broker", "b1", "--replace-folder", code=4)
+    assert "The etcd of us-east does not run" in said and "felix region up us-east" in said
+    said = await up(code=4)
+    parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
+    family = [parent, *parent.children(recursive=True)]
+    try:
+        assert "Broker b1 had another data folder" in said and "--broker b1 --replace-folder" in said
+        assert (
+            "The data folder of broker b2 is an older copy" in said and "move this one out of data/" in said
+        )
+        assert "The other brokers serve" in said
+        assert [process_of(folder, broker) > 0 for broker in ("b1", "b2", "b3")] == [False, False, True]
+        await asyncio.to_thread(felix_command, tmp_path, "region", "ready", "us-east", code=4)
+        (data / "b2").rename(tmp_path / "older")
+        for broker in ("b1", "b2"):
+            await up("--broker", broker, "--replace-folder")
+        async with client(folder) as operator:
+
+            async def all_are_in_sync() -> bool:
+                state = await operator.describe()
+                return [each.in_sync for each in state.brokers] == [2, 2, 2]
+
+            assert await operator.stream("acme/ops/orders").publish(b"y") == 1
+            await until(all_are_in_sync)
+        strays = [psutil.Process(process_of(folder, broker)) for broker in ("b1", "b2")]
+        assert parent not in {each.parent() for each in strays}
+        # Whoever started it, it is of this machine's set: started again where it ends, and stopped with the others.
+        strays[0].kill()
+        await until(lambda: process_of(folder, "b1") not in (0, strays[0].pid))
+        assert psutil.Process(process_of(folder, "b1")).parent() == parent
+        family += [*strays, *parent.children(recursive=True)]
+    finally:
+        await asyncio.to_thread(felix_command, tmp_path, "region", "down", "us-east", code=None)
+        left = (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]
+        for process in left:
+            process.kill()
+    assert not left
+    async with running(folder):
+        pass
+
+
 @pytest.mark.etcd
 @pytest.mark.fault
 async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_once_per_epoch(
@@ -340,6 +440,8 @@ def test_brokers_are_added_behind_the_others_and_taken_from_the_end(tmp_path: Pa
     after = scaled(folder, two, 3, free_address)
     assert after.cluster is not None and [each.id for each in after.cluster.brokers] == ["b1", "b2", "b4"]
     scaled(folder, after, 2, free_address)
+    with pytest.raises(RequestError, match="was changed meanwhile"):
+        scaled(folder, after, 4, free_address)
     folder.config.write_text(folder.config.read_text().replace("- {id: b2", "-  {id: b2"))
     with pytest.raises(RequestError, match="are not written as"):
         scaled(folder, load_config(folder.config), 3, free_address)
@@ -402,6 +504,22 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
         async with client(folder) as operator:
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
             assert await operator.stream("acme/ops/orders").publish(b"z") == 2
+            # Ended before it retired what it had drained and stopped: repeated, it goes on.
+            await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
+            (_, _, added) = [each.broker for each in (await operator.describe()).brokers]
+            await operator.drain_broker(added)
+            config = load_config(folder.config)
+            scaled(folder, config, 2, free_address)
+
+            async def has_stopped() -> bool:
+                return not (await operator.describe()).brokers[-1].address
+
+            await until(has_stopped)
+            shown = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
+            assert f"`felix region retire {added}`" in " ".join(shown.out.split())
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
+            assert f"{added}: retired" in said.err and "us-east has 2 brokers" in said.out
+            assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
 
 
 @pytest.mark.etcd

@@ -90,6 +90,8 @@ class Led:
     def failed(self, error: FelixError) -> None:
         raise error
 
+    def full(self, error: FelixError) -> None: ...
+
     async def repair(self, damage: SegmentDamagedError) -> None:
         raise damage
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import errno
+import logging
+import os
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
@@ -20,6 +23,7 @@ from felix.errors import UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.disk import DiskFiles
 from felix.transport.port import engine_named
+from region.cluster import registry as cluster_registry
 from region.cluster.controller import StreamWish
 from region.log.point import LogPoint
 from region.metadata.embedded import EmbeddedStore
@@ -29,12 +33,26 @@ from region.metadata.port import MetadataStore
 __all__ = ["etcd"]  # the fixture, by its name
 
 
+class FillingFiles(DiskFiles):
+    """A disk that is full while it is said to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_full = False
+
+    def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().pwritev(descriptor, buffers, position)
+
+
 class RealRegion(Region):
     """All in this process; a broker that is gone has said nothing to anybody, and synced nothing."""
 
     def __init__(self, store: MetadataStore, folder: Path) -> None:
         super().__init__(store, Random(1))
         self._addresses = {name: ("127.0.0.1", claim_port()) for name in NAMES}
+        self.files = {name: FillingFiles() for name in NAMES}
         for name, machine in self.machines.items():
             machine.folder = folder / name
 
@@ -45,7 +63,7 @@ class RealRegion(Region):
                 machine,
                 self.store,
                 engine_named(),
-                DiskFiles(),
+                self.files[name],
                 REAL,
                 len(self.shards),
                 self._addresses[name],
@@ -87,6 +105,37 @@ async def test_a_leader_that_is_gone_is_followed_and_comes_back_as_a_follower(
     await region.no_more_appends()
     await region.well()
     region.check()
+    await asyncio.gather(*(broker.close() for broker in region.running.values()))
+
+
+async def test_a_leader_whose_disk_is_full_has_another_one_lead_and_follows_once_there_is_room(
+    store: MetadataStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(cluster_registry, "PULSE_MS", 200)
+    region = RealRegion(store, tmp_path)
+    await region.start()
+    await region.well()
+    region.append_all_the_time()
+    await region.until(lambda: region.acknowledged() > 30)
+    leader = region.leader(region.shards[0])
+    assert leader is not None
+    region.files[leader.name].is_full = True
+    await region.until(lambda: region.leader(region.shards[0]) not in (None, leader))
+    before = region.acknowledged()
+    await region.until(lambda: region.acknowledged() > before + 30)
+    await region.until(
+        lambda: any(said.startswith("its disk is full") for said in leader.host.alarms.values())
+    )
+    await asyncio.sleep(1)
+    region.files[leader.name].is_full = False
+    await region.no_more_appends()
+    await region.well()
+    await region.until(lambda: not leader.host.alarms)
+    region.check()
+    said = [record for record in caplog.records if "pulse" in record.getMessage()]
+    assert [record.exc_info for record in said] == [None, None] and "tried again" in said[0].getMessage()
+    assert "failed" not in " ".join(leader.host.alarms.values())
     await asyncio.gather(*(broker.close() for broker in region.running.values()))
 
 
