@@ -105,9 +105,9 @@ each other quickly."""
 CUT_SHOWN_MS: Final = 24 * 3_600_000
 """That records were cut which publishers may have been told of needs a person, who looks once a day; then the log has it."""
 RETRY_MS: Final = 250
+"""How soon a refused append may be tried again."""
 FULL_AGAIN_MS: Final = 60_000
 """A leader whose disk is full lets another one lead once in so long: where all are full, the shard does not go round among them."""
-"""How soon a refused append may be tried again."""
 
 
 class Links(CopierLinks, Protocol):
