@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 
 import pytest
-from etcd_process import EtcdProcess, etcd
+from etcd_process import EtcdProcess, etcd_of_each_test
 from ports import claim_port
 from replication.replicated_region import NAMES, STREAM, Broker, Region
 
@@ -30,7 +30,7 @@ from region.metadata.embedded import EmbeddedStore
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.port import MetadataStore
 
-__all__ = ["etcd"]  # the fixture, by its name
+__all__ = ["etcd_of_each_test"]  # the fixture
 
 
 class FillingFiles(DiskFiles):
