@@ -40,6 +40,9 @@ def copy_audit_log(
             hint="Turn it into one of several first: felix region to-cluster.",
         )
     if read_state(folder.broker_pid) is not None:
+        if run(_is_copied(folder, config)):
+            out.print(f"Brokers copy the audit log of {region} already.")
+            return
         raise UnavailableError(f"{region} runs here.", hint=f"Stop it first: felix region down {region}.")
     plan = run(_copy(folder, config, dry_run=dry_run))
     if plan is None:
@@ -57,6 +60,17 @@ def copy_audit_log(
         out.print(
             f"Start it: felix region up {region} --detach. Brokers that run already: restart them, one after the other."
         )
+
+
+async def _is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
+    """Whether it was done before, of a region that runs here; what is recorded tells."""
+    from region.copying_audit_log import where
+    from region.startup import open_store
+
+    async with AsyncExitStack() as stack:
+        store = await open_store(folder, config, REAL)
+        stack.push_async_callback(store.close)
+        return (await where(store, config.region)).stream is not None
 
 
 async def _copy(folder: RegionFolder, config: RegionConfig, *, dry_run: bool) -> Plan | None:

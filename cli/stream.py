@@ -271,7 +271,8 @@ def alter(
     if json:
         print_json(state)
     else:
-        out.print(f"{state.stream} is changed: retention {format_retention(state)}{format_views(state)}")
+        changed = [f"retention {format_retention(state)}", *view_texts(state)]
+        out.print(f"{state.stream} is changed: {'; '.join(changed)}")
 
 
 async def _alter(region: str, identity: str, name: str, changes: dict[str, Any]) -> StreamState:
@@ -330,7 +331,12 @@ def format_retention(state: StreamState) -> str:
 
 def format_views(state: StreamState) -> str:
     """The stream's further capabilities, each after two spaces; empty for a plain log."""
-    views, parts = state.views, []
+    return "".join(f"  {part}" for part in view_texts(state))
+
+
+def view_texts(state: StreamState) -> list[str]:
+    """The stream's further capabilities, one by one."""
+    views, parts = state.views, list[str]()
     if (compaction := views.compacted) is not None:
         lag = f", lag {Duration(compaction.lag_ms)}" if compaction.lag_ms else ""
         parts.append(f"compacted (tombstones {Duration(compaction.tombstone_ms)}{lag})")
@@ -342,7 +348,7 @@ def format_views(state: StreamState) -> str:
     if state.replicas > 1:
         acks = ", acknowledged by the leader alone" if state.acks == "leader" else ""
         parts.append(f"{state.replicas} copies, at least {state.min_in_sync} in sync{acks}")
-    return "".join(f"  {part}" for part in parts)
+    return parts
 
 
 @app.command()

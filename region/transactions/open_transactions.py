@@ -273,7 +273,7 @@ class OpenTransactions:
         if begun_ms > self._state().forgotten_ms:
             # Had it been committed, its outcome would be known: nothing of its time has been forgotten.
             return RequestError(
-                "This transaction is not open and was not committed: it timed out, or the broker was started anew.",
+                "This transaction was aborted: it timed out, or its broker was started anew or coordinates transactions no more.",
                 code=Code.TRANSACTION_ABORTED,
                 hint="Nothing of it is in any stream. Begin another.",
             )
@@ -339,7 +339,7 @@ def closing() -> UnavailableError:
 def moved() -> RequestError:
     """What was open at a broker that coordinates transactions no more."""
     return RequestError(
-        "This transaction was open at a broker that decides transactions no more.",
+        "This transaction was aborted: it was open at a broker that coordinates transactions no more, as after a drain or a restart.",
         code=Code.TRANSACTION_ABORTED,
         hint="Nothing of it is in any stream. Begin another.",
     )
@@ -347,9 +347,9 @@ def moved() -> RequestError:
 
 def _not_open() -> RequestError:
     return RequestError(
-        "There is no such transaction open.",
+        "This transaction was aborted: it is open no more.",
         code=Code.TRANSACTION_ABORTED,
-        hint="It timed out, or the broker was started anew: nothing of it is in any stream. Begin another.",
+        hint="It timed out, or its broker was started anew or coordinates transactions no more. Nothing of it is in any stream. Begin another.",
     )
 
 

@@ -219,6 +219,9 @@ async def test_the_commands_convert_a_region_and_give_it_more_brokers(tmp_path: 
         copies = [f"b{number}" for number in (1, 2, 3)]
         paths = [folder.root / "data" / broker / "audit" / "checkpoint" for broker in copies]
         await until(lambda: all(path.exists() and note_size(path.read_bytes()) == 3 for path in paths), 60)
+        # Done, it says so of a region that runs, too.
+        again = await run(felix_command, tmp_path, "region", "copy-audit-log", "us-east")
+        assert "copy the audit log of us-east already" in again.out
         for broker in copies:
             await run(
                 felix_command,
