@@ -146,34 +146,34 @@ def _begun(book: GrantBook, grant: str, said: Iterable[Standing]) -> set[bytes]:
     return found
 
 
-async def _logged(region: str, keys: Trusted) -> list[Standing]:
-    """The region's words on where its links go on, as its broker reads them in its audit log. Raises RequestError, SignatureError."""
+async def _listed(region: str, kind: str) -> dict[str, bytes] | None:
+    """Documents of a kind that the region's broker reads in its audit log; None of a broker of an earlier release, which does not know the kind. Raises RequestError."""
     async with connect(region) as client:
         try:
-            documents = await list_documents(client, "truncation")
+            return await list_documents(client, kind)
         except RequestError as error:
             if error.code is not Code.INVALID:
                 raise
-            raise RequestError(
-                f"The broker of {region} is of an earlier release, and does not say which accepted truncations its audit log has.",
-                code=Code.UNSUPPORTED,
-                hint="Upgrade the region's brokers first.",
-            ) from error
+            return None
+
+
+async def _logged(region: str, keys: Trusted) -> list[Standing]:
+    """The region's words on where its links go on, as its broker reads them in its audit log. Raises RequestError, SignatureError."""
+    documents = await _listed(region, "truncation")
+    if documents is None:
+        raise RequestError(
+            f"The broker of {region} is of an earlier release, and does not say which accepted truncations its audit log has.",
+            code=Code.UNSUPPORTED,
+            hint="Upgrade the region's brokers first.",
+        )
     return [_word(data, region, keys) for data in documents.values()]
 
 
 async def _logged_terms(region: str, asked: Collection[str], keys: Trusted) -> dict[str, GrantTerms]:
     """The terms of those of these grants of which the region's audit log has an export that counts there, as its broker reads it; of a broker that does not say, none.
     Raises RequestError, SignatureError."""
-    async with connect(region) as client:
-        try:
-            documents = await list_documents(client, "truncation-export")
-        except RequestError as error:
-            if error.code is not Code.INVALID:
-                raise
-            return {}  # a broker of an earlier release
     found = {}
-    for data in documents.values():
+    for data in (await _listed(region, "truncation-export") or {}).values():
         document = parse_document(data)
         if not isinstance(document, SignedDocument):
             raise RequestError("The broker lists an approval as a grant's export.")

@@ -273,13 +273,17 @@ class Mesh:
 
     async def grant(self, **changes: Any) -> str:
         """What each side signs is put there; the document_sync does the rest."""
+        return (await self.put_grant(**changes)).grant
+
+    async def put_grant(self, **changes: Any) -> ExportGrant:
+        """As `grant`; all of what the source signed."""
         body, export, accepted = self.sign_grant(**changes)
         await self.put("us-east", "export", export)
         await self.put("eu-west", "export", export)
         await self.put("eu-west", "import", accepted)
         for region in ("us-east", "eu-west"):
             await self.put(region, "approval", self.sign_approval(region, body.terms_hash))
-        return body.grant
+        return body
 
     def sign_approval(self, region: str, terms_hash: str, name: str = APPROVER) -> Approval:
         """By an approver of the region, whose identity is in its folder."""

@@ -29,8 +29,7 @@ def logged_truncations(logged: DocumentLog, own: RegionBundle) -> dict[bytes, St
     found: dict[bytes, Standing] = {}
     for index, data in logged.lasting():
         try:
-            document = SignedDocument.parse(data)
-            if document.region != own.region or document.purpose is not Purpose.STANDING:
+            if (document := _own_word(data, own, Purpose.STANDING)) is None:
                 continue
             standing = decode_body(document, Standing, Purpose.STANDING)
             if isinstance(standing.truncation, Truncation) and standing.region == own.region:
@@ -47,8 +46,7 @@ def logged_exports(logged: DocumentLog, own: RegionBundle, grants: Collection[st
     found: dict[str, bytes] = {}
     for index, data in logged.exports():
         try:
-            document = SignedDocument.parse(data)
-            if document.region != own.region or document.purpose is not Purpose.EXPORT:
+            if (document := _own_word(data, own, Purpose.EXPORT)) is None:
                 continue
             grant = open_export(document, keys.policy_keys_at(index)).grant
         except FelixError as error:
@@ -57,3 +55,9 @@ def logged_exports(logged: DocumentLog, own: RegionBundle, grants: Collection[st
         if grant in grants:
             found.setdefault(grant, data)
     return found
+
+
+def _own_word(data: bytes, own: RegionBundle, purpose: Purpose) -> SignedDocument | None:
+    """The document, where it says that this region signed it for this purpose. Raises FelixError where it is none."""
+    document = SignedDocument.parse(data)
+    return document if document.region == own.region and document.purpose is purpose else None

@@ -143,12 +143,7 @@ async def sign_again(mesh: Mesh, region: str, grant: str) -> None:
 
 async def twenty_crossed(mesh: Mesh) -> ExportGrant:
     """A grant that is put everywhere, and 20 records under it."""
-    body, export, accepted = mesh.sign_grant()
-    await mesh.put("us-east", "export", export)
-    await mesh.put("eu-west", "export", export)
-    await mesh.put("eu-west", "import", accepted)
-    for name in ("us-east", "eu-west"):
-        await mesh.put(name, "approval", mesh.sign_approval(name, body.terms_hash))
+    body = await mesh.put_grant()
     await mesh.publish([flight(n) for n in range(20)])
     async with mesh.agent():
         await mesh.crossed(20)

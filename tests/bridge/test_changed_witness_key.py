@@ -43,12 +43,7 @@ def logs(mesh: Mesh) -> dict[str, Path]:
 
 async def twenty_crossed(mesh: Mesh) -> None:
     """A grant that is put everywhere, and 20 records under it, all of it cosigned."""
-    body, export, accepted = mesh.sign_grant()
-    await mesh.put("us-east", "export", export)
-    await mesh.put("eu-west", "export", export)
-    await mesh.put("eu-west", "import", accepted)
-    for name in ("us-east", "eu-west"):
-        await mesh.put(name, "approval", mesh.sign_approval(name, body.terms_hash))
+    await mesh.grant()
     await mesh.publish([flight(n) for n in range(20)])
     async with mesh.agent():
         await mesh.crossed(20)
