@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from attacks.chance import Chance
 from bridge_mesh import POLICIES, STREAM, Mesh, two_regions, until
+from slow_runs import only_slow
 
 from audit.leaf import Kind
 from felix.errors import Code, FelixError
@@ -90,7 +91,14 @@ async def restart(mesh: Mesh, forgets: str = "") -> None:
     await mesh.start("us-east")
 
 
-@pytest.mark.parametrize("then", ["runs", "restarts", "lost its copies", "lost copies and snapshot"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        "runs",
+        *(pytest.param(between, marks=only_slow) for between in ("restarts", "lost its copies")),
+        "lost copies and snapshot",
+    ],
+)
 @pytest.mark.parametrize("who", ["us-east", "eu-west"])
 @pytest.mark.parametrize("what", ["pause", "deny", "revoke"])
 async def test_what_forbids_stays_when_it_is_deleted(mesh: Mesh, what: str, who: str, then: str) -> None:

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from bridge_mesh import ACCEPTED_BY, APPROVER, POLICIES, STREAM, Mesh, two_regions, until
 from region_home import make_region
+from slow_runs import only_slow
 
 from audit.leaf import Kind
 from audit.origin import region_origin
@@ -286,7 +287,17 @@ async def test_a_pin_in_the_brokers_own_folder_counts_against_an_earlier_one_in_
     assert regions.bundles["eu-west"] == new.bundle
 
 
-@pytest.mark.parametrize("then", ["runs", "restarts", "lost its copies", "lost copies and snapshot"])
+THEN = pytest.mark.parametrize(
+    "then",
+    [
+        "runs",
+        *(pytest.param(between, marks=only_slow) for between in ("restarts", "lost its copies")),
+        "lost copies and snapshot",
+    ],
+)
+
+
+@THEN
 @pytest.mark.parametrize("what", ["pause", "deny", "revoke"])
 async def test_what_a_region_forbade_stays_forbidden_when_its_keys_change(
     mesh: Mesh, what: str, then: str
@@ -717,9 +728,6 @@ async def words(mesh: Mesh, request: pytest.FixtureRequest) -> Words:
     await mesh.agree("us-east", body, export, accepted)
     await until(lambda: allowed(mesh, body.grant) is None, "the grant")
     return Words(mesh, request.param, body, export)
-
-
-THEN = pytest.mark.parametrize("then", ["runs", "restarts", "lost its copies", "lost copies and snapshot"])
 
 
 @THEN

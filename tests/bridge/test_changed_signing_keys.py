@@ -536,7 +536,7 @@ async def test_a_report_of_what_crossed_under_a_truncation_that_is_a_word_on_the
         assert found.exit_code == 0 and not found.report.findings.records()
 
 
-@pytest.mark.parametrize("region", ["eu-west", "us-east"])
+@pytest.mark.parametrize("region", ["eu-west", pytest.param("us-east", marks=only_slow)])
 async def test_a_half_of_a_thief_with_a_later_time_keeps_no_half_of_now_from_the_other_region(
     mesh: Mesh, region: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from bridge_mesh import BRIDGE, Mesh, flight, two_regions, until
+from slow_runs import only_slow
 from typer.testing import CliRunner
 
 from audit.checkpoint import open_checkpoint
@@ -66,7 +67,7 @@ def all_ok(mesh: Mesh) -> bool:
     return all(report.ok for report in reports)
 
 
-@pytest.mark.parametrize("region", ["eu-west", "us-east"])
+@pytest.mark.parametrize("region", [pytest.param("eu-west", marks=only_slow), "us-east"])
 async def test_every_log_holds_under_the_new_bundle_alone_before_anything_else_crosses(
     mesh: Mesh, region: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

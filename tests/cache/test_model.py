@@ -42,6 +42,7 @@ SELDOM_LEAST: Final = 3
 EVICTED_LEAST: Final = 100
 """How often each kind of step must have been taken; what chance leaves out is tried on."""
 STEPS: Final = int(os.environ.get("FELIX_CACHE_STEPS", count(1_500, 10_000)))
+STEPS_FEW: Final = count(600, 10_000)
 STEPS_PER_EXAMPLE: Final = 250
 ROUNDS_MOST: Final = 20
 GONE_ROUNDS: Final = 20
@@ -567,16 +568,19 @@ class FullCacheAgainstDict(CacheAgainstDict):
 
 
 @pytest.mark.parametrize(
-    ("machine", "segment_bytes"),
-    [(CacheAgainstDict, 4_000), (FullCacheAgainstDict, 2_000_000)],
-    ids=["ttls", "evictions"],
+    ("machine", "segment_bytes", "steps"),
+    [
+        pytest.param(CacheAgainstDict, 4_000, STEPS_FEW, id="ttls"),
+        pytest.param(CacheAgainstDict, 4_000, STEPS, marks=only_slow, id="ttls, longer"),
+        pytest.param(FullCacheAgainstDict, 2_000_000, STEPS // 2, id="evictions"),
+    ],
 )
 def test_whatever_is_done_answers_and_watchers_are_the_models(
-    machine: type[CacheAgainstDict], segment_bytes: int, monkeypatch: pytest.MonkeyPatch
+    machine: type[CacheAgainstDict], segment_bytes: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=segment_bytes))
     home = Path(tempfile.mkdtemp(prefix="felix-cache-"))
-    compare(World(home), home, machine, STEPS if machine is CacheAgainstDict else STEPS // 2)
+    compare(World(home), home, machine, steps)
 
 
 @only_slow

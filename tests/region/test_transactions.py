@@ -381,7 +381,7 @@ async def test_what_was_not_committed_before_a_crash_is_known_not_to_be(home: Ho
     transaction = home.begin()
     home.stage(transaction, 0, A, b"a")
     await restart(home, crash=True)
-    with pytest.raises(RequestError, match="was aborted.*Nothing of it is in any stream") as refused:
+    with pytest.raises(RequestError, match=r"was aborted.*Nothing of it is in any stream") as refused:
         await home.coordinator.commit(OWNER, transaction, 1, home.clock)
     assert refused.value.code is Code.TRANSACTION_ABORTED
 

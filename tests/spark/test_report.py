@@ -126,6 +126,7 @@ def test_published_is_crossed_and_withheld_and_gaps_and_delivered_is_crossed(fiv
     assert region.startswith("us-east: its own log was not given") and region in five.result.page.read_text()
 
 
+@only_slow
 def test_one_side_alone_is_no_clean_report_and_its_first_page_says_what_is_missing(
     five: Made, spark: Any, tmp_path: Path
 ) -> None:
@@ -263,6 +264,7 @@ def test_the_same_logs_give_the_same_bytes(five: Made, again: Again) -> None:
     assert json.loads((again.out / MADE_NAME).read_text())["made_at"] == "1970-01-01T00:00:00.000Z"
 
 
+@only_slow
 def test_a_window_limits_what_counts_and_not_what_reconciles(five: Made, spark: Any, tmp_path: Path) -> None:
     since, until = START_MS + DAY_MS, START_MS + 2 * DAY_MS
     result = run_report(five.logs, tmp_path / "day", trust=trust(), session=spark, since=since, until=until)

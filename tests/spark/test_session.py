@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from slow_runs import only_slow
 
 from audit.spark.session import (
     SHIPPED_PACKAGES,
@@ -97,6 +98,7 @@ except FelixError as error:
 """
 
 
+@only_slow
 @pytest.mark.spark
 @pytest.mark.timeout(300)
 def test_a_master_that_is_none_is_an_error_with_what_to_do() -> None:

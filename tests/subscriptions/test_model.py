@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from long_runs import count, seeded
 from runtimes import with_wall
+from slow_runs import only_slow
 
 from felix.batch import Batch, NewRecord, decode_header, encode_batch
 from felix.consumer_messages import Nack, ShardAck, SubscriptionAcks
@@ -57,8 +58,10 @@ EXAMPLES = 10
 """Of a round: some 3,500 steps. Rounds are played until there are enough."""
 ROUNDS_MOST = 40
 STEPS = 400
-STEPS_LEAST = count(10_000, 20_000)
-RESTARTS_LEAST = count(20, 40)
+STEPS_LEAST = count(3_000, 20_000)
+STEPS_LEAST_SLOW = 10_000
+STEPS_FOR_A_RESTART = 500
+"""At most: that many restarts are among them at least."""
 
 T = TypeVar("T")
 
@@ -631,9 +634,11 @@ class DurableAgainstModel(RuleBasedStateMachine):
         made.__init__(self.world, "last")  # type: ignore[misc]
 
 
-def test_ten_thousand_steps_never_differ_from_the_model() -> None:
+@pytest.mark.parametrize("least", [STEPS_LEAST, pytest.param(STEPS_LEAST_SLOW, marks=only_slow)])
+def test_thousands_of_steps_never_differ_from_the_model(least: int) -> None:
+    restarts_least = least // STEPS_FOR_A_RESTART
     for number in range(ROUNDS_MOST):
-        if steps >= STEPS_LEAST and restarts >= RESTARTS_LEAST and handed >= STEPS_LEAST // 2:
+        if steps >= least and restarts >= restarts_least and handed >= least // 2:
             break
         run_state_machine_as_test(
             seeded(DurableAgainstModel, number),
@@ -645,5 +650,5 @@ def test_ten_thousand_steps_never_differ_from_the_model() -> None:
                 phases=[Phase.generate],
             ),
         )
-    assert steps >= STEPS_LEAST
-    assert restarts >= RESTARTS_LEAST and handed >= STEPS_LEAST // 2
+    assert steps >= least
+    assert restarts >= restarts_least and handed >= least // 2
