@@ -353,6 +353,12 @@ def _papers(
             continue
         is_policy = found.kind is Kind.POLICY and found.source_region == header.source_region
         if is_policy or found.kind is Kind.DENY_ENTRY or found.grant_id == header.grant_id:
+            if found.document_sha256 and not found.document and read_document(found, files) is None:
+                # It may be what forbids the crossing.
+                raise TamperError(
+                    f"The document of leaf {at}, {found.kind.name}, is not beside the log: what let the record cross cannot be told without it.",
+                    hint="Get the file from the log's region, or a copy of the log that has it, and run `felix audit verify` on that.",
+                )
             problems += agreements.take(at, decode_leaf(data), lambda header: read_document(header, files))
     # Who serves the log may leave out here what was there when it was gone through.
     if not continues(files, signed.checkpoint, intent_index, tree.root()):

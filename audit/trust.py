@@ -158,7 +158,7 @@ class RegionTrust:
                 f"The bundle of {self.region} does not name a key that is to sign the log {origin} here: nobody would believe what it signs.",
                 code=Code.CONFIG_INVALID,
                 hint="Put the log's keys and bundle.json of one and the same time into the folder, the newest. Where a change was cut off, run its command again: felix region change-log-keys, "
-                "felix region add-log-keys, or felix identity issue for a bridge.",
+                "felix region add-log-keys, or felix identity issue for a bridge. Where the log's keys are lost: felix region change-log-keys --lost-keys.",
             )
         return tuple(key for key in named if key not in signing)
 

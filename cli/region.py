@@ -743,6 +743,13 @@ def change_log_keys_(
     log: Annotated[
         Path | None, typer.Option(help="Where the log lies, if not in the region's folder.")
     ] = None,
+    lost_keys: Annotated[
+        bool,
+        typer.Option(
+            "--lost-keys",
+            help="The keys before are not here any more: they sign up to the last checkpoint that they have signed.",
+        ),
+    ] = False,
 ) -> None:
     """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
 
@@ -752,7 +759,7 @@ def change_log_keys_(
     from region.log_keys import change_log_keys
 
     folder, config = folder_of(region)
-    changed = change_log_keys(folder, config, now_ms(), bridge=bridge, log=log)
+    changed = change_log_keys(folder, config, now_ms(), bridge=bridge, log=log, lost_keys=lost_keys)
     fingerprint = changed.signed.bundle.whole_fingerprint()
     out.print(
         f"{changed.origin}: the keys before sign up to {changed.size:,} leaves, the new ones from there on. {folder.bundle} says so; "
@@ -911,7 +918,7 @@ def change_signing_keys_(
             run(_note_given_up(folder, config))
         except FelixError as error:
             note(
-                f"The metadata store does not say yet that the keys before were given up: {error.sentence} Start a broker with the new files first: until one runs, those that have "
+                f"The metadata store does not say yet that the keys before were given up: {error.sentence} {error.hint} Start a broker with the new files first: until one runs, those that have "
                 "the folder of before take what is signed with the former keys."
             )
     table(

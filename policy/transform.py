@@ -41,7 +41,7 @@ RECORD_BYTES_MAX: Final = 1 << 20
 """A batch is not larger, so neither is a record; the output is held to it too."""
 DEPTH_MAX: Final = 64
 """Nesting of a record. Real ones stay below ten; the decoder and the rules recurse once per level."""
-VALUES_MAX: Final = 32_768
+VALUES_MAX: Final = 16_384
 """Commas and opening brackets of a record, outside of its texts: the number of values that it may have. More would block code
 that checks them one by one; records come from outside, and an event loop waits.
 """

@@ -39,7 +39,7 @@ from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from policy.approval import APPROVER
 from policy.documents import decode_document
-from region.begun_change import require_none_begun
+from region.begun_change import changes_bundle, require_none_begun
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
 from region.trusted_bundles import read_pin
@@ -249,7 +249,9 @@ def issue_identity(
     return identity
 
 
+@changes_bundle
 def _found_bridge(folder: RegionFolder, config: RegionConfig, name: str, now_ms: int) -> None:
+    _require_named_keys(folder, config, name)
     if not folder.handoff_key(name).exists():
         save_key_pair(HybridKeyPair.generate(), folder.handoff_key(name))
     if not folder.egress_key(name).exists():
@@ -274,6 +276,26 @@ def _found_bridge(folder: RegionFolder, config: RegionConfig, name: str, now_ms:
         replace_file(folder.bundle, signed.encode(), PUBLIC)
 
 
+def _require_named_keys(folder: RegionFolder, config: RegionConfig, name: str) -> None:
+    """Raises RequestError(CONFLICT) where the bundle names keys of the bridge's log, and one of them is not here: other ones would sign what nobody believes."""
+    bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+    origin = egress_origin(config.region, config.mesh, name)
+    held = {
+        "ed25519": load_signing_key(path).verify_key.public if (path := folder.egress_key(name)).exists() else None,
+        "ml-dsa-44": load_ml_dsa_key(path).public if (path := folder.egress_ml_dsa_key(name)).exists() else None,
+    }  # fmt: skip
+    named = [
+        key for key in bundle.audit_keys if (key.role, key.name) == ("log", origin) and key.to_size is None
+    ]
+    lost = [key.algorithm for key in named if held[key.algorithm] != key.public]
+    if lost:
+        raise RequestError(
+            f"The bundle of {bundle.region} names keys of the log {origin} that are not in {folder.egress_key(name).parent}: {', '.join(lost)}.",
+            code=Code.CONFLICT,
+            hint=f"Put them there from a backup. Where they are lost: felix region change-log-keys --region {bundle.region} --bridge {name} --lost-keys, beside the log; then run this again.",
+        )
+
+
 def _naming(folder: RegionFolder, wanted: tuple[AuditKey, ...], now_ms: int) -> SignedBundle | None:
     """The region's bundle with those of these keys that it does not name yet, signed again; None if it names them all. Raises
     RequestError(CONFLICT) where a change of signing keys was cut off."""
@@ -291,6 +313,7 @@ def _naming(folder: RegionFolder, wanted: tuple[AuditKey, ...], now_ms: int) -> 
     return sign_bundle(renewed, load_signing_key(folder.policy_key))
 
 
+@changes_bundle
 def add_log_keys(folder: RegionFolder, config: RegionConfig, now_ms: int) -> SignedBundle | None:
     """Give the region's log and witness, and the logs of its bridges, the ML-DSA-44 keys that they lack, as those of regions
     founded by version 0.1 do. The new bundle; None where nothing was missing.

@@ -12,7 +12,7 @@ from felix.errors import Code, FelixError, RequestError
 from keys.bundle import RegionBundle
 from keys.signing import SigningKey
 from region.metadata.catalog import Catalog
-from region.signing_key_leaves import LoggedKey, Role, take, unlogged
+from region.signing_key_leaves import LoggedKey, Role, stale_key, take, unlogged
 from region.signing_key_note import SigningKeyNote, decode_note
 
 TRIES_MAX: Final = 3
@@ -28,7 +28,7 @@ async def note_given_up(
 ) -> bool:
     """Note which keys this bundle names as former ones, beside what the store's note says, where it holds. `instead`: as `region.signing_key_leaves.stale_key`.
     False where that says so already. Raises UnavailableError; RequestError(CONFLICT)
-    where others write it all the time."""
+    where others write it all the time, or it names a change that the bundle is of before."""
     for _ in range(TRIES_MAX):
         entry = await catalog.store.get(catalog.keys.signing_keys())
         told: dict[Role, LoggedKey] = {}
@@ -36,6 +36,13 @@ async def note_given_up(
             # One that does not hold is anybody's who writes the store: brokers do not believe it either.
             with suppress(FelixError):
                 told = dict(decode_note(entry.value, own).keys)
+        if stale_key(own, told, instead):
+            raise RequestError(
+                f"Its note of the signing keys of {own.region} names a change that {own.region}'s bundle in this folder is of before.",
+                code=Code.CONFLICT,
+                hint="Where there was one, these keys were made from a folder of before it: put its bundle.json into the folder, and change the keys once more. Where there was none, somebody has "
+                "the key of the audit log (docs/runbooks/leaked-log-key.md).",
+            )
         lacking = unlogged(own, told, instead)
         if not lacking:
             return False

@@ -7,7 +7,7 @@ are changed at once: any one of a log's keys suffices for a checkpoint, and a th
 Order, so that a crash at any step leaves a log that goes on after the next call:
 
 1. the log, which nobody else has open, gets its last checkpoint under the old keys; in a region's own log a KEY leaf before it
-   records the change;
+   records the change. Where the old keys are lost, they have signed their last, and the leaf stands behind it;
 2. the new keys are written beside the old ones; 3. the bundle names both; 4. the new keys take the old ones' place.
 
 Between 3 and 4 neither broker nor agent opens the log (`audit.trust.RegionTrust.earlier_keys`). Callers: cli.region.
@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.checkpoint import note_size
+from audit.checkpoint import note_size, open_checkpoint
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import egress_origin, region_origin
 from audit.signer_disk import load_signers
@@ -35,7 +35,7 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region.begun_change import require_none_begun
+from region.begun_change import changes_bundle, require_none_begun
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.signing_key_leaves import key_id_of
@@ -69,13 +69,21 @@ class _Files(NamedTuple):
         return self.ml_dsa.with_name(f"new.{self.ml_dsa.name}")
 
 
+@changes_bundle
 def change_log_keys(
-    folder: RegionFolder, config: RegionConfig, now_ms: int, *, bridge: str = "", log: Path | None = None
+    folder: RegionFolder,
+    config: RegionConfig,
+    now_ms: int,
+    *,
+    bridge: str = "",
+    log: Path | None = None,
+    lost_keys: bool = False,
 ) -> ChangedKeys:
-    """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder.
+    """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder. `lost_keys`: the ones before are not here any more, so they
+    sign up to the last checkpoint that they have signed.
 
     Raises RequestError where there is no such log, where several brokers have copies of it (CONFLICT), where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
-    off (CONFLICT), where the bundle does not name its keys or has no room.
+    off (CONFLICT), where the bundle does not name its keys or has no room; with `lost_keys`, where they are here (CONFLICT).
     """
     files = _files(folder, config, bridge, log)
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
@@ -86,7 +94,7 @@ def change_log_keys(
     require_none_begun(folder, bundle)
     ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
-    size = _end_log(files, bundle, ended, new, now_ms)
+    size = _signed_size(files, bundle, ended) if lost_keys else _end_log(files, bundle, ended, new, now_ms)
     signed = sign_bundle(
         msgspec.structs.replace(
             bundle,
@@ -109,6 +117,8 @@ def change_log_keys(
     save_ml_dsa_key(new_ml_dsa, files.new_ml_dsa)
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     _put_in_place(files)
+    if lost_keys:
+        _sign_on(files, signed.bundle, new, now_ms)
     return ChangedKeys(signed, files.origin, size)
 
 
@@ -153,36 +163,67 @@ def _begun(bundle: RegionBundle, files: _Files) -> int | None:
 
 def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: SigningKey, now_ms: int) -> int:
     """The log's last checkpoint under the keys of before; its size."""
-    signers = load_signers(files.origin, files.ed25519, files.ml_dsa)
-    if {key.public for key in ended} != {signer.key.public for signer in signers}:
+    if not _are_here(files, ended):
         raise RequestError(
-            f"The bundle of {bundle.region} names other keys of the log {files.origin} than {files.ed25519.parent} holds.",
+            f"The bundle of {bundle.region} names keys of the log {files.origin} that are not in {files.ed25519.parent}.",
             code=Code.CONFLICT,
+            hint="Put them there from a backup. Where they are lost: --lost-keys; they sign up to the log's last checkpoint then.",
         )
+    return _sign_on(files, bundle, new, now_ms)
+
+
+def _sign_on(files: _Files, bundle: RegionBundle, new: SigningKey, now_ms: int) -> int:
+    """A checkpoint over all that the log has, under the keys that lie in place; its size. In a region's own log the last leaf says which key signs from then on."""
+    signers = load_signers(files.origin, files.ed25519, files.ml_dsa)
     own = RegionTrust(bundle)
     earlier = own.earlier_keys(files.origin, (signer.key for signer in signers))
     trail = Trail.open(files.log, signers[0], also=signers[1:], earlier=earlier)
     try:
         if files.origin == region_origin(bundle.region, bundle.mesh):
-            # A region's keys stand in its own log: this leaf says which one signs from here on.
-            append_waiting(
-                trail,
-                Leaf(
-                    Header(
-                        kind=Kind.KEY,
-                        side=Side.INGRESS,
-                        time_ms=now_ms,
-                        source_region=bundle.region,
-                        destination_region=bundle.region,
-                        action="rotated",
-                        key_id=key_id_of(new.verify_key.public),
-                        sentence="The keys that sign this log's checkpoints were changed.",
-                    )
-                ),
-            )
+            append_waiting(trail, _rotated(bundle.region, new.verify_key.public, now_ms))
         return note_size(trail.publish())
     finally:
         trail.close()
+
+
+def _are_here(files: _Files, named: list[AuditKey]) -> bool:
+    """Whether the folder has these keys, and no others. Where it has none that can be read, it has not."""
+    if not files.ed25519.exists():
+        return False
+    held = load_signers(files.origin, files.ed25519, files.ml_dsa)
+    return {key.public for key in named} == {signer.key.public for signer in held}
+
+
+def _signed_size(files: _Files, bundle: RegionBundle, ended: list[AuditKey]) -> int:
+    """Of a log whose keys are lost: the size of its last checkpoint. What it has behind that is under the new keys' first one."""
+    if _are_here(files, ended):
+        raise RequestError(
+            f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
+            code=Code.CONFLICT,
+            hint="Run this without --lost-keys: they sign the log's last checkpoint before they end.",
+        )
+    note = Folder(files.log).read(CHECKPOINT_PATH)
+    assert note is not None, "the log was found by it"
+    lock = Folder(files.log).lock(hint="Stop the broker, or the agent, that writes it.")
+    try:
+        return open_checkpoint(note, RegionTrust(bundle).log_keys(files.origin)).checkpoint.size
+    finally:
+        lock.release()
+
+
+def _rotated(region: str, public: bytes, now_ms: int) -> Leaf:
+    return Leaf(
+        Header(
+            kind=Kind.KEY,
+            side=Side.INGRESS,
+            time_ms=now_ms,
+            source_region=region,
+            destination_region=region,
+            action="rotated",
+            key_id=key_id_of(public),
+            sentence="The keys that sign this log's checkpoints were changed.",
+        )
+    )
 
 
 def _own_log(folder: RegionFolder, config: RegionConfig) -> Path:

@@ -102,6 +102,7 @@ from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.subscriptions.service import SubscriptionService
+from region.told import told
 from region.views.dead_letter import DEAD_SUFFIX, dead_letter_name
 
 T = TypeVar("T")
@@ -603,10 +604,10 @@ class Requests:
             ],
             bridges,
             brokers,
-            [*found.problems, *self._governance.problems],
+            told([*found.problems, *self._governance.problems]),
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,
-            found.remarks,
+            told(found.remarks),
         )  # fmt: skip
 
     async def describe_traffic(self, identity: SpiffeId, request: DescribeTraffic) -> TrafficPage:

@@ -35,6 +35,11 @@ STALE_HINT: Final = (
     "bundle, and sign again what stands. Where nobody has that file: felix region change-signing-keys --lost-bundle."
 )
 
+NOTE_HINT: Final = (
+    f"{STALE_HINT} Where nobody changed these keys, whoever wrote the note has the key of the audit log, from some broker's secrets/, and could write the store: stop the brokers, "
+    "run felix region change-signing-keys, whose keys no note of before names, and see docs/runbooks/leaked-log-key.md."
+)
+
 
 class LoggedKey(msgspec.Struct, frozen=True):
     """Of one role: the key that the last leaf of a change names (16 bytes of its SHA-256; none before the first change), since when (Unix time), and those that were
@@ -99,13 +104,16 @@ def take(known: dict[Role, LoggedKey], action: str, key_id: bytes, time_ms: int)
         known[role] = known.get(role, NEVER_CHANGED).after(change, key_id, time_ms)
 
 
-def given_up(own: RegionBundle, logged: LoggedKeys) -> str:
-    """A sentence where the bundle's key is one that the region gave up, by its log; else nothing. Of an earlier state of the log it says no more than of a later one."""
+def given_up(own: RegionBundle, logged: LoggedKeys, *, is_note: bool = False) -> str:
+    """A sentence where the bundle's key is one that the region gave up, by its log or by a note of it; else nothing. Of an earlier state of the log it says no more than of a later one."""
+    said_by = f"The audit log of {own.region}"
+    if is_note:
+        said_by = f"A note in the metadata store, signed with the key of the audit log of {own.region},"
     for role in ROLES:
         last = logged.get(role, NEVER_CHANGED)
         if any(key_id_of(public) in last.ended for public in _of_now(own, role)):
             return (
-                f"The audit log of {own.region} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {_changed(last)}, "
+                f"{said_by} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {_changed(last)}, "
                 "and the file is of before that."
             )
     return ""

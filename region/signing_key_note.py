@@ -63,7 +63,8 @@ def decode_note(data: bytes, own: RegionBundle) -> SigningKeyNote:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(f"It is no note of signing keys: {error}.") from None
     if (note.region, note.mesh) != (own.region, own.mesh):
-        raise RequestError(f"It is of {note.region} in {note.mesh}.")
+        # What it says is anybody's who can write the store.
+        raise RequestError("It is of another region.")
     if not all(0 <= each.time_ms <= TIME_MS_MAX for each in note.keys.values()):
         raise RequestError("It has a time that no date says.")
     if not note.holds_under(_log_keys(own)):

@@ -30,6 +30,7 @@ import msgspec
 
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
 from audit.leaf import Kind, read_header
+from audit.merkle import Tree, leaf_hash
 from audit.note import parse_note
 from audit.origin import Origin, region_origin
 from audit.signer_disk import load_signers
@@ -44,7 +45,15 @@ from keys.bundle import FORMER_MAX, FormerKeys, KeyEnd, RegionBundle, SignedBund
 from keys.key_file import load_signing_key, save_signing_key
 from keys.signing import SigningKey
 from policy.signed import key_id
-from region.begun_change import has_begun, new_path, require_none_begun, signing_key_path
+from region.begun_change import (
+    changes_bundle,
+    has_begun,
+    is_in_place,
+    new_path,
+    require_none_begun,
+    signing_key_path,
+    written,
+)
 from region.begun_change import planned as planned_change
 from region.bundle_room import require_room
 from region.config import RegionConfig
@@ -71,6 +80,13 @@ _NEWER_HINT: Final = (
     "the secrets of then are not needed. Where nobody has it: --lost-bundle, and what these keys signed counts up to the checkpoints that are given with --checkpoint alone."
 )
 
+_BESIDE_HINT: Final = (
+    "The bundle of that change lies beside it, new.bundle.json; the keys that it names do not (new.policy.pem, new.receipt.pem). Put these there and run this again, which finishes the change. "
+    "Where they are lost: put new.bundle.json in the place of bundle.json, and run this again, which makes others."
+)
+
+_FINISHED: Final = "A change that was cut off is finished by this: the keys are those that were made then. Where they are to be changed once more, run it again."
+
 _GONE_HINT: Final = (
     "Run this where the broker has the audit log, or bring a copy of the log (felix audit copy) and name its folder with --log. Where the log is gone, or was never "
     "written: --without {log}. Where nobody has the log at hand, and the keys cannot wait: --lost-bundle, and what these keys signed counts up to the checkpoints that are given "
@@ -90,6 +106,7 @@ class ChangedSigningKeys(NamedTuple):
     left_out: tuple[str, ...] = ()
 
 
+@changes_bundle
 def change_signing_keys(
     folder: RegionFolder,
     config: RegionConfig,
@@ -117,8 +134,9 @@ def change_signing_keys(
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     roles = [role for role in ROLES if role in set(roles)]
     chosen = roles
-    if has_begun(folder, bundle):
-        return _put_in_place(folder, decode_bundle(folder.bundle.read_bytes()))
+    if has_begun(folder, bundle) or is_in_place(folder):
+        finished = _put_in_place(folder, decode_bundle(folder.bundle.read_bytes()))
+        return finished._replace(left_out=(_FINISHED,))
     assert chosen, "at least one key is changed"
     given = [_given(folder, bundle, note) for note in checkpoints]
     without, instead = set(without), keys_made_instead(folder)
@@ -142,9 +160,11 @@ def change_signing_keys(
             and _is_last(planned.bundle, bundle, logged)
         ):
             _record(own, planned.bundle, logged, now_ms, instead)
-            return _put_in_place(folder, planned)
+            return _put_in_place(folder, planned)._replace(left_out=(_FINISHED,))
         if stale and not lost_bundle:
-            raise RequestError(stale, code=Code.CONFLICT, hint=_NEWER_HINT)
+            plan = written(folder)
+            is_here = plan is not None and not stale_key(plan.bundle, logged, instead)
+            raise RequestError(stale, code=Code.CONFLICT, hint=_BESIDE_HINT if is_here else _NEWER_HINT)
         if contents is not None and not stale and "policy" in chosen and not say_again:
             _require_leaves(folder, config, bundle, contents.documents)
         for role in {*chosen, "policy"}:
@@ -188,6 +208,7 @@ def change_signing_keys(
     return _put_in_place(folder, signed)._replace(left_out=left_out)
 
 
+@changes_bundle
 def raise_ends(
     folder: RegionFolder,
     config: RegionConfig,
@@ -488,10 +509,12 @@ class _OwnLog(NamedTuple):
         return _end(open_checkpoint(note, RegionTrust(self.bundle).log_keys(self.origin)))
 
     def contents(self) -> _Contents:
-        """Reads all of it."""
+        """Reads all of it, and holds it to its last checkpoint. Raises TamperError."""
         files = self.files if self.trail is None else self.trail.files
-        size, found, documents, regions = self.end().size, dict[Role, LoggedKey](), set[bytes](), set[str]()
-        for _, data in read_entries(files, 0, size, size):
+        end, tree = self.end(), Tree()
+        found, documents, regions = dict[Role, LoggedKey](), set[bytes](), set[str]()
+        for _, data in read_entries(files, 0, end.size, end.size):
+            tree.add(leaf_hash(data))
             header = read_header(data)
             if header is None:
                 continue
@@ -500,6 +523,11 @@ class _OwnLog(NamedTuple):
                 documents.add(header.document_sha256)
             elif header.kind is Kind.KEY:
                 take(found, header.action, header.key_id, header.time_ms)
+        if (tree.size, tree.root()) != (end.size, end.root):
+            raise TamperError(
+                f"The leaves in {self.files.path} are not those under its checkpoint: somebody has changed or lost some of them.",
+                hint="What it says of the region's keys counts for nothing. Bring the log, or a copy of it, from elsewhere (felix audit copy), and see what felix audit verify says of this one.",
+            )
         return _Contents(found, frozenset(documents), frozenset(regions))
 
 

@@ -899,7 +899,14 @@ async def open_store(folder: RegionFolder, config: RegionConfig, runtime: Runtim
 
     password = ""
     if settings.password_file:
-        password = (await asyncio.to_thread((base / settings.password_file).read_text)).strip()
+        try:
+            password = (await asyncio.to_thread((base / settings.password_file).read_text)).strip()
+        except OSError as error:
+            raise RequestError(
+                f"The file with the metadata store's password, {base / settings.password_file}, cannot be read: {error.strerror}.",
+                code=Code.CONFIG_INVALID,
+                hint="Put it there, or name another with metadata.password_file.",
+            ) from error
     tls = EtcdTls(path(settings.ca), path(settings.cert), path(settings.key)) if settings.ca else None
     return await EtcdStore.open(
         EtcdConfig(endpoints=settings.endpoints, tls=tls, user=settings.user, password=password)

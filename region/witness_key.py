@@ -22,11 +22,12 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region.begun_change import require_none_begun
+from region.begun_change import changes_bundle, require_none_begun
 from region.config import RegionConfig
 from region.folder import RegionFolder
 
 
+@changes_bundle
 def change_witness_key(folder: RegionFolder, config: RegionConfig, now_ms: int) -> SignedBundle:
     """Give the region's witness new keys; brokers cosign with them from their next start on. The bundle that names them; that of a call that was cut off, where there was one.
     Raises RequestError where the bundle has no room, or a change of signing keys was cut off (CONFLICT)."""

@@ -70,9 +70,15 @@ def signing_key(region: str) -> Any:
 
 @cache
 def policy_document(
-    region: str, approvals: int = 1, separate: bool = False, revision: int = 1
+    region: str,
+    approvals: int = 1,
+    separate: bool = False,
+    revision: int = 1,
+    *,
+    country: str = "US",
+    more_streams: int = 0,
 ) -> SignedDocument:
-    """us-east's policy is about exports, the others' about imports."""
+    """us-east's policy is about exports, the others' about imports. `country`: of us-east; `more_streams`: patterns of a class beside, which make it long."""
     way, toward = ("export", "to") if region == "us-east" else ("import", "from")
     text = _POLICY.format(
         region=region,
@@ -82,6 +88,15 @@ def policy_document(
         approvals=approvals,
         separate=str(separate).lower(),
     )
+    text = text.replace(
+        "us-east: {country: US, jurisdiction: US}",
+        f"us-east: {{country: {country}, jurisdiction: {country}}}",
+    )
+    if more_streams:
+        streams = ", ".join(f"acme/a{number:030}/*" for number in range(more_streams))
+        text = text.replace(
+            "classes:\n", f"classes:\n  other: {{description: Others., streams: [{streams}]}}\n"
+        )
     return sign_policy(parse_policy(text, region), signing_key(region))
 
 

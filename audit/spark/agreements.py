@@ -97,6 +97,8 @@ class LogDocuments(NamedTuple):
     """the leaves of its documents, of a region's own log"""
     crossed: frozenset[str] = frozenset()
     """hashes of terms (hex) of which the row is as of a first crossing in this log"""
+    doubted: tuple[int, ...] = ()
+    """the leaves whose document was not believed here"""
 
 
 class Signed(NamedTuple):
@@ -110,6 +112,8 @@ class Signed(NamedTuple):
     words: Words | None = None
     """by which of them is found what is about a leaf"""
     unjudged: tuple[tuple[str, int, str], ...] = ()
+    doubted: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+    """by log, the leaves whose document was not believed"""
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -194,7 +198,7 @@ def rows_of(
     read: dict[str, tuple[int, Leaf]] = {}
     claims: dict[str, tuple[int, Leaf]] = {}
     seen: dict[bytes, Seen] = {}
-    is_region = Origin.parse(origin).bridge is None
+    is_region, doubted = Origin.parse(origin).bridge is None, list[int]()
     for index, leaf in leaves:
         look(index)
         # What does not hold about a document, or cannot be judged, is a finding of the verification, and the document is not believed.
@@ -204,6 +208,8 @@ def rows_of(
             raise
         except Exception as error:
             wrong = [unjudged.sentence(error, f"Leaf {index}")]
+        if wrong:
+            doubted.append(index)
         if is_region and not wrong and leaf.version > 1:
             remember(seen, index, leaf.header)
         if leaf.header.kind is Kind.GRANT and not wrong:
@@ -237,7 +243,7 @@ def rows_of(
     stops = agreements.stops() if is_region else ()
     crossed_under = frozenset(agreement.terms_hash.hex() for agreement in then.values())
     return LogDocuments(
-        rows, revocations, agreements.crossed.derived, stops, tuple(told), seen, crossed_under
+        rows, revocations, agreements.crossed.derived, stops, tuple(told), seen, crossed_under, tuple(doubted)
     )
 
 
@@ -345,7 +351,8 @@ def read_signed(
             kept.setdefault(key[2:], row)
     terms = [signed[key] for key in sorted(signed)] + [kept[key] for key in sorted(kept)]
     frames = signed_frames(spark, terms, revocations, derived, list(stops))
-    return frames._replace(words=Words(said), unjudged=tuple(unjudged))
+    doubted = {origin: read.doubted for origin, read in found.items() if read.doubted}
+    return frames._replace(words=Words(said), unjudged=tuple(unjudged), doubted=doubted)
 
 
 _CLAIMED_FOR: Final = ("log", "grant_id", "terms_hash", "source_region", "destination_region")

@@ -19,7 +19,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -319,6 +319,8 @@ def _make(
     if problems:
         raise _refuse(problems, wanted.target)
     signed = read_signed(spark, leaves, opened, wanted.trust, wanted.since, wanted.until)
+    if problems := _served_otherwise(signed.doubted, verified):
+        raise _refuse(problems, wanted.target)
     leaves = begun_again.mark(register.prepare(leaves, signed.terms), verified).localCheckpoint()
     report = _compute(spark, leaves, signed, opened, verified, counted, wanted.since, wanted.until, tell)
     tell("Writing the report")
@@ -332,6 +334,25 @@ def _make(
         sum(log.size for log in report.logs),
         sum(row["entries"] for row in counted.values()),
     )
+
+
+def _served_otherwise(
+    doubted: Mapping[str, tuple[int, ...]], verified: Iterable[VerificationReport]
+) -> list[Problem]:
+    """Documents that the verification believed and the register's reading did not: who serves the files gave them to the one alone. Where the verification left
+    findings off, nobody knows which ones it did not believe, and the report says that it is not whole."""
+    return [
+        Problem(
+            report.origin,
+            index,
+            "Its document held as the log was verified, and does not as the register is made: the files changed meanwhile, or are served differently.",
+        )
+        for report in verified
+        if not report.left_off
+        for index in sorted(
+            {*doubted.get(report.origin, ())}.difference(finding.leaf for finding in report.findings)
+        )
+    ]
 
 
 def _sizes(leaves: DataFrame) -> DataFrame:

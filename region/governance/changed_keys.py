@@ -26,6 +26,7 @@ from region.metadata.mirror import CatalogMirror
 from region.metadata.transaction import Entry
 from region.signing_key_leaves import (
     NEVER_CHANGED,
+    NOTE_HINT,
     STALE_HINT,
     KeyLeaf,
     LoggedKey,
@@ -77,7 +78,7 @@ class ChangedKeys:
         """a sentence where it is none"""
         self._writing: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
-        self._why = ""
+        self._why = self._hint = ""
 
     @property
     def problem(self) -> str:
@@ -91,13 +92,13 @@ class ChangedKeys:
     @property
     def refusal(self) -> UnavailableError | None:
         """Why this broker takes nothing any more, and never writes the log: the log has got the leaf of a later change since it started."""
-        return UnavailableError(self._why, hint=STALE_HINT) if self._over.is_set() else None
+        return UnavailableError(self._why, hint=self._hint) if self._over.is_set() else None
 
     @property
     def over(self) -> RequestError | None:
         """The same, as a start says it."""
         return (
-            RequestError(self._why, code=Code.CONFIG_INVALID, hint=STALE_HINT)
+            RequestError(self._why, code=Code.CONFIG_INVALID, hint=self._hint)
             if self._over.is_set()
             else None
         )
@@ -111,9 +112,9 @@ class ChangedKeys:
     def _decide(self) -> None:
         # A bundle that skips a key is found by the log alone: an earlier note may name a key that was left out since (--drop-earliest).
         by_log = stale_key(self._own, self._logged.signing_keys, self._instead)
-        why = by_log or given_up(self._own, self._noted)
+        why = by_log or given_up(self._own, self._noted, is_note=True)
         if why and not self._over.is_set():
-            self._why = why
+            self._why, self._hint = why, STALE_HINT if by_log else NOTE_HINT
             self._over.set()
             log.error("this broker ends: %s", why)
 
@@ -130,7 +131,7 @@ class ChangedKeys:
         except FelixError as error:
             self.unread = (
                 f"The metadata store has a note of the region's signing keys ({entry.key}) that is not believed here: {error.sentence} "
-                "The broker with the audit log puts the right one in its place; where that one is not believed, the keys of the log were changed, and this broker's folder is of before."
+                "The broker with the audit log puts the right one in its place, or takes it out where no key was changed; where that one is not believed, the keys of the log were changed, and this broker's folder is of before."
             )
             log.error("%s", self.unread)
         else:
@@ -165,7 +166,7 @@ class ChangedKeys:
     def _lacks_note(self) -> bool:
         told = self._to_note()
         if not told:
-            return False  # no key was changed
+            return self._entry is not None  # no key was changed: nothing is to stand there
         return self._note is None or self._note.keys != told
 
     async def _write(self, lacking: list[KeyLeaf]) -> None:
@@ -199,6 +200,9 @@ class ChangedKeys:
         self.log_soon()
 
     async def _put_note(self, told: LoggedKeys) -> None:
+        if not told:
+            await self._remove_note()
+            return
         note = SigningKeyNote.sign(self._own, told, self._log_key)
         revision = 0 if self._entry is None else self._entry.mod_revision
         try:
@@ -206,6 +210,17 @@ class ChangedKeys:
         except FelixError as error:
             if error.code not in (Code.ALREADY_EXISTS, Code.CONFLICT):
                 log.error("the metadata store did not take the note of the region's signing keys: %s", error)
+
+    async def _remove_note(self) -> None:
+        """What is no note of this region, as one of a region of the same name that was founded before it."""
+        if self._entry is None:
+            return
+        try:
+            await self._catalog.delete_signing_keys(self._entry.mod_revision)
+        except FelixError as error:
+            log.error(
+                "the metadata store did not let go of what is no note of the region's signing keys: %s", error
+            )
 
     async def close(self) -> None:
         """Leaves that are being written are given up; the next start writes them."""

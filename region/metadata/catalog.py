@@ -419,6 +419,11 @@ class Catalog:
         """Write what the audit log says of the region's policy and receipt keys; `revision` as in put_document. Answers the new revision."""
         return await self._put(self.keys.signing_keys(), note, revision)
 
+    async def delete_signing_keys(self, revision: int) -> bool:
+        """Take out what was written at this revision. False where something else stands there by now."""
+        key = self.keys.signing_keys()
+        return (await self.store.transact([ModRevision(key, revision)], [Delete(key)])).succeeded
+
     async def trusted(self) -> dict[str, bytes]:
         """Bundle by region."""
         return await self._opaque("trusted/")

@@ -27,9 +27,10 @@ from attacks.test_former_keys import (
     under,
 )
 from audit_log import EGRESS_ORIGIN, RECEIPT_KEY, STREAM, TIME_MS, Link, key, log_signer, region_bundle
-from signed_grants import paper_leaf, signed_grant
+from signed_grants import opened_policy, paper_leaf, policy_document, signed_grant, signing_key
 from slow_runs import only_slow
 
+import audit.spark.agreements as agreements
 import audit.spark.report as reports
 import audit.spark.verification as verification
 from audit.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ from audit.wal_disk import encode_append, segment_name
 from audit.witness_policy import WitnessPolicy
 from felix.errors import TamperError
 from keys.bundle import KeyEnd
-from policy.grant import Standing, StandingAction, sign_standing
+from policy.grant import Standing, StandingAction, sign_export, sign_standing
 from region.document_log import DocumentLog, _Logged
 
 WITNESS: Final = NoteSigner.from_key("witness.example", key(77), Algorithm.COSIGNATURE)
@@ -357,3 +358,66 @@ def test_nor_the_region_that_signs_again_what_its_log_has(tmp_path: Path, tally:
     logged = DocumentLog(cast(Any, trail), tmp_path / "none", _Logged.nothing(), 0, 0, cast(Any, None))
     assert counts_the_thief(logged.keys_of(ended(end()))), "of the honest log it counts"
     tally("logs written anew from which a region would sign again", 2 * len(WHAT))
+
+
+# -- documents that stand beside a log --------------------------------------------------------------------------
+
+
+def moved_to_canada() -> tuple[list[Leaf], dict[str, bytes]]:
+    """A crossing under us-east's second policy, which says that us-east lies in Canada, and is so long that it stands beside the log: leaves and files."""
+    link, signed = Link(), signed_grant()
+    policy = policy_document("us-east", revision=2, country="CA", more_streams=900)
+    leaf = paper_leaf(policy, signed)
+    assert not leaf.header.document
+    half = sign_export(signed.terms, opened_policy(policy), signing_key("us-east"), TIME_MS)
+    accepted = paper_leaf(half, signed, policy_version=2, policy_hash=opened_policy(policy).hash)
+    agreement, intents = link.agreement(), link.intent()
+    leaves = [*agreement, leaf, accepted, *intents, link.ack(intents)]
+    return leaves, {f"documents/{leaf.header.document_sha256.hex()}": policy.encode_file()}
+
+
+def test_no_proof_is_made_without_a_document_that_may_forbid_the_crossing(tally: Tally) -> None:
+    leaves, beside = moved_to_canada()
+    trusted = Trust.of(map(region_bundle, ("eu-west", "us-east")), [WITNESS.key])
+    prove(MemoryFiles(written(leaves).files | beside), trusted, STREAM, 0, 0)
+    with pytest.raises(TamperError, match="is not beside the log"):
+        prove(written(leaves), trusted, STREAM, 0, 0)
+    tally("proofs without a document beside the log", 1)
+
+
+@only_slow
+@pytest.mark.spark
+def test_no_report_is_made_of_documents_that_were_served_to_the_verification_alone(
+    spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tally: Tally
+) -> None:
+    """The register would name another country than the policy that let the records cross, and nothing would be wrong."""
+    leaves, beside = moved_to_canada()
+    trusted = Trust.of(map(region_bundle, ("eu-west", "us-east")), [WITNESS.key])
+    for name, data in (written(leaves).files | beside).items():
+        path = tmp_path / "log" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+    def run(out: str) -> reports.ReportResult:
+        return reports.run_report([tmp_path / "log"], tmp_path / out, trust=trusted, session=spark)
+
+    (row,) = run("honest").report.register.records()
+    assert (row["source_country"], row["source_jurisdiction"]) == ("CA", "CA")
+    really = agreements.open_files
+
+    class Withheld:
+        def __init__(self, path: str) -> None:
+            self.files = really(path)
+
+        def read(self, path: str) -> bytes | None:
+            return None if path.startswith("documents/") else self.files.read(path)
+
+    monkeypatch.setattr(agreements, "open_files", Withheld)
+    with pytest.raises(TamperError, match="does not as the register is made"):
+        run("withheld")
+    # Where the verification did not have it either, the report says so.
+    for name in beside:
+        (tmp_path / "log" / name).unlink()
+    found = run("lost").report.exceptions.records()
+    assert any("neither in the leaf nor beside" in str(row["sentence"]) for row in found)
+    tally("reports of documents that were served once", 2)

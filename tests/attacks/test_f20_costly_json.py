@@ -55,7 +55,7 @@ def test_a_record_of_too_many_values_is_refused_before_it_is_decoded(
 ) -> None:
     monkeypatch.setattr("policy.inspection.decode_json", not_to_be_decoded)
     monkeypatch.setattr("policy.transform.decode_json", not_to_be_decoded)
-    with pytest.raises(OutsideTermsError, match="more than 32768 values"):
+    with pytest.raises(OutsideTermsError, match="more than 16384 values"):
         inspection._check_payload(b"", COSTLY[what])
     # The source's half says the same, so an honest agent never sends one.
     assert isinstance(compile_transform(TransformSpec(), b"k" * 32, "scope")(COSTLY[what]), Withheld)

@@ -380,6 +380,9 @@ async def test_a_broker_without_a_copy_of_the_log_ends_once_its_keys_were_given_
             return b"" if entry is None else entry.value
 
         await home_of(region)
+        await asyncio.to_thread(etcd.ctl, "put", "/felix/1/us-east/signing_keys/of_log", "of a region before")
+        await until(lambda: note() != b"", "what is no note")
+        await until(lambda: note() == b"", "nothing, as no key was changed")
         before = kept("before")
         await region.stop()
         change_signing_keys(folder, region.config, now_ms())
@@ -397,8 +400,11 @@ async def test_a_broker_without_a_copy_of_the_log_ends_once_its_keys_were_given_
             fourth.services.governance.explain(StreamName.parse("acme/ops/a"), "us-east", "eu-west")
         await region.stop("b4")
         put_back(before)
-        with pytest.raises(RequestError, match="gave up the policy key"):
+        with pytest.raises(
+            RequestError, match=r"note in the metadata store.*gave up the policy key"
+        ) as refused:
             await region.start("b4")
+        assert "Where nobody changed these keys" in refused.value.hint
         put_back(after)
         await region.start("b4")
 

@@ -330,8 +330,12 @@ async def test_brokers_whose_folder_is_lost_or_older_keep_the_others_from_nothin
         await operator.create_stream("acme/ops/orders", replicas=3)
         await operator.stream("acme/ops/orders").publish(b"x")
     shutil.copytree(data / "b2", tmp_path / "older")
-    async with running(folder):
-        pass
+    await up()
+    parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
+    family = [parent, *parent.children(recursive=True)]
+    # All at once: whoever is stopped in order last would be the only one known to have all that is committed.
+    parent.kill()
+    assert not (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]
     # The machine comes back without one folder, and with a backup of another.
     shutil.rmtree(data / "b1")
     shutil.rmtree(data / "b2")

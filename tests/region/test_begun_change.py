@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from version_0_1 import EGRESS, US_EAST, lay_out
 
+from audit.checkpoint import Checkpoint
+from audit.note import parse_note
 from audit.origin import egress_origin, region_origin
 from audit.signer_disk import load_signers
+from audit.tile import bundle_path, encode_bundle, read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from audit.verify import verify_log
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, TamperError
 from keys.bundle import RegionBundle, decode_bundle
 from keys.key_file import save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
@@ -155,3 +159,91 @@ def test_a_log_is_not_opened_with_a_key_that_the_bundle_does_not_name(folder: Re
                 RegionTrust(bundle_of(folder)).earlier_keys(origin, keys)
             assert refused.value.code is Code.CONFIG_INVALID and "change-log-keys" in refused.value.hint
             aside.replace(path)
+
+
+def test_a_plan_whose_keys_are_lost_holds_up_what_signs_the_bundle_and_the_next_change_makes_others(
+    folder: RegionFolder,
+) -> None:
+    """secrets/ of a backup beside a folder of now: the log says already that the keys in it were given up."""
+    config = load_config(folder.config)
+    add_log_keys(folder, config, NOW - 1)
+    cut_off(folder, config, "_put_in_place")
+    plan = folder.bundle.with_name(f"new.{folder.bundle.name}")
+    lost = decode_bundle(plan.read_bytes()).bundle
+    for path in (folder.policy_key, folder.receipt_key):
+        path.with_name(f"new.{path.name}").unlink()
+    for what, write in WRITERS.items():
+        if what != "missing log keys":  # none is missing
+            with pytest.raises(RequestError, match="was cut off"):
+                write(folder, config)
+    with pytest.raises(RequestError) as refused:
+        change(folder, config, NOW + 10)
+    assert "put new.bundle.json in the place of bundle.json" in refused.value.hint
+    plan.replace(folder.bundle)
+    change(folder, config, NOW + 10)
+    own = bundle_of(folder)
+    assert [keys.policy_keys for keys in own.former][1:] == [lost.policy_keys] and len(own.former) == 2
+    for write in WRITERS.values():
+        write(folder, config)
+
+
+def test_a_change_that_was_cut_off_as_its_plan_was_removed_is_not_made_once_more(
+    folder: RegionFolder,
+) -> None:
+    config = load_config(folder.config)
+    change(folder, config, NOW)
+    plan = folder.bundle.with_name(f"new.{folder.bundle.name}")
+    plan.write_bytes(folder.bundle.read_bytes())
+    finished = change_signing_keys(folder, config, NOW + 10, say_again=True)
+    assert finished.signed.encode() == plan.with_name("bundle.json").read_bytes() and not plan.exists()
+    assert len(bundle_of(folder).former) == 1 and "those that were made then" in finished.left_out[0]
+    change(folder, config, NOW + 20)
+    assert len(bundle_of(folder).former) == 2
+
+
+def test_of_two_commands_that_change_the_bundle_at_once_the_second_is_refused(
+    folder: RegionFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it names would be lost as the first one puts its bundle in place."""
+    config, refused = load_config(folder.config), dict[str, RequestError]()
+    add_log_keys(folder, config, NOW - 1)
+
+    def meanwhile(*_: object) -> None:
+        for what, write in WRITERS.items():
+            with pytest.raises(RequestError, match="Another command changes") as found:
+                write(folder, config)
+            refused[what] = found.value
+
+    monkeypatch.setattr("region.signing_keys._require_whole", meanwhile)
+    change(folder, config, NOW)
+    assert refused.keys() == WRITERS.keys()
+    assert all(error.code is Code.CONFLICT for error in refused.values())
+    for write in WRITERS.values():
+        write(folder, config)
+
+
+def test_a_copy_whose_leaves_were_changed_says_nothing_of_the_keys(
+    folder: RegionFolder, tmp_path: Path
+) -> None:
+    """Who can write the copy, and has no key, takes out that the keys of this folder were given up."""
+    config = load_config(folder.config)
+    before = {path: path.read_bytes() for path in (folder.bundle, folder.policy_key, folder.receipt_key)}
+    change(folder, config, NOW)
+    copy = tmp_path / "copy"
+    shutil.copytree(folder.root.parent / US_EAST, copy)
+    files, held = Folder(copy), parse_checkpoint(copy)
+    leaves = [bytes(data) for _, data in read_entries(files, 0, held.size, held.size)]
+    hidden = [leaf for leaf in leaves if b"-key-" not in leaf]
+    assert len(hidden) < len(leaves) < 256
+    for path, data in before.items():
+        path.write_bytes(data)
+    with pytest.raises(RequestError, match="gave up the policy key"):
+        change_signing_keys(folder, config, NOW + 10, log=copy, say_again=True)
+    files.write(bundle_path(0, held.size), encode_bundle([*hidden, *hidden][: held.size]))
+    with pytest.raises(TamperError, match="are not those under its checkpoint"):
+        change_signing_keys(folder, config, NOW + 10, log=copy, say_again=True)
+    assert folder.bundle.read_bytes() == before[folder.bundle]
+
+
+def parse_checkpoint(log: Path) -> Checkpoint:
+    return Checkpoint.parse(parse_note(Folder(log).read("checkpoint") or b"").text)

@@ -15,6 +15,7 @@ from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
 from audit.origin import egress_origin, region_origin
 from audit.proof import check_proof, prove
+from audit.signer_disk import load_signers
 from audit.tile import COPIED_PATH, MemoryFiles, bundle_path, encode_bundle, read_entries, tile_path
 from audit.tile_disk import Folder
 from audit.trail import Trail
@@ -25,15 +26,17 @@ from audit.witness_sqlite import WitnessState, init_witness
 from cli.region import app
 from felix.errors import RequestError, TamperError
 from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
-from keys.key_file import load_ml_dsa_key, load_signing_key, save_signing_key
+from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region.bootstrap import add_log_keys
+from region.bootstrap import add_log_keys, issue_identity
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
 from region.log_keys import change_log_keys
 
 NOW = 1_900_000_000_000
+ISSUED = 1_796_000_000_000
+"""before the region's certificate authority expires"""
 
 
 class Home:
@@ -318,6 +321,69 @@ def test_a_bridges_log_is_changed_alone_and_proofs_of_before_hold(home: Home) ->
     assert "leaves" in shown.output
     missing = CliRunner().invoke(app, ["change-log-keys", "--region", "us-east", "--bridge", "elsewhere"])
     assert isinstance(missing.exception, RequestError) and "must be at hand" in str(missing.exception)
+
+
+@pytest.mark.parametrize("left", ["nothing", "the Ed25519 key", "the ML-DSA key", "others"])
+@pytest.mark.parametrize("whose", ["the region's", "a bridge's"])
+async def test_a_log_whose_keys_are_lost_goes_on_under_new_ones_from_its_last_checkpoint(
+    home: Home, whose: str, left: str
+) -> None:
+    """Nothing signs behind that but the new keys; and no command makes keys that nobody believes."""
+    bridge = BRIDGE_NAME if whose == "a bridge's" else ""
+    origin = egress_origin("us-east", home.config.mesh, bridge) if bridge else home.origin
+    log = home.root / (EGRESS if bridge else US_EAST)
+    paths = (
+        (home.folder.egress_key(bridge), home.folder.egress_ml_dsa_key(bridge))
+        if bridge
+        else (home.folder.audit_key, home.folder.audit_ml_dsa_key)
+    )
+    ed25519, ml_dsa = paths
+    held, named = home.bundle(), [key for key in home.bundle().audit_keys if key.name == origin]
+    with pytest.raises(RequestError, match="are here"):
+        change_log_keys(home.folder, home.config, NOW, bridge=bridge, lost_keys=True)
+    for path in paths:
+        if path is not {"the Ed25519 key": ed25519, "the ML-DSA key": ml_dsa}.get(left):
+            path.unlink()
+    if left == "others":
+        save_signing_key(SigningKey.generate(), ed25519)
+        save_ml_dsa_key(MlDsaKey.generate(), ml_dsa)
+    with pytest.raises(RequestError, match="that are not in") as refused:
+        change_log_keys(home.folder, home.config, NOW, bridge=bridge)
+    assert "--lost-keys" in refused.value.hint
+    if bridge:
+        with pytest.raises(RequestError, match="that are not in") as refused:
+            issue_identity(home.folder, home.config, "bridge", bridge, ISSUED)
+        assert "--lost-keys" in refused.value.hint
+    assert home.bundle() == held
+    size = checkpoint_size(log)
+
+    command = ["change-log-keys", "--region", "us-east", "--lost-keys"]
+    answer = CliRunner().invoke(app, [*command, "--bridge", bridge] if bridge else command)
+    assert answer.exit_code == 0, answer.output
+    of_log = [key for key in home.bundle().audit_keys if key.name == origin]
+    assert {key.to_size for key in of_log if key.public in {each.public for each in named}} == {size}
+    assert {key.from_size for key in of_log if key.to_size is None} == {size} and len(of_log) == 4
+    if bridge:
+        issue_identity(home.folder, home.config, "bridge", bridge, ISSUED)
+    own = RegionTrust(home.bundle())
+    signers = load_signers(origin, *paths)
+    earlier = own.earlier_keys(origin, (each.key for each in signers))
+    trail = Trail.open(log, signers[0], also=signers[1:], earlier=earlier)
+    if not bridge:
+        await trail.append([key_leaf()])
+    trail.publish()
+    trail.close()
+    added = [
+        decode_leaf(bytes(data)).header.action
+        for _, data in read_entries(Folder(log), 0, checkpoint_size(log), checkpoint_size(log))
+    ][size:]
+    assert added == ([] if bridge else ["rotated", "made"])
+    report = verify_log(Folder(log), home.trust(), cosignatures_min=0)
+    assert not report.findings
+
+
+def checkpoint_size(log: Path) -> int:
+    return int((log / "checkpoint").read_text().split("\n")[1])
 
 
 BRIDGE_NAME = "us-east-to-eu-west"

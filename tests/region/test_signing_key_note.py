@@ -163,3 +163,25 @@ async def test_what_a_change_gave_up_is_noted_in_the_store_beside_what_stands_th
     await catalog.put_signing_keys(forged.encode(), revision=entry.mod_revision)
     assert await note_given_up(catalog, third, key, 4)
     assert given_up(second, await noted()) and not given_up(third, await noted())
+
+
+async def test_a_note_of_a_change_that_the_bundle_is_of_before_is_said_and_stays(
+    folder: RegionFolder,
+) -> None:
+    """Of a second change from a folder of before the first; or of somebody who has the log's key."""
+    own, key = own_of(folder), load_signing_key(folder.audit_key)
+    catalog = Catalog(MemoryStore(), own.region)
+    assert await note_given_up(catalog, changed(own), key, 1)
+    entry = await catalog.store.get(catalog.keys.signing_keys())
+    with pytest.raises(RequestError, match="of before") as refused:
+        await note_given_up(catalog, changed(own), key, 2)
+    assert refused.value.hint and await catalog.store.get(catalog.keys.signing_keys()) == entry
+
+
+def test_nothing_of_another_regions_note_is_repeated(folder: RegionFolder) -> None:
+    """It is anybody's who can write the store, and of any length."""
+    own = own_of(folder)
+    note = SigningKeyNote(region="\x1b[2J" + "x" * 30_000, mesh="m", keys={})
+    with pytest.raises(RequestError, match="of another region") as refused:
+        decode_note(note.encode(), own)
+    assert len(refused.value.sentence) < 100
