@@ -247,11 +247,12 @@ class RogueAgent:
         return await self.receipt()
 
     async def refused(self, records: Sequence[Wild], **batch: object) -> FelixError:
-        """Send one envelope that must be refused, wait for the refusal, and open a new ingest stream."""
+        """Send one envelope that must be refused, wait for the refusal, and end this side of the ingest stream."""
         self.send(records, **batch)
         try:
             receipt = await self.receipt()
         except FelixError as error:
+            self.peer.send(b"", self.stream, end=True)
             return error
         raise AssertionError(f"it was taken: {receipt}")
 
