@@ -271,10 +271,11 @@ async def rogue_agent(
     *,
     bridge: str = BRIDGE,
     engine: str | None = None,
+    address: tuple[str, int] | None = None,
     **options: object,
 ) -> AsyncIterator[RogueAgent]:
-    """A session with a bridge's identity at the destination."""
+    """A session with a bridge's identity at the destination, or by way of another address."""
     identity = load_identity(mesh.us.identity(bridge))
-    address = mesh.nodes["eu-west"].address
+    address = address or mesh.nodes["eu-west"].address
     async with raw_peer(mesh.eu, address, identity=identity, engine=engine, region="eu-west") as peer:
         yield RogueAgent(mesh, peer, *grant, **options)  # type: ignore[arg-type]
