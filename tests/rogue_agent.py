@@ -247,11 +247,12 @@ class RogueAgent:
         return await self.receipt()
 
     async def refused(self, records: Sequence[Wild], **batch: object) -> FelixError:
-        """Send one envelope that must be refused, wait for the refusal, and open a new ingest stream."""
+        """Send one envelope that must be refused, wait for the refusal, and end this side of the ingest stream."""
         self.send(records, **batch)
         try:
             receipt = await self.receipt()
         except FelixError as error:
+            self.peer.send(b"", self.stream, end=True)
             return error
         raise AssertionError(f"it was taken: {receipt}")
 
@@ -270,10 +271,11 @@ async def rogue_agent(
     *,
     bridge: str = BRIDGE,
     engine: str | None = None,
+    address: tuple[str, int] | None = None,
     **options: object,
 ) -> AsyncIterator[RogueAgent]:
-    """A session with a bridge's identity at the destination."""
+    """A session with a bridge's identity at the destination, or by way of another address."""
     identity = load_identity(mesh.us.identity(bridge))
-    address = mesh.nodes["eu-west"].address
+    address = address or mesh.nodes["eu-west"].address
     async with raw_peer(mesh.eu, address, identity=identity, engine=engine, region="eu-west") as peer:
         yield RogueAgent(mesh, peer, *grant, **options)  # type: ignore[arg-type]

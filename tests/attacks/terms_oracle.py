@@ -30,6 +30,8 @@ class OracleTerms:
     trace: bool = False
     onward: bool = False
     opaque: bool = False
+    budget: int = 0
+    """bytes altogether; 0 is no limit"""
 
     @property
     def is_allowlist(self) -> bool:
@@ -174,6 +176,11 @@ def tombstones(terms: OracleTerms) -> bool:
 
 def lets_cross(terms: OracleTerms, sent: Sent) -> bool:
     return headers_ok(terms, sent.headers) and key_ok(terms, sent.key) and payload_ok(terms, sent)
+
+
+def fits(terms: OracleTerms, taken: int, envelope: int) -> bool:
+    """Whether an envelope of so many bytes of keys, headers and payloads is within the budget, after so many that were taken."""
+    return terms.budget == 0 or taken + envelope <= terms.budget
 
 
 def headers_ok(terms: OracleTerms, headers: Pairs) -> bool:

@@ -1,7 +1,7 @@
 """F7, the claim as a whole: a text stands where the table says, and nowhere else, in no form.
 
-Random canaries are put wherever a text can be put: record keys, headers and fields, documents' free text, requests that are
-refused. Then every byte of both regions' folders, of the agent's folder and of what was on the wire between the regions is looked at.
+Random canaries are put wherever a text can be put: record keys, headers and fields, behind compressed frames, documents' free text,
+requests that are refused. Then every byte of both regions' folders, of the agent's folder and of what was on the wire between the regions is looked at.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from bridge_mesh import ACCEPTED_BY, BRIDGE, POLICIES, STREAM, Mesh, flight, two
 from e2e.relay import Relay
 from e2e.scanner import Scanner
 from region_peer import encode_request, raw_peer
+from rogue_agent import Wild, granted, rogue_agent, wild_batch
 
 from audit.leaf import Kind
 from bridge.config import DestinationConfig
-from felix.errors import RequestError
-from felix.frames import FrameType
+from felix.errors import Code, RequestError
+from felix.frames import FrameType, encode_frame
 from felix.identity_file import load_identity
-from felix.messages import OpenIngest, OpenTransactions, PutDocument, encode_message
+from felix.messages import OpenIngest, OpenPublisher, OpenTransactions, PutDocument, encode_message
 from felix.runtime.real import now_ms
 from felix.transaction_messages import Fence
 from policy.approval import sign_approval
@@ -41,6 +42,7 @@ from policy.transform import build_spec
 
 Tally = Callable[[str, int], None]
 ENGINES = ("qh3", "aioquic")
+TAILS = "acme/ops/tails"
 
 US, EGRESS, EU = "us-east's documents", "the egress log", "eu-west's documents"
 """A region's documents: its audit log, its metadata store, and the broker's copies beside it."""
@@ -51,6 +53,8 @@ MAY_STAND: dict[str, frozenset[str]] = {
     "field that is dropped": frozenset(),
     "field that crosses": frozenset(),
     "record of a stream without a grant": frozenset(),
+    "tail of a compressed frame that was published": frozenset(),
+    "tail of a compressed frame that a bridge sent": frozenset(),
     "purpose of the grant": BOTH,
     "comment of an approval": BOTH,
     "reason of a pause": BOTH,
@@ -101,6 +105,8 @@ async def test_every_canary_stands_where_the_table_says(tmp_path: Path, engine: 
         destination = DestinationConfig(region="eu-west", addresses=(f"127.0.0.1:{relay.port}",))
         async with mesh.agent(destinations=(destination,), engine=engine) as agent:
             await mesh.crossed(30)
+            await _behind_frames(mesh, relay.port, engine, words)
+            await until(lambda: any(link.position == 31 for link in agent.links()), "the batch that stays")
             await _refused(mesh, relay.port, engine, words, text)
             await _pause(mesh, grant, text)
             pauses = lambda: [  # noqa: E731
@@ -109,12 +115,15 @@ async def test_every_canary_stands_where_the_table_says(tmp_path: Path, engine: 
                 if view.paused_by
             ]
             await until(pauses, "the pause at the destination")
-            await until(lambda: agent.links()[0].state == "paused", "the pause at the link")
+            await until(
+                lambda: any(link.state == "paused" for link in agent.links()), "the pause at the link"
+            )
         datagrams = list(relay.datagrams)
         for region in ("us-east", "eu-west"):
             await mesh.stop(region)
         assert mesh.verify_egress().ok
         assert mesh.verify_ingress().ok
+        assert [leaf.first_offset for leaf in mesh.headers(mesh.egress_folder, Kind.WITHHELD)] == [30]
         _scan(mesh, words, datagrams, tally)
 
 
@@ -163,6 +172,26 @@ async def _pause(mesh: Mesh, grant: str, text: dict[str, str]) -> None:
         by=text["author of a pause"], reason=text["reason of a pause"],
     )  # fmt: skip
     await mesh.put("us-east", "standing", sign_standing(standing, mesh.key("us-east")))
+
+
+async def _behind_frames(mesh: Mesh, port: int, engine: str, words: dict[str, bytes]) -> None:
+    """Bytes that no reader decodes, in a batch of a producer of us-east and in an envelope of its bridge."""
+    tail = words["tail of a compressed frame that was published"]
+    batch = wild_batch([Wild(flight(30), headers=())], compress=True, behind=tail)
+    async with raw_peer(mesh.us, mesh.nodes["us-east"].address, engine=engine) as peer:
+        stream = peer.open_stream()
+        await peer.ask(OpenPublisher(STREAM), 1, stream)
+        peer.send(encode_frame(FrameType.BATCH, batch, 2), stream)
+        await until(lambda: peer.of(FrameType.APPENDED) or peer.errors(2), "the batch's end")
+    grant = await granted(mesh, stream=TAILS)
+    tail = words["tail of a compressed frame that a bridge sent"]
+    async with rogue_agent(
+        mesh, grant, stream=TAILS, engine=engine, address=("127.0.0.1", port), incarnation=b"t" * 16
+    ) as rogue:
+        await rogue.open()
+        assert (await rogue.refused([Wild(b"{}")], compress=True, behind=tail)).code is Code.BATCH_MALFORMED
+        await rogue.open()
+        await rogue.cross([Wild(b"{}")], compress=True)
 
 
 async def _refused(mesh: Mesh, port: int, engine: str, words: dict[str, bytes], text: dict[str, str]) -> None:

@@ -25,6 +25,7 @@ from felix.messages import LinkState, RotateKeys
 from felix.names import StreamName
 from felix.runtime.real import now_ms
 from felix.settings import Durability
+from felix.transport.port import ENGINE_NAMES
 from policy.grant import Standing, StandingAction, sign_standing
 from policy.truncation import Truncation
 from region.log.shard import ShardLog
@@ -330,11 +331,16 @@ def cut_power(shard: ShardLog) -> None:
     os.truncate(segment.path, synced)
 
 
-async def test_a_history_that_was_cut_is_refused_by_the_destination_alone(mesh: Mesh, tally: Tally) -> None:
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
+async def test_a_history_that_was_cut_is_refused_by_the_destination_alone(
+    mesh: Mesh, engine: str, tally: Tally
+) -> None:
     """An agent that does not look, or hides what it saw."""
+    await mesh.stop("eu-west")
+    await mesh.start("eu-west", engine=engine)
     grant = await granted(mesh)
     tried = 0
-    async with rogue_agent(mesh, grant, epoch=7) as agent:
+    async with rogue_agent(mesh, grant, engine=engine, epoch=7) as agent:
         await agent.open(statement=mesh.statement(epochs=(Epoch(7, 0),)))
         agent.send([Wild(b"{}")] * 10)
         await agent.receipt()
@@ -345,17 +351,17 @@ async def test_a_history_that_was_cut_is_refused_by_the_destination_alone(mesh: 
         "a history that forgot": (Epoch(9, 10),),
     }
     for epochs in histories.values():
-        async with rogue_agent(mesh, grant, epoch=9) as agent:
+        async with rogue_agent(mesh, grant, engine=engine, epoch=9) as agent:
             with pytest.raises(CorruptionError) as refused:
                 await agent.open(statement=mesh.statement(epochs=epochs))
             assert refused.value.code is Code.TRUNCATED
             tried += 1
-    async with rogue_agent(mesh, grant, epoch=7) as agent:
+    async with rogue_agent(mesh, grant, engine=engine, epoch=7) as agent:
         with pytest.raises(CorruptionError) as refused:
             await agent.open(statement=mesh.statement(epochs=(Epoch(7, 0),), log_end=9))
         assert refused.value.code is Code.TRUNCATED
         tried += 1
-    async with rogue_agent(mesh, grant, epoch=9) as agent:
+    async with rogue_agent(mesh, grant, engine=engine, epoch=9) as agent:
         opened = await agent.open(statement=mesh.statement(epochs=(Epoch(7, 0), Epoch(9, 10))))
         assert opened.position == 10
     tally("histories that were cut", tried)

@@ -16,6 +16,7 @@ from audit.verify import TAKEN_LATE
 from felix.errors import Code, FelixError
 from felix.frames import FrameType
 from felix.names import StreamName
+from felix.transport.port import ENGINE_NAMES
 from policy.grant import StandingAction
 from region.governance.leaves import DRAIN_MS
 from region.ingest import IngestStream
@@ -77,14 +78,17 @@ def order(mesh: Mesh, grant: str) -> tuple[list[Header], list[Header], Header]:
     return headers[:at], headers[at + 1 :], headers[at]
 
 
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
 async def test_what_is_on_its_way_ends_before_the_leaf_of_the_revocation(
-    mesh: Mesh, monkeypatch: pytest.MonkeyPatch, tally: Tally, attack_scale: int
+    mesh: Mesh, engine: str, monkeypatch: pytest.MonkeyPatch, tally: Tally, attack_scale: int
 ) -> None:
+    await mesh.stop("eu-west")
+    await mesh.start("eu-west", engine=engine)
     grants: list[str] = []
     for run in range(RUNS * attack_scale):
         grant = await granted(mesh, purpose=f"run {run}")
         grants.append(grant[0])
-        async with rogue_agent(mesh, grant) as rogue:
+        async with rogue_agent(mesh, grant, engine=engine) as rogue:
             await rogue.open()
             if not run:
                 slow(mesh, monkeypatch)

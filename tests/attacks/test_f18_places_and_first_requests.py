@@ -95,9 +95,13 @@ async def test_requests_that_are_not_whole_are_charged(
     tally("requests that never became whole", sessions * (streams if kind != "control stream" else 1))
 
 
-async def test_answers_that_nobody_reads_are_few_without_a_right(mesh: Mesh, tally: Tally) -> None:
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
+async def test_answers_that_nobody_reads_are_few_without_a_right(
+    mesh: Mesh, engine: str, tally: Tally
+) -> None:
     """Large documents are put by its own region; a bridge without a grant lists them over and over, and takes nothing."""
-    node = mesh.nodes["eu-west"]
+    await mesh.stop("eu-west")
+    node = await mesh.start("eu-west", engine=engine)
     asked, answer = 60, DocumentPage({str(number): bytes(200_000) for number in range(1)})
 
     async def pages(*_: object) -> DocumentPage:
@@ -105,7 +109,7 @@ async def test_answers_that_nobody_reads_are_few_without_a_right(mesh: Mesh, tal
 
     node.services.requests.answer = pages  # type: ignore[method-assign, assignment]
     identity = load_identity(mesh.us.identity(BRIDGE))
-    async with raw_peer(mesh.eu, node.address, identity=identity, region="eu-west") as peer:
+    async with raw_peer(mesh.eu, node.address, identity=identity, engine=engine, region="eu-west") as peer:
         assert peer.established is not None
         assert peer.established.welcome.limits.requests_max == RIGHTLESS_REQUESTS_MAX
         (session,) = (each for each in node.broker.sessions if each.identity == identity.spiffe_id)
@@ -121,8 +125,12 @@ async def test_answers_that_nobody_reads_are_few_without_a_right(mesh: Mesh, tal
     tally("answers that nobody reads", asked)
 
 
-async def test_a_foreign_bridge_takes_few_places_and_a_quota_counts_for_it(mesh: Mesh, tally: Tally) -> None:
-    node = mesh.nodes["eu-west"]
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
+async def test_a_foreign_bridge_takes_few_places_and_a_quota_counts_for_it(
+    mesh: Mesh, engine: str, tally: Tally
+) -> None:
+    await mesh.stop("eu-west")
+    node = await mesh.start("eu-west", engine=engine)
     node.broker.config = replace_limits(node.broker.config, sessions=6)
     identity = load_identity(mesh.us.identity(BRIDGE))
     tried = 12
@@ -136,7 +144,7 @@ async def test_a_foreign_bridge_takes_few_places_and_a_quota_counts_for_it(mesh:
         for _ in range(tried):
             try:
                 await stack.enter_async_context(
-                    raw_peer(mesh.eu, node.address, identity=identity, region="eu-west")
+                    raw_peer(mesh.eu, node.address, identity=identity, engine=engine, region="eu-west")
                 )
                 found += 1
             except UnavailableError as error:

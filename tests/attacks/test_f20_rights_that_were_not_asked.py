@@ -17,6 +17,7 @@ from felix.frames import FrameType
 from felix.identity_file import load_identity
 from felix.messages import OpenIngest, ReportLinks
 from felix.names import StreamName
+from felix.transport.port import ENGINE_NAMES
 from keys.key_id import KeyKind, new_key_id
 from keys.transfer import TransferKey, TransferScope, seal_transfer_key
 from region.folder import RegionFolder
@@ -98,10 +99,13 @@ async def test_dead_letters_stop_once_their_maker_may_not_publish(
     tally("dead letters of a maker without the right", 20)
 
 
+@pytest.mark.parametrize("engine", ENGINE_NAMES)
 async def test_streams_that_end_in_order_or_are_reset_give_their_places_back(
-    mesh: Mesh, tally: Tally
+    mesh: Mesh, engine: str, tally: Tally
 ) -> None:
     """More ingest streams one after the other than a session may have at once: each is ended on both sides."""
+    await mesh.stop("eu-west")
+    await mesh.start("eu-west", engine=engine)
     await mesh.create()
     body, export, accepted = mesh.sign_grant()
     await mesh.agree("eu-west", body, export, accepted)
@@ -114,7 +118,7 @@ async def test_streams_that_end_in_order_or_are_reset_give_their_places_back(
     target = mesh.nodes["eu-west"]
     count = 250
     identity = load_identity(mesh.us.identity(BRIDGE))
-    async with raw_peer(mesh.eu, target.address, identity=identity, region="eu-west") as peer:
+    async with raw_peer(mesh.eu, target.address, identity=identity, engine=engine, region="eu-west") as peer:
         sealed = seal_transfer_key(key, mesh.bundle("eu-west").hybrid_import_key(), identity)
         request = OpenIngest(
             body.grant,

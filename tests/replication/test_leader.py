@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from replication.shard import Shard, frames, members, record, sent, swaps
 
@@ -121,7 +123,8 @@ def test_a_leader_serves_once_all_that_it_held_is_committed() -> None:
     shard.place("c", 3, starts=((1, 0),))
     shard.ack("b", 5)
     shard.ack("c", 3)
-    assert shard.leader.phase is Phase.PREPARING
+    phase = shard.leader.phase
+    assert phase is Phase.PREPARING
     assert not shard.leader.may_append()
     shard.ack("c", 5)
     assert shard.leader.phase is Phase.SERVING
@@ -688,7 +691,7 @@ def test_nor_does_it_yield_to_members_that_are_not_alive_or_were_started_again()
     assert shard.tell(YieldAsked("drain")).deposed
 
 
-def answering_early(isr: str = "a1 b1 c1", **more: object) -> Shard:
+def answering_early(isr: str = "a1 b1 c1", **more: Any) -> Shard:
     """a leads with `acks: leader`, all others live, and b and c are placed, as far as they are in sync; three groups are durable here alone."""
     shard = Shard("a")
     shard.replica.answers_early = True
