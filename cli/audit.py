@@ -375,7 +375,11 @@ def remembered_here(origin: str) -> list[bytes]:
     """The checkpoints of a log that this machine's regions have cosigned: a log that is shorter was rolled back."""
     notes = []
     for region in known_regions():
-        folder, config = folder_of(region)
+        try:
+            folder, config = folder_of(region)
+        except FelixError as error:
+            note(f"What {region} has cosigned is not asked: {error.sentence}")
+            continue
         for path in (folder.root / data / "witness" for data in config.data_folders):
             last = DiskWitnessStore(path).last(origin) if path.is_dir() else None
             notes += [last] if last is not None else []

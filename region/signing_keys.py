@@ -135,8 +135,7 @@ def change_signing_keys(
     roles = [role for role in ROLES if role in set(roles)]
     chosen = roles
     if has_begun(folder, bundle) or is_in_place(folder):
-        finished = _put_in_place(folder, decode_bundle(folder.bundle.read_bytes()))
-        return finished._replace(left_out=(_FINISHED,))
+        return _finish(folder, decode_bundle(folder.bundle.read_bytes()), roles)
     assert chosen, "at least one key is changed"
     given = [_given(folder, bundle, note) for note in checkpoints]
     without, instead = set(without), keys_made_instead(folder)
@@ -160,7 +159,7 @@ def change_signing_keys(
             and _is_last(planned.bundle, bundle, logged)
         ):
             _record(own, planned.bundle, logged, now_ms, instead)
-            return _put_in_place(folder, planned)._replace(left_out=(_FINISHED,))
+            return _finish(folder, planned, roles)
         if stale and not lost_bundle:
             plan = written(folder)
             is_here = plan is not None and not stale_key(plan.bundle, logged, instead)
@@ -385,6 +384,19 @@ def _is_last(planned: RegionBundle, before: RegionBundle, logged: LoggedKeys) ->
         key_id_of(public) for keys in before.former for public in (*keys.policy_keys, *keys.receipt_keys)
     }
     return all(not each.key_id or each.key_id in known for each in logged.values())
+
+
+def _finish(folder: RegionFolder, signed: SignedBundle, roles: Iterable[Role]) -> ChangedSigningKeys:
+    """Put a change that was cut off in place. Raises RequestError(CONFLICT), once that is done, where keys of other `roles` are to be changed, too."""
+    finished, last = _put_in_place(folder, signed), signed.bundle.former[-1]
+    done = [role for role in ROLES if (last.policy_keys if role == "policy" else last.receipt_keys)]
+    if others := [role for role in roles if role not in done]:
+        raise RequestError(
+            f"A change of the {' and the '.join(done)} key of {signed.bundle.region} that was cut off is finished. The {' and the '.join(others)} key is still that of before.",
+            code=Code.CONFLICT,
+            hint="Run this again, which changes it.",
+        )
+    return finished._replace(left_out=(_FINISHED,))
 
 
 def _put_in_place(folder: RegionFolder, signed: SignedBundle) -> ChangedSigningKeys:

@@ -201,6 +201,23 @@ def test_a_change_that_was_cut_off_as_its_plan_was_removed_is_not_made_once_more
     assert len(bundle_of(folder).former) == 2
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_a_key_that_a_change_that_was_cut_off_was_not_about_is_not_said_to_be_changed(
+    folder: RegionFolder, step: str
+) -> None:
+    config, before = load_config(folder.config), bundle_of(folder)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(f"region.signing_keys.{step}", lambda *_: 1 / 0)
+        change_signing_keys(folder, config, NOW, ["receipt"], say_again=True)
+    if step != "_record":  # nothing was told yet, and the change begins anew
+        with pytest.raises(RequestError, match="The policy key is still that of before") as refused:
+            change(folder, config, NOW + 10)
+        assert refused.value.code is Code.CONFLICT and bundle_of(folder).policy_keys == before.policy_keys
+        assert bundle_of(folder).receipt_keys != before.receipt_keys
+    change(folder, config, NOW + 20)
+    assert bundle_of(folder).policy_keys != before.policy_keys
+
+
 def test_of_two_commands_that_change_the_bundle_at_once_the_second_is_refused(
     folder: RegionFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,28 @@
+"""What this machine's regions have cosigned of a log is asked of each of them, whatever is wrong with another one's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from region_home import make_region
+
+from audit.witness import DiskWitnessStore
+from cli.audit import remembered_here
+
+
+def test_a_region_whose_configuration_is_broken_keeps_no_other_from_being_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    broken, whole = make_region(tmp_path, "ap-south"), make_region(tmp_path, "us-east")
+    store = DiskWitnessStore(whole.root / "data" / "witness")
+    note = b"eu-west.acme\n7\nAAAA\n\n"
+    monkeypatch.setattr(
+        DiskWitnessStore, "last", lambda self, origin: note if origin == "eu-west.acme" else None
+    )
+    (whole.root / "data" / "witness").mkdir(parents=True)
+    assert store.last("eu-west.acme") == note
+    broken.config.write_text("region: [")
+    assert remembered_here("eu-west.acme") == [note] and remembered_here("another") == []
+    assert "What ap-south has cosigned is not asked" in capsys.readouterr().err
