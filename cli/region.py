@@ -728,10 +728,13 @@ def add_log_keys_(region: RegionOption = "") -> None:
     out.print(
         f"They sign from the next start of the broker of {config.region} and of its bridges' agents on."
     )
-    out.print(
-        "Have each region that trusts this one take the file, and read its operator the fingerprint:\n"
-        f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
-    )
+    out.print("Have each region that trusts this one take the file, and read its operator the fingerprint:")
+    _print_trust(folder, fingerprint)
+
+
+def _print_trust(folder: RegionFolder, fingerprint: str) -> None:
+    """The command of each region that is to take the bundle."""
+    out.print(f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"')
 
 
 @app.command("change-log-keys")
@@ -766,9 +769,9 @@ def change_log_keys_(
         f"the whole bundle's fingerprint is {fingerprint}"
     )
     out.print(
-        "Until another region has taken the file, it cosigns nothing of this log. Read its operator the fingerprint:\n"
-        f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
+        "Until another region has taken the file, it cosigns nothing of this log. Read its operator the fingerprint:"
     )
+    _print_trust(folder, fingerprint)
     for key in RegionTrust(changed.signed.bundle).log_keys(changed.origin):
         if key.to_size is None:
             note(f"For outside witnesses (felix witness add-log --in-place) and policy files: {key}")
@@ -788,9 +791,9 @@ def change_witness_key_(region: RegionOption = "") -> None:
     fingerprint = signed.bundle.fingerprint()
     out.print(f"{folder.bundle} names the new witness keys; its fingerprint is {fingerprint}")
     out.print(
-        f"Start the brokers of {config.region} and its bridges' agents again. Until another region has taken the file, what this one cosigns does not count there. Read its operator the "
-        f'fingerprint:\n  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
+        f"Start the brokers of {config.region} and its bridges' agents again. Until another region has taken the file, what this one cosigns does not count there. Read its operator the fingerprint:"
     )
+    _print_trust(folder, fingerprint)
     for key in RegionTrust(signed.bundle).witnesses:
         note(f"For policy files that list this region's witness: {key}")
 
@@ -929,9 +932,9 @@ def change_signing_keys_(
     fingerprint = changed.signed.bundle.fingerprint()
     out.print(f"{folder.bundle} says so; its fingerprint is {fingerprint}")
     out.print(
-        "Until another region has taken the file, it takes nothing that this one signs. Read its operator the fingerprint:\n"
-        f'  felix region trust {folder.bundle} --region OTHER --fingerprint "{fingerprint}"'
+        "Until another region has taken the file, it takes nothing that this one signs. Read its operator the fingerprint:"
     )
+    _print_trust(folder, fingerprint)
     if folder.lost_bundle.exists() and not raise_ends:
         note(
             f"{folder.lost_bundle} says that these keys take the place of whichever the log names: copy it with bundle.json and secrets/ to the region's other machines, "

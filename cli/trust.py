@@ -534,7 +534,8 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
         )
     if changed:
         note(changed.strip())
-    out.print(f"The bundle of {new.region} has the fingerprint\n  {found}")
+    out.print(f"The bundle of {new.region} has the fingerprint")
+    out.print(f"  {found}")
     if not typer.confirm(f"Does the operator of {new.region} read you the same?", err=True):
         raise RequestError(f"{new.region} is not trusted.", hint="Get the bundle again from its operator.")
     return True

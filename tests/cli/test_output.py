@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import sys
@@ -270,3 +271,18 @@ def test_values_become_objects_with_every_field() -> None:
     assert data_value(b"caf\xc3\xa9") == "café"
     assert payload_value(b"123") == {"encoding": "json", "value": 123}
     assert payload_value(b"{x") == {"encoding": "text", "value": "{x"}
+
+
+def test_no_command_prints_two_lines_as_one_sentence() -> None:
+    """A string that is printed is one line: a line break in it is shown as a backslash and an n."""
+    found, looked = list[str](), 0
+    for path in sorted((Path(__file__).parents[2] / "cli").rglob("*.py")):
+        for call in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(call, ast.Call):
+                continue
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            if name in ("print", "note", "styled"):
+                looked += 1
+                texts = (each.value for each in ast.walk(call) if isinstance(each, ast.Constant))
+                found += [f"{path}:{call.lineno}" for text in texts if isinstance(text, str) and "\n" in text]
+    assert looked > 200 and not found, found
