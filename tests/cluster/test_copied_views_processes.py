@@ -1,6 +1,7 @@
 """A queue with its dead letters, a durable subscription and a cache, each on three brokers that are processes: their leader is killed and stays
 away, or stands still for longer than its lease, under load. What somebody was told stands: a job that is recorded as done is done once,
-what was acknowledged does not come again, what was given up is among the dead letters once, and the cache holds what it confirmed.
+what was acknowledged does not come again, what was given up is among the dead letters once, and the cache holds what it confirmed: each of its keys is
+one linearizable register to whoever gets it and swaps what was found.
 
 FELIX_FAULT_ROUNDS (`make faults ROUNDS=n`): how often each of these happens.
 """
@@ -14,6 +15,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from cluster.cache_history import CacheHistory, contend, get
 from cluster.members import Members, serving
 from cluster.view_load import consume, put, work
 from etcd_process import EtcdProcess, etcd_of_each_test
@@ -34,6 +36,8 @@ LEASE_S = 2
 ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
 JOBS = 120
 """Put in each round; as many records are published."""
+KEYS = ("first", "second", "third")
+"""That clients contend for."""
 BROKEN_EACH = 12
 """Every so many jobs, one is given up."""
 
@@ -59,6 +63,7 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
     again: list[bytes] = []
     lost: list[str] = []
     confirmed: dict[str, int] = {}
+    history = CacheHistory()
     rounds = 2 * ROUNDS
     jobs = [[b"%d/%d" % (turn, number) for number in range(JOBS)] for turn in range(rounds + 1)]
     broken = frozenset(job for turn in jobs for job in turn[::BROKEN_EACH])
@@ -78,6 +83,10 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
                 work(region, QUEUE, recorded, unsure, broken),
                 work(other, QUEUE, recorded, unsure, broken),
                 consume(other.stream(STREAM), acknowledged, again, lost),
+                *(
+                    contend(each.cache(CACHE), name, KEYS, history)
+                    for name, each in (("a", region), ("b", other), ("c", other))
+                ),
                 put(other.cache(CACHE), confirmed),
             )
         ]
@@ -94,12 +103,14 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
                 await fault(members, leader)
                 await asyncio.gather(putting, publishing)
                 done, read, held = len(recorded), len(acknowledged), sum(confirmed.values())
+                stored = history.stored
                 await asyncio.gather(
                     queue.put_many([b"more %d" % turn]), orders.publish_many([b"more %d" % turn])
                 )
                 await until(lambda done=done: len(recorded) > done)  # type: ignore[misc]
                 await until(lambda read=read: len(acknowledged) > read)  # type: ignore[misc]
                 await until(lambda held=held: sum(confirmed.values()) > held)  # type: ignore[misc]
+                await until(lambda stored=stored: history.stored > stored)  # type: ignore[misc]
                 if leader not in members.running:
                     await members.start(leader)
                 await until(lambda: members.is_well(QUEUE, DEAD, STREAM, CACHE))
@@ -127,6 +138,10 @@ async def test_what_a_view_has_told_outlives_every_leader(tmp_path: Path, etcd: 
             for task in busy:
                 task.cancel()
             await asyncio.wait(busy)
+        for key in KEYS:
+            await get(region.cache(CACHE), key, history)
+        history.check()
+        print(f"{history.stored} of {len(history.swaps)} swaps were stored, {len(history.got)} gets")
         dead = await letters(region, len(broken))
     assert [payload for payload, times in recorded.items() if times > 1] == []
     everything = (rounds + 1) * JOBS + rounds
