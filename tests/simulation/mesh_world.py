@@ -43,6 +43,7 @@ from keys.file_provider import FileKeyProvider
 from keys.keyring import Keyring
 from keys.store import KeyStore, MemoryKeyStore
 from policy.grant import StandingAction
+from region.budget import Budget
 from region.config import load_config
 from region.folder import RegionFolder
 from region.metadata.memory import MemoryStore
@@ -142,7 +143,10 @@ class RegionHost(Host):
         self.store = OutlivingStore(runtime=self.runtime)
         self.keys = list(key_entries(region))
         self.keep_folder(folder_of(region).root)
-        self.node: Node
+        self.node: Node | None = None
+
+    def budgets(self) -> Iterable[Budget]:
+        return self.node.broker.budgets.all() if self.node is not None else ()
 
     async def serve(self) -> None:
         folder, files = folder_of(self.region), self.mount()

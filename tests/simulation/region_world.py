@@ -6,6 +6,7 @@ The broker is the real one: sessions, streams, logs, recovery, queues, caches, s
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from simulation.clients import CLIENT, STREAMS, Balances, Billing, Invoices, Orders, RegionUser
 from simulation.script import Script
-from simulation.world import START_MS, Client, Host, World
+from simulation.world import START_MS, Client, Host, InvariantError, World
 
 from felix.address import Address
 from felix.batch import Batch
@@ -30,7 +31,7 @@ from felix.transport.memory import MemoryEngine
 from felix.transport.port import ServerTls, TransportLimits
 from keys.authority import RegionAuthority, create_authority
 from region.broker import Broker
-from region.budget import Budgets
+from region.budget import Budget, Budgets
 from region.cache import watch
 from region.cache.service import CacheService
 from region.config import RegionConfig
@@ -51,6 +52,10 @@ HOST: Final = "broker"
 PORT: Final = 7443
 SERVER_NAME: Final = "b1.us-east.acme"
 FOLDER: Final = Path("/streams")
+REST_S: Final = 1.0
+"""After which a broker knows that clients are gone."""
+STATE: Final = frozenset({"cache", "ring"})
+"""Budgets of what is there without anybody asking for it."""
 
 
 @cache
@@ -105,6 +110,10 @@ class BrokerHost(Host):
         self.store = MemoryStore(runtime=self.runtime)
         self.names = sorted({kind.stream for kind in world.joining if issubclass(kind, RegionUser)})
         """Of the streams that are used: each costs its part of every start."""
+        self.broker: Broker | None = None
+
+    def budgets(self) -> Iterable[Budget]:
+        return self.broker.budgets.all() if self.broker is not None else ()
 
     async def serve(self) -> None:
         budgets = Budgets()
@@ -194,3 +203,13 @@ class RegionWorld(World):
             identity=identity("operator", "operator"),
             server_name=SERVER_NAME,
         )
+
+    # -- what must hold --------------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        """And what clients' calls took of the broker's buffers is given back once they are gone."""
+        await super().check()
+        await asyncio.sleep(REST_S)
+        for budget in self.hosts[HOST].budgets():
+            if budget.used_bytes and budget.name not in STATE:
+                raise InvariantError(f"{budget.used_bytes} bytes of {budget.name} were never given back")

@@ -24,6 +24,7 @@ from felix.storage.memory import MemoryFiles
 from keys.envelope import BatchSealer
 from policy.grant import GrantBook, Standing, StandingAction
 from region import stated_link
+from region.budget import Budget
 from region.cache.state import CacheState
 from region.gather import Done, ignore
 from region.log import recovery
@@ -145,6 +146,9 @@ TWINS: Final = (
         1247,
         RegionWorld,
         patched(CacheState, "repeated", lambda *_: None),
+    ),
+    Twin(
+        "what a call took of a buffer is given back", 0, RegionWorld, patched(Budget, "give", lambda *_: None)
     ),
     Twin(
         "an INTENT is durable before its envelope is sent",

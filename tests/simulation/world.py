@@ -28,6 +28,7 @@ from felix.errors import FelixError
 from felix.runtime.simulated import WORK_S_MAX, SimulatedClock, SimulatedLoop, simulated
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.transport.memory import MemoryNetwork, Path
+from region.budget import Budget
 
 START_MS: Final = 1_800_000_000_000
 FAULTS_MAX: Final = 5
@@ -122,8 +123,21 @@ class Host:
         """Start after so long."""
         self.world.loop.call_later(after_s, self.boot, context=Context())
 
+    def budgets(self) -> Iterable[Budget]:
+        """What the process that runs bounds its buffers by."""
+        return ()
+
+    def check_limits(self) -> None:
+        """No buffer holds more than it may. Raises InvariantError."""
+        for budget in self.budgets():
+            if not 0 <= budget.used_bytes <= budget.limit_bytes:
+                raise InvariantError(
+                    f"{self.name} holds {budget.used_bytes} of {budget.limit_bytes} bytes of {budget.name}"
+                )
+
     def crash(self, *, power: bool) -> None:
         """The process ends at this moment, perhaps with its machine."""
+        self.check_limits()
         self.world.note(f"{self.name} loses its {'power' if power else 'process'}")
         self._runs = False
         self._up.clear()
@@ -286,6 +300,8 @@ class World:
                 raise InvariantError(f"{client.name} is not served after a start") from None
             except FelixError as error:
                 raise InvariantError(f"{client.name} is not served after a start: {error}") from error
+        for host in self.hosts.values():
+            host.check_limits()
 
     # -- faults ----------------------------------------------------------------------------------------
 
