@@ -12,11 +12,13 @@ from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
 import felix
+from felix.batch import decode_header
 from felix.errors import RequestError
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
 pytestmark = pytest.mark.etcd
+LEASE_MS = 2_000
 
 
 async def of_kind(
@@ -203,7 +205,7 @@ async def test_a_stream_that_another_broker_leads_is_not_named_for_dead_letters(
 async def test_without_its_lease_a_leader_answers_for_no_view_and_goes_on_once_the_store_is_back(
     tmp_path: Path, etcd: EtcdProcess
 ) -> None:
-    async with serving(tmp_path, etcd, lease_ms=2_000) as region, region.client("b1") as client:
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region, region.client("b1") as client:
         jobs = client.queue(await of_kind(region, client, "queue", "b2"))
         cache = client.cache(await of_kind(region, client, "cache", "b2"))
         stream = client.stream(await of_kind(region, client, "stream", "b2"))
@@ -235,3 +237,34 @@ async def test_without_its_lease_a_leader_answers_for_no_view_and_goes_on_once_t
             assert left.leased + left.ready == 1
             if not is_settled:  # there was an election: it comes again
                 assert bytes((await anext(consumer)).payload) == b"x"
+
+
+async def test_what_a_leader_writes_under_a_new_lease_is_sealed_under_a_key_of_its_own(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """R18: a machine that was stopped may have been resumed twice, from one image of its memory."""
+
+    async def sealed() -> list[tuple[int, bytes]]:
+        """Epoch and key of each batch."""
+        hosted = region.nodes["b2"].broker.streams.get(stream.name)
+        assert hosted is not None
+        headers = [decode_header(each.data) for each in await hosted.shard(0).read_sealed(0, 1 << 20)]
+        return [(each.leader_epoch, each.key_id) for each in headers]
+
+    async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region, region.client("b1") as client:
+        stream = client.stream(await of_kind(region, client, "stream", "b2", shards=1))
+        await stream.publish(b"x")
+        await stream.publish(b"y")
+        assert len(set(await sealed())) == 1
+        leases: list[str] = []
+        region.clustered("b2").member.on_lease(lambda: leases.append("another"))
+        etcd.freeze()
+        try:
+            await asyncio.sleep(2 * LEASE_MS / 1_000)
+        finally:
+            etcd.thaw()
+        await until(lambda: leases)
+        await stream.publish(b"z")
+        assert region.leader("b1", str(stream.name)) == "b2"
+        _, (epoch, before), (epoch_now, after) = await sealed()
+        assert before != after and epoch_now == epoch
