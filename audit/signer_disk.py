@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from audit.note import Algorithm, NoteSigner
+from felix.errors import FelixError
 from keys.key_file import load_ml_dsa_key, load_signing_key
+
+
+def held_keys(name: str, ed25519: Path, ml_dsa: Path) -> frozenset[bytes]:
+    """The public halves of a log's keys in these files; a file that is not there, or cannot be read, has none."""
+    found = set[bytes]()
+    with suppress(FelixError, OSError):
+        found.add(NoteSigner.from_key(name, load_signing_key(ed25519), Algorithm.ED25519).key.public)
+    with suppress(FelixError, OSError):
+        found.add(NoteSigner.from_ml_dsa(name, load_ml_dsa_key(ml_dsa)).key.public)
+    return frozenset(found)
 
 
 def load_signers(

@@ -753,16 +753,36 @@ def change_log_keys_(
             help="The keys before are not here any more: they sign up to the last checkpoint that they have signed.",
         ),
     ] = False,
+    checkpoint: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="With --lost-keys: a checkpoint of the log that lies elsewhere, where it may be later than the one with the log. Repeatable."
+        ),
+    ] = None,
 ) -> None:
     """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
 
     The log's broker or agent is stopped meanwhile. The bundle is signed again; other regions accept it only by its fingerprint.
     """
+    from audit.origin import egress_origin, region_origin
     from audit.trust import RegionTrust
+    from cli.audit import remembered_here
     from region.log_keys import change_log_keys
 
     folder, config = folder_of(region)
-    changed = change_log_keys(folder, config, now_ms(), bridge=bridge, log=log, lost_keys=lost_keys)
+    if checkpoint and not lost_keys:
+        raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
+    notes = [read_file(path, "The checkpoint") for path in checkpoint or []]
+    if lost_keys:
+        name = (
+            egress_origin(config.region, config.mesh, bridge)
+            if bridge
+            else region_origin(config.region, config.mesh)
+        )
+        notes += remembered_here(name)
+    changed = change_log_keys(
+        folder, config, now_ms(), bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes
+    )
     fingerprint = changed.signed.bundle.whole_fingerprint()
     out.print(
         f"{changed.origin}: the keys before sign up to {changed.size:,} leaves, the new ones from there on. {folder.bundle} says so; "

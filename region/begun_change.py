@@ -75,10 +75,15 @@ def planned(folder: RegionFolder) -> SignedBundle | None:
     return signed if signed is not None and has_begun(folder, signed.bundle) else None
 
 
-def is_in_place(folder: RegionFolder) -> bool:
+def is_in_place(folder: RegionFolder, bundle: RegionBundle) -> bool:
     """Whether a change was cut off where nothing was left to do but to remove its bundle from beside the one in place."""
     path = new_path(folder.bundle)
-    return path.exists() and path.read_bytes() == folder.bundle.read_bytes()
+    return (
+        path.exists()
+        and path.read_bytes() == folder.bundle.read_bytes()
+        and load_signing_key(folder.policy_key).verify_key.public in bundle.policy_keys
+        and load_signing_key(folder.receipt_key).verify_key.public in bundle.receipt_keys
+    )
 
 
 def require_none_begun(folder: RegionFolder, bundle: RegionBundle) -> None:

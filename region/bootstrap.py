@@ -15,6 +15,7 @@ from typing import Final, Literal
 import msgspec
 
 from audit.origin import Origin, egress_origin, region_origin, witness_name
+from audit.signer_disk import held_keys
 from felix.address import Address
 from felix.certificate import RenewalTerms
 from felix.errors import Code, RequestError
@@ -280,14 +281,12 @@ def _require_named_keys(folder: RegionFolder, config: RegionConfig, name: str) -
     """Raises RequestError(CONFLICT) where the bundle names keys of the bridge's log, and one of them is not here: other ones would sign what nobody believes."""
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     origin = egress_origin(config.region, config.mesh, name)
-    held = {
-        "ed25519": load_signing_key(path).verify_key.public if (path := folder.egress_key(name)).exists() else None,
-        "ml-dsa-44": load_ml_dsa_key(path).public if (path := folder.egress_ml_dsa_key(name)).exists() else None,
-    }  # fmt: skip
-    named = [
-        key for key in bundle.audit_keys if (key.role, key.name) == ("log", origin) and key.to_size is None
+    held = held_keys(origin, folder.egress_key(name), folder.egress_ml_dsa_key(name))
+    lost = [
+        key.algorithm
+        for key in bundle.audit_keys
+        if (key.role, key.name) == ("log", origin) and key.to_size is None and key.public not in held
     ]
-    lost = [key.algorithm for key in named if held[key.algorithm] != key.public]
     if lost:
         raise RequestError(
             f"The bundle of {bundle.region} names keys of the log {origin} that are not in {folder.egress_key(name).parent}: {', '.join(lost)}.",

@@ -16,20 +16,24 @@ Between 3 and 4 neither broker nor agent opens the log (`audit.trust.RegionTrust
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.checkpoint import note_size, open_checkpoint
-from audit.leaf import Header, Kind, Leaf, Side
-from audit.origin import egress_origin, region_origin
-from audit.signer_disk import load_signers
-from audit.tile import CHECKPOINT_PATH, COPIED_PATH
+from audit.checkpoint import Checkpoint, note_size, open_checkpoint
+from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.leaf import Header, Kind, Leaf, Side, read_header
+from audit.merkle import Tree, leaf_hash
+from audit.origin import Origin, egress_origin, region_origin
+from audit.signer_disk import held_keys, load_signers
+from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
-from felix.errors import Code, RequestError, UnavailableError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
@@ -78,23 +82,38 @@ def change_log_keys(
     bridge: str = "",
     log: Path | None = None,
     lost_keys: bool = False,
+    remembered: Iterable[bytes] = (),
 ) -> ChangedKeys:
     """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder. `lost_keys`: the ones before are not here any more, so they
-    sign up to the last checkpoint that they have signed.
+    sign up to the last checkpoint that they have signed; `remembered`: notes of it beside those that lie with the log.
 
     Raises RequestError where there is no such log, where several brokers have copies of it (CONFLICT), where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
     off (CONFLICT), where the bundle does not name its keys or has no room; with `lost_keys`, where they are here (CONFLICT).
     """
     files = _files(folder, config, bridge, log)
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+    ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
     begun = _begun(bundle, files)
     if begun is not None:
         _put_in_place(files)
+        _say(files, bundle, begun, now_ms)
+    elif lost_keys and _are_here(files, ended):
+        begun = max(key.from_size for key in ended)
+        if not begun or not _say(files, bundle, begun, now_ms):
+            raise RequestError(
+                f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
+                code=Code.CONFLICT,
+                hint="Run this without --lost-keys: they sign the log's last checkpoint before they end.",
+            )
+    if begun is not None:
+        # A call that was cut off is finished.
         return ChangedKeys(decode_bundle(folder.bundle.read_bytes()), files.origin, begun)
     require_none_begun(folder, bundle)
-    ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
-    size = _signed_size(files, bundle, ended) if lost_keys else _end_log(files, bundle, ended, new, now_ms)
+    if lost_keys:
+        size = _signed_size(files, bundle, remembered)
+    else:
+        size = _end_log(files, bundle, ended, new, now_ms)
     signed = sign_bundle(
         msgspec.structs.replace(
             bundle,
@@ -117,9 +136,17 @@ def change_log_keys(
     save_ml_dsa_key(new_ml_dsa, files.new_ml_dsa)
     replace_file(folder.bundle, signed.encode(), PUBLIC)
     _put_in_place(files)
-    if lost_keys:
-        _sign_on(files, signed.bundle, new, now_ms)
+    _say(files, signed.bundle, size, now_ms)
     return ChangedKeys(signed, files.origin, size)
+
+
+def _say(files: _Files, bundle: RegionBundle, size: int, now_ms: int) -> bool:
+    """Have a region's own log say that other keys sign from `size` on: those before were lost, and could sign no leaf of it. False where it says so, or is a bridge's."""
+    public = load_signing_key(files.ed25519).verify_key.public
+    if Origin.parse(files.origin).bridge is not None or _has_rotated(files, public, size):
+        return False
+    _sign_on(files, bundle, public, now_ms)
+    return True
 
 
 def _files(folder: RegionFolder, config: RegionConfig, bridge: str, log: Path | None) -> _Files:
@@ -169,10 +196,10 @@ def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: Si
             code=Code.CONFLICT,
             hint="Put them there from a backup. Where they are lost: --lost-keys; they sign up to the log's last checkpoint then.",
         )
-    return _sign_on(files, bundle, new, now_ms)
+    return _sign_on(files, bundle, new.verify_key.public, now_ms)
 
 
-def _sign_on(files: _Files, bundle: RegionBundle, new: SigningKey, now_ms: int) -> int:
+def _sign_on(files: _Files, bundle: RegionBundle, new: bytes, now_ms: int) -> int:
     """A checkpoint over all that the log has, under the keys that lie in place; its size. In a region's own log the last leaf says which key signs from then on."""
     signers = load_signers(files.origin, files.ed25519, files.ml_dsa)
     own = RegionTrust(bundle)
@@ -180,35 +207,71 @@ def _sign_on(files: _Files, bundle: RegionBundle, new: SigningKey, now_ms: int) 
     trail = Trail.open(files.log, signers[0], also=signers[1:], earlier=earlier)
     try:
         if files.origin == region_origin(bundle.region, bundle.mesh):
-            append_waiting(trail, _rotated(bundle.region, new.verify_key.public, now_ms))
+            append_waiting(trail, _rotated(bundle.region, new, now_ms))
         return note_size(trail.publish())
     finally:
         trail.close()
 
 
 def _are_here(files: _Files, named: list[AuditKey]) -> bool:
-    """Whether the folder has these keys, and no others. Where it has none that can be read, it has not."""
-    if not files.ed25519.exists():
-        return False
-    held = load_signers(files.origin, files.ed25519, files.ml_dsa)
-    return {key.public for key in named} == {signer.key.public for signer in held}
+    """Whether the folder has these keys, and no others. One that cannot be read is not here."""
+    return held_keys(files.origin, files.ed25519, files.ml_dsa) == {key.public for key in named}
 
 
-def _signed_size(files: _Files, bundle: RegionBundle, ended: list[AuditKey]) -> int:
-    """Of a log whose keys are lost: the size of its last checkpoint. What it has behind that is under the new keys' first one."""
-    if _are_here(files, ended):
-        raise RequestError(
-            f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
-            code=Code.CONFLICT,
-            hint="Run this without --lost-keys: they sign the log's last checkpoint before they end.",
-        )
-    note = Folder(files.log).read(CHECKPOINT_PATH)
-    assert note is not None, "the log was found by it"
-    lock = Folder(files.log).lock(hint="Stop the broker, or the agent, that writes it.")
+def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes]) -> int:
+    """Of a log whose keys are lost: how many leaves it has under the largest checkpoint that is known of it. What it has behind them is under the new keys' first one.
+
+    Whoever writes the log's folder has no say in it: raises TamperError where the leaves are not those under that checkpoint, RequestError(CONFLICT) where the bundle
+    says that the log was larger.
+    """
+    log = Folder(files.log)
+    lock = log.lock(hint="Stop the broker, or the agent, that writes it.")
     try:
-        return open_checkpoint(note, RegionTrust(bundle).log_keys(files.origin)).checkpoint.size
+        notes = [*remembered]
+        for path in (CHECKPOINT_PATH, *COSIGNED_PATHS):
+            note = log.read(path)
+            notes += notes_at(path, note).values() if note is not None else ()
+        last = max(known_checkpoints(files.origin, bundle, notes), key=lambda each: each.size, default=None)
+        known = max(named_sizes(files.origin, bundle), default=0)
+        if last is None or last.size < known:
+            raise RequestError(
+                f"The largest checkpoint at hand of the log {files.origin} has {0 if last is None else last.size:,} leaves, and the bundle says that it had {known:,}.",
+                code=Code.CONFLICT,
+                hint="Name a later one with --checkpoint, or bring the log from where it is whole.",
+            )
+        tree = Tree()
+        for _, data in read_entries(log, 0, last.size, last.size):
+            tree.add(leaf_hash(data))
+        if (tree.size, tree.root()) != (last.size, last.root):
+            raise TamperError(
+                f"The first {last.size:,} leaves in {files.log} are not those under the largest checkpoint that is known of the log {files.origin}.",
+                hint="Bring the log from where it is whole (felix audit copy, felix audit restore), and run this again. Nothing was changed.",
+            )
+        return last.size
     finally:
         lock.release()
+
+
+def known_checkpoints(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> Iterator[Checkpoint]:
+    """Those of these notes that the log's keys in this bundle have signed, each as far as it signs."""
+    keys = RegionTrust(bundle).log_keys(origin)
+    for note in notes:
+        with suppress(TamperError):
+            yield open_checkpoint(note, keys).checkpoint
+
+
+def named_sizes(origin: str, bundle: RegionBundle) -> Iterator[int]:
+    """How many leaves the log had at least, by what the bundle says of keys."""
+    yield from (end.size for keys in bundle.former for end in keys.ends if end.log == origin)
+    yield from (key.from_size for key in bundle.audit_keys if _is_of(key, origin))
+
+
+def _has_rotated(files: _Files, public: bytes, size: int) -> bool:
+    """Whether the leaf of the change to this key stands before `size`, where the key begins, or behind."""
+    log = Folder(files.log)
+    end = note_size(log.read(CHECKPOINT_PATH) or b"")
+    headers = (read_header(data) for _, data in read_entries(log, max(0, size - 1), end, end))
+    return any(header is not None and header.key_id == key_id_of(public) for header in headers)
 
 
 def _rotated(region: str, public: bytes, now_ms: int) -> Leaf:

@@ -604,7 +604,8 @@ class Requests:
             ],
             bridges,
             brokers,
-            told([*found.problems, *self._governance.problems]),
+            # Each has room of its own: of either there may be very many.
+            [*told(found.problems), *told(self._governance.problems)],
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,
             told(found.remarks),

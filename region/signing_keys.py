@@ -59,7 +59,7 @@ from region.bundle_room import require_room
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.held_document import digest_of
-from region.log_keys import append_waiting
+from region.log_keys import append_waiting, known_checkpoints, named_sizes
 from region.signing_key_leaves import (
     NEVER_CHANGED,
     ROLES,
@@ -134,7 +134,7 @@ def change_signing_keys(
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     roles = [role for role in ROLES if role in set(roles)]
     chosen = roles
-    if has_begun(folder, bundle) or is_in_place(folder):
+    if has_begun(folder, bundle) or is_in_place(folder, bundle):
         return _finish(folder, decode_bundle(folder.bundle.read_bytes()), roles)
     assert chosen, "at least one key is changed"
     given = [_given(folder, bundle, note) for note in checkpoints]
@@ -338,14 +338,8 @@ def _known_sizes(
 ) -> Iterator[int]:
     """How many leaves a log had, by checkpoints that are at hand and by what the bundle says of its keys."""
     yield from (end.size for end in given if end.log == origin)
-    yield from (end.size for keys in bundle.former for end in keys.ends if end.log == origin)
-    yield from (key.from_size for key in bundle.audit_keys if (key.role, key.name) == ("log", origin))
-    keys = RegionTrust(bundle).log_keys(origin)
-    for note in remembered:
-        try:
-            yield open_checkpoint(note, keys).checkpoint.size
-        except TamperError:
-            continue  # of another log, or by keys that are none of this bundle's
+    yield from named_sizes(origin, bundle)
+    yield from (each.size for each in known_checkpoints(origin, bundle, remembered))
 
 
 def keys_made_instead(folder: RegionFolder) -> frozenset[bytes]:

@@ -8,8 +8,8 @@ from typing import Final
 
 SENTENCE_MAX: Final = 2_000
 """characters of one sentence"""
-TOLD_BYTES_MAX: Final = 64 * 1024
-"""of all sentences, in UTF-8: a quarter of what one answer may take"""
+TOLD_BYTES_MAX: Final = 48 * 1024
+"""of all sentences of one kind, in UTF-8: with three kinds, a little more than half of what one answer may take"""
 
 
 def told(sentences: Sequence[str]) -> list[str]:

@@ -231,13 +231,14 @@ class Governance:
                 None, [self._judgement.changed_keys.unread, unnamed(self._own, self.witnessing.witness.key)]
             ),
             *filter(None, [self._judgement.policies.problem]),
-            *self._judgement.regions.problems.values(),
             *(
                 f"In force at this broker, and no other region is told: {described(document)}, which has no leaf in the audit log, and gets none under the policy key that "
                 f"{self._own.region} gave up. Say it again (felix bridge deny, pause or revoke)."
                 for document in self._judgement.held.lasting.to_be_said_again()
             ),
             *self.strays.problems,
+            # Last: whoever can write the store makes as many as he likes.
+            *self._judgement.regions.problems.values(),
         ]
 
     def trust_of(self, region: str) -> RegionTrust:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -24,7 +25,7 @@ from audit.verify import verify_log
 from audit.witness import ForkError, MemoryWitnessStore, Witness
 from audit.witness_sqlite import WitnessState, init_witness
 from cli.region import app
-from felix.errors import RequestError, TamperError
+from felix.errors import FelixError, RequestError, TamperError
 from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
@@ -323,7 +324,9 @@ def test_a_bridges_log_is_changed_alone_and_proofs_of_before_hold(home: Home) ->
     assert isinstance(missing.exception, RequestError) and "must be at hand" in str(missing.exception)
 
 
-@pytest.mark.parametrize("left", ["nothing", "the Ed25519 key", "the ML-DSA key", "others"])
+@pytest.mark.parametrize(
+    "left", ["nothing", "the Ed25519 key", "the ML-DSA key", "others", "what cannot be read"]
+)
 @pytest.mark.parametrize("whose", ["the region's", "a bridge's"])
 async def test_a_log_whose_keys_are_lost_goes_on_under_new_ones_from_its_last_checkpoint(
     home: Home, whose: str, left: str
@@ -344,6 +347,9 @@ async def test_a_log_whose_keys_are_lost_goes_on_under_new_ones_from_its_last_ch
     for path in paths:
         if path is not {"the Ed25519 key": ed25519, "the ML-DSA key": ml_dsa}.get(left):
             path.unlink()
+    if left == "what cannot be read":
+        ed25519.write_bytes(b"")
+        ml_dsa.write_bytes(b"garbage")
     if left == "others":
         save_signing_key(SigningKey.generate(), ed25519)
         save_ml_dsa_key(MlDsaKey.generate(), ml_dsa)
@@ -380,6 +386,67 @@ async def test_a_log_whose_keys_are_lost_goes_on_under_new_ones_from_its_last_ch
     assert added == ([] if bridge else ["rotated", "made"])
     report = verify_log(Folder(log), home.trust(), cosignatures_min=0)
     assert not report.findings
+
+
+def lose_keys(home: Home) -> list[NoteSigner]:
+    """The keys of the region's own log are gone from the folder; somebody has them."""
+    stolen = home.signers()
+    home.folder.audit_key.unlink()
+    home.folder.audit_ml_dsa_key.unlink()
+    return stolen
+
+
+def test_keys_that_are_lost_end_where_the_log_is_known_to_be_whoever_writes_its_folder(home: Home) -> None:
+    held, log = home.folder.bundle.read_bytes(), Folder(home.log)
+    last, size, leaves = log.read("checkpoint") or b"", checkpoint_size(home.log), home.leaves()
+    stolen = lose_keys(home)
+
+    def refused(match: str, **more: Any) -> None:
+        with pytest.raises(FelixError, match=match):
+            change_log_keys(home.folder, home.config, NOW, lost_keys=True, **more)
+        assert home.folder.bundle.read_bytes() == held and not home.folder.audit_key.exists()
+
+    # A checkpoint over leaves that nobody has; and leaves that are not those under the checkpoint.
+    large = Checkpoint(home.origin, 1_000_000, b"r" * 32).text()
+    note = encode_note(Note(large, tuple(signer.sign(large, NOW // 1000) for signer in stolen)))
+    log.write("checkpoint", note)
+    refused("tile")
+    log.write("checkpoint", last)
+    path = bundle_path(0, size)
+    entries = log.read(path) or b""
+    log.write(path, encode_bundle([*leaves[:-1], leaves[0]]))
+    refused("are not those under")
+    log.write(path, entries)
+    # An older one, whether others remember the newest or lie with the log, ends nothing earlier.
+    text = Checkpoint(home.origin, 1, leaf_hash(leaves[0])).text()
+    older = encode_note(Note(text, tuple(signer.sign(text, NOW // 1000) for signer in stolen)))
+    log.write("checkpoint", older)
+    log.write("checkpoint.cosigned", older)
+    changed = change_log_keys(
+        home.folder, home.config, NOW, lost_keys=True, remembered=[last, b"no note", older]
+    )
+    assert changed.size == size
+    home.open().close()
+    assert home.leaves()[:size] == leaves and len(home.leaves()) == size + 1
+
+
+@pytest.mark.parametrize("step", ["_put_in_place", "_say", "_sign_on", "append_waiting"])
+def test_where_lost_keys_were_replaced_the_leaf_comes_wherever_it_was_cut_off(
+    home: Home, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = len(home.leaves())
+    lose_keys(home)
+    with monkeypatch.context() as broken:
+        broken.setattr(f"region.log_keys.{step}", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            change_log_keys(home.folder, home.config, NOW, lost_keys=True)
+    named = home.bundle()
+    changed = change_log_keys(home.folder, home.config, NOW + 1, lost_keys=True)
+    assert changed.size == size and home.bundle() == named
+    assert [decode_leaf(leaf).header.action for leaf in home.leaves()[size:]] == ["rotated"]
+    with pytest.raises(RequestError, match="are here"):
+        change_log_keys(home.folder, home.config, NOW + 2, lost_keys=True)
+    home.open().close()
 
 
 def checkpoint_size(log: Path) -> int:
