@@ -141,3 +141,15 @@ def claimed_size(data: bytes) -> int:
         return note_size(data)
     except (ValueError, IndexError):
         return 0
+
+
+def notes_of(notes: Iterable[bytes], origin: str) -> tuple[bytes, ...]:
+    """Those of these notes that are checkpoints of this log. Whoever knows which log it is says so once the log is open: asked before, who serves it could name another."""
+    return tuple(note for note in notes if _origin_of(note) == origin)
+
+
+def _origin_of(note: bytes) -> str:
+    try:
+        return parse_note(note).text.partition("\n")[0]
+    except TamperError:
+        return ""

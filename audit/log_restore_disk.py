@@ -20,7 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, claimed_size
+from audit.checkpoint import Checkpoint, claimed_size, notes_of
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.document_leaf import DOCUMENTS_FOLDER
 from audit.errors import RolledBackError
@@ -64,7 +64,7 @@ def restore_log(
     *,
     origin: str = "",
 ) -> Restored:
-    """Put the copy at `source` in the place `path`, as the log that its owner opens and goes on with. `remembered`: notes of this log that witnesses have.
+    """Put the copy at `source` in the place `path`, as the log that its owner opens and goes on with. `remembered`: notes that witnesses have; those of other logs are left aside.
     `origin`: which log has its place there, where that is known. `progress(leaves, of)`.
 
     Raises RequestError where `source` is no copy of this log, the log is open, or brokers copy it; RolledBackError where more, or something else, was signed
@@ -83,7 +83,7 @@ def restore_log(
     checkpoint = log.open(data).checkpoint
     if origin and origin != log.name:
         raise _another(path, origin, log)
-    before = [log.open_kept(note).checkpoint for note in remembered]
+    before = [log.open_kept(note).checkpoint for note in notes_of(remembered, log.name)]
     lock = Folder(path, files).lock(hint="Stop the broker, or the bridge, that writes it.")
     try:
         standing = _standing(path, files)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import Final, NamedTuple
 
 from audit.accounting import AnnouncedAgain, Skipped
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.allowance import Allowances, Faster, crosses
-from audit.checkpoint import Checkpoint, SignedCheckpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, notes_of
 from audit.consistency import continues
 from audit.continuity import Continuity
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
@@ -174,6 +175,8 @@ class Report:
     """by kind; see audit.continuity"""
     documents: int = 0
     """signed documents that were verified"""
+    doubted: bytes = b""
+    """of the leaves whose document was not believed: SHA-256 of their indexes, each in eight bytes"""
     unsupported: tuple[str, ...] = ()
     """what the log does not show, because crossings in it stand in leaves of version 1"""
     version_1: Version1 | None = None
@@ -318,6 +321,7 @@ class _Run:
         self._remembered(signed, remembered, cosignatures_min)
         self._keys = self._keys_of_log(signed.checkpoint, cosignatures_min)
         self._agreements = Agreements(self._trust, self._log.origin, self._keys)
+        self._doubted = sha256()
         # 3. to 8. and 10. in one pass over the entries.
         bundles = -(-report.size // TILE_WIDTH)
         missing = self._end_missing(bundles)
@@ -364,7 +368,7 @@ class _Run:
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
         report.announced_again, report.followed = tuple(accounts.announced_again), tuple(accounts.followed)
         report.miscounted, report.uncounted_from = tuple(continuity.miscounted), continuity.uncounted_from
-        report.documents = self._agreements.documents
+        report.documents, report.doubted = self._agreements.documents, self._doubted.digest()
         if self._crossed_by_version_1:
             size, root = self._before_version_2 or (report.size, self._tree.root())
             report.version_1 = Version1(size, root, root in self._accept_version_1)
@@ -411,7 +415,8 @@ class _Run:
         report = self._report
         self._count(signed)
         counted = [signed]
-        notes = [(data, f"remembered checkpoint {at + 1}") for at, data in enumerate(remembered)]
+        of_log = notes_of(remembered, signed.checkpoint.origin)
+        notes = [(data, f"remembered checkpoint {at + 1}") for at, data in enumerate(of_log)]
         notes += [(held, path) for path, held in self._held]
         for data, path in notes:
             report.steps[1].checked += 1
@@ -582,7 +587,10 @@ class _Run:
             (8, lambda: self._receipt(index, leaf) if is_receipt else ()),
         )
         for step, question in questions:
-            for sentence in self._ask(index, question):
+            sentences = list(self._ask(index, question))
+            if sentences and step == 10:
+                self._doubted.update(index.to_bytes(8))
+            for sentence in sentences:
                 self._report.find(step, sentence, leaf=index, path=path, place=self._place_of(index, header))
         for sentence in self._ask(index, lambda: self._over_budget(index, leaf)):
             place = Place((OVER_BUDGET, header.grant_id), is_limited=True)

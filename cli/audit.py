@@ -317,9 +317,8 @@ def verify_one(
 
     `notes`: what witnesses elsewhere remember, of this log or of others; this machine's regions are asked besides.
     """
-    origin = origin_of(path)
     with progress() as bar:
-        task = bar.add_task(f"verifying {origin or path}", total=None)
+        task = bar.add_task(f"verifying {path}", total=None)
 
         def show_progress(done: int, size: int) -> None:
             bar.update(task, completed=done, total=size)
@@ -328,28 +327,10 @@ def verify_one(
             Folder(path),
             trust,
             cosignatures_min=cosignatures_min,
-            remembered=[note for note in (*notes, *remembered_here(origin)) if note_origin(note) == origin],
+            remembered=(*notes, *remembered_here()),
             accept_version_1=accept_version_1,
             progress=show_progress,
         )
-
-
-def origin_of(path: Path) -> str:
-    """The origin of the log in this folder; empty if it has no readable checkpoint."""
-    try:
-        return note_origin(Folder(path).read(CHECKPOINT_PATH) or b"")
-    except TamperError:
-        return ""
-
-
-def _origin_at(place: str) -> str:
-    """As `origin_of`, of a folder or a URL that a report is given; what is no log there the report says."""
-    from audit.spark.files import open_files
-
-    try:
-        return note_origin(open_files(place).read(CHECKPOINT_PATH) or b"")
-    except (FelixError, OSError):
-        return ""
 
 
 def note_origin(data: bytes) -> str:
@@ -371,9 +352,9 @@ def remembered_notes(files: list[Path] | None) -> list[bytes]:
     return notes
 
 
-def remembered_here(origin: str) -> list[bytes]:
-    """The checkpoints of a log that this machine's regions have cosigned: a log that is shorter was rolled back."""
-    notes = []
+def remembered_here() -> list[bytes]:
+    """The checkpoints that this machine's regions have cosigned, of all logs: a log that is shorter than its own was rolled back."""
+    notes = list[bytes]()
     for region in known_regions():
         try:
             folder, config = folder_of(region)
@@ -381,8 +362,7 @@ def remembered_here(origin: str) -> list[bytes]:
             note(f"What {region} has cosigned is not asked: {error.sentence}")
             continue
         for path in (folder.root / data / "witness" for data in config.data_folders):
-            last = DiskWitnessStore(path).last(origin) if path.is_dir() else None
-            notes += [last] if last is not None else []
+            notes += DiskWitnessStore(path).notes() if path.is_dir() else ()
     return notes
 
 
@@ -531,15 +511,13 @@ def restore_(
     from audit.spark.files import open_files
 
     source = open_files(copy)
-    name = note_origin(source.read(CHECKPOINT_PATH) or b"")
-    notes = (*remembered_notes(remembered), *remembered_here(name))
     with progress() as bar:
         task = bar.add_task(f"restoring {to}", total=None)
         made = restore_log(
             source,
             to.resolve(),
             trusted(bundle),
-            [each for each in notes if note_origin(each) == name],
+            (*remembered_notes(remembered), *remembered_here()),
             lambda done, of: bar.update(task, completed=done, total=of),
             origin=_place_of(to),
         )
@@ -864,7 +842,7 @@ def report(
     if not logs:
         found = choose_logs(None, region)
         logs = [str(path) for path in (to_report(found, trust, told) if cosignatures else found)]
-    notes = [*told, *(note for each in logs for note in remembered_here(_origin_at(each)))]
+    notes = [*told, *remembered_here()]
     old = _roots(accept_version_1)
     with progress(counted=False) as bar:
         task = bar.add_task("starting", total=None)

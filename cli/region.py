@@ -764,7 +764,6 @@ def change_log_keys_(
 
     The log's broker or agent is stopped meanwhile. The bundle is signed again; other regions accept it only by its fingerprint.
     """
-    from audit.origin import egress_origin, region_origin
     from audit.trust import RegionTrust
     from cli.audit import remembered_here
     from region.log_keys import change_log_keys
@@ -774,12 +773,7 @@ def change_log_keys_(
         raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
     notes = [read_file(path, "The checkpoint") for path in checkpoint or []]
     if lost_keys:
-        name = (
-            egress_origin(config.region, config.mesh, bridge)
-            if bridge
-            else region_origin(config.region, config.mesh)
-        )
-        notes += remembered_here(name)
+        notes += remembered_here()
     changed = change_log_keys(
         folder, config, now_ms(), bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes
     )
@@ -883,7 +877,6 @@ def change_signing_keys_(
     The region's brokers are stopped meanwhile, and agents that run from this folder. The bundle is signed again; other regions accept it only by its
     fingerprint. Policies, halves of grants, pauses and deny entries that are to stand are signed again; docs/keys.md has the steps.
     """
-    from audit.origin import region_origin
     from cli.audit import remembered_here
     from region.bundle_room import logs_without
     from region.signing_key_leaves import ROLES
@@ -900,7 +893,7 @@ def change_signing_keys_(
         )
     left_out = logs_without(folder, config, without or ())
     # Of the log itself its broker knows how far it went; a copy may be one of before.
-    remembered = [] if log is None else remembered_here(region_origin(config.region, config.mesh))
+    remembered = [] if log is None else remembered_here()
     if raise_ends:
         if drop_earliest or lost_bundle or say_again:
             raise RequestError(
@@ -935,15 +928,6 @@ def change_signing_keys_(
         )
     for sentence in changed.left_out:
         note(sentence)
-    if config.cluster is not None and not raise_ends:
-        # The brokers write the leaves of the change; none of them knows of it yet.
-        try:
-            run(_note_given_up(folder, config))
-        except FelixError as error:
-            note(
-                f"The metadata store does not say yet that the keys before were given up: {error.sentence} {error.hint} Start a broker with the new files first: until one runs, those that have "
-                "the folder of before take what is signed with the former keys."
-            )
     table(
         "What the keys before signed counts in",
         ["log", "leaves#"],
@@ -955,6 +939,15 @@ def change_signing_keys_(
         "Until another region has taken the file, it takes nothing that this one signs. Read its operator the fingerprint:"
     )
     _print_trust(folder, fingerprint)
+    if config.cluster is not None and not raise_ends:
+        # The brokers write the leaves of the change; none of them knows of it yet.
+        try:
+            run(_note_given_up(folder, config, may_skip=bool(drop_earliest)))
+        except (FelixError, OSError) as error:
+            note(
+                f"The metadata store does not say yet that the keys before were given up: {_told(error)} Start a broker with the new files first: until one runs, those that have "
+                "the folder of before take what is signed with the former keys."
+            )
     if folder.lost_bundle.exists() and not raise_ends:
         note(
             f"{folder.lost_bundle} says that these keys take the place of whichever the log names: copy it with bundle.json and secrets/ to the region's other machines, "
@@ -966,7 +959,11 @@ def change_signing_keys_(
         )
 
 
-async def _note_given_up(folder: RegionFolder, config: RegionConfig) -> None:
+def _told(error: FelixError | OSError) -> str:
+    return f"{error.sentence} {error.hint}" if isinstance(error, FelixError) else f"{error}."
+
+
+async def _note_given_up(folder: RegionFolder, config: RegionConfig, *, may_skip: bool = False) -> None:
     """Have the metadata store say which keys were given up. Raises RequestError, UnavailableError."""
     from cli.several import ETCD_FOLDER, start_etcd
     from keys.key_file import load_signing_key
@@ -984,7 +981,12 @@ async def _note_given_up(folder: RegionFolder, config: RegionConfig) -> None:
             store = await open_store(folder, config, REAL)
             stack.push_async_callback(store.close)
             await note_given_up(
-                Catalog(store, config.region), own, log_key, now_ms(), keys_made_instead(folder)
+                Catalog(store, config.region),
+                own,
+                log_key,
+                now_ms(),
+                keys_made_instead(folder),
+                may_skip=may_skip,
             )
     except TimeoutError:
         raise UnavailableError(f"It has not answered for {STORE_S:.0f} s.") from None

@@ -12,7 +12,7 @@ from felix.errors import Code, FelixError, RequestError
 from keys.bundle import RegionBundle
 from keys.signing import SigningKey
 from region.metadata.catalog import Catalog
-from region.signing_key_leaves import LoggedKey, Role, stale_key, take, unlogged
+from region.signing_key_leaves import LoggedKey, Role, given_up, key_id_of, stale_key, take, unlogged
 from region.signing_key_note import SigningKeyNote, decode_note
 
 TRIES_MAX: Final = 3
@@ -25,8 +25,11 @@ async def note_given_up(
     log_key: SigningKey,
     now_ms: int,
     instead: Collection[bytes] = (),
+    *,
+    may_skip: bool = False,
 ) -> bool:
-    """Note which keys this bundle names as former ones, beside what the store's note says, where it holds. `instead`: as `region.signing_key_leaves.stale_key`.
+    """Note which keys this bundle names as former ones, beside what the store's note says, where it holds. `instead`: as `region.signing_key_leaves.stale_key`. `may_skip`: the
+    bundle leaves out keys of earlier changes, and may leave out the one that the note names last.
     False where that says so already. Raises UnavailableError; RequestError(CONFLICT)
     where others write it all the time, or it names a change that the bundle is of before."""
     for _ in range(TRIES_MAX):
@@ -36,14 +39,15 @@ async def note_given_up(
             # One that does not hold is anybody's who writes the store: brokers do not believe it either.
             with suppress(FelixError):
                 told = dict(decode_note(entry.value, own).keys)
-        if stale_key(own, told, instead):
+        if (stale_key(own, told, instead) and not may_skip) or given_up(own, told, is_note=True):
             raise RequestError(
-                f"Its note of the signing keys of {own.region} names a change that {own.region}'s bundle in this folder is of before.",
+                f"Its note of the signing keys of {own.region} names a change of which the bundle in this folder has nothing.",
                 code=Code.CONFLICT,
-                hint="Where there was one, these keys were made from a folder of before it: put its bundle.json into the folder, and change the keys once more. Where there was none, somebody has "
-                "the key of the audit log (docs/runbooks/leaked-log-key.md).",
+                hint="Where there was one, these keys were made from a folder of before it, or by a bundle that leaves it out: put that change's bundle.json into the folder, and change the keys "
+                "once more. Where there was none, somebody has the key of the audit log (docs/runbooks/leaked-log-key.md).",
             )
-        lacking = unlogged(own, told, instead)
+        now = [key_id_of(public) for public in (*own.policy_keys, *own.receipt_keys)]
+        lacking = unlogged(own, told, {*instead, *now} if may_skip else instead)
         if not lacking:
             return False
         for said in lacking:

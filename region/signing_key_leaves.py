@@ -106,23 +106,22 @@ def take(known: dict[Role, LoggedKey], action: str, key_id: bytes, time_ms: int)
 
 def given_up(own: RegionBundle, logged: LoggedKeys, *, is_note: bool = False) -> str:
     """A sentence where the bundle's key is one that the region gave up, by its log or by a note of it; else nothing. Of an earlier state of the log it says no more than of a later one."""
-    said_by = f"The audit log of {own.region}"
-    if is_note:
-        said_by = f"A note in the metadata store, signed with the key of the audit log of {own.region},"
     for role in ROLES:
         last = logged.get(role, NEVER_CHANGED)
         if any(key_id_of(public) in last.ended for public in _of_now(own, role)):
             return (
-                f"{said_by} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {_changed(last)}, "
+                f"{_speaker(own, is_note=is_note)} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {_changed(last)}, "
                 "and the file is of before that."
             )
     return ""
 
 
-def stale_key(own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] = ()) -> str:
-    """A sentence where the bundle's key is one that the region gave up, by its log, or the bundle skips the key that the log names last: it was made from one of before
+def stale_key(
+    own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] = (), *, is_note: bool = False
+) -> str:
+    """A sentence where the bundle's key is one that the region gave up, by its log or by a note of it, or the bundle skips the key that the log names last: it was made from one of before
     that; else nothing. `instead`: keys that take the place of whichever one the log names last, since its bundle is lost (`--lost-bundle`)."""
-    if sentence := given_up(own, logged):
+    if sentence := given_up(own, logged, is_note=is_note):
         return sentence
     for role in ROLES:
         last = logged.get(role, NEVER_CHANGED)
@@ -130,7 +129,7 @@ def stale_key(own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] 
         known = {*now, *map(key_id_of, _former(own, role))}
         if last.key_id and last.key_id not in known and set(now).isdisjoint(instead):
             return (
-                f"The audit log of {own.region} names a {role} key, since {_changed(last)}, that bundle.json in this folder has neither as a key of now nor as a former one: "
+                f"{_speaker(own, is_note=is_note)} names a {role} key, since {_changed(last)}, that bundle.json in this folder has neither as a key of now nor as a former one: "
                 "the file was made from one of before that change."
             )
     return ""
@@ -161,6 +160,12 @@ def joined(log: LoggedKeys, noted: LoggedKeys) -> dict[Role, LoggedKey]:
         if latest is not NEVER_CHANGED:
             found[role] = LoggedKey(latest.key_id, latest.time_ms, (*ended, *latest.ended)[-ENDED_MAX:])
     return found
+
+
+def _speaker(own: RegionBundle, *, is_note: bool) -> str:
+    if is_note:
+        return f"A note in the metadata store, signed with the key of the audit log of {own.region},"
+    return f"The audit log of {own.region}"
 
 
 def _changed(last: LoggedKey) -> str:

@@ -901,9 +901,10 @@ async def open_store(folder: RegionFolder, config: RegionConfig, runtime: Runtim
     if settings.password_file:
         try:
             password = (await asyncio.to_thread((base / settings.password_file).read_text)).strip()
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
             raise RequestError(
-                f"The file with the metadata store's password, {base / settings.password_file}, cannot be read: {error.strerror}.",
+                f"The file with the metadata store's password, {base / settings.password_file}, cannot be read: {why}.",
                 code=Code.CONFIG_INVALID,
                 hint="Put it there, or name another with metadata.password_file.",
             ) from error

@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
 from itertools import groupby
 from operator import itemgetter
 from types import MappingProxyType
@@ -97,8 +98,8 @@ class LogDocuments(NamedTuple):
     """the leaves of its documents, of a region's own log"""
     crossed: frozenset[str] = frozenset()
     """hashes of terms (hex) of which the row is as of a first crossing in this log"""
-    doubted: tuple[int, ...] = ()
-    """the leaves whose document was not believed here"""
+    doubted: bytes = b""
+    """of the leaves whose document was not believed here, as `audit.verify.Report.doubted`"""
 
 
 class Signed(NamedTuple):
@@ -112,8 +113,8 @@ class Signed(NamedTuple):
     words: Words | None = None
     """by which of them is found what is about a leaf"""
     unjudged: tuple[tuple[str, int, str], ...] = ()
-    doubted: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-    """by log, the leaves whose document was not believed"""
+    doubted: Mapping[str, bytes] = MappingProxyType({})
+    """the same by log, of those that have documents"""
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -198,7 +199,7 @@ def rows_of(
     read: dict[str, tuple[int, Leaf]] = {}
     claims: dict[str, tuple[int, Leaf]] = {}
     seen: dict[bytes, Seen] = {}
-    is_region, doubted = Origin.parse(origin).bridge is None, list[int]()
+    is_region, doubted = Origin.parse(origin).bridge is None, sha256()
     for index, leaf in leaves:
         look(index)
         # What does not hold about a document, or cannot be judged, is a finding of the verification, and the document is not believed.
@@ -209,7 +210,7 @@ def rows_of(
         except Exception as error:
             wrong = [unjudged.sentence(error, f"Leaf {index}")]
         if wrong:
-            doubted.append(index)
+            doubted.update(index.to_bytes(8))
         if is_region and not wrong and leaf.version > 1:
             remember(seen, index, leaf.header)
         if leaf.header.kind is Kind.GRANT and not wrong:
@@ -243,7 +244,14 @@ def rows_of(
     stops = agreements.stops() if is_region else ()
     crossed_under = frozenset(agreement.terms_hash.hex() for agreement in then.values())
     return LogDocuments(
-        rows, revocations, agreements.crossed.derived, stops, tuple(told), seen, crossed_under, tuple(doubted)
+        rows,
+        revocations,
+        agreements.crossed.derived,
+        stops,
+        tuple(told),
+        seen,
+        crossed_under,
+        doubted.digest(),
     )
 
 
@@ -351,7 +359,7 @@ def read_signed(
             kept.setdefault(key[2:], row)
     terms = [signed[key] for key in sorted(signed)] + [kept[key] for key in sorted(kept)]
     frames = signed_frames(spark, terms, revocations, derived, list(stops))
-    doubted = {origin: read.doubted for origin, read in found.items() if read.doubted}
+    doubted = {origin: read.doubted for origin, read in found.items()}
     return frames._replace(words=Words(said), unjudged=tuple(unjudged), doubted=doubted)
 
 

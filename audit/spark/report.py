@@ -336,22 +336,16 @@ def _make(
     )
 
 
-def _served_otherwise(
-    doubted: Mapping[str, tuple[int, ...]], verified: Iterable[VerificationReport]
-) -> list[Problem]:
-    """Documents that the verification believed and the register's reading did not: who serves the files gave them to the one alone. Where the verification left
-    findings off, nobody knows which ones it did not believe, and the report says that it is not whole."""
+def _served_otherwise(doubted: Mapping[str, bytes], verified: Iterable[VerificationReport]) -> list[Problem]:
+    """Logs of which the register's reading did not believe the same documents as the verification: who serves the files gave them to the one alone."""
     return [
         Problem(
             report.origin,
-            index,
-            "Its document held as the log was verified, and does not as the register is made: the files changed meanwhile, or are served differently.",
+            None,
+            "Other documents held as the log was verified than hold as the register is made: the files changed meanwhile, or are served differently.",
         )
         for report in verified
-        if not report.left_off
-        for index in sorted(
-            {*doubted.get(report.origin, ())}.difference(finding.leaf for finding in report.findings)
-        )
+        if doubted.get(report.origin, report.doubted) != report.doubted
     ]
 
 

@@ -21,7 +21,7 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Final
 
 from audit.bundle_roots import BundleRoots, read_bundle_roots
-from audit.checkpoint import Checkpoint, SignedCheckpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, notes_of
 from audit.consistency import continues
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.errors import RolledBackError
@@ -214,11 +214,6 @@ def verify_all(
     tasks = spark.range(0, len(work), 1, len(work)).mapInArrow(run, "at bigint, found binary")
     found = {row["at"]: pickled.loads(bytes(row["found"])) for row in tasks.collect()}
     return [found[at] for at in range(len(logs))]
-
-
-def notes_of(remembered: Sequence[bytes], origin: str) -> tuple[bytes, ...]:
-    """Those of these checkpoints that are of this log."""
-    return tuple(note for note in remembered if parse_note(note).text.partition("\n")[0] == origin)
 
 
 def problems_of(report: VerificationReport) -> list[Problem]:

@@ -82,12 +82,13 @@ class ChangedKeys:
 
     @property
     def problem(self) -> str:
-        """A sentence where the log has got the leaf of a later change, by this broker's copy or by the store, while this broker runs with the bundle of before."""
-        return (
-            self._why
-            or stale_key(self._own, self._logged.signing_keys, self._instead)
-            or stale_key(self._own, self._noted, self._instead)
-        )
+        """What is wrong, and what to do, where the log has got the leaf of a later change, by this broker's copy or by the store, while this broker runs with the bundle of before."""
+        if self._why:
+            return f"{self._why} {self._hint}"
+        if by_log := stale_key(self._own, self._logged.signing_keys, self._instead):
+            return f"{by_log} {STALE_HINT}"
+        by_note = stale_key(self._own, self._noted, self._instead, is_note=True)
+        return f"{by_note} {NOTE_HINT}" if by_note else ""
 
     @property
     def refusal(self) -> UnavailableError | None:

@@ -57,7 +57,6 @@ from region.key_service import KeyService
 from region.listing import fitting
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
-from region.signing_key_leaves import STALE_HINT
 from region.stray_documents import StrayDocuments
 from region.trust_store import Memory, Remembered, described
 from region.witness_key import unnamed
@@ -226,7 +225,7 @@ class Governance:
         beside the audit log and is no document of it."""
         stale = self._judgement.changed_keys.problem
         return [
-            *([f"{stale} {STALE_HINT}"] if stale else []),
+            *([stale] if stale else []),
             *filter(
                 None, [self._judgement.changed_keys.unread, unnamed(self._own, self.witnessing.witness.key)]
             ),

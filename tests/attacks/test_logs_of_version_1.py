@@ -178,7 +178,7 @@ def test_the_report_command_takes_what_this_machines_regions_remember(tmp_path: 
     note = (tmp_path / "log" / "checkpoint").read_bytes()
     given: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(commands, "remembered_here", lambda origin: [note] if origin == EGRESS_ORIGIN else [])
+        patch.setattr(commands, "remembered_here", lambda: [note])
         patch.setattr(
             "audit.spark.report.run_report", lambda *_, **more: given.append(more["remembered"]) or 1 / 0
         )

@@ -1189,7 +1189,7 @@ async def test_a_copy_of_the_log_that_is_older_than_what_is_known_of_it_changes_
         *(f"--checkpoint={path}" for path in given),
     ]  # fmt: skip
     if known != "a note that eu-west remembers":
-        monkeypatch.setattr("cli.audit.remembered_here", lambda _: [])
+        monkeypatch.setattr("cli.audit.remembered_here", list)
     held = mesh.us.bundle.read_bytes()
     # By the bundle of before no keys have ended.
     for also in ([], ["--raise-ends"])[: 2 if known == "the bundle" else 1]:

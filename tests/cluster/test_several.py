@@ -18,6 +18,7 @@ import pytest
 from cluster.processes import kill, own_places, process_of, running, several, write_cluster
 from e2e.command_mesh import felix_command
 from etcd_process import etcd_binary, running_etcd
+from long_runs import count
 from region_home import make_region
 from region_peer import client, until
 
@@ -26,6 +27,7 @@ from cli.process import FAILURE
 from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, are_all_here, make_cluster, scaled
 from felix.address import Address
 from felix.backoff import BackoffPolicy
+from felix.client import RegionClient
 from felix.errors import RequestError, UnavailableError
 from felix.messages import RegionState
 from felix.names import StreamName
@@ -36,6 +38,7 @@ from region.config import load_config
 from region.folder import RegionFolder
 
 COUNT = 3
+CONTROLLERS_KILLED = count(1, 50)
 
 
 def free_address(port: int, taken: list[Address], kind: socket.SocketKind) -> Address:
@@ -383,6 +386,7 @@ async def test_brokers_whose_folder_is_lost_or_older_keep_the_others_from_nothin
 
 @pytest.mark.etcd
 @pytest.mark.fault
+@pytest.mark.timeout(1800)
 async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_once_per_epoch(
     tmp_path: Path,
 ) -> None:
@@ -401,18 +405,19 @@ async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_
             state = await operator.describe()
             before = leaders(state)
             assert sorted(before.values()) == [2, 2, 2]
-            (killed,) = (each.broker for each in state.brokers if each.is_controller)
-            await kill(folder, killed)
-            for name in names:
-                async with operator.stream(name).publisher() as publisher:
-                    assert await publisher.publish(b"after") == 1
-            epochs = {
-                name: (await operator.describe_stream(StreamName.parse(name))).state[0].leader_epoch
-                for name in names
-            }
-            # The two that the killed broker led were elected once more; the number of an epoch is drawn by chance.
-            assert sorted(epoch > 1 for epoch in epochs.values()) == [False] * 4 + [True] * 2
-            assert leaders(await operator.describe()) == before
+            epochs = await epochs_of(operator, names)
+            for number in range(1, CONTROLLERS_KILLED + 1):
+                state = await operator.describe()
+                (killed,) = (each.broker for each in state.brokers if each.is_controller)
+                await kill(folder, killed)
+                for name in names:
+                    async with operator.stream(name).publisher() as publisher:
+                        assert await publisher.publish(b"after") == number
+                now = await epochs_of(operator, names)
+                # The two that the killed broker led were elected once more; the number of an epoch is drawn by chance.
+                assert sorted(now[name] > epochs[name] for name in names) == [False] * 4 + [True] * 2
+                assert leaders(await operator.describe()) == before
+                epochs = now
         felix_command(tmp_path, "region", "down", "us-east")
         for broker in before:
             streams = folder.root / "data" / broker / "streams"
@@ -423,6 +428,12 @@ async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_
         for process in left:
             process.kill()
     assert not left
+
+
+async def epochs_of(operator: RegionClient, names: list[str]) -> dict[str, int]:
+    return {
+        name: (await operator.describe_stream(StreamName.parse(name))).state[0].leader_epoch for name in names
+    }
 
 
 def leaders(state: RegionState) -> dict[str, int]:
