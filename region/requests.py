@@ -93,7 +93,7 @@ from policy.access import Verb, parse_rights
 from region import overview
 from region.audience import AUDIENCES, request_name
 from region.broker import Broker, auto_config
-from region.cluster.problems import NOTHING
+from region.cluster.problems import NOTHING, unreadable
 from region.clustered import Clustered
 from region.export import ExportService
 from region.governance.service import SYNCED_KINDS, Governance
@@ -605,7 +605,7 @@ class Requests:
             bridges,
             brokers,
             # Each has room of its own: of either there may be very many.
-            [*told(found.problems), *told(self._governance.problems)],
+            [*told([*found.problems, *unreadable(self._mirror.faults)]), *told(self._governance.problems)],
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,
             told(found.remarks),

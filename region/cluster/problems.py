@@ -89,17 +89,17 @@ class Survey(NamedTuple):
             *_below_min(view, self.shards),
             *away,
             *copies,
-            *_unreadable(view.unreadable),
+            *unreadable(view.unreadable),
         ]
         return Found(problems, [*away_remarks, *copies_remarks])
 
 
-def _unreadable(unreadable: Mapping[str, str]) -> Iterator[str]:
+def unreadable(found: Mapping[str, str]) -> Iterator[str]:
     """The first keys, each by itself: whoever can write the store makes as many as he likes."""
-    first = sorted(unreadable.items())[:GROUPS_SHOWN]
+    first = sorted(found.items())[:GROUPS_SHOWN]
     yield from (f"{key} cannot be read: {why}" for key, why in first)
-    if len(unreadable) > len(first):
-        yield f"{len(unreadable) - len(first):,} more keys of the metadata store cannot be read."
+    if len(found) > len(first):
+        yield f"{len(found) - len(first):,} more keys of the metadata store cannot be read."
 
 
 def survey(view: ClusterView, streams: Iterable[Stream]) -> Survey:

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Annotated, Final
 
 import msgspec
 
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
 from felix.settings import NamespaceSettings
@@ -290,15 +291,14 @@ class Catalog:
         return () if entry is None else decode(entry.value, Rights, entry.key).rights
 
     async def list_rights(self) -> dict[SpiffeId, tuple[str, ...]]:
-        """Every identity that has an entry, in order."""
+        """Every identity that has an entry, in order. One that cannot be read gives nobody a right, and is left out: the mirror's `faults` name it."""
         prefix = self.keys.prefix + "rights/"
-        found = await self.store.load(prefix)
-        return {
-            SpiffeId.parse("spiffe://" + entry.key.removeprefix(prefix)): decode(
-                entry.value, Rights, entry.key
-            ).rights
-            for entry in found.entries
-        }
+        found = dict[SpiffeId, tuple[str, ...]]()
+        for entry in (await self.store.load(prefix)).entries:
+            with suppress(FelixError):
+                identity = SpiffeId.parse("spiffe://" + entry.key.removeprefix(prefix))
+                found[identity] = decode(entry.value, Rights, entry.key).rights
+        return found
 
     async def change_rights(
         self, identity: SpiffeId, *, add: Sequence[str] = (), remove: Sequence[str] = ()

@@ -140,7 +140,7 @@ class CatalogMirror:
 
     @property
     def faults(self) -> Mapping[str, str]:
-        """Records that cannot be read, by key, with the reason. For health and `felix doctor`."""
+        """Records that cannot be read, by key, with the reason. For `felix region status`."""
         return MappingProxyType(self._faults)
 
     @property
@@ -353,6 +353,10 @@ class CatalogMirror:
                     if entry is None:
                         self._quotas.pop(holder, None)
                     else:
+                        if scope == "identity":
+                            SpiffeId.parse(holder[1])
+                        else:
+                            StreamName.parse(f"{name}/a/a")
                         limits = decode(entry.value, QuotaLimits, key)
                         limits.check(scope)
                         self._quotas[holder] = limits
@@ -364,7 +368,7 @@ class CatalogMirror:
                     pass
         except FelixError as error:
             self._faults[key] = str(error)
-            _log.error("%s", error)
+            _log.error("%s: %s", key, error)
 
     def _take_policy(self) -> None:
         self._policy = None
