@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from audit_log import (
+    EGRESS_ORIGIN,
     INGRESS_ORIGIN,
     Link,
     egress_appends,
@@ -236,6 +237,17 @@ def test_a_rollback_to_an_older_honest_state_is_found(tmp_path: Path) -> None:
     report = verify(Folder(tmp_path / "older"), remembered=[remembered], cosignatures_min=0)
     assert steps_of(report) == {2} and "rolled back" in report.findings[0].sentence
     assert verify(Folder(tmp_path / "older"), cosignatures_min=0).ok, "alone it looks whole: hence cosigners"
+
+
+def test_notes_of_other_logs_are_left_aside_and_one_of_this_log_counts_wherever_it_stands(
+    log: dict[str, bytes],
+) -> None:
+    other = log["checkpoint"].replace(EGRESS_ORIGIN.encode(), b"another.acme/audit")
+    assert verify(MemoryFiles(log), remembered=[other, b"no note"]).ok
+    larger = Checkpoint(EGRESS_ORIGIN, 1_000_000, b"r" * 32).text()
+    note = encode_note(Note(larger, (SIGNER.sign(larger, 1),)))
+    report = verify(MemoryFiles(log), remembered=[other, note])
+    assert steps_of(report) == {2} and "rolled back" in report.findings[0].sentence
 
 
 def test_an_edited_tile_is_named(log: dict[str, bytes]) -> None:
