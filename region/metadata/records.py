@@ -51,6 +51,10 @@ AUDIT_STREAM: Final = StreamName("felix", "system", "audit")
 
 _DOCUMENT_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _Record = TypeVar("_Record", bound=msgspec.Struct)
+Word = Annotated[str, msgspec.Meta(max_length=255)]
+"""No longer than a message has room for: whoever can write the store could keep all other records from being listed."""
+Ms = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+"""Unix time, in milliseconds."""
 
 
 class FormerTtl(msgspec.Struct, frozen=True, array_like=True):
@@ -89,9 +93,9 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
     """A stream as it stands in the catalog. `incarnation`: 16 random bytes as hex, made at creation: a stream
     that is created again under an old name is another stream. `revision` is not stored; it is the store's."""
 
-    name: str
-    incarnation: str
-    created_ms: int
+    name: Word
+    incarnation: Word
+    created_ms: Ms
     config: StreamConfig
     revision: int = 0
 
@@ -99,12 +103,12 @@ class Stream(msgspec.Struct, frozen=True, kw_only=True):
 class DeletedStream(msgspec.Struct, frozen=True, kw_only=True):
     """The mark of an explicit deletion, by incarnation. Without it, no broker deletes a stream's data."""
 
-    name: str
-    incarnation: str
-    deleted_ms: int
-    by: str = ""
+    name: Word
+    incarnation: Word
+    deleted_ms: Ms
+    by: Word = ""
     """who deleted it (SPIFFE id); empty in a mark of before"""
-    key: str = ""
+    key: Word = ""
     """the id (hex) of its key, where that stood in the store"""
 
 
@@ -114,10 +118,10 @@ class DestroyedKey(msgspec.Struct, frozen=True, kw_only=True):
 
     key: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     level: Literal["root", "stream"]
-    stream: str = ""
+    stream: Word = ""
     incarnation: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{32})?$")] = ""
-    by: str = ""
-    at_ms: int
+    by: Word = ""
+    at_ms: Ms
     since: Annotated[int, msgspec.Meta(ge=0)] | None = None
     """so many leaves the audit log had before the key's leaf was first appended; None: it was not yet"""
     leaf: Annotated[int, msgspec.Meta(ge=0)] | None = None
@@ -142,14 +146,14 @@ class Subscription(msgspec.Struct, frozen=True, kw_only=True):
     stream's whose records it counts. `dead_letter_by`: who named the stream for its dead letters, where not the creator.
     `revision` is not stored; it is the store's."""
 
-    stream: str
-    name: str
-    id: str
-    incarnation: str
-    creator: str
-    created_ms: int
+    stream: Word
+    name: Word
+    id: Word
+    incarnation: Word
+    creator: Word
+    created_ms: Ms
     settings: SubscriptionSettings
-    dead_letter_by: str = ""
+    dead_letter_by: Word = ""
     revision: int = 0
 
 
