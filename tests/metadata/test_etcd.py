@@ -30,7 +30,7 @@ from region.metadata.etcd import (
     known_bad_version,
 )
 from region.metadata.port import CompactedError, OutcomeUnknownError
-from region.metadata.transaction import Delete, Entry, Put
+from region.metadata.transaction import Delete, Entry, ModRevision, Put
 
 __all__ = ["etcd"]  # the fixture, by its name
 
@@ -161,10 +161,16 @@ def members_of(etcd: Sequence[EtcdProcess]) -> EtcdConfig:
 
 
 async def first_write(store: EtcdStore, key: str) -> int:
-    """Written once members that were just started have elected a leader."""
+    """Written once, as soon as members that were just started have elected a leader. At which revision."""
     while True:
         try:
-            return (await store.transact([], [Put(key, b"")])).revision
+            written = await store.transact([ModRevision(key, 0)], [Put(key, b"")])
+            if written.succeeded:
+                return written.revision
+            # One before, whose answer was lost.
+            entry = await store.get(key)
+            assert entry is not None
+            return entry.mod_revision
         except UnavailableError:
             await asyncio.sleep(0.05)
 
