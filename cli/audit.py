@@ -358,11 +358,13 @@ def remembered_here() -> list[bytes]:
     for region in known_regions():
         try:
             folder, config = folder_of(region)
-        except FelixError as error:
-            note(f"What {region} has cosigned is not asked: {error.sentence}")
-            continue
-        for path in (folder.root / data / "witness" for data in config.data_folders):
-            notes += DiskWitnessStore(path).notes() if path.is_dir() else ()
+            for path in (folder.root / data / "witness" for data in config.data_folders):
+                # One by one: what was read before one that cannot be read counts.
+                for each in DiskWitnessStore(path).notes() if path.is_dir() else ():
+                    notes.append(each)
+        except (FelixError, OSError) as error:
+            why = error.sentence if isinstance(error, FelixError) else str(error)
+            note(f"Not all that {region} has cosigned is asked: {why}")
     return notes
 
 

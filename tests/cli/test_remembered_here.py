@@ -21,4 +21,19 @@ def test_a_region_whose_configuration_is_broken_keeps_no_other_from_being_asked(
     (whole.root / "data" / "witness").mkdir(parents=True)
     broken.config.write_text("region: [")
     assert remembered_here() == [note]
-    assert "What ap-south has cosigned is not asked" in capsys.readouterr().err
+    assert "Not all that ap-south has cosigned is asked" in capsys.readouterr().err
+
+
+def test_nor_does_one_note_that_cannot_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    note = b"eu-west.acme\n7\nAAAA\n\n"
+    for region, origin in (("ap-south", "a"), ("us-east", "b")):
+        folder = make_region(tmp_path, region)
+        DiskWitnessStore(folder.root / "data" / "witness").swap(origin, None, note)
+    (broken,) = (tmp_path / "ap-south" / "data" / "witness").glob("*.checkpoint")
+    broken.unlink()
+    broken.mkdir()
+    assert remembered_here() == [note]
+    assert "Not all that ap-south has cosigned is asked" in capsys.readouterr().err
