@@ -291,7 +291,7 @@ def _require_named_keys(folder: RegionFolder, config: RegionConfig, name: str) -
         raise RequestError(
             f"The bundle of {bundle.region} names keys of the log {origin} that are not in {folder.egress_key(name).parent}: {', '.join(lost)}.",
             code=Code.CONFLICT,
-            hint=f"Put them there from a backup. Where they are lost: felix region change-log-keys --region {bundle.region} --bridge {name} --lost-keys, beside the log; then run this again.",
+            hint=f"Put them there from a backup. Where they are lost: felix region change-log-keys --region {bundle.region} --bridge {name} --lost-keys, beside the log; then run this again. Where the log is lost, too: issue a bridge of another name.",
         )
 
 

@@ -24,9 +24,12 @@ from typing import Final, NamedTuple
 import msgspec
 
 from audit.checkpoint import Checkpoint, note_size, open_checkpoint
+from audit.checkpoint_disk import LogKeys
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.leaf import Header, Kind, Leaf, Side, read_header
 from audit.merkle import Tree, leaf_hash
+from audit.note import Algorithm, NoteSigner
+from audit.opening import Opening
 from audit.origin import Origin, egress_origin, region_origin
 from audit.signer_disk import held_keys, load_signers
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
@@ -35,6 +38,7 @@ from audit.trail import Trail
 from audit.trust import RegionTrust
 from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.files import PUBLIC, replace_file
+from felix.runtime.real import REAL
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
@@ -46,6 +50,7 @@ from region.signing_key_leaves import key_id_of
 
 APPEND_S: Final = 60.0
 """How long the log's disk may take for the leaf."""
+_WRITER_HINT: Final = "Stop the broker, or the agent, that writes it."
 
 
 class ChangedKeys(NamedTuple):
@@ -111,7 +116,9 @@ def change_log_keys(
     require_none_begun(folder, bundle)
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
     if lost_keys:
-        size = _signed_size(files, bundle, remembered)
+        # A copy that is named with `log` may be of before; what lies in the folder counts as well.
+        here = _notes_at(Folder(_place(folder, config, bridge)))
+        size = _signed_size(files, bundle, [*remembered, *here])
     else:
         size = _end_log(files, bundle, ended, new, now_ms)
     signed = sign_bundle(
@@ -129,6 +136,8 @@ def change_log_keys(
         ),
         load_signing_key(folder.policy_key),
     )
+    if lost_keys:
+        _require_opens(files, signed.bundle, new, new_ml_dsa)
     for path in (files.new_ed25519, files.new_ml_dsa):
         # Of a call that did not come as far as the bundle: nobody knows them.
         path.unlink(missing_ok=True)
@@ -152,16 +161,16 @@ def _say(files: _Files, bundle: RegionBundle, size: int, now_ms: int) -> bool:
 def _files(folder: RegionFolder, config: RegionConfig, bridge: str, log: Path | None) -> _Files:
     if bridge:
         origin = egress_origin(config.region, config.mesh, bridge)
-        lies = log or folder.bridge(bridge) / "egress"
+        lies = log or _place(folder, config, bridge)
         files = _Files(origin, lies, folder.egress_key(bridge), folder.egress_ml_dsa_key(bridge))
     else:
-        origin, lies = region_origin(config.region, config.mesh), log or _own_log(folder, config)
+        origin, lies = region_origin(config.region, config.mesh), log or _place(folder, config, bridge)
         files = _Files(origin, lies, folder.audit_key, folder.audit_ml_dsa_key)
     if not lies.is_dir() or Folder(lies).read(CHECKPOINT_PATH) is None:
         raise RequestError(
             f"There is no audit log at {lies}: its keys end with its last checkpoint, so it must be at hand.",
             code=Code.NOT_FOUND,
-            hint="Where an agent runs on another machine, bring its log here, or name the folder with --log.",
+            hint="Where an agent runs on another machine, bring its log here, or name the folder with --log. Where a bridge's log is lost, issue a bridge of another name (felix identity issue).",
         )
     if Folder(lies).read(COPIED_PATH) is not None:
         raise RequestError(
@@ -225,12 +234,9 @@ def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes
     says that the log was larger.
     """
     log = Folder(files.log)
-    lock = log.lock(hint="Stop the broker, or the agent, that writes it.")
+    lock = log.lock(hint=_WRITER_HINT)
     try:
-        notes = [*remembered]
-        for path in (CHECKPOINT_PATH, *COSIGNED_PATHS):
-            note = log.read(path)
-            notes += notes_at(path, note).values() if note is not None else ()
+        notes = [*remembered, *_notes_at(log)]
         last = max(known_checkpoints(files.origin, bundle, notes), key=lambda each: each.size, default=None)
         known = max(named_sizes(files.origin, bundle), default=0)
         if last is None or last.size < known:
@@ -248,6 +254,21 @@ def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes
                 hint="Bring the log from where it is whole (felix audit copy, felix audit restore), and run this again. Nothing was changed.",
             )
         return last.size
+    finally:
+        lock.release()
+
+
+def _require_opens(files: _Files, bundle: RegionBundle, new: SigningKey, new_ml_dsa: MlDsaKey) -> None:
+    """Raises what keeps the log from being opened under these keys and this bundle, before anything says that they are its keys."""
+    signers = (
+        NoteSigner.from_key(files.origin, new, Algorithm.ED25519),
+        NoteSigner.from_ml_dsa(files.origin, new_ml_dsa),
+    )
+    earlier = RegionTrust(bundle).earlier_keys(files.origin, (signer.key for signer in signers))
+    log = Folder(files.log)
+    lock = log.lock(hint=_WRITER_HINT)
+    try:
+        Opening(log, LogKeys(signers, earlier), (), REAL.clock).open(())
     finally:
         lock.release()
 
@@ -289,7 +310,19 @@ def _rotated(region: str, public: bytes, now_ms: int) -> Leaf:
     )
 
 
-def _own_log(folder: RegionFolder, config: RegionConfig) -> Path:
+def _notes_at(log: Folder) -> list[bytes]:
+    """The checkpoints that lie with a log: its last one, and those that others cosigned."""
+    found = list[bytes]()
+    for path in (CHECKPOINT_PATH, *COSIGNED_PATHS):
+        note = log.read(path)
+        found += notes_at(path, note).values() if note is not None else ()
+    return found
+
+
+def _place(folder: RegionFolder, config: RegionConfig, bridge: str) -> Path:
+    """Where the log lies that brokers, or the bridge's agent, write."""
+    if bridge:
+        return folder.bridge(bridge) / "egress"
     paths = [folder.root / data / "audit" for data in config.data_folders]
     return next((path for path in paths if path.is_dir()), paths[0])
 

@@ -383,6 +383,14 @@ def _is_last(planned: RegionBundle, before: RegionBundle, logged: LoggedKeys) ->
 def _finish(folder: RegionFolder, signed: SignedBundle, roles: Iterable[Role]) -> ChangedSigningKeys:
     """Put a change that was cut off in place. Raises RequestError(CONFLICT), once that is done, where keys of other `roles` are to be changed, too."""
     finished, last = _put_in_place(folder, signed), signed.bundle.former[-1]
+    for role in ROLES:
+        named = signed.bundle.policy_keys if role == "policy" else signed.bundle.receipt_keys
+        if load_signing_key(path := signing_key_path(folder, role)).verify_key.public not in named:
+            raise RequestError(
+                f"A change that was cut off is finished, and the {role} key that it made is not here: {path} holds the one of before.",
+                code=Code.CONFLICT,
+                hint=f"Put it there from where it is. Where it is lost: run this again, beside the log of {signed.bundle.region}, which makes another.",
+            )
     done = [role for role in ROLES if (last.policy_keys if role == "policy" else last.receipt_keys)]
     if others := [role for role in roles if role not in done]:
         raise RequestError(

@@ -20,7 +20,7 @@ from audit.trust import RegionTrust, Trust
 from audit.verify import verify_log
 from felix.errors import Code, RequestError, TamperError
 from keys.bundle import RegionBundle, decode_bundle
-from keys.key_file import save_ml_dsa_key, save_signing_key
+from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.bootstrap import add_log_keys, issue_identity
@@ -221,6 +221,24 @@ def test_a_key_that_a_change_that_was_cut_off_was_not_about_is_not_said_to_be_ch
         assert bundle_of(folder).receipt_keys != before.receipt_keys
     change(folder, config, NOW + 20)
     assert bundle_of(folder).policy_keys != before.policy_keys
+
+
+@pytest.mark.parametrize("step", STEPS[1:])
+@pytest.mark.parametrize("lost", ["policy", "receipt"])
+def test_where_one_of_the_new_keys_is_lost_the_change_says_so_and_the_next_call_makes_another(
+    folder: RegionFolder, lost: str, step: str
+) -> None:
+    config = load_config(folder.config)
+    cut_off(folder, config, step)
+    path = folder.policy_key if lost == "policy" else folder.receipt_key
+    path.with_name(f"new.{path.name}").unlink()
+    with pytest.raises(RequestError, match=f"the {lost} key that it made is not here"):
+        change(folder, config, NOW + 10)
+    change(folder, config, NOW + 20)
+    own = bundle_of(folder)
+    assert load_signing_key(folder.policy_key).verify_key.public in own.policy_keys
+    assert load_signing_key(folder.receipt_key).verify_key.public in own.receipt_keys
+    assert len(own.former) == 2
 
 
 def test_of_two_commands_that_change_the_bundle_at_once_the_second_is_refused(

@@ -430,6 +430,19 @@ def test_keys_that_are_lost_end_where_the_log_is_known_to_be_whoever_writes_its_
     assert home.leaves()[:size] == leaves and len(home.leaves()) == size + 1
 
 
+def test_a_copy_of_before_ends_no_keys_of_a_log_that_lies_here(home: Home, tmp_path: Path) -> None:
+    held, copy = home.folder.bundle.read_bytes(), Folder(tmp_path / "copy")
+    leaves, stolen = home.leaves(), lose_keys(home)
+    for size, why in ((2, r"tile|are not those under"), (len(leaves), "write-ahead file")):
+        # Of before; and a whole one, which is a copy and no log that goes on.
+        for path, data in forged(home.origin, leaves[:size], stolen).files.items():
+            copy.write(path, data)
+        with pytest.raises(FelixError, match=why):
+            change_log_keys(home.folder, home.config, NOW, log=copy.path, lost_keys=True)
+        assert home.folder.bundle.read_bytes() == held and not home.folder.audit_key.exists()
+    assert change_log_keys(home.folder, home.config, NOW, lost_keys=True).size == len(leaves)
+
+
 @pytest.mark.parametrize("step", ["_put_in_place", "_say", "_sign_on", "append_waiting"])
 def test_where_lost_keys_were_replaced_the_leaf_comes_wherever_it_was_cut_off(
     home: Home, step: str, monkeypatch: pytest.MonkeyPatch
