@@ -25,15 +25,15 @@ import felix
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
+ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
 pytestmark = [
     pytest.mark.etcd,
     pytest.mark.fault,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(600 + 300 * ROUNDS),
     pytest.mark.skipif(sys.platform != "linux", reason="signals of Linux"),
 ]
 QUEUE, DEAD, STREAM, CACHE = "acme/ops/jobs", "acme/ops/jobs.dead", "acme/ops/orders", "acme/ops/prices"
 LEASE_S = 2
-ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "1"))
 JOBS = 120
 """Put in each round; as many records are published."""
 KEYS = ("first", "second", "third")
