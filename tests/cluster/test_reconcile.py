@@ -26,8 +26,10 @@ from audit.tile import bundle_path
 from cli.several import ETCD_FOLDER, ETCD_PEER
 from felix.errors import Code, CorruptionError, RequestError
 from felix.runtime.real import REAL
+from felix.storage.disk import PRIVATE_FILES
 from region.audit_log import CHECKPOINTS
 from region.cluster import registry
+from region.cluster.node_file import NodeFile
 from region.config import load_config
 from region.inventory import take_inventory
 from region.log.companions import log_number
@@ -198,7 +200,9 @@ async def test_a_broker_that_was_retired_stays_so_in_a_store_that_knows_it_again
         await region.stop(gone)
         await client.retire_broker(gone)
         await publish(client, ORDERS, 5, 10)
-        await asyncio.sleep(1.5)
+        data = region.folder.root / "data"
+        files = [NodeFile(PRIVATE_FILES, data / name, REAL.random) for name in ("b1", "b2")]
+        await until(lambda: all(gone in file.load().retired for file in files), 60)
     await region.stop()
     put_back(region.etcd, tmp_path / "snapshot")
     reports = await asyncio.to_thread(hear, region)
