@@ -28,7 +28,7 @@ from audit.checkpoint_disk import LogKeys
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.leaf import Header, Kind, Leaf, Side, read_header
 from audit.merkle import Tree, leaf_hash
-from audit.note import Algorithm, NoteSigner
+from audit.note import Algorithm, NoteSigner, parse_note
 from audit.opening import Opening
 from audit.origin import Origin, egress_origin, region_origin
 from audit.signer_disk import held_keys, load_signers
@@ -102,8 +102,13 @@ def change_log_keys(
     if begun is not None:
         _put_in_place(files)
         _say(files, bundle, begun, now_ms)
+    elif not ended:
+        raise RequestError(
+            f"The bundle of {bundle.region} names no key that signs the log {files.origin} now.",
+            code=Code.NOT_FOUND,
+        )
     elif lost_keys and _are_here(files, ended):
-        begun = max(key.from_size for key in ended)
+        begun = max((key.from_size for key in ended), default=0)
         if not begun or not _say(files, bundle, begun, now_ms):
             raise RequestError(
                 f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
@@ -117,8 +122,12 @@ def change_log_keys(
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
     if lost_keys:
         # A copy that is named with `log` may be of before; what lies in the folder counts as well.
-        here = _notes_at(Folder(_place(folder, config, bridge)))
-        size = _signed_size(files, bundle, [*remembered, *here])
+        known = [
+            *remembered,
+            *_notes_at(Folder(_place(folder, config, bridge))),
+            *_notes_at(Folder(files.log)),
+        ]
+        size = _signed_size(files, bundle, known)
     else:
         size = _end_log(files, bundle, ended, new, now_ms)
     signed = sign_bundle(
@@ -137,7 +146,7 @@ def change_log_keys(
         load_signing_key(folder.policy_key),
     )
     if lost_keys:
-        _require_opens(files, signed.bundle, new, new_ml_dsa)
+        _require_opens(files, signed.bundle, new, new_ml_dsa, known)
     for path in (files.new_ed25519, files.new_ml_dsa):
         # Of a call that did not come as far as the bundle: nobody knows them.
         path.unlink(missing_ok=True)
@@ -236,8 +245,8 @@ def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes
     log = Folder(files.log)
     lock = log.lock(hint=_WRITER_HINT)
     try:
-        notes = [*remembered, *_notes_at(log)]
-        last = max(known_checkpoints(files.origin, bundle, notes), key=lambda each: each.size, default=None)
+        checkpoints = known_checkpoints(files.origin, bundle, remembered)
+        last = max(checkpoints, key=lambda each: each.size, default=None)
         known = max(named_sizes(files.origin, bundle), default=0)
         if last is None or last.size < known:
             raise RequestError(
@@ -258,8 +267,11 @@ def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes
         lock.release()
 
 
-def _require_opens(files: _Files, bundle: RegionBundle, new: SigningKey, new_ml_dsa: MlDsaKey) -> None:
-    """Raises what keeps the log from being opened under these keys and this bundle, before anything says that they are its keys."""
+def _require_opens(
+    files: _Files, bundle: RegionBundle, new: SigningKey, new_ml_dsa: MlDsaKey, remembered: Iterable[bytes]
+) -> None:
+    """Raises what keeps the log from being opened under these keys and this bundle, before anything says that they are its keys. `remembered`: it has to reach each of these
+    that holds."""
     signers = (
         NoteSigner.from_key(files.origin, new, Algorithm.ED25519),
         NoteSigner.from_ml_dsa(files.origin, new_ml_dsa),
@@ -268,7 +280,9 @@ def _require_opens(files: _Files, bundle: RegionBundle, new: SigningKey, new_ml_
     log = Folder(files.log)
     lock = log.lock(hint=_WRITER_HINT)
     try:
-        Opening(log, LogKeys(signers, earlier), (), REAL.clock).open(())
+        Opening(log, LogKeys(signers, earlier), (), REAL.clock).open(
+            _holding(files.origin, bundle, remembered)
+        )
     finally:
         lock.release()
 
@@ -276,9 +290,17 @@ def _require_opens(files: _Files, bundle: RegionBundle, new: SigningKey, new_ml_
 def known_checkpoints(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> Iterator[Checkpoint]:
     """Those of these notes that the log's keys in this bundle have signed, each as far as it signs."""
     keys = RegionTrust(bundle).log_keys(origin)
+    for note in _holding(origin, bundle, notes):
+        yield open_checkpoint(note, keys).checkpoint
+
+
+def _holding(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> tuple[bytes, ...]:
+    found, keys = list[bytes](), RegionTrust(bundle).log_keys(origin)
     for note in notes:
         with suppress(TamperError):
-            yield open_checkpoint(note, keys).checkpoint
+            open_checkpoint(note, keys)
+            found.append(note)
+    return tuple(found)
 
 
 def named_sizes(origin: str, bundle: RegionBundle) -> Iterator[int]:
@@ -290,7 +312,7 @@ def named_sizes(origin: str, bundle: RegionBundle) -> Iterator[int]:
 def _has_rotated(files: _Files, public: bytes, size: int) -> bool:
     """Whether the leaf of the change to this key stands before `size`, where the key begins, or behind."""
     log = Folder(files.log)
-    end = note_size(log.read(CHECKPOINT_PATH) or b"")
+    end = Checkpoint.parse(parse_note(log.read(CHECKPOINT_PATH) or b"").text).size
     headers = (read_header(data) for _, data in read_entries(log, max(0, size - 1), end, end))
     return any(header is not None and header.key_id == key_id_of(public) for header in headers)
 

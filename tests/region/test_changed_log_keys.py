@@ -417,14 +417,15 @@ def test_keys_that_are_lost_end_where_the_log_is_known_to_be_whoever_writes_its_
     log.write(path, encode_bundle([*leaves[:-1], leaves[0]]))
     refused("are not those under")
     log.write(path, entries)
-    # An older one, whether others remember the newest or lie with the log, ends nothing earlier.
+    # An older one ends nothing earlier where anybody remembers a later one, which is put in its place.
     text = Checkpoint(home.origin, 1, leaf_hash(leaves[0])).text()
     older = encode_note(Note(text, tuple(signer.sign(text, NOW // 1000) for signer in stolen)))
     log.write("checkpoint", older)
     log.write("checkpoint.cosigned", older)
-    changed = change_log_keys(
-        home.folder, home.config, NOW, lost_keys=True, remembered=[last, b"no note", older]
-    )
+    remembered = [b"no note", older, last]
+    refused("rolled back", remembered=remembered)
+    log.write("checkpoint", last)
+    changed = change_log_keys(home.folder, home.config, NOW, lost_keys=True, remembered=remembered)
     assert changed.size == size
     home.open().close()
     assert home.leaves()[:size] == leaves and len(home.leaves()) == size + 1
