@@ -101,6 +101,12 @@ def change_log_keys(
     begun = _begun(bundle, files)
     if begun is not None:
         _put_in_place(files)
+        if not _are_here(files, ended):
+            raise RequestError(
+                f"A change of the keys of the log {files.origin} that was cut off is finished, and not all keys that it made are in {files.ed25519.parent}.",
+                code=Code.CONFLICT,
+                hint="Put them there from where they are. Where one is lost: --lost-keys.",
+            )
         _say(files, bundle, begun, now_ms)
     elif not ended:
         raise RequestError(
@@ -261,6 +267,13 @@ def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes
             raise TamperError(
                 f"The first {last.size:,} leaves in {files.log} are not those under the largest checkpoint that is known of the log {files.origin}.",
                 hint="Bring the log from where it is whole (felix audit copy, felix audit restore), and run this again. Nothing was changed.",
+            )
+        lying = known_checkpoints(files.origin, bundle, [log.read(CHECKPOINT_PATH) or b""])
+        if next((each.size for each in lying), -1) < last.size:
+            raise RequestError(
+                f"The checkpoint in {files.log} is older than one of {last.size:,} leaves that is known of the log {files.origin}, or is none of it.",
+                code=Code.CONFLICT,
+                hint=f"Put the later one in its place ({files.log / CHECKPOINT_PATH}), from a copy of the log, a witness or the file that --checkpoint names, and run this again.",
             )
         return last.size
     finally:

@@ -423,7 +423,9 @@ def test_keys_that_are_lost_end_where_the_log_is_known_to_be_whoever_writes_its_
     log.write("checkpoint", older)
     log.write("checkpoint.cosigned", older)
     remembered = [b"no note", older, last]
-    refused("rolled back", remembered=remembered)
+    refused("is older than one of", remembered=remembered)
+    log.write("checkpoint", b"torn")
+    refused("is older than one of", remembered=remembered)
     log.write("checkpoint", last)
     changed = change_log_keys(home.folder, home.config, NOW, lost_keys=True, remembered=remembered)
     assert changed.size == size
@@ -442,6 +444,27 @@ def test_a_copy_of_before_ends_no_keys_of_a_log_that_lies_here(home: Home, tmp_p
             change_log_keys(home.folder, home.config, NOW, log=copy.path, lost_keys=True)
         assert home.folder.bundle.read_bytes() == held and not home.folder.audit_key.exists()
     assert change_log_keys(home.folder, home.config, NOW, lost_keys=True).size == len(leaves)
+
+
+@pytest.mark.parametrize("lost", ["audit.pem", "audit.mldsa.pem"])
+def test_where_one_of_a_logs_new_keys_is_lost_it_is_said_and_there_is_a_way_on(home: Home, lost: str) -> None:
+    with pytest.MonkeyPatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr("region.log_keys._put_in_place", lambda *_: 1 / 0)
+        change_log_keys(home.folder, home.config, NOW)
+    home.folder.audit_key.with_name(f"new.{lost}").unlink()
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"not in|not all keys") as refused:
+            change_log_keys(home.folder, home.config, NOW + 1)
+        assert "--lost-keys" in refused.value.hint
+    size = len(home.leaves())
+    assert change_log_keys(home.folder, home.config, NOW + 2, lost_keys=True).size == size
+    home.open().close()
+
+
+def test_a_log_that_the_bundle_names_no_key_of_is_refused(home: Home) -> None:
+    for lost in (False, True):
+        with pytest.raises(RequestError, match="names no key that signs the log"):
+            change_log_keys(home.folder, home.config, NOW, bridge="typo", log=home.log, lost_keys=lost)
 
 
 @pytest.mark.parametrize("step", ["_put_in_place", "_say", "_sign_on", "append_waiting"])
