@@ -100,10 +100,19 @@ class DiskWitnessStore:
         self._folder.flush()
 
     def notes(self) -> Iterator[bytes]:
-        """The notes of all origins."""
+        """The notes of all origins. Raises TamperError or OSError for those that cannot be read, once all others were given."""
+        failed: Exception | None = None
         for name in self._folder.names(""):
-            if name.endswith(_SUFFIX) and (note := self._folder.read(name)) is not None:
-                yield note
+            if name.endswith(_SUFFIX):
+                try:
+                    note = self._folder.read(name)
+                except (TamperError, OSError) as error:
+                    failed = error
+                    continue
+                if note is not None:
+                    yield note
+        if failed is not None:
+            raise failed
 
 
 def _name(origin: str) -> str:

@@ -359,7 +359,7 @@ def remembered_here() -> list[bytes]:
         try:
             folder, config = folder_of(region)
             for path in (folder.root / data / "witness" for data in config.data_folders):
-                # One by one: what was read before one that cannot be read counts.
+                # One by one: what was given before the error counts.
                 for each in DiskWitnessStore(path).notes() if path.is_dir() else ():
                     notes.append(each)
         except (FelixError, OSError) as error:

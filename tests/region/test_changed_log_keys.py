@@ -467,9 +467,10 @@ def test_a_log_that_the_bundle_names_no_key_of_is_refused(home: Home) -> None:
             change_log_keys(home.folder, home.config, NOW, bridge="typo", log=home.log, lost_keys=lost)
 
 
+@pytest.mark.parametrize("is_lost", [True, False])
 @pytest.mark.parametrize("step", ["_put_in_place", "_say", "_sign_on", "append_waiting"])
 def test_where_lost_keys_were_replaced_the_leaf_comes_wherever_it_was_cut_off(
-    home: Home, step: str, monkeypatch: pytest.MonkeyPatch
+    home: Home, step: str, is_lost: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = len(home.leaves())
     lose_keys(home)
@@ -478,9 +479,13 @@ def test_where_lost_keys_were_replaced_the_leaf_comes_wherever_it_was_cut_off(
         with pytest.raises(ZeroDivisionError):
             change_log_keys(home.folder, home.config, NOW, lost_keys=True)
     named = home.bundle()
-    changed = change_log_keys(home.folder, home.config, NOW + 1, lost_keys=True)
-    assert changed.size == size and home.bundle() == named
-    assert [decode_leaf(leaf).header.action for leaf in home.leaves()[size:]] == ["rotated"]
+    if is_lost:
+        changed = change_log_keys(home.folder, home.config, NOW + 1, lost_keys=True)
+        assert changed.size == size and home.bundle() == named
+    else:
+        change_log_keys(home.folder, home.config, NOW + 1)
+    rotated = [decode_leaf(leaf).header.action for leaf in home.leaves()[size:]]
+    assert rotated == ["rotated"] * (1 if is_lost or step == "_put_in_place" else 2)
     with pytest.raises(RequestError, match="are here"):
         change_log_keys(home.folder, home.config, NOW + 2, lost_keys=True)
     home.open().close()
