@@ -336,6 +336,8 @@ async def test_brokers_whose_folder_is_lost_or_older_keep_the_others_from_nothin
     await up()
     parent = psutil.Process(json.loads((folder.run / "broker.pid").read_text())["pid"])
     family = [parent, *parent.children(recursive=True)]
+    async with client(folder) as operator:
+        await until(lambda: all_are_in_sync(operator))
     # All at once: whoever is stopped in order last would be the only one known to have all that is committed.
     parent.kill()
     assert not (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]
@@ -360,13 +362,8 @@ async def test_brokers_whose_folder_is_lost_or_older_keep_the_others_from_nothin
         for broker in ("b1", "b2"):
             await up("--broker", broker, "--replace-folder")
         async with client(folder) as operator:
-
-            async def all_are_in_sync() -> bool:
-                state = await operator.describe()
-                return [each.in_sync for each in state.brokers] == [2, 2, 2]
-
             assert await operator.stream("acme/ops/orders").publish(b"y") == 1
-            await until(all_are_in_sync)
+            await until(lambda: all_are_in_sync(operator))
         strays = [psutil.Process(process_of(folder, broker)) for broker in ("b1", "b2")]
         assert parent not in {each.parent() for each in strays}
         # Whoever started it, it is of this machine's set: started again where it ends, and stopped with the others.
@@ -428,6 +425,11 @@ async def test_the_controller_is_killed_and_every_stream_stays_where_it_was_led_
         for process in left:
             process.kill()
     assert not left
+
+
+async def all_are_in_sync(operator: RegionClient) -> bool:
+    """Of the three brokers' audit log and one stream of three copies."""
+    return [each.in_sync for each in (await operator.describe()).brokers] == [2, 2, 2]
 
 
 async def epochs_of(operator: RegionClient, names: list[str]) -> dict[str, int]:
