@@ -145,10 +145,11 @@ def claimed_size(data: bytes) -> int:
 
 def notes_of(notes: Iterable[bytes], origin: str) -> tuple[bytes, ...]:
     """Those of these notes that are checkpoints of this log. Whoever knows which log it is says so once the log is open: asked before, who serves it could name another."""
-    return tuple(note for note in notes if _origin_of(note) == origin)
+    return tuple(note for note in notes if origin_of(note) == origin)
 
 
-def _origin_of(note: bytes) -> str:
+def origin_of(note: bytes) -> str:
+    """Which log's checkpoint this says that it is; empty if it is no note."""
     try:
         return parse_note(note).text.partition("\n")[0]
     except TamperError:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import msgspec
 import typer
 
+from audit.checkpoint import origin_of
 from audit.leaf import LEAF_COLUMNS, Kind, decode_leaf, leaf_row
 from audit.log_copy_disk import copy_log
 from audit.merkle import HASH_BYTES
@@ -37,7 +38,7 @@ from cli.setting import (
     preferred_region,
     read_file,
 )
-from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError
+from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.files import write_output
 from felix.names import StreamName
 from felix.runtime.real import now_ms
@@ -333,19 +334,11 @@ def verify_one(
         )
 
 
-def note_origin(data: bytes) -> str:
-    """The origin of this checkpoint's log; empty if it is not a checkpoint."""
-    try:
-        return parse_note(data).text.partition("\n")[0]
-    except TamperError:
-        return ""
-
-
 def remembered_notes(files: list[Path] | None) -> list[bytes]:
     """Checkpoints from files. Raises RequestError where a file cannot be read or holds none."""
     notes = [read_file(path, "The remembered checkpoint") for path in files or []]
     for path, data in zip(files or [], notes, strict=True):
-        if not note_origin(data):
+        if not origin_of(data):
             raise RequestError(
                 f"{path} holds no checkpoint.", hint="Ask the witness for the last note of this log."
             )

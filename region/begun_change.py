@@ -16,7 +16,7 @@ from felix.storage.disk import FileLock
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
 from keys.key_file import load_signing_key
 from region.folder import RegionFolder
-from region.signing_key_leaves import Role
+from region.signing_key_leaves import ROLES, Role, keys_of_now
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,14 +52,17 @@ def new_path(path: Path) -> Path:
     return path.with_name(f"new.{path.name}")
 
 
+def holds_key_of_now(folder: RegionFolder, bundle: RegionBundle, role: Role) -> bool:
+    """Whether the folder's key of this role is one that the bundle names."""
+    return load_signing_key(signing_key_path(folder, role)).verify_key.public in keys_of_now(bundle, role)
+
+
 def has_begun(folder: RegionFolder, bundle: RegionBundle) -> bool:
     """Whether the bundle names new keys already that do not lie in place yet."""
     return any(
-        new_path(path).exists() and load_signing_key(new_path(path)).verify_key.public in publics
-        for path, publics in (
-            (folder.policy_key, bundle.policy_keys),
-            (folder.receipt_key, bundle.receipt_keys),
-        )
+        path.exists() and load_signing_key(path).verify_key.public in keys_of_now(bundle, role)
+        for role in ROLES
+        for path in (new_path(signing_key_path(folder, role)),)
     )
 
 
@@ -81,8 +84,7 @@ def is_in_place(folder: RegionFolder, bundle: RegionBundle) -> bool:
     return (
         path.exists()
         and path.read_bytes() == folder.bundle.read_bytes()
-        and load_signing_key(folder.policy_key).verify_key.public in bundle.policy_keys
-        and load_signing_key(folder.receipt_key).verify_key.public in bundle.receipt_keys
+        and all(holds_key_of_now(folder, bundle, role) for role in ROLES)
     )
 
 

@@ -43,7 +43,7 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region.begun_change import changes_bundle, require_none_begun
+from region.begun_change import changes_bundle, new_path, require_none_begun
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.signing_key_leaves import key_id_of
@@ -71,11 +71,11 @@ class _Files(NamedTuple):
 
     @property
     def new_ed25519(self) -> Path:
-        return self.ed25519.with_name(f"new.{self.ed25519.name}")
+        return new_path(self.ed25519)
 
     @property
     def new_ml_dsa(self) -> Path:
-        return self.ml_dsa.with_name(f"new.{self.ml_dsa.name}")
+        return new_path(self.ml_dsa)
 
 
 @changes_bundle
@@ -98,31 +98,8 @@ def change_log_keys(
     files = _files(folder, config, bridge, log)
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
     ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
-    begun = _begun(bundle, files)
+    begun = _finished(files, bundle, ended, now_ms, lost_keys=lost_keys)
     if begun is not None:
-        _put_in_place(files)
-        if not _are_here(files, ended):
-            raise RequestError(
-                f"A change of the keys of the log {files.origin} that was cut off is finished, and not all keys that it made are in {files.ed25519.parent}.",
-                code=Code.CONFLICT,
-                hint="Put them there from where they are. Where one is lost: --lost-keys.",
-            )
-        _say(files, bundle, begun, now_ms)
-    elif not ended:
-        raise RequestError(
-            f"The bundle of {bundle.region} names no key that signs the log {files.origin} now.",
-            code=Code.NOT_FOUND,
-        )
-    elif lost_keys and _are_here(files, ended):
-        begun = max((key.from_size for key in ended), default=0)
-        if not begun or not _say(files, bundle, begun, now_ms):
-            raise RequestError(
-                f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
-                code=Code.CONFLICT,
-                hint="Run this without --lost-keys: they sign the log's last checkpoint before they end.",
-            )
-    if begun is not None:
-        # A call that was cut off is finished.
         return ChangedKeys(decode_bundle(folder.bundle.read_bytes()), files.origin, begun)
     require_none_begun(folder, bundle)
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
@@ -166,6 +143,39 @@ def change_log_keys(
     _put_in_place(files)
     _say(files, signed.bundle, size, now_ms)
     return ChangedKeys(signed, files.origin, size)
+
+
+def _finished(
+    files: _Files, bundle: RegionBundle, ended: list[AuditKey], now_ms: int, *, lost_keys: bool
+) -> int | None:
+    """Where the keys begin of a call that was cut off, which is finished by this; None: there was none. Raises RequestError where one of its keys is lost, the bundle names
+    none of the log, or `lost_keys` are here."""
+    begun = _begun(bundle, files)
+    if begun is not None:
+        _put_in_place(files)
+        if not _are_here(files, ended):
+            raise RequestError(
+                f"A change of the keys of the log {files.origin} that was cut off is finished, and not all keys that it made are in {files.ed25519.parent}.",
+                code=Code.CONFLICT,
+                hint="Put them there from where they are. Where one is lost: --lost-keys.",
+            )
+        _say(files, bundle, begun, now_ms)
+        return begun
+    if not ended:
+        raise RequestError(
+            f"The bundle of {bundle.region} names no key that signs the log {files.origin} now.",
+            code=Code.NOT_FOUND,
+        )
+    if not lost_keys or not _are_here(files, ended):
+        return None
+    begun = max(key.from_size for key in ended)
+    if not begun or not _say(files, bundle, begun, now_ms):
+        raise RequestError(
+            f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
+            code=Code.CONFLICT,
+            hint="Run this without --lost-keys: they sign the log's last checkpoint before they end.",
+        )
+    return begun
 
 
 def _say(files: _Files, bundle: RegionBundle, size: int, now_ms: int) -> bool:
@@ -298,7 +308,7 @@ def _require_opens(
     lock = log.lock(hint=_WRITER_HINT)
     try:
         Opening(log, LogKeys(signers, earlier), (), REAL.clock).open(
-            _holding(files.origin, bundle, remembered)
+            tuple(note for _, note in _holding(files.origin, bundle, remembered))
         )
     finally:
         lock.release()
@@ -306,18 +316,14 @@ def _require_opens(
 
 def known_checkpoints(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> Iterator[Checkpoint]:
     """Those of these notes that the log's keys in this bundle have signed, each as far as it signs."""
+    return (checkpoint for checkpoint, _ in _holding(origin, bundle, notes))
+
+
+def _holding(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> Iterator[tuple[Checkpoint, bytes]]:
     keys = RegionTrust(bundle).log_keys(origin)
-    for note in _holding(origin, bundle, notes):
-        yield open_checkpoint(note, keys).checkpoint
-
-
-def _holding(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> tuple[bytes, ...]:
-    found, keys = list[bytes](), RegionTrust(bundle).log_keys(origin)
     for note in notes:
         with suppress(TamperError):
-            open_checkpoint(note, keys)
-            found.append(note)
-    return tuple(found)
+            yield open_checkpoint(note, keys).checkpoint, note
 
 
 def named_sizes(origin: str, bundle: RegionBundle) -> Iterator[int]:

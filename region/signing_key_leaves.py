@@ -108,7 +108,7 @@ def given_up(own: RegionBundle, logged: LoggedKeys, *, is_note: bool = False) ->
     """A sentence where the bundle's key is one that the region gave up, by its log or by a note of it; else nothing. Of an earlier state of the log it says no more than of a later one."""
     for role in ROLES:
         last = logged.get(role, NEVER_CHANGED)
-        if any(key_id_of(public) in last.ended for public in _of_now(own, role)):
+        if any(key_id_of(public) in last.ended for public in keys_of_now(own, role)):
             return (
                 f"{_speaker(own, is_note=is_note)} says that the region gave up the {role} key that bundle.json in this folder names: it was changed at {_changed(last)}, "
                 "and the file is of before that."
@@ -125,8 +125,8 @@ def stale_key(
         return sentence
     for role in ROLES:
         last = logged.get(role, NEVER_CHANGED)
-        now = [key_id_of(public) for public in _of_now(own, role)]
-        known = {*now, *map(key_id_of, _former(own, role))}
+        now = [key_id_of(public) for public in keys_of_now(own, role)]
+        known = {*now, *map(key_id_of, former_keys(own, role))}
         if last.key_id and last.key_id not in known and set(now).isdisjoint(instead):
             return (
                 f"{_speaker(own, is_note=is_note)} names a {role} key, since {_changed(last)}, that bundle.json in this folder has neither as a key of now nor as a former one: "
@@ -141,7 +141,7 @@ def unlogged(own: RegionBundle, logged: LoggedKeys, instead: Collection[bytes] =
         return []
     found = []
     for role in ROLES:
-        last, former, now = logged.get(role, NEVER_CHANGED), _former(own, role), _of_now(own, role)
+        last, former, now = logged.get(role, NEVER_CHANGED), former_keys(own, role), keys_of_now(own, role)
         found += [
             KeyLeaf(role, "ended", key_id) for key_id in map(key_id_of, former) if key_id not in last.ended
         ]
@@ -172,11 +172,11 @@ def _changed(last: LoggedKey) -> str:
     return datetime.fromtimestamp(last.time_ms / 1000, UTC).isoformat(timespec="seconds")
 
 
-def _of_now(own: RegionBundle, role: Role) -> tuple[bytes, ...]:
+def keys_of_now(own: RegionBundle, role: Role) -> tuple[bytes, ...]:
     return own.policy_keys if role == "policy" else own.receipt_keys
 
 
-def _former(own: RegionBundle, role: Role) -> list[bytes]:
+def former_keys(own: RegionBundle, role: Role) -> list[bytes]:
     return [
         public
         for keys in own.former

@@ -48,6 +48,7 @@ from policy.signed import key_id
 from region.begun_change import (
     changes_bundle,
     has_begun,
+    holds_key_of_now,
     is_in_place,
     new_path,
     require_none_begun,
@@ -67,7 +68,9 @@ from region.signing_key_leaves import (
     LoggedKey,
     LoggedKeys,
     Role,
+    former_keys,
     key_id_of,
+    keys_of_now,
     stale_key,
     take,
     unlogged,
@@ -286,7 +289,7 @@ def _was_made_instead(
     bundle: RegionBundle, role: Role, logged: LoggedKeys, instead: Collection[bytes]
 ) -> bool:
     """Whether an earlier call made the key of now in place of a lost one, and the log, as far as it is at hand, has no leaf of it yet: one more would be a change that nobody asked for."""
-    public = (bundle.policy_keys if role == "policy" else bundle.receipt_keys)[0]
+    public = keys_of_now(bundle, role)[0]
     last, key_id = logged.get(role, NEVER_CHANGED), key_id_of(public)
     return key_id in instead and key_id != last.key_id and key_id not in last.ended
 
@@ -384,10 +387,9 @@ def _finish(folder: RegionFolder, signed: SignedBundle, roles: Iterable[Role]) -
     """Put a change that was cut off in place. Raises RequestError(CONFLICT), once that is done, where keys of other `roles` are to be changed, too."""
     finished, last = _put_in_place(folder, signed), signed.bundle.former[-1]
     for role in ROLES:
-        named = signed.bundle.policy_keys if role == "policy" else signed.bundle.receipt_keys
-        if load_signing_key(path := signing_key_path(folder, role)).verify_key.public not in named:
+        if not holds_key_of_now(folder, signed.bundle, role):
             raise RequestError(
-                f"A change that was cut off is finished, and the {role} key that it made is not here: {path} holds the one of before.",
+                f"A change that was cut off is finished, and the {role} key that it made is not here: {signing_key_path(folder, role)} holds the one of before.",
                 code=Code.CONFLICT,
                 hint=f"Put it there from where it is. Where it is lost: run this again, beside the log of {signed.bundle.region}, which makes another.",
             )
@@ -428,13 +430,12 @@ def _require_in_place(folder: RegionFolder, bundle: RegionBundle, role: Role, lo
     """Raises RequestError where the folder has another key than the bundle names, unless the log or the bundle says that it was given up: then the one of now is lost."""
     path = signing_key_path(folder, role)
     public = load_signing_key(path).verify_key.public
-    if public in (bundle.policy_keys if role == "policy" else bundle.receipt_keys):
+    if public in keys_of_now(bundle, role):
         return
-    given_up = {
-        key for keys in bundle.former for key in (keys.policy_keys if role == "policy" else keys.receipt_keys)
-    }
     # In a log of which several brokers have copies the leaf comes later than the bundle.
-    if public not in given_up and (role not in logged or key_id_of(public) not in logged[role].ended):
+    if public not in former_keys(bundle, role) and (
+        role not in logged or key_id_of(public) not in logged[role].ended
+    ):
         raise RequestError(
             f"The bundle of {bundle.region} names another {role} key than {path} holds.", code=Code.CONFLICT
         )

@@ -22,7 +22,7 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region.begun_change import changes_bundle, require_none_begun
+from region.begun_change import changes_bundle, new_path, require_none_begun
 from region.config import RegionConfig
 from region.folder import RegionFolder
 
@@ -34,8 +34,8 @@ def change_witness_key(folder: RegionFolder, config: RegionConfig, now_ms: int) 
     signed = decode_bundle(folder.bundle.read_bytes())
     bundle = signed.bundle
     pairs = (
-        (_new(folder.witness_ml_dsa_key), folder.witness_ml_dsa_key),
-        (_new(folder.witness_key), folder.witness_key),
+        (new_path(folder.witness_ml_dsa_key), folder.witness_ml_dsa_key),
+        (new_path(folder.witness_key), folder.witness_key),
     )
     if not _begun(bundle, folder):
         require_none_begun(folder, bundle)
@@ -55,8 +55,8 @@ def change_witness_key(folder: RegionFolder, config: RegionConfig, now_ms: int) 
         for path, _ in pairs:
             # Of a call that did not come as far as the bundle: nobody knows them.
             path.unlink(missing_ok=True)
-        save_signing_key(new, _new(folder.witness_key))
-        save_ml_dsa_key(new_ml_dsa, _new(folder.witness_ml_dsa_key))
+        save_signing_key(new, new_path(folder.witness_key))
+        save_ml_dsa_key(new_ml_dsa, new_path(folder.witness_ml_dsa_key))
         replace_file(folder.bundle, signed.encode(), PUBLIC)
     for path, place in pairs:
         if path.exists():
@@ -74,17 +74,13 @@ def unnamed(own: RegionBundle, key: VerifierKey) -> str:
     )
 
 
-def _new(path: Path) -> Path:
-    return path.with_name(f"new.{path.name}")
-
-
 def _move(path: Path, place: Path) -> None:
     path.replace(place)
 
 
 def _begun(bundle: RegionBundle, folder: RegionFolder) -> bool:
     """Whether the bundle names new keys already that do not lie in place yet. The Ed25519 key is put in place last."""
-    path = _new(folder.witness_key)
+    path = new_path(folder.witness_key)
     return path.exists() and load_signing_key(path).verify_key.public in {
         key.public for key in bundle.audit_keys if key.role == "cosigner"
     }
