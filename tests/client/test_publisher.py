@@ -166,6 +166,7 @@ async def test_nothing_is_sent_beyond_credit(broker: ScriptedBroker) -> None:
     async with connected(broker) as region, region.stream(ORDERS).publisher(batch_bytes=1024) as publisher:
         for _ in range(10):
             await publisher.send(b"x" * 900)
+        await until(lambda: len(broker.received) >= 4)
         await asyncio.sleep(0.02)
         assert len(broker.received) == 4
         assert broker.session.credit_used <= 5_000
@@ -213,6 +214,7 @@ async def test_send_waits_when_the_buffer_is_full(region: felix.RegionClient, br
                 held = max(held, publisher.held_bytes)
 
         task = asyncio.create_task(produce())
+        await until(lambda: publisher.held_bytes + 10_000 > 1 << 20)
         await asyncio.sleep(0.05)
         assert not task.done()
         assert held <= (1 << 20) + 10_012
@@ -264,6 +266,7 @@ async def test_as_many_batches_are_in_flight_as_the_broker_allows_and_no_more_th
     count = 2 * IN_FLIGHT_MAX
     async with region.stream(ORDERS).publisher(batch_records=2) as publisher:
         await publisher.send_many([b"%d" % i for i in range(2 * count)])
+        await until(lambda: len(broker.received) >= min(in_flight, IN_FLIGHT_MAX))
         await asyncio.sleep(0.01)
         assert len(broker.received) == min(in_flight, IN_FLIGHT_MAX)
         broker.hold_acks = False

@@ -142,6 +142,7 @@ async def test_a_consumer_that_stops_holds_no_more_than_its_credit(
     broker.fill(ORDERS, [b"x" * 100_000] * 60, per_batch=2)
     async with region.stream(ORDERS).subscribe("earliest", credit_bytes=CREDIT_BYTES_MIN) as subscription:
         await anext(subscription)
+        await until(lambda: subscription.held_bytes)
         await asyncio.sleep(0.02)
         (cursor,) = broker.session.cursors.values()
         assert 0 < subscription.held_bytes <= CREDIT_BYTES_MIN
@@ -511,9 +512,8 @@ async def test_closing_unsubscribes_and_stragglers_are_dropped(
     await subscription.close()
     await subscription.close()
     broker.fill(ORDERS, numbers(3, 6))
-    await asyncio.sleep(0.01)
+    await until(lambda: not broker.session.cursors)
     assert isinstance(broker.requests[-1], Unsubscribe)
-    assert not broker.session.cursors
     assert region.reconnects == 0
     assert [record async for record in subscription] == []
 

@@ -65,6 +65,9 @@ async def test_a_store_that_is_slow_takes_no_more_threads_however_many_ask() -> 
     store.goes.clear()
     before = threading.active_count()
     asked = [asyncio.ensure_future(witnessing.witnessed_size(ORIGINS[at % 8])) for at in range(4_000)]
+    async with asyncio.timeout(120):
+        while len(store.reads) < READS_AT_ONCE:  # noqa: ASYNC110 - threads give it
+            await asyncio.sleep(0.01)
     await asyncio.sleep(0.1)
     assert len(store.reads) == READS_AT_ONCE and threading.active_count() <= before + READS_AT_ONCE
     await asyncio.wait_for(asyncio.to_thread(lambda: None), 5)
