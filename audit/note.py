@@ -139,8 +139,8 @@ class VerifierKey:
         return note_key_id(self.name, self.algorithm, self.public)
 
     def covers(self, size: int) -> bool:
-        """Whether it may sign a checkpoint of so many leaves. One of none is the same in every history: a broker whose copy of a log is new begins with it."""
-        return not size or (self.from_size <= size and (self.to_size is None or size <= self.to_size))
+        """Whether it may sign a checkpoint of so many leaves."""
+        return self.from_size <= size and (self.to_size is None or size <= self.to_size)
 
     def meets(self, other: VerifierKey) -> bool:
         """Whether both may sign one and the same checkpoint; where one ends another begins, with a checkpoint that both may sign."""
@@ -194,6 +194,11 @@ class VerifierKey:
         except (InvalidSignature, ValueError) as error:
             raise TamperError(wrong) from error
         return time_s
+
+
+def unbounded(keys: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
+    """The same keys, for checkpoints of any size: of what was taken before their ends were known, or says nothing."""
+    return tuple(VerifierKey(key.name, key.algorithm, key.public) for key in keys)
 
 
 def signed_message(key: VerifierKey, text: str, time_s: int | None) -> bytes:

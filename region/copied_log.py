@@ -12,12 +12,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, claimed_size, open_checkpoint
 from audit.merkle import Tree, leaf_hash
+from audit.note import unbounded
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.trust import RegionTrust
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, CorruptionError, RequestError, TamperError
 from keys.bundle import RegionBundle
 from region.config import RegionConfig
 from region.folder import RegionFolder
@@ -170,8 +171,10 @@ def _given(
 
 
 def _checkpoint(broker: str, note: bytes, bundle: RegionBundle, origin: str) -> Checkpoint:
+    keys = RegionTrust(bundle).log_keys(origin)
     try:
-        return open_checkpoint(note, RegionTrust(bundle).log_keys(origin)).checkpoint
+        # A copy that is new begins with one of no leaves, whichever key signs the log by then.
+        return open_checkpoint(note, keys if claimed_size(note) else unbounded(keys)).checkpoint
     except TamperError as error:
         raise TamperError(
             f"The checkpoint of {broker} is none of the audit log {origin} under the keys in this folder's bundle. {error.sentence}",
@@ -184,15 +187,22 @@ def _require_one_tree(files: Folder, last: Checkpoint, notes: Iterable[CopyNote]
     due: dict[int, list[CopyNote]] = {}
     for each in notes:
         due.setdefault(each.checkpoint.size, []).append(each)
-    tree = Tree()
+    why, tree = "", Tree()
     _compare(tree, due.pop(0, []), last)
-    for _, data in read_entries(files, 0, last.size, last.size):
-        tree.add(leaf_hash(data))
-        _compare(tree, due.pop(tree.size, []), last)
-    if (tree.size, tree.root()) != (last.size, last.root):
+    try:
+        for _, data in read_entries(files, 0, last.size, last.size):
+            tree.add(leaf_hash(data))
+            if tree.size in due:
+                _compare(tree, due.pop(tree.size), last)
+    except CorruptionError as error:
+        if isinstance(error, _TwoHistoriesError):
+            raise
+        why = f" {error.sentence}"
+    if why or (tree.size, tree.root()) != (last.size, last.root):
         raise TamperError(
-            f"The leaves in {files.path} are not those under its checkpoint of {last.size:,} leaves.",
-            hint="Run this beside another broker's copy, as far as that goes; the broker gets its leaves from the others' copies once its folder is moved aside. Nothing was changed.",
+            f"The leaves in {files.path} are not those under its checkpoint of {last.size:,} leaves.{why}",
+            hint="Keep that folder. Where the broker's leaves are damaged: move it aside, start the brokers, which bring them, and stop them. Where somebody else has signed that checkpoint: --without and the broker's "
+            "name leaves its copy out. Nothing was changed.",
         )
 
 
@@ -204,8 +214,12 @@ def _compare(tree: Tree, notes: Iterable[CopyNote], last: Checkpoint) -> None:
             raise _two_histories(each, last)
 
 
+class _TwoHistoriesError(TamperError):
+    """Somebody signed two."""
+
+
 def _two_histories(each: CopyNote, last: Checkpoint) -> TamperError:
-    return TamperError(
+    return _TwoHistoriesError(
         f"The checkpoint of {each.checkpoint.size:,} leaves of {each.broker} is of another history of the audit log {last.origin} than the copy here that goes furthest, or that copy's leaves are "
         "not its own.",
         hint="Run felix audit verify on each copy, and keep both: somebody has signed another history (docs/audit.md). Nothing was changed.",

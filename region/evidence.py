@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable
 from contextlib import suppress
 
-from audit.checkpoint import note_size, open_checkpoint
-from audit.note import Algorithm, VerifierKey, parse_note
+from audit.checkpoint import claimed_size, note_size, open_checkpoint
+from audit.note import Algorithm, VerifierKey, parse_note, unbounded
 from audit.origin import region_origin, witness_name
 from audit.signer_disk import load_signers
 from audit.tile import CHECKPOINT_PATH
@@ -88,10 +88,10 @@ def _require_of_these_keys(copy: Folder, keys: tuple[VerifierKey, ...], own: Reg
     """Raises RequestError(CONFIG_INVALID) where the newest checkpoint of a broker's copy is one that the log's keys were not changed by, or that these are of before: what to do says neither the
     note nor its signature. Whatever else is wrong with it, whoever opens the copy says."""
     note = copy.read(CHECKPOINT_PATH)
-    if note is None or _opens(note, keys):
+    if note is None or not claimed_size(note) or _opens(note, keys):
         return
     region = own.region
-    if _opens(note, tuple(VerifierKey(key.name, key.algorithm, key.public) for key in keys)):
+    if _opens(note, unbounded(keys)):
         end = max(key.from_size for key in keys)
         raise RequestError(
             f"The copy of the audit log of {region} in {copy.path} has a checkpoint of {note_size(note):,} leaves under keys that sign up to {end:,}: when the log's keys were changed, this copy was "

@@ -17,7 +17,7 @@ from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
 from audit.origin import egress_origin, region_origin
 from audit.proof import check_proof, prove
 from audit.signer_disk import load_signers
-from audit.tile import COPIED_PATH, MemoryFiles, bundle_path, encode_bundle, read_entries, tile_path
+from audit.tile import MemoryFiles, bundle_path, encode_bundle, read_entries, tile_path
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
@@ -277,20 +277,6 @@ def test_a_change_that_was_broken_off_is_finished_by_the_next_call(
     changed = change_log_keys(home.folder, home.config, NOW + 3)
     assert nobodys.verify_key.public not in {key.public for key in changed.signed.bundle.audit_keys}
     home.open().close()
-
-
-def test_the_keys_of_a_log_that_several_brokers_have_are_not_changed_and_the_page_that_is_named_says_what_is_left(
-    home: Home,
-) -> None:
-    Folder(home.log).write(COPIED_PATH, b"")
-    held = home.folder.bundle.read_bytes()
-    with pytest.raises(RequestError, match="has copies on several brokers") as refused:
-        change_log_keys(home.folder, home.config, NOW)
-    page = Path(__file__).parents[2] / "docs" / "runbooks" / "leaked-log-key.md"
-    assert "docs/runbooks/leaked-log-key.md, In a region of several brokers" in refused.value.hint
-    assert "\n## In a region of several brokers\n" in page.read_text()
-    assert home.folder.bundle.read_bytes() == held
-    assert change_log_keys(home.folder, home.config, NOW, bridge=BRIDGE_NAME).origin != home.origin
 
 
 def test_a_bridges_log_is_changed_alone_and_proofs_of_before_hold(home: Home) -> None:
