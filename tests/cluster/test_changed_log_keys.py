@@ -15,14 +15,22 @@ from region_peer import until
 
 from audit.checkpoint import note_size, open_checkpoint
 from audit.leaf import read_header
-from audit.note import Note, NoteSigner, encode_note, parse_note
+from audit.merkle import Tree, leaf_hash
+from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
 from audit.signer_disk import load_signers
 from audit.trust import RegionTrust
+from audit.witness import ForkError, MemoryWitnessStore, Witness
 from cli.stopped_region import StoppedRegion
 from felix.errors import Code, RequestError, TamperError
 from felix.runtime.real import now_ms
+from keys.key_file import load_signing_key
+from keys.signing import SigningKey
+from region.audit_log import AuditLog
 from region.changed_log_key import LOG_KEY_CHANGED
+from region.cluster.records import ShardId
+from region.log_key_store import tell_ended
 from region.log_keys import ChangedKeys, change_log_keys
+from region.metadata.catalog import Catalog
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.records import Keys
 from region.metadata.transaction import Delete
@@ -157,21 +165,28 @@ async def test_the_log_goes_on_under_the_new_keys_on_every_broker(tmp_path: Path
 
 
 async def test_a_copy_that_is_new_begins_anew_after_a_change_and_may_be_cut_off_at_that(
-    tmp_path: Path, etcd: EtcdProcess
+    tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its first checkpoint, of no leaves, is under a key that begins later."""
+    """Its first checkpoint, of no leaves, is under a key that begins later, and may have ended since."""
     async with serving(tmp_path, etcd, 3) as region:
         await append(region, *range(3))
         await region.stop()
         await change(region)
         shutil.rmtree(log_of(region, "b3").path)
-        await region.start("b3")  # alone: it hears nothing of the others
-        await region.stop("b3")
+        with monkeypatch.context() as cut_off:
+            cut_off.setattr(AuditLog, "_read_checkpoints", nothing)
+            await region.start("b3")
+            await region.stop("b3")
         assert note_size(checkpoint_of(region, "b3")) == 0
+        assert (await change(region)).size == 3
         await region.start("b1", "b2", "b3")
         await said(region)
         await append(region, 100)
         assert len(verified(region, "b3")) == 5
+
+
+async def nothing(*_: object) -> None:
+    pass
 
 
 async def remove_word(region: ClusteredRegion) -> None:
@@ -222,9 +237,11 @@ async def test_a_broker_with_the_folder_of_before_does_not_start_and_says_what_t
 
 @pytest.mark.parametrize("is_elected", [False, True])
 async def test_where_the_store_has_lost_the_word_a_broker_with_the_folder_of_before_ends_by_the_leaf(
-    tmp_path: Path, etcd: EtcdProcess, is_elected: bool
+    tmp_path: Path, etcd: EtcdProcess, is_elected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It follows, and reads the leaves behind what it can verify; or it is to go on with the log, and signs nothing."""
+    if is_elected:
+        monkeypatch.setattr(AuditLog, "_look_ahead", nothing)
     async with serving(tmp_path, etcd, 3) as region:
         before, after = tmp_path / "before", tmp_path / "after"
         await append(region, *range(3))
@@ -236,15 +253,145 @@ async def test_where_the_store_has_lost_the_word_a_broker_with_the_folder_of_bef
         keep(region, after)
         await region.start("b1", "b2")
         await said(region)
-        put_back(region, before)
-        await region.start("b3")
-        node = region.nodes["b3"]
+        names = ["b3"]
         if is_elected:
-            home = await home_of(region)
-            await region.stop(home)
-        ended = await asyncio.wait_for(node.ended(), 60)
-        assert ended.code is Code.CONFIG_INVALID and "its keys were changed" in ended.sentence
-        assert not region.clustered("b3").has_audit_log
-        assert note_size(checkpoint_of(region, "b3")) == 3
-        signed = open_checkpoint(checkpoint_of(region, "b3"), tuple(old))
-        assert {by.key for by in signed.signed} == old, "as it was before the change"
+            # Neither of those that are left has a checkpoint of after the change, and one of them is elected.
+            await region.stop("b1")
+            shutil.rmtree(log_of(region, "b1").path)
+            names.append("b1")
+        put_back(region, before)
+        await region.start(*names)
+        if is_elected:
+            await in_sync(region, "b2")
+            await region.stop("b2")
+        ended = [asyncio.ensure_future(region.nodes[name].ended()) for name in names]
+        await asyncio.wait(ended, timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        assert ended[0].done() or ended[-1].done()
+        for each in (each for each in ended if each.done()):
+            assert (
+                each.result().code is Code.CONFIG_INVALID
+                and "its keys were changed" in each.result().sentence
+            )
+        assert not any(region.clustered(name).has_audit_log for name in names)
+        assert [note_size(checkpoint_of(region, name)) for name in names] == [3] * len(names)
+        assert {by.key for by in open_checkpoint(checkpoint_of(region, "b3"), tuple(old)).signed} == old
+
+
+async def in_sync(region: ClusteredRegion, home: str) -> None:
+    """Wait until all copies of the log are."""
+    member = region.clustered(home).member
+    stream = member.audit.stream
+    assert stream is not None
+    async with asyncio.timeout(60):
+        await member.until(lambda: len(member.mirror.view.shards[ShardId(stream.incarnation, 0)].isr) == 3)
+
+
+async def test_a_broker_that_stood_still_while_the_keys_were_changed_does_not_go_on_with_the_log(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """Its lease was over, so the command did not see it; it is back, and elected, before any broker with the keys of now."""
+    async with serving(tmp_path, etcd, 3) as region:
+        await append(region, *range(3))
+        endpoint = region.etcd.endpoint.removeprefix("http://")
+        store = await EtcdStore.open(EtcdConfig(endpoints=(endpoint,)))
+        own = own_bundle(region.folder, region.config)
+        await tell_ended(Catalog(store, "us-east"), own, load_signing_key(region.folder.audit_key), now_ms())
+        await store.close()
+        home = await home_of(region)
+        others = {name: node for name, node in region.nodes.items() if name != home}
+        await region.stop(home)
+        first, *_ = await asyncio.wait(
+            [asyncio.ensure_future(node.ended()) for node in others.values()],
+            timeout=60, return_when=asyncio.FIRST_COMPLETED,
+        )  # fmt: skip
+        assert [task.result().code for task in first] == [Code.CONFIG_INVALID]
+        assert "other keys sign the log now" in first.pop().result().sentence
+        assert not any(region.clustered(name).has_audit_log for name in others)
+        assert {note_size(checkpoint_of(region, name)) for name in others} == {3}
+
+
+async def test_the_folders_of_brokers_may_be_on_several_machines(tmp_path: Path, etcd: EtcdProcess) -> None:
+    async with serving(tmp_path, etcd, 3) as region:
+        await append(region, *range(3))
+        await region.stop("b3")
+        await append(region, 3)
+        await region.stop()
+        notes = {name: checkpoint_of(region, name) for name in region.names}
+        data = {name: log_of(region, name).path.parent for name in region.names}
+        for name in ("b1", "b3"):
+            data[name].rename(tmp_path / name)
+        with pytest.raises(RequestError, match="brokers b1, b3"):
+            await change(region)
+        changed = await change(region, copies={name: notes[name] for name in ("b1", "b3")})
+        assert changed.size == 4 and note_size(notes["b3"]) == 3
+        for name in ("b1", "b3"):
+            (tmp_path / name).rename(data[name])
+        await region.start("b3", "b1", "b2")
+        await said(region)
+        await append(region, 100)
+        for name in region.names:
+            assert changes_in(verified(region, name)) == [4]
+
+
+async def test_where_a_copy_that_was_not_at_hand_went_further_the_log_is_still_one_and_that_broker_says_so(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    async with serving(tmp_path, etcd, 3) as region:
+        await append(region, *range(3))
+        await region.stop()
+        older = tmp_path / "older"
+        for name in ("b1", "b2"):
+            shutil.copytree(log_of(region, name).path, older / name)
+        await region.start(*region.names)
+        await append(region, 3, 4)
+        await region.stop()
+        before = RegionTrust(own_bundle(region.folder, region.config))
+        for name in ("b1", "b2"):
+            shutil.rmtree(log_of(region, name).path)
+            shutil.copytree(older / name, log_of(region, name).path)
+        # What another region has cosigned of it says that it went further.
+        shown = checkpoint_of(region, "b3")
+        with pytest.raises(RequestError, match="is known to have had 5 leaves"):
+            await change(region, without=["b3"], remembered=[shown])
+        witness = Witness(witness_of("eu-west"), before.logs, MemoryWitnessStore(), lambda: now_ms() // 1000)
+        witness.cosign(shown, [])
+        changed = await change(region, without=["b3"])
+        assert changed.size == 3
+        own = RegionTrust(changed.signed.bundle)
+        with pytest.raises(TamperError, match="may not sign"):
+            open_checkpoint(shown, own.log_keys(log_name(region)))
+
+        await region.start("b1", "b2")
+        with pytest.raises(
+            RequestError, match="has a checkpoint of 5 leaves under keys that sign up to 3"
+        ) as refused:
+            await region.start("b3")
+        assert refused.value.code is Code.CONFIG_INVALID and "Move that folder aside" in refused.value.hint
+        assert checkpoint_of(region, "b3") == shown
+        log_of(region, "b3").path.rename(tmp_path / "aside")
+        await region.start("b3")
+        await said(region)
+        await append(region, 100)
+        for name in region.names:
+            leaves = verified(region, name)
+            # The leaves of before are those that were shown, and the change stands behind all of them.
+            assert changes_in(leaves) == [5] and len(leaves) == 7
+        tree = Tree()
+        for leaf in verified(region, "b3")[:5]:
+            tree.add(leaf_hash(leaf))
+        assert tree.root() == open_checkpoint(shown, before.log_keys(log_name(region))).checkpoint.root
+        # Who has cosigned that checkpoint goes on from it, and from no other history.
+        witness.follow(own.log_keys(log_name(region)))
+        trail = trail_of(region, "b1")
+        proof = trail.checkpoints.consistency_proof(5, 7)
+        with pytest.raises(ForkError):
+            witness.cosign(trail.checkpoint(), [])
+        witness.cosign(trail.checkpoint(), proof)
+        last = witness.last(log_name(region))
+        assert last is not None and last.size == 7
+
+
+def witness_of(region: str) -> NoteSigner:
+    return NoteSigner.from_key(
+        f"{region}.acme/witness", SigningKey.from_seed(b"w" * 32), Algorithm.COSIGNATURE
+    )
