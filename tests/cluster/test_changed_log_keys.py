@@ -4,30 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bridge_mesh import flight
 from cluster.audited import home_of, key_leaf, log_of, retried, shows, trail_of, verified
+from cluster.clustered_mesh import two_clusters
 from cluster.clustered_region import ClusteredRegion, serving
+from cluster.processes import kill, running, several
+from e2e.command_mesh import felix_command
 from etcd_process import EtcdProcess, etcd_of_each_test
 from region_peer import until
 
 from audit.checkpoint import note_size, open_checkpoint
-from audit.leaf import read_header
+from audit.leaf import Kind, read_header
 from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
+from audit.origin import region_origin
 from audit.signer_disk import load_signers
-from audit.trust import RegionTrust
+from audit.tile import read_entries
+from audit.tile_disk import Folder
+from audit.trust import RegionTrust, Trust
+from audit.verify import verify_log
 from audit.witness import ForkError, MemoryWitnessStore, Witness
 from cli.stopped_region import StoppedRegion
 from felix.errors import Code, RequestError, TamperError
+from felix.messages import PutDocument
 from felix.runtime.real import now_ms
+from keys.bundle import decode_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
 from region.audit_log import AuditLog
+from region.bootstrap import trust_region
 from region.changed_log_key import LOG_KEY_CHANGED
 from region.cluster.records import ShardId
+from region.config import load_config
 from region.log_key_store import tell_ended
 from region.log_keys import ChangedKeys, change_log_keys
 from region.metadata.catalog import Catalog
@@ -40,7 +53,7 @@ __all__ = ["etcd_of_each_test"]  # the fixture
 
 pytestmark = pytest.mark.etcd
 
-ORIGIN = "us-east.acme/ingress"
+ORIGIN = region_origin("us-east", "acme")
 
 
 async def change(region: ClusteredRegion, **more: Any) -> ChangedKeys:
@@ -84,7 +97,7 @@ def changes_in(leaves: list[bytes]) -> list[int]:
 async def append(region: ClusteredRegion, *numbers: int) -> None:
     home = await home_of(region)
     for number in numbers:
-        await retried(lambda number=number: trail_of(region, home).append([key_leaf(number)]))
+        await retried(partial(trail_of(region, home).append, [key_leaf(number)]))
     await asyncio.to_thread(trail_of(region, home).publish)
     for name in region.nodes:
         await shows(region, name, note_size(trail_of(region, home).checkpoint()))
@@ -389,6 +402,102 @@ async def test_where_a_copy_that_was_not_at_hand_went_further_the_log_is_still_o
         witness.cosign(trail.checkpoint(), proof)
         last = witness.last(log_name(region))
         assert last is not None and last.size == 7
+
+
+async def test_a_region_that_trusts_this_one_takes_the_new_bundle_and_goes_on_cosigning(
+    tmp_path: Path,
+) -> None:
+    async with two_clusters(tmp_path) as mesh:
+        eu, us = mesh.clusters["eu-west"], mesh.clusters["us-east"]
+
+        def cosigned() -> bool:
+            trails = [trail_of(eu, name) for name in eu.nodes if eu.clustered(name).has_audit_log]
+            return any(trail.checkpoints.cosigned_size == trail.status().durable > 0 for trail in trails)
+
+        await mesh.create()
+        await mesh.publish([flight(number) for number in range(50)])
+        await mesh.grant()
+        async with mesh.agent():
+            await mesh.crossed(50)
+            await until(lambda: mesh.headers(mesh.ingress_folder, Kind.ACK), 60)
+            await until(cosigned, 60)
+        await eu.stop()
+        changed = await change(eu)
+        await eu.start(*eu.names)
+        await until(lambda: changes_in(leaves_at(mesh.ingress_folder)), 60)
+        # Records cross before us-east has the new bundle; it cosigns nothing of this log.
+        await mesh.publish([flight(number) for number in range(50, 80)])
+        async with mesh.agent():
+            await mesh.crossed(80)
+            assert trail_of(eu, await home_of(eu)).checkpoints.cosigned_size <= changed.size
+            pin = trust_region(us.folder, changed.signed, now_ms())
+            assert pin is not None
+            async with us.client("b1") as client:
+                await client.request(PutDocument("pin", pin.encode()))
+            await mesh.publish([flight(number) for number in range(80, 100)])
+            await mesh.crossed(100)
+            await until(lambda: len(mesh.headers(mesh.ingress_folder, Kind.ACK)) >= 3, 60)
+            await until(cosigned, 60)
+    assert mesh.reconcile() == 100
+    assert mesh.verify_egress().ok
+    report = mesh.verify_ingress(1)
+    assert report.ok and report.cosigned_size > changed.size + 1
+
+
+def leaves_at(log: Path) -> list[bytes]:
+    files = Folder(log)
+    size = note_size(files.read("checkpoint") or b"")
+    return [bytes(leaf) for _, leaf in read_entries(files, 0, size, size)]
+
+
+async def test_the_command_changes_them_while_the_regions_processes_are_stopped(tmp_path: Path) -> None:
+    folder = several(tmp_path, 3, lease="2s")
+    config = load_config(folder.config)
+    logs = [folder.root / data / "audit" for data in config.data_folders]
+    command = ("region", "change-log-keys", "--region", "us-east")
+
+    async def key_changes(size: int) -> None:
+        """Every copy has so many leaves of changes, under a checkpoint of the keys of now, and verifies."""
+        key = load_signers(ORIGIN, folder.audit_key, folder.audit_ml_dsa_key)[0].key
+        bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+
+        def has(log: Path) -> bool:
+            note = Folder(log).read("checkpoint")
+            if note is None:
+                return False
+            signed = open_checkpoint(note, RegionTrust(bundle).log_keys(ORIGIN))
+            return any(by.key == key for by in signed.signed) and len(changes_in(leaves_at(log))) == size
+
+        await until(lambda: all(map(has, logs)), 60)
+        for log in logs:
+            assert verify_log(Folder(log), Trust.of([bundle]), cosignatures_min=0).ok
+
+    async def deny(number: int) -> None:
+        await asyncio.to_thread(
+            felix_command, tmp_path, "bridge", "deny", "stream", f"acme/ops/s{number}", "--to", "eu-west", "--region", "us-east"
+        )  # fmt: skip
+
+    async with running(folder):
+        await deny(1)
+        refused = await asyncio.to_thread(felix_command, tmp_path, *command, code=1)
+        assert "runs here" in refused.err
+    said = await asyncio.to_thread(felix_command, tmp_path, *command)
+    assert "copy bundle.json, secrets/audit.pem and secrets/audit.mldsa.pem" in said.out
+    async with running(folder):
+        await key_changes(1)
+        await kill(folder, "b1")
+        await deny(2)
+        await key_changes(1)
+    # A machine whose folder was not replaced.
+    before = tmp_path / "before"
+    shutil.copytree(folder.secrets, before / "secrets")
+    shutil.copy(folder.bundle, before)
+    await asyncio.to_thread(felix_command, tmp_path, *command)
+    shutil.copytree(before / "secrets", folder.secrets, dirs_exist_ok=True)
+    shutil.copy(before / "bundle.json", folder.bundle)
+    refused = await asyncio.to_thread(felix_command, tmp_path, "region", "up", "us-east", "--detach", code=4)
+    assert "other keys sign the log now" in refused.err
+    await asyncio.to_thread(felix_command, tmp_path, "region", "down", "us-east", code=None)
 
 
 def witness_of(region: str) -> NoteSigner:
