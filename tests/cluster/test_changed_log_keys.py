@@ -393,6 +393,10 @@ async def test_where_a_copy_that_was_not_at_hand_went_further_the_log_is_still_o
         for leaf in verified(region, "b3")[:5]:
             tree.add(leaf_hash(leaf))
         assert tree.root() == open_checkpoint(shown, before.log_keys(log_name(region))).checkpoint.root
+        # Whoever remembers that checkpoint is told of it.
+        trust = Trust.of([changed.signed.bundle])
+        report = verify_log(log_of(region, "b1"), trust, cosignatures_min=0, remembered=(shown,))
+        assert [finding.path for finding in report.findings] == ["remembered checkpoint 1"]
         # Who has cosigned that checkpoint goes on from it, and from no other history.
         witness.follow(own.log_keys(log_name(region)))
         trail = trail_of(region, "b1")
