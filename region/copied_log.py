@@ -27,6 +27,9 @@ AUDIT: Final = "audit"
 """The folder of the region's audit log, in the data folder of a broker that has it."""
 NO_AUDIT: Final = "no-audit"
 """That of a broker of several which has not got it: a log that nothing is ever written to, and that nobody takes for the region's."""
+LEAD_LEAVES_MAX: Final = 16_384
+"""How many leaves one copy may have more than every other: four checkpoints of a busy log (audit.trail). A leaf is on two copies before it is signed, and what is signed is in the files of each
+within a second; more is a copy that others were kept from, or that somebody has written who has the log's key."""
 _STOP_HINT: Final = "Stop the region's brokers, all of them, and run this again."
 
 
@@ -94,6 +97,14 @@ def measure(
             f"The copy of {largest.broker} goes further than those here: it has a checkpoint of {largest.checkpoint.size:,} leaves, and the largest here is of {size:,}.",
             code=Code.CONFLICT,
             hint="Run this on that broker's machine, with the checkpoints of the others, or bring its copy here and name it with --log (felix audit copy).",
+        )
+    second = sorted(each.checkpoint.size for each in notes)[-2:][0]
+    if size - second > LEAD_LEAVES_MAX:
+        raise RequestError(
+            f"The copy of {furthest.broker} has a checkpoint of {size:,} leaves, and none of the others one of more than {second:,}: copies of a log that is well are not that far apart.",
+            code=Code.CONFLICT,
+            hint="Start the brokers, wait until all have the log, and stop them. Where that copy may have been written by a thief of the key: look at it (felix audit show), put its folder aside, and leave it out "
+            "(--without). Where the others are gone: --without them.",
         )
     others = [CopyNote("what others know of the log", each, None) for each in remembered]
     known = max((*(each.checkpoint.size for each in others), *sizes), default=0)
@@ -178,7 +189,7 @@ def _checkpoint(broker: str, note: bytes, bundle: RegionBundle, origin: str) -> 
     except TamperError as error:
         raise TamperError(
             f"The checkpoint of {broker} is none of the audit log {origin} under the keys in this folder's bundle. {error.sentence}",
-            hint="Where its keys were changed since, this folder is of before: run this with the newest one. Keep what is not the log's own; it shows who signed it.",
+            hint="Where its keys were changed since, this folder is of before: run this with the newest one. Else keep it, it shows who signed it, and leave that broker's copy out (--without).",
         ) from error
 
 

@@ -238,15 +238,24 @@ def _change_copied(
             remembered=list(known_checkpoints(files.origin, bundle, remembered)),
             sizes=list(named_sizes(files.origin, bundle)),
         )
+        new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
+        # All that may be refused for what is in this folder is refused before anything is told.
+        signed = _signed(folder, files, bundle, ended, last.size, new, new_ml_dsa, now_ms)
         store.require_stopped()
         if not lost_keys:
             store.tell_ended(bundle, load_signing_key(files.ed25519))
-            # A broker that was started meanwhile is seen here, and a later one sees what was told.
-            store.require_stopped()
-        new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
-        signed = _signed(folder, files, bundle, ended, last.size, new, new_ml_dsa, now_ms)
+            _require_stopped_still(store)
         _write(folder, files, signed, new, new_ml_dsa)
     return ChangedKeys(signed, files.origin, last.size)
+
+
+def _require_stopped_still(store: StoppedRegion) -> None:
+    """A broker that was started meanwhile is seen here, and a later one sees what was told. Raises as `StoppedRegion`."""
+    try:
+        store.require_stopped()
+    except (RequestError, UnavailableError) as error:
+        told = "The metadata store says already that the log's key has ended: no broker starts before this has been run again, and has ended well."
+        raise type(error)(error.sentence, code=error.code, hint=f"{error.hint} {told}".strip()) from error
 
 
 def _require_held(files: _Files, bundle: RegionBundle, ended: list[AuditKey], *, lost_keys: bool) -> None:

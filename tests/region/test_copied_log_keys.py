@@ -189,12 +189,47 @@ def test_a_checkpoint_ends_the_keys_only_where_the_leaves_under_it_are_at_hand(h
     home.copy("b2", leaves_of(4))
     home.copy("b3", leaves_of(4))
     Folder(home.path("b3")).write("checkpoint", large)
-    home.refused("are not those under its checkpoint of 1,000,000 leaves")
+    home.refused("none of the others one of more than 4")
+    Folder(home.path("b3")).write("checkpoint", home.note([], size=10))
+    home.refused("are not those under its checkpoint of 10 leaves")
     found = home.refused(
         "is known to have had 6 leaves", without=["b3"], remembered=[home.note(leaves_of(6))]
     )
     assert "Start the brokers" in found.hint
     assert home.change(without=["b3"], remembered=[b"no note", home.note(leaves_of(2))]) == 4
+
+
+def test_of_a_copy_that_is_far_ahead_of_all_others_is_asked_first(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever stole the keys and can write one broker's folder has leaves and a checkpoint there that nobody else has: the new keys would begin behind what the log has."""
+    monkeypatch.setattr("region.copied_log.LEAD_LEAVES_MAX", 10)
+    home.copy("b1", leaves_of(4))
+    home.copy("b2", leaves_of(3))
+    home.copy("b3", leaves_of(15))
+    found = home.refused("broker b3 has a checkpoint of 15 leaves, and none of the others one of more than 4")
+    assert "(--without)" in found.hint
+    home.copy("b2", leaves_of(5))
+    assert home.change() == 15, "no further ahead than it may be"
+
+
+def test_nothing_is_told_where_the_bundle_cannot_be_signed(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told and not finished, no broker would start again."""
+    for name in NAMES:
+        home.copy(name, leaves_of(4))
+    policy_key = home.folder.policy_key.rename(home.folder.policy_key.with_suffix(".aside"))
+    home.refused("policy.pem")
+    policy_key.rename(home.folder.policy_key)
+
+    def full(*_: object) -> None:
+        raise RequestError("The bundle has no room.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("region.log_keys.sign_bundle", full)
+        home.refused("no room")
+    assert home.change() == 4
 
 
 def test_a_copy_that_was_brought_here_counts_as_one(home: Home, tmp_path: Path) -> None:
@@ -261,8 +296,9 @@ def test_where_the_store_does_not_answer_or_a_broker_is_alive_nothing_is_changed
         home.copy(name, leaves_of(4))
     before, keys = home.folder.bundle.read_bytes(), home.held()
     home.store.fails_at = at
-    with pytest.raises(UnavailableError):
+    with pytest.raises(UnavailableError) as failed:
         home.change()
+    assert ("no broker starts before this has been run again" in failed.value.hint) is (at == 3)
     assert home.folder.bundle.read_bytes() == before and home.held() == keys
     # Once the store says so, no broker starts before the change is finished.
     assert bool(ended_word(home.store.words, home.bundle)) is (at == 3)
