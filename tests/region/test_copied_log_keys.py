@@ -19,6 +19,7 @@ from audit.origin import region_origin
 from audit.signer_disk import held_keys, load_signers
 from audit.tile import COPIED_PATH, bundle_path, encode_bundle, tile_path
 from audit.tile_disk import Folder
+from cli.region import _given_checkpoints
 from felix.address import Address
 from felix.errors import Code, FelixError, RequestError, TamperError, UnavailableError
 from keys.bundle import RegionBundle, check_update, decode_bundle
@@ -38,6 +39,7 @@ from region.config import ClusterBroker, ClusterConfig, MetadataConfig, load_con
 from region.copied_log import NO_AUDIT
 from region.log_keys import change_log_keys
 from region.signing_key_leaves import key_id_of
+from region.signing_keys import change_signing_keys
 
 NOW = 1_900_000_000_000
 NAMES = ("b1", "b2", "b3")
@@ -435,3 +437,30 @@ def test_a_change_has_so_many_file_operations(home: Home) -> None:
         count = cut_off_at(patch, 0, behind=False)
         home.change()
     assert count() == OPERATIONS_DONE
+
+
+def test_nothing_is_told_while_a_change_of_signing_keys_is_not_finished(home: Home) -> None:
+    for name in NAMES:
+        home.copy(name, leaves_of(4))
+    with pytest.MonkeyPatch.context() as broken, pytest.raises(ZeroDivisionError):
+        broken.setattr("region.signing_keys._put_in_place", lambda *_: 1 / 0)
+        change_signing_keys(home.folder, home.config, NOW)
+    assert "felix region change-signing-keys" in home.refused("was cut off").hint
+    change_signing_keys(home.folder, home.config, NOW + 1)
+    assert home.change() == 4
+    # And the other way round: that the log goes on under other keys is nothing to a change of signing keys.
+    assert change_signing_keys(home.folder, home.config, NOW + 2).ends[0].size == 4
+
+
+def test_a_checkpoint_is_given_of_a_broker_or_of_nobody(home: Home, tmp_path: Path) -> None:
+    for name in ("one", "other", "b2=odd"):
+        (tmp_path / name).write_text(name)
+    given = [f"b1={tmp_path / 'one'}", str(tmp_path / "other"), str(tmp_path / "b2=odd")]
+    assert _given_checkpoints(home.config, given) == ({"b1": b"one"}, [b"other", b"b2=odd"])
+    for words, why in (
+        (f"b9={tmp_path / 'one'}", "no broker b9"),
+        (f"b1={tmp_path / 'none'}", "none"),
+        ("none", "none"),
+    ):
+        with pytest.raises(FelixError, match=why):
+            _given_checkpoints(home.config, [words])
