@@ -805,6 +805,10 @@ def change_log_keys_(
     )
     _print_trust(folder, fingerprint)
     if copied:
+        for broker in without or ():
+            note(
+                f"If broker {broker} has shown a checkpoint of more than {changed.size:,} leaves, it holds under no key any more."
+            )
         out.print(
             f"Before any broker of {config.region} starts: copy bundle.json, secrets/{folder.audit_key.name} and secrets/{folder.audit_ml_dsa_key.name} to the region's folder on each of its machines."
         )

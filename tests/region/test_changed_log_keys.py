@@ -31,9 +31,12 @@ from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, sa
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.bootstrap import add_log_keys, issue_identity
+from region.changed_log_key import unsaid_log_key
 from region.config import RegionConfig, load_config
+from region.document_log import DocumentLog
 from region.folder import RegionFolder
 from region.log_keys import change_log_keys
+from region.signing_key_leaves import key_id_of
 
 NOW = 1_900_000_000_000
 ISSUED = 1_796_000_000_000
@@ -165,6 +168,21 @@ async def test_no_key_signs_what_is_another_ones(home: Home) -> None:
     # What both may sign is one size.
     for signers in (old, new):
         assert verify_log(forged(home.origin, leaves, signers), home.trust(), cosignatures_min=0).ok
+
+
+async def test_a_log_of_one_process_that_goes_on_as_copies_says_its_change_once(
+    home: Home, tmp_path: Path
+) -> None:
+    """Its leaf is the command's, and brokers write no other."""
+    change_log_keys(home.folder, home.config, NOW)
+    key_id = key_id_of(home.signers()[0].key.public)
+    for _ in range(2):
+        trail = home.open()
+        logged = DocumentLog.open(trail, tmp_path / "logged")
+        assert logged.has_log_key(key_id) and unsaid_log_key(home.bundle(), logged.has_log_key) is None
+        assert not logged.has_log_key(b"other" * 3 + b".")
+        logged.save(at_once=True)  # and as the snapshot has it
+        trail.close()
 
 
 def encode_of(leaf: Leaf) -> bytes:
