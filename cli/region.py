@@ -779,7 +779,7 @@ def change_log_keys_(
     from region.log_keys import change_log_keys
 
     folder, config = folder_of(region)
-    copied = not bridge and is_copied(folder, config, log)
+    copied = not bridge and is_copied(folder, config)
     if copied and _running(folder, config) is not None:
         raise RequestError(
             f"{config.region} runs here: what it signs meanwhile would stand behind the keys' end.",

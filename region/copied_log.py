@@ -41,13 +41,11 @@ class CopyNote(NamedTuple):
     files: Folder | None
 
 
-def is_copied(folder: RegionFolder, config: RegionConfig, log: Path | None) -> bool:
-    """Whether a copy of the log lies here, of those that brokers have."""
-    paths = (folder.root / data / AUDIT for data in config.data_folders)
-    return any(
-        Folder(path).read(COPIED_PATH) is not None
-        for path in (*paths, *([] if log is None else [log]))
-        if path.is_dir()
+def is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
+    """Whether brokers have copies of the log: by those that lie here. Where several brokers have none here, they may have; the metadata store says (region.log_key_store)."""
+    here = [path for data in config.data_folders if (path := folder.root / data / AUDIT).is_dir()]
+    return any(Folder(path).read(COPIED_PATH) is not None for path in here) or (
+        not here and config.cluster is not None
     )
 
 

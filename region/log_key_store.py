@@ -11,6 +11,7 @@ from felix.errors import Code, RequestError
 from keys.bundle import RegionBundle
 from keys.signing import SigningKey
 from region.changed_log_key import STALE_HINT, ended_word, sign_word, with_word
+from region.cluster.audit_home import AuditHome
 from region.cluster.records import ClusterKeys
 from region.metadata.catalog import Catalog
 from region.metadata.port import MetadataStore
@@ -24,7 +25,15 @@ SLACK_S: Final = 3.0
 
 
 async def require_stopped(store: MetadataStore, region: str, lease_ms: int) -> None:
-    """Wait until no broker is alive, for as long as one that was killed may seem to be. Raises RequestError(CONFLICT) with those that are, UnavailableError."""
+    """Wait until no broker is alive, for as long as one that was killed may seem to be. Raises RequestError(CONFLICT) with those that are, or where no broker has a copy of the log, which is on
+    the disk of one; CorruptionError where the store does not say which, UnavailableError."""
+    home = await store.get(ClusterKeys(region).audit_home)
+    if home is not None and AuditHome.of(home).stream is None:
+        raise RequestError(
+            f"The audit log of {region} is on the disk of broker {AuditHome.of(home).broker} alone.",
+            code=Code.CONFLICT,
+            hint="Run this on that broker's machine, while it is stopped.",
+        )
     prefix, deadline = (
         ClusterKeys(region).brokers,
         asyncio.get_running_loop().time() + lease_ms / 1_000 + SLACK_S,

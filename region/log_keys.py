@@ -121,7 +121,7 @@ def change_log_keys(
     off (CONFLICT), where the bundle does not name its keys or has no room; with `lost_keys`, where they are here (CONFLICT); as `region.copied_log.measure`, and where `store` does not answer.
     """
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
-    if not bridge and is_copied(folder, config, log):
+    if not bridge and is_copied(folder, config):
         assert store is not None, "of a log that has copies"
         return _change_copied(
             folder, config, bundle, now_ms, store, list(remembered), copies, without, log, lost_keys=lost_keys

@@ -239,6 +239,10 @@ def test_a_copy_that_was_brought_here_counts_as_one(home: Home, tmp_path: Path) 
     home.copy("", leaves_of(6), at=tmp_path / "brought")
     given = {"b2": home.note(leaves_of(6)), "b3": home.note(leaves_of(5))}
     home.refused("goes further than those here", copies=given)
+    shutil.rmtree(home.path("b1"))
+    (tmp_path / "brought" / COPIED_PATH).unlink()  # as felix audit copy makes it
+    given |= {"b1": home.note(leaves_of(4))}
+    home.refused("No copy of the audit log", copies=given)
     assert home.change(copies=given, log=tmp_path / "brought") == 6
 
 
@@ -285,6 +289,8 @@ def test_a_copy_that_a_broker_has_open_is_refused(home: Home) -> None:
 
 
 def test_checkpoints_of_brokers_are_not_asked_for_a_log_that_none_has_a_copy_of(home: Home) -> None:
+    home.copy("b1", leaves_of(4))
+    (home.path("b1") / COPIED_PATH).unlink()
     home.refused("No copy of the region's own audit log", copies={"b1": b""})
     home.copy("b1", leaves_of(4))
     home.refused("No copy of the region's own audit log", without=["b1"], bridge="a")

@@ -14,6 +14,7 @@ from keys.key_file import load_signing_key
 from keys.signing import SigningKey
 from region import log_key_store
 from region.changed_log_key import ended_word
+from region.cluster.audit_home import AuditHome
 from region.cluster.records import ClusterKeys
 from region.log_key_store import require_log_key_of_now, require_stopped, tell_ended
 from region.metadata.catalog import Catalog
@@ -67,6 +68,15 @@ async def test_a_word_that_others_write_over_each_time_is_not_taken_for_told(
     await tell_ended(scene.catalog, scene.own, scene.key, 1)
     await tell_ended(scene.catalog, scene.own, SigningKey.generate(), 1)
     assert ended_word(await scene.words(), scene.own)
+
+
+async def test_a_log_that_is_on_the_disk_of_one_broker_has_its_keys_changed_there(tmp_path: Path) -> None:
+    scene, keys = Scene(tmp_path), ClusterKeys("us-east")
+    await scene.store.transact([], [Put(keys.audit_home, AuditHome("b7").encode().encode())])
+    with pytest.raises(RequestError, match="on the disk of broker b7 alone"):
+        await require_stopped(scene.store, "us-east", 0)
+    await scene.store.transact([], [Put(keys.audit_home, AuditHome("", "00" * 16, 3).encode().encode())])
+    await require_stopped(scene.store, "us-east", 0)
 
 
 async def test_brokers_that_are_alive_are_named_and_one_that_was_killed_is_waited_for(
