@@ -767,6 +767,13 @@ def change_log_keys_(
             help="Of a log that several brokers have copies of: a broker whose copy is gone, or that has none. Repeatable.",
         ),
     ] = None,
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Of a log that several brokers have copies of: a change was begun elsewhere, nobody has the keys that it made, and no broker was started with them.",
+        ),
+    ] = False,
 ) -> None:
     """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
 
@@ -793,7 +800,7 @@ def change_log_keys_(
         notes += remembered_here()
     changed = change_log_keys(
         folder, config, now_ms(),
-        bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=StoppedRegion(folder, config),
+        bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=StoppedRegion(folder, config), anew=begin_anew,
     )  # fmt: skip
     fingerprint = changed.signed.bundle.whole_fingerprint()
     out.print(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from cli.setting import run
 from felix.errors import UnavailableError
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from region.config import RegionConfig
     from region.metadata.port import MetadataStore
 
+T = TypeVar("T")
 STORE_S: Final = 20.0
 """How long a command waits for the metadata store, an etcd of the region's own started for it."""
 
@@ -41,12 +42,21 @@ class StoppedRegion:
             )
         )
 
-    def tell_ended(self, own: RegionBundle, key: SigningKey) -> None:
+    def successor(self, own: RegionBundle) -> bytes | None:
+        from region.log_key_store import told_successor
+        from region.metadata.catalog import Catalog
+
+        async def ask(store: MetadataStore) -> bytes | None:
+            return await told_successor(Catalog(store, self._config.region), own)
+
+        return run(with_store(self._folder, self._config, ask, STORE_S))
+
+    def tell_ended(self, own: RegionBundle, key: SigningKey, successor: bytes, *, anew: bool) -> None:
         from region.log_key_store import tell_ended
         from region.metadata.catalog import Catalog
 
         async def tell(store: MetadataStore) -> None:
-            await tell_ended(Catalog(store, self._config.region), own, key, now_ms())
+            await tell_ended(Catalog(store, self._config.region), own, key, successor, now_ms(), anew=anew)
 
         run(with_store(self._folder, self._config, tell, STORE_S))
 
@@ -54,9 +64,9 @@ class StoppedRegion:
 async def with_store(
     folder: RegionFolder,
     config: RegionConfig,
-    ask: Callable[[MetadataStore], Awaitable[None]],
+    ask: Callable[[MetadataStore], Awaitable[T]],
     timeout_s: float,
-) -> None:
+) -> T:
     """Ask the metadata store of a region whose brokers are stopped; where it is an etcd of this region alone, it runs meanwhile. Raises UnavailableError where it does not answer in time,
     and as `ask`."""
     from cli.several import ETCD_FOLDER, start_etcd
@@ -68,6 +78,6 @@ async def with_store(
                 stack.push_async_callback((await start_etcd(folder, config)).end)
             store = await open_store(folder, config, REAL)
             stack.push_async_callback(store.close)
-            await ask(store)
+            return await ask(store)
     except TimeoutError:
         raise UnavailableError(f"The metadata store has not answered for {timeout_s:.0f} s.") from None

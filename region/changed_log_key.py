@@ -18,7 +18,7 @@ import msgspec
 
 from audit.leaf import Header, Kind, Leaf, Side
 from audit.origin import region_origin
-from keys.bundle import AuditKey, RegionBundle
+from keys.bundle import AuditKey, PublicKeyBytes, RegionBundle
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 from region.signing_key_leaves import key_id_of
 
@@ -36,12 +36,13 @@ _PURPOSE: Final = "log-key-ended"
 
 
 class EndedLogKey(msgspec.Struct, frozen=True, kw_only=True):
-    """That the log of `region` is signed by another key from now on. `public`: the Ed25519 key that ended, which signed this over all else as JSON with sorted names. `time_ms`:
-    Unix time."""
+    """That the log of `region` is signed by another key from now on. `public`: the Ed25519 key that ended, which signed this over all else as JSON with sorted names. `successor`: the one
+    that signs next; `time_ms`: Unix time."""
 
     region: str
     mesh: str
-    public: Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
+    public: PublicKeyBytes
+    successor: PublicKeyBytes
     time_ms: int
     signature: Annotated[bytes, msgspec.Meta(max_length=SIGNATURE_BYTES)] = b""
 
@@ -113,9 +114,15 @@ def stale_log_key(own: RegionBundle, key_id: bytes) -> str:
     return f"The audit log of {own.region} says that its keys were changed, and bundle.json in this folder does not name the new one: the file is of before that."
 
 
-def sign_word(own: RegionBundle, key: SigningKey, now_ms: int) -> EndedLogKey:
+def sign_word(own: RegionBundle, key: SigningKey, successor: bytes, now_ms: int) -> EndedLogKey:
     """`key`: the one that ends."""
-    word = EndedLogKey(region=own.region, mesh=own.mesh, public=key.verify_key.public, time_ms=now_ms)
+    word = EndedLogKey(
+        region=own.region,
+        mesh=own.mesh,
+        public=key.verify_key.public,
+        successor=successor,
+        time_ms=now_ms,
+    )
     return msgspec.structs.replace(word, signature=key.sign(_PURPOSE, word.signed_bytes()))
 
 
@@ -125,17 +132,24 @@ def with_word(held: bytes | None, word: EndedLogKey) -> bytes:
     return msgspec.json.encode(_Words([*others, word][-WORDS_MAX:]))
 
 
-def ended_word(held: bytes | None, own: RegionBundle) -> str:
-    """A sentence where what stands in the store says, under a key that this bundle names as one of now, that it ended; else nothing."""
+def word_of(held: bytes | None, own: RegionBundle) -> EndedLogKey | None:
+    """The word in what stands in the store that a key ended which this bundle names as one of now, signed with that key; None where there is none."""
     now = {key.public for key in log_keys_of(own) if key.to_size is None}
     for word in _words(held):
         is_ours = (word.region, word.mesh) == (own.region, own.mesh) and word.public in now
         if is_ours and VerifyKey(word.public).holds(_PURPOSE, word.signed_bytes(), word.signature):
-            return (
-                f"A word in the metadata store, signed with the key of the audit log of {own.region} that this folder names, says that other keys sign the log now: the folder is of before "
-                "that change."
-            )
-    return ""
+            return word
+    return None
+
+
+def ended_word(held: bytes | None, own: RegionBundle) -> str:
+    """A sentence where there is such a word; else nothing."""
+    if word_of(held, own) is None:
+        return ""
+    return (
+        f"A word in the metadata store, signed with the key of the audit log of {own.region} that this folder names, says that other keys sign the log now: the folder is of before "
+        "that change."
+    )
 
 
 def _words(held: bytes | None) -> list[EndedLogKey]:

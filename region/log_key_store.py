@@ -10,7 +10,7 @@ from typing import Final
 from felix.errors import Code, RequestError
 from keys.bundle import RegionBundle
 from keys.signing import SigningKey
-from region.changed_log_key import STALE_HINT, ended_word, sign_word, with_word
+from region.changed_log_key import STALE_HINT, ended_word, sign_word, with_word, word_of
 from region.cluster.audit_home import AuditHome
 from region.cluster.records import ClusterKeys
 from region.metadata.catalog import Catalog
@@ -48,16 +48,34 @@ async def require_stopped(store: MetadataStore, region: str, lease_ms: int) -> N
         await asyncio.sleep(LOOK_S)
 
 
-async def tell_ended(catalog: Catalog, own: RegionBundle, key: SigningKey, now_ms: int) -> None:
-    """Say in the store that this key of the log ended. Called again, it says so again. Raises RequestError(CONFLICT) where others write it all the time, UnavailableError."""
+async def told_successor(catalog: Catalog, own: RegionBundle) -> bytes | None:
+    """The Ed25519 key that the store says signs the log next, under the key of now in this bundle; None where it says nothing. Raises UnavailableError."""
+    entry = await catalog.store.get(catalog.keys.log_keys())
+    word = None if entry is None else word_of(entry.value, own)
+    return None if word is None else word.successor
+
+
+async def tell_ended(
+    catalog: Catalog, own: RegionBundle, key: SigningKey, successor: bytes, now_ms: int, *, anew: bool = False
+) -> None:
+    """Say in the store that this key of the log ended, and which one signs next. Called again, it says so again. Raises RequestError(CONFLICT) where the store names another one, unless this
+    begins `anew`, and where others write it all the time; UnavailableError."""
     for _ in range(TRIES_MAX):
         entry = await catalog.store.get(catalog.keys.log_keys())
         held = None if entry is None else entry.value
-        if ended_word(held, own):
+        word = word_of(held, own)
+        if word is not None and word.successor == successor:
             return
+        if word is not None and not anew:
+            raise RequestError(
+                f"The metadata store says that the key of the audit log of {own.region} in this folder has ended, and names another one than this would make: the keys were changed, or begun to be, elsewhere.",
+                code=Code.CONFLICT,
+                hint="Put bundle.json and secrets/ of that change into this folder; where it was cut off, run this again where it was begun. Where nobody has what it made, and no broker was started with "
+                "it: --begin-anew.",
+            )
         try:
             await catalog.put_log_keys(
-                with_word(held, sign_word(own, key, now_ms)),
+                with_word(held, sign_word(own, key, successor, now_ms)),
                 revision=0 if entry is None else entry.mod_revision,
             )
         except RequestError as error:

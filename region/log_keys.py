@@ -11,8 +11,8 @@ Order, so that a crash at any step leaves a log that goes on after the next call
 2. the new keys are written beside the old ones; 3. the bundle names both; 4. the new keys take the old ones' place.
 
 Of a log that several brokers have copies of nothing is signed or written here: the old keys end with the largest checkpoint of all copies (region.copied_log), and the leaf is written by the
-broker that signs the log next (region.governance.changed_keys). In place of 1, no broker runs, the metadata store says, under the key that ends, that it has ended, and no broker runs still: one
-that was started in between has been seen, and a later one reads that (region.log_key_store). From then on no broker starts until the change is finished.
+broker that signs the log next (region.governance.changed_keys). In place of 1, no broker runs; 2.; and before 3 the metadata store says, under the key that ends, that it has ended and which one is next, and no broker runs
+still: one that was started in between has been seen, and a later one reads that (region.log_key_store). From then on no broker starts until the change is finished, with the same keys.
 
 Between 3 and 4 neither broker nor agent opens the log (`audit.trust.RegionTrust.earlier_keys`). Callers: cli.region.
 """
@@ -45,7 +45,7 @@ from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.runtime.real import REAL
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
-from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
+from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.begun_change import changes_bundle, new_path, require_none_begun
@@ -73,8 +73,11 @@ class StoppedRegion(Protocol):
     def require_stopped(self) -> None:
         """Raises where a broker is alive."""
 
-    def tell_ended(self, own: RegionBundle, key: SigningKey) -> None:
-        """Say that this key of the region's own log has ended."""
+    def successor(self, own: RegionBundle) -> bytes | None:
+        """The key that was said to sign the region's own log next, by a call that was cut off or on another machine; None where nothing was said."""
+
+    def tell_ended(self, own: RegionBundle, key: SigningKey, successor: bytes, *, anew: bool) -> None:
+        """Say that this key of the region's own log has ended, and which one signs next; raises where another one was said, unless this begins `anew`."""
 
 
 NONE_GIVEN: Final[Mapping[str, bytes]] = MappingProxyType({})
@@ -110,12 +113,13 @@ def change_log_keys(
     copies: Mapping[str, bytes] = NONE_GIVEN,
     without: Collection[str] = (),
     store: StoppedRegion | None = None,
+    anew: bool = False,
 ) -> ChangedKeys:
     """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder. `lost_keys`: the ones before are not here any more, so they
     sign up to the last checkpoint that they have signed; `remembered`: notes of it beside those that lie with the log.
 
-    Of a log that several brokers have copies of: `copies`, the newest checkpoints of brokers whose copies lie elsewhere; `without`: brokers whose copy is gone, or that have none; `store`; and `log`
-    is one more copy.
+    Of a log that several brokers have copies of: `copies`, the newest checkpoints of brokers whose copies lie elsewhere; `without`: brokers whose copy is gone, or that have none; `store`; `log`
+    is one more copy; `anew`: what a call elsewhere has begun is lost, and nobody has begun with it.
 
     Raises RequestError where there is no such log, where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
     off (CONFLICT), where the bundle does not name its keys or has no room; with `lost_keys`, where they are here (CONFLICT); as `region.copied_log.measure`, and where `store` does not answer.
@@ -124,7 +128,17 @@ def change_log_keys(
     if not bridge and is_copied(folder, config):
         assert store is not None, "of a log that has copies"
         return _change_copied(
-            folder, config, bundle, now_ms, store, list(remembered), copies, without, log, lost_keys=lost_keys
+            folder,
+            config,
+            bundle,
+            now_ms,
+            store,
+            list(remembered),
+            copies,
+            without,
+            log,
+            lost_keys=lost_keys,
+            anew=anew,
         )
     if copies or without:
         raise RequestError(
@@ -192,13 +206,25 @@ def _write(
     folder: RegionFolder, files: _Files, signed: SignedBundle, new: SigningKey, new_ml_dsa: MlDsaKey
 ) -> None:
     """The new keys beside the old ones, the bundle, and the keys in place."""
+    _save_beside(files, new, new_ml_dsa)
+    replace_file(folder.bundle, signed.encode(), PUBLIC)
+    _put_in_place(files)
+
+
+def _save_beside(files: _Files, new: SigningKey, new_ml_dsa: MlDsaKey) -> None:
     for path in (files.new_ed25519, files.new_ml_dsa):
-        # Of a call that did not come as far as the bundle: nobody knows them.
+        # Of a call that did not come as far as the bundle, or the word in the store: nobody knows them.
         path.unlink(missing_ok=True)
     save_signing_key(new, files.new_ed25519)
     save_ml_dsa_key(new_ml_dsa, files.new_ml_dsa)
-    replace_file(folder.bundle, signed.encode(), PUBLIC)
-    _put_in_place(files)
+
+
+def _beside(files: _Files, public: bytes | None) -> tuple[SigningKey, MlDsaKey] | None:
+    """The new keys that lie beside the old ones, where the Ed25519 one is this; None where they do not."""
+    if public is None or not (files.new_ed25519.exists() and files.new_ml_dsa.exists()):
+        return None
+    new = load_signing_key(files.new_ed25519)
+    return (new, load_ml_dsa_key(files.new_ml_dsa)) if new.verify_key.public == public else None
 
 
 def _change_copied(
@@ -213,6 +239,7 @@ def _change_copied(
     log: Path | None,
     *,
     lost_keys: bool,
+    anew: bool,
 ) -> ChangedKeys:
     """Of a log that several brokers have copies of. Raises as `change_log_keys`."""
     files = _own_files(folder, config, folder.root)
@@ -238,14 +265,19 @@ def _change_copied(
             remembered=list(known_checkpoints(files.origin, bundle, remembered)),
             sizes=list(named_sizes(files.origin, bundle)),
         )
-        new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
+        store.require_stopped()
+        told = None if lost_keys else store.successor(bundle)
+        # A call that was cut off behind its word goes on with the keys that this names.
+        new, new_ml_dsa = _beside(files, told) or (SigningKey.generate(), MlDsaKey.generate())
         # All that may be refused for what is in this folder is refused before anything is told.
         signed = _signed(folder, files, bundle, ended, last.size, new, new_ml_dsa, now_ms)
-        store.require_stopped()
+        if new.verify_key.public != told:
+            _save_beside(files, new, new_ml_dsa)
         if not lost_keys:
-            store.tell_ended(bundle, load_signing_key(files.ed25519))
+            store.tell_ended(bundle, load_signing_key(files.ed25519), new.verify_key.public, anew=anew)
             _require_stopped_still(store)
-        _write(folder, files, signed, new, new_ml_dsa)
+        replace_file(folder.bundle, signed.encode(), PUBLIC)
+        _put_in_place(files)
     return ChangedKeys(signed, files.origin, last.size)
 
 

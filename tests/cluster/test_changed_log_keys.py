@@ -308,7 +308,9 @@ async def test_a_broker_that_stood_still_while_the_keys_were_changed_does_not_go
         endpoint = region.etcd.endpoint.removeprefix("http://")
         store = await EtcdStore.open(EtcdConfig(endpoints=(endpoint,)))
         own = own_bundle(region.folder, region.config)
-        await tell_ended(Catalog(store, "us-east"), own, load_signing_key(region.folder.audit_key), now_ms())
+        await tell_ended(
+            Catalog(store, "us-east"), own, load_signing_key(region.folder.audit_key), b"n" * 32, now_ms()
+        )
         await store.close()
         home = await home_of(region)
         others = {name: node for name, node in region.nodes.items() if name != home}

@@ -34,6 +34,7 @@ from region.changed_log_key import (
     stale_log_key,
     unsaid_log_key,
     with_word,
+    word_of,
 )
 from region.config import ClusterBroker, ClusterConfig, MetadataConfig, load_config
 from region.copied_log import NO_AUDIT
@@ -43,6 +44,7 @@ from region.signing_keys import change_signing_keys
 
 NOW = 1_900_000_000_000
 NAMES = ("b1", "b2", "b3")
+NEXT = b"n" * 32
 
 
 def leaves_of(size: int, *, other_from: int = 1 << 30) -> list[bytes]:
@@ -69,9 +71,15 @@ class Store:
     def require_stopped(self) -> None:
         self._ask("stopped")
 
-    def tell_ended(self, own: RegionBundle, key: SigningKey) -> None:
+    def successor(self, own: RegionBundle) -> bytes | None:
+        word = word_of(self.words, own)
+        return None if word is None else word.successor
+
+    def tell_ended(self, own: RegionBundle, key: SigningKey, successor: bytes, *, anew: bool) -> None:
         self._ask("told")
-        self.words = with_word(self.words, sign_word(own, key, NOW))
+        if not anew and self.successor(own) not in (None, successor):
+            raise RequestError("The store names another one.", code=Code.CONFLICT)
+        self.words = with_word(self.words, sign_word(own, key, successor, NOW))
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
@@ -135,11 +143,11 @@ class Home:
 
     def refused(self, match: str, **more: Any) -> FelixError:
         """Refused, with nothing changed and nothing told."""
-        before, keys, asked = self.folder.bundle.read_bytes(), self.held(), len(self.store.asked)
+        before, keys, told = self.folder.bundle.read_bytes(), self.held(), self.store.words
         with pytest.raises(FelixError, match=match) as found:
             self.change(**more)
         assert self.folder.bundle.read_bytes() == before and self.held() == keys
-        assert self.store.words is None and len(self.store.asked) == asked
+        assert self.store.words == told
         return found.value
 
 
@@ -308,9 +316,27 @@ def test_where_the_store_does_not_answer_or_a_broker_is_alive_nothing_is_changed
         home.change()
     assert ("no broker starts before this has been run again" in failed.value.hint) is (at == 3)
     assert home.folder.bundle.read_bytes() == before and home.held() == keys
-    # Once the store says so, no broker starts before the change is finished.
+    # Once the store says so, no broker starts before the change is finished, with the key that it names.
     assert bool(ended_word(home.store.words, home.bundle)) is (at == 3)
+    told = home.store.successor(home.bundle)
     assert home.change() == 4 and home.named() == home.held()
+    assert told is None or told in home.held()
+
+
+def test_a_folder_of_before_on_another_machine_makes_no_second_keys_for_what_comes(
+    home: Home, tmp_path: Path
+) -> None:
+    """Two bundles would name two keys, and whoever was told of the one would believe nothing of the other."""
+    for name in NAMES:
+        home.copy(name, leaves_of(4))
+    before = tmp_path / "before"
+    shutil.copytree(home.folder.root, before)
+    assert home.change() == 4
+    first = home.named()
+    shutil.rmtree(home.folder.root)
+    before.rename(home.folder.root)
+    home.refused("names another one")
+    assert home.change(anew=True) == 4 and home.named() == home.held() and not first & home.named()
 
 
 OPERATIONS: tuple[tuple[str, str], ...] = (
@@ -400,15 +426,15 @@ def test_keys_that_are_lost_are_told_of_nowhere_and_keys_that_are_here_are_not_l
 
 def test_a_word_is_believed_under_the_key_of_now_alone(home: Home, tmp_path: Path) -> None:
     own, key, other = home.bundle, load_signing_key(home.folder.audit_key), SigningKey.generate()
-    word = sign_word(own, key, NOW)
+    word = sign_word(own, key, NEXT, NOW)
     assert ended_word(with_word(None, word), own)
     elsewhere = make_region(tmp_path / "elsewhere", "eu-west")
     theirs = decode_bundle(elsewhere.bundle.read_bytes()).bundle
     wrong: list[bytes | None] = [
         None, b"", b"{}", b"\xff", with_word(None, word)[:-1], b'{"words":[{}],"format":1}',
-        with_word(None, sign_word(own, other, NOW)),
-        with_word(None, sign_word(theirs, key, NOW)),
-        with_word(None, msgspec.structs.replace(sign_word(own, other, NOW), public=key.verify_key.public)),
+        with_word(None, sign_word(own, other, NEXT, NOW)),
+        with_word(None, sign_word(theirs, key, NEXT, NOW)),
+        with_word(None, msgspec.structs.replace(sign_word(own, other, NEXT, NOW), public=key.verify_key.public)),
         with_word(None, msgspec.structs.replace(word, time_ms=NOW + 1)),
         with_word(None, msgspec.structs.replace(word, signature=b"")),
         with_word(None, word) + b" " * 65_536,
@@ -418,10 +444,13 @@ def test_a_word_is_believed_under_the_key_of_now_alone(home: Home, tmp_path: Pat
     held = with_word(b"junk", word)
     for number in range(WORDS_MAX - 1):
         held = with_word(
-            held, EndedLogKey(region="us-east", mesh="acme", public=bytes([number]) * 32, time_ms=0)
+            held,
+            EndedLogKey(
+                region="us-east", mesh="acme", public=bytes([number]) * 32, successor=NEXT, time_ms=0
+            ),
         )
     assert ended_word(held, own) and len(held) < 65_536
-    assert not ended_word(with_word(held, sign_word(own, other, NOW)), own), "the earliest goes"
+    assert not ended_word(with_word(held, sign_word(own, other, NEXT, NOW)), own), "the earliest goes"
 
 
 def test_a_log_whose_keys_changed_gets_a_leaf_once(home: Home) -> None:

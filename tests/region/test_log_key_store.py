@@ -16,10 +16,12 @@ from region import log_key_store
 from region.changed_log_key import ended_word
 from region.cluster.audit_home import AuditHome
 from region.cluster.records import ClusterKeys
-from region.log_key_store import require_log_key_of_now, require_stopped, tell_ended
+from region.log_key_store import require_log_key_of_now, require_stopped, tell_ended, told_successor
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.transaction import Delete, Put
+
+NEXT = b"n" * 32
 
 
 class Scene:
@@ -41,14 +43,21 @@ async def test_a_word_is_told_once_beside_what_others_have_written(tmp_path: Pat
     await scene.store.transact([], [Put(scene.catalog.keys.log_keys(), b"junk")])
     await require_log_key_of_now(scene.catalog, scene.own)
     for _ in range(2):
-        await tell_ended(scene.catalog, scene.own, scene.key, 1)
+        await tell_ended(scene.catalog, scene.own, scene.key, NEXT, 1)
         told = await scene.words()
         assert ended_word(told, scene.own)
     with pytest.raises(RequestError) as refused:
         await require_log_key_of_now(scene.catalog, scene.own)
     assert refused.value.code is Code.CONFIG_INVALID and "secrets/audit.pem" in refused.value.hint
-    await tell_ended(scene.catalog, scene.own, scene.key, 2)
+    await tell_ended(scene.catalog, scene.own, scene.key, NEXT, 2)
+    assert await scene.words() == told and await told_successor(scene.catalog, scene.own) == NEXT
+    # On another machine, with the same folder of before: two bundles would name two keys for what comes.
+    with pytest.raises(RequestError, match="names another one than this would make") as refused:
+        await tell_ended(scene.catalog, scene.own, scene.key, b"o" * 32, 2)
+    assert refused.value.code is Code.CONFLICT and "--begin-anew" in refused.value.hint
     assert await scene.words() == told
+    await tell_ended(scene.catalog, scene.own, scene.key, b"o" * 32, 2, anew=True)
+    assert await told_successor(scene.catalog, scene.own) == b"o" * 32
 
 
 async def test_a_word_that_others_write_over_each_time_is_not_taken_for_told(
@@ -63,10 +72,10 @@ async def test_a_word_that_others_write_over_each_time_is_not_taken_for_told(
     with monkeypatch.context() as patch:
         patch.setattr(Catalog, "put_log_keys", late)
         with pytest.raises(RequestError, match="written by others, 3 times") as refused:
-            await tell_ended(scene.catalog, scene.own, scene.key, 1)
+            await tell_ended(scene.catalog, scene.own, scene.key, NEXT, 1)
         assert refused.value.code is Code.CONFLICT
-    await tell_ended(scene.catalog, scene.own, scene.key, 1)
-    await tell_ended(scene.catalog, scene.own, SigningKey.generate(), 1)
+    await tell_ended(scene.catalog, scene.own, scene.key, NEXT, 1)
+    await tell_ended(scene.catalog, scene.own, SigningKey.generate(), NEXT, 1, anew=True)
     assert ended_word(await scene.words(), scene.own)
 
 
