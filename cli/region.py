@@ -798,10 +798,11 @@ def change_log_keys_(
         raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
     if lost_keys or copied:
         notes += remembered_here()
-    changed = change_log_keys(
-        folder, config, now_ms(),
-        bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=StoppedRegion(folder, config), anew=begin_anew,
-    )  # fmt: skip
+    with StoppedRegion(folder, config) as store:
+        changed = change_log_keys(
+            folder, config, now_ms(),
+            bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=store, anew=begin_anew,
+        )  # fmt: skip
     fingerprint = changed.signed.bundle.whole_fingerprint()
     out.print(
         f"{changed.origin}: the keys before sign up to {changed.size:,} leaves, the new ones from there on. {folder.bundle} says so; "

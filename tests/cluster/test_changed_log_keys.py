@@ -58,10 +58,12 @@ ORIGIN = region_origin("us-east", "acme")
 
 async def change(region: ClusteredRegion, **more: Any) -> ChangedKeys:
     """In a thread, as the command asks the store on an event loop of its own."""
-    store = StoppedRegion(region.folder, region.config)
-    return await asyncio.to_thread(
-        change_log_keys, region.folder, region.config, now_ms(), store=store, **more
-    )
+
+    def work() -> ChangedKeys:
+        with StoppedRegion(region.folder, region.config) as store:
+            return change_log_keys(region.folder, region.config, now_ms(), store=store, **more)
+
+    return await asyncio.to_thread(work)
 
 
 def keep(region: ClusteredRegion, kept: Path) -> None:
