@@ -196,6 +196,11 @@ class VerifierKey:
         return time_s
 
 
+def unbounded(keys: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
+    """The same keys, for checkpoints of any size: of what was taken before their ends were known, or says nothing."""
+    return tuple(VerifierKey(key.name, key.algorithm, key.public) for key in keys)
+
+
 def signed_message(key: VerifierKey, text: str, time_s: int | None) -> bytes:
     """What a signature of this key's type is over. Raises TamperError where the text is no checkpoint and must be one."""
     if key.algorithm is Algorithm.ML_DSA_44:

@@ -10,12 +10,12 @@ import logging
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, claimed_size, open_checkpoint
 from audit.checkpoint_disk import KeptCheckpoints, LogKeys, check_continues, sign_checkpoint
 from audit.errors import VERIFY_HINT, RolledBackError
 from audit.leaf import Header, read_header
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash
-from audit.note import VerifierKey, encode_note
+from audit.note import VerifierKey, encode_note, unbounded
 from audit.position import Positions
 from audit.range_index import INDEX_PATH, ROW_BYTES, bundle_rows, bundles_indexed, cut_index
 from audit.tile import (
@@ -71,7 +71,7 @@ class Opening:
     def open(self, remembered: tuple[bytes, ...], *, copied: bool = False) -> Opened:
         """Recover. The numbers are those of docs/audit.md, "Opening a log"."""
         # 1. The newest checkpoint, signed by this log's key.
-        signed = self._read_checkpoint()
+        signed = self._read_checkpoint(copied=copied)
         checkpoint = signed.checkpoint
         # 2. Its right edge from the tiles gives its root.
         tree = read_tree(self._folder, checkpoint.size)
@@ -103,8 +103,11 @@ class Opening:
         # What is behind the checkpoint comes from the copies.
         return state if copied else self._replay(state, bundle)
 
-    def _read_checkpoint(self) -> SignedCheckpoint:
+    def _read_checkpoint(self, *, copied: bool) -> SignedCheckpoint:
         data = self._folder.read(CHECKPOINT_PATH)
+        if data is not None and copied and not claimed_size(data):
+            # A copy that is new begins with one of no leaves, whichever key signs the log by then.
+            return open_checkpoint(data, unbounded(self._keys.known))
         if data is not None:
             return self._open(data)
         if self._folder.names(WAL_FOLDER) or self._folder.names("tile") or self._folder.names(COSIGNED_PATH):

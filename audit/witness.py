@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
 from audit.errors import RolledBackError
 from audit.merkle import PROOF_HASHES_MAX, verify_consistency
-from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note
+from audit.note import Algorithm, NoteSigner, VerifierKey, encode_note, parse_note, unbounded
 from audit.tile_disk import Folder
 from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.storage.disk import SHARED_FILES
@@ -119,6 +119,15 @@ def _name(origin: str) -> str:
     return sha256(origin.encode()).hexdigest() + _SUFFIX
 
 
+def _open_held(note: bytes, keys: tuple[VerifierKey, ...]) -> SignedCheckpoint:
+    """What was cosigned last. One that a key signed beyond the end that its region gave it since was good when it was stored: the log goes on from there, or is another history. Raises
+    TamperError."""
+    try:
+        return open_checkpoint(note, keys)
+    except TamperError:
+        return open_checkpoint(note, unbounded(keys))
+
+
 class Witness:
     """Cosigns the checkpoints of the logs whose keys it was given.
 
@@ -213,7 +222,7 @@ class Witness:
         origin = self.origin_of(data)
         offered = open_checkpoint(data, self._logs[origin])
         held = self._store.last(origin)
-        last = None if held is None else open_checkpoint(held, self._logs[origin])
+        last = None if held is None else _open_held(held, self._logs[origin])
         if last is not None:
             self._check_continues(last, offered, proof)
         elif proof:
@@ -232,7 +241,7 @@ class Witness:
 
     def _last_note(self, origin: str) -> SignedCheckpoint | None:
         key, data = self._logs.get(origin), self._store.last(origin)
-        return None if key is None or data is None else open_checkpoint(data, key)
+        return None if key is None or data is None else _open_held(data, key)
 
     def _check_continues(
         self, last: SignedCheckpoint, offered: SignedCheckpoint, proof: Sequence[bytes]

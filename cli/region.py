@@ -6,7 +6,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -50,12 +50,13 @@ from felix.expiry import until_text
 from felix.files import write_output
 from felix.messages import BrokerState, RegionState
 from felix.profile import load_profile
-from felix.runtime.real import REAL, now_ms
+from felix.runtime.real import now_ms
 from keys.bundle import AuditKey, decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
     from region.config import RegionConfig
+    from region.metadata.port import MetadataStore
     from region.node import Node
 
 app = typer.Typer(no_args_is_help=True)
@@ -72,8 +73,6 @@ app.command("to-cluster")(to_cluster)
 app.command("copy-audit-log")(copy_audit_log)
 
 Name = Annotated[str, typer.Argument(help="The region's name, a DNS label such as us-east.")]
-STORE_S: Final = 20.0
-"""How long a command that has done its work waits for the metadata store, an etcd of the region's own started for it."""
 PROBLEMS_SHOWN: Final = 10
 """Of one region, one a line; the rest is counted."""
 OptionalName = Annotated[
@@ -754,29 +753,56 @@ def change_log_keys_(
         ),
     ] = False,
     checkpoint: Annotated[
-        list[Path] | None,
+        list[str] | None,
         typer.Option(
-            help="With --lost-keys: a checkpoint of the log that lies elsewhere, where it may be later than the one with the log. Repeatable."
+            metavar="[BROKER=]FILE",
+            help="Of a log that several brokers have copies of: BROKER=FILE, the newest checkpoint of a broker whose copy is on another machine. FILE alone: with --lost-keys, and of such a log, "
+            "a checkpoint that lies elsewhere, where it may be later than those at hand. Repeatable.",
         ),
     ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="BROKER",
+            help="Of a log that several brokers have copies of: a broker whose copy is gone, or that has none. Repeatable.",
+        ),
+    ] = None,
+    begin_anew: Annotated[
+        bool,
+        typer.Option(
+            "--begin-anew",
+            help="Of a log that several brokers have copies of: a change was begun elsewhere, nobody has the keys that it made, and no broker was started with them.",
+        ),
+    ] = False,
 ) -> None:
     """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
 
-    The log's broker or agent is stopped meanwhile. The bundle is signed again; other regions accept it only by its fingerprint.
+    The log's brokers, all of them, or its agent are stopped meanwhile. The bundle is signed again; other regions accept it only by its fingerprint.
     """
     from audit.trust import RegionTrust
     from cli.audit import remembered_here
+    from cli.stopped_region import StoppedRegion
+    from region.copied_log import is_copied
     from region.log_keys import change_log_keys
 
     folder, config = folder_of(region)
-    if checkpoint and not lost_keys:
+    copied = not bridge and is_copied(folder, config)
+    if copied and _running(folder, config) is not None:
+        raise RequestError(
+            f"{config.region} runs here: what it signs meanwhile would stand behind the keys' end.",
+            code=Code.CONFLICT,
+            hint=f"felix region down {config.region}",
+        )
+    copies, notes = _given_checkpoints(config, checkpoint or [])
+    if notes and not lost_keys and not copied:
         raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
-    notes = [read_file(path, "The checkpoint") for path in checkpoint or []]
-    if lost_keys:
+    if lost_keys or copied:
         notes += remembered_here()
-    changed = change_log_keys(
-        folder, config, now_ms(), bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes
-    )
+    with StoppedRegion(folder, config) as store:
+        changed = change_log_keys(
+            folder, config, now_ms(),
+            bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=store, anew=begin_anew,
+        )  # fmt: skip
     fingerprint = changed.signed.bundle.whole_fingerprint()
     out.print(
         f"{changed.origin}: the keys before sign up to {changed.size:,} leaves, the new ones from there on. {folder.bundle} says so; "
@@ -786,9 +812,36 @@ def change_log_keys_(
         "Until another region has taken the file, it cosigns nothing of this log. Read its operator the fingerprint:"
     )
     _print_trust(folder, fingerprint)
+    if copied:
+        for broker in without or ():
+            note(
+                f"If broker {broker} has shown a checkpoint of more than {changed.size:,} leaves, it holds under no key any more."
+            )
+        out.print(
+            f"Before any broker of {config.region} starts: copy bundle.json, secrets/{folder.audit_key.name} and secrets/{folder.audit_ml_dsa_key.name} to the region's folder on each of its machines."
+        )
     for key in RegionTrust(changed.signed.bundle).log_keys(changed.origin):
         if key.to_size is None:
             note(f"For outside witnesses (felix witness add-log --in-place) and policy files: {key}")
+
+
+def _given_checkpoints(config: RegionConfig, given: Sequence[str]) -> tuple[dict[str, bytes], list[bytes]]:
+    """Those of brokers, by name, and further ones."""
+    copies, notes = dict[str, bytes](), list[bytes]()
+    brokers = [] if config.cluster is None else [each.id for each in config.cluster.brokers]
+    for words in given:
+        broker, is_named, path = words.partition("=")
+        if not is_named or Path(words).exists():
+            notes.append(read_file(Path(words), "The checkpoint"))
+        elif broker in brokers:
+            copies[broker] = read_file(Path(path), f"The checkpoint of broker {broker}")
+        else:
+            raise RequestError(
+                f"{config.region} has no broker {broker}.",
+                code=Code.NOT_FOUND,
+                hint=f"Those that cluster.brokers names: {', '.join(brokers) or 'none'}.",
+            )
+    return copies, notes
 
 
 @app.command("change-witness-key")
@@ -965,31 +1018,20 @@ def _told(error: FelixError | OSError) -> str:
 
 async def _note_given_up(folder: RegionFolder, config: RegionConfig, *, may_skip: bool = False) -> None:
     """Have the metadata store say which keys were given up. Raises RequestError, UnavailableError."""
-    from cli.several import ETCD_FOLDER, start_etcd
+    from cli.stopped_region import STORE_S, with_store
     from keys.key_file import load_signing_key
     from region.key_note_store import note_given_up
     from region.metadata.catalog import Catalog
     from region.signing_keys import keys_made_instead
-    from region.startup import open_store
     from region.trusted_bundles import own_bundle
 
     own, log_key = own_bundle(folder, config), load_signing_key(folder.audit_key)
-    try:
-        async with asyncio.timeout(STORE_S), AsyncExitStack() as stack:
-            if (folder.root / ETCD_FOLDER).is_dir():
-                stack.push_async_callback((await start_etcd(folder, config)).end)
-            store = await open_store(folder, config, REAL)
-            stack.push_async_callback(store.close)
-            await note_given_up(
-                Catalog(store, config.region),
-                own,
-                log_key,
-                now_ms(),
-                keys_made_instead(folder),
-                may_skip=may_skip,
-            )
-    except TimeoutError:
-        raise UnavailableError(f"It has not answered for {STORE_S:.0f} s.") from None
+
+    async def ask(store: MetadataStore) -> None:
+        catalog = Catalog(store, config.region)
+        await note_given_up(catalog, own, log_key, now_ms(), keys_made_instead(folder), may_skip=may_skip)
+
+    await with_store(folder, config, ask, STORE_S)
 
 
 @app.command()

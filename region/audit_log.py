@@ -13,6 +13,8 @@ Invariants:
   what is let go of there was written again before;
 - what this region is to cosign of other logs (region.witness_memory) is committed among the checkpoints before it is signed, and who is home has
   taken all of it; what is let go of there was written again before;
+- who signs has asked whether its key is the log's still, after it has taken all leaves and before it signs: a leaf, or the metadata store, says so where the log's keys were changed
+  (region.changed_log_key);
 - a document is committed before its leaf is appended, and a leaf before the checkpoint that covers it;
 - on a broker that is not home the files end at a checkpoint of the home's;
 - of a log that one broker's disk had before (decision 0132), that broker alone is home until all of it is in the shard.
@@ -37,7 +39,7 @@ from audit.checkpoint import claimed_size, note_size
 from audit.document_disk import keep_document, read_named
 from audit.document_leaf import DOCUMENTS_FOLDER, document_path
 from audit.errors import RolledBackError
-from audit.leaf import LEAF_BYTES_MAX
+from audit.leaf import LEAF_BYTES_MAX, read_header
 from audit.note import encode_note
 from audit.tile import read_entries
 from audit.tile_disk import Folder
@@ -49,6 +51,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.settings import FSYNC
 from felix.tasks import end_tasks
+from region.changed_log_key import LOG_KEY_CHANGED
 from region.cluster.audit_home import Before
 from region.cluster.records import ShardId, YieldReason
 from region.log.companions import AUDIT_CHECKPOINTS, RECORDS, log_number
@@ -99,6 +102,8 @@ OWN_MAX: Final = 256
 """The log's own checkpoints that are held while they are read: then the largest that it signed is looked for, and no signature of the others is verified."""
 _OVER: Final = frozenset((Code.NOT_LEADER, Code.SHARD_STOPPED, Code.SHUTTING_DOWN))
 """Nothing more is taken by this broker."""
+_MARK: Final = LOG_KEY_CHANGED.encode()
+"""In each leaf that says that the log's keys were changed, and in few others."""
 CHECKPOINTS_BYTES: Final = 64 << 20
 """Checkpoints are let go of beyond this: of each log the newest alone is needed."""
 
@@ -402,6 +407,8 @@ class AuditLog:
         has_key: Callable[[], Awaitable[None]],
         taken: Callable[[], Awaitable[None]],
         refusal: Callable[[], FelixError | None],
+        see_log_key: Callable[[bytes], None],
+        may_sign: Callable[[], Awaitable[None]],
         became_home: Callable[[], None],
         witnessed: Witnessed,
         before: Before | None = None,
@@ -409,7 +416,8 @@ class AuditLog:
     ) -> None:
         """`copies`: what one of the logs is led by, by its kind. `make_seal` and `hooks`: of one of the logs, by its number. `has_key`: awaited before
         anything is opened: the stream's key is there. `taken`: awaited where the files have more of other brokers' leaves, before this
-        one is home; where it raises, it is not. `refusal`: why this broker may never be home again. `became_home`: called once it is. `witnessed`: what this region has cosigned of other logs. `before`: where the log was before it was copied; None where it began so."""
+        one is home; where it raises, it is not. `refusal`: why this broker may never be home again. `see_log_key`: told of each leaf that says that another key signs the log, by
+        that key's id; `may_sign`: awaited once all leaves are taken, before this broker signs. Both raise where it is never to. `became_home`: called once it is. `witnessed`: what this region has cosigned of other logs. `before`: where the log was before it was copied; None where it began so."""
         self.is_home = False
         """whether this broker answers for the log"""
         self.trouble = ""
@@ -427,6 +435,8 @@ class AuditLog:
         self._is_keyed = False
         self._taken = taken
         self._refusal = refusal
+        self._see_log_key = see_log_key
+        self._may_sign = may_sign
         self._became_home = became_home
         self._memory = witnessed
         self._leading: Leading | None = None
@@ -442,6 +452,10 @@ class AuditLog:
         """whether a record among the documents could not be read, which may have been of such an append"""
         self._newest: bytes | None = None
         """the newest checkpoint that was read and not shown here"""
+        self._unread_to = 0
+        """the size of the largest note among the log's own that no key signed which is known here; those of before a change of the log's keys are all that the folder of then names"""
+        self._looked_to = 0
+        """up to which leaf the reason was looked for"""
         self._cosigned: list[bytes] = []
         """what was read of cosigned notes of this log and is not taken over: larger than what is shown here, or by nobody who is known yet"""
         self._cosigners_known: tuple[object, ...] = ()
@@ -572,6 +586,7 @@ class AuditLog:
         if self._before is not None and not self._host.committed(self._shard, CHECKPOINTS).offset:
             await self._bring_in(self._before, logs)
         await self._catch_up(logs[LEAVES])
+        await self._may_sign()
         self._trail.lead(leading)
         await asyncio.to_thread(self._trail.publish)
         await self._check_before()
@@ -725,6 +740,7 @@ class AuditLog:
                 await self._taken()
         await self._take_cosigned()
         if not self._trail.lacks_newest:
+            await self._look_ahead()
             await self._check_before()
 
     async def _take_leaves(self, end: int) -> None:
@@ -738,6 +754,7 @@ class AuditLog:
             for first, leaves in await self._read(LEAVES, LogPoint(min(begin, at))):
                 if first + len(leaves) > end:
                     break
+                self._look_at(leaves)
                 trail.take(max(first, at), leaves[max(0, at - first) :])
                 taken += len(leaves)
             begin = end
@@ -747,6 +764,27 @@ class AuditLog:
                     hint="Run `felix audit verify` on the copies of the other brokers.",
                 )
             await asyncio.to_thread(trail.settled)
+
+    def _look_at(self, leaves: Sequence[bytes]) -> None:
+        """Before they are taken: does one say that other keys sign the log? Raises what `see_log_key` does."""
+        for leaf in leaves:
+            if _MARK in leaf:
+                header = read_header(leaf)
+                if header is not None and header.action == LOG_KEY_CHANGED:
+                    self._see_log_key(header.key_id)
+
+    async def _look_ahead(self) -> None:
+        """Where checkpoints come that no key signed which is known here: do the leaves that these are of say why? They are not taken. Raises what `see_log_key` does."""
+        end = min(self._unread_to, self._host.committed(self._shard, LEAVES).offset)
+        at = max(self._looked_to, self._trail.status().durable)
+        while at < end:
+            read = await self._read(LEAVES, LogPoint(at))
+            for _, leaves in read:
+                self._look_at(leaves)
+            if not read:
+                break
+            at = read[-1][0] + len(read[-1][1])
+            self._looked_to = at
 
     async def _append_around(self, index: int) -> int:
         """Where the append begins that has this leaf. Raises CorruptionError where none does."""
@@ -815,6 +853,7 @@ class AuditLog:
                     "a checkpoint that stands among the audit log's own is not its own, and is skipped: %s",
                     error,
                 )
+                self._unread_to = max(self._unread_to, claimed_size(note))
                 continue
             found.append(note)
             if claimed_size(note) <= shown:

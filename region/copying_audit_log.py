@@ -36,13 +36,12 @@ from region.cluster.records import ELECTION_CHARS, ClusterKeys, ShardId, ShardRe
 from region.cluster.registry import EXPIRY_SLACK_MS
 from region.cluster.transactions import Transaction, unchanged
 from region.config import RegionConfig
+from region.copied_log import AUDIT
 from region.folder import RegionFolder
 from region.metadata.port import MetadataStore
 from region.metadata.records import AUDIT_STREAM, INCARNATION_BYTES
 from region.metadata.transaction import Absent, ModRevision, Put
 
-AUDIT: Final = "audit"
-"""The folder of the region's audit log, in the data folder of a broker that has it."""
 AUDIT_COPIES: Final = 3
 """Brokers that have copies of the audit log, where the region has so many: any one may be lost."""
 

@@ -37,6 +37,7 @@ from felix.runtime.port import Clock
 from felix.runtime.real import REAL
 from felix.storage.small_file import read_file, replace_durably
 from keys.bundle import RegionBundle
+from region.changed_log_key import says_changed
 from region.signing_key_leaves import LoggedKey, LoggedKeys, Role, take
 
 log = logging.getLogger("felix.region.governance")
@@ -55,17 +56,19 @@ LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.PO
 
 
 class _Logged(NamedTuple):
-    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, of pins and of exports; the region's keys by their last leaves."""
+    """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, of pins and of exports; the region's keys by their last leaves; and the ids in the leaves
+    that say that the log's own keys, or root keys, were changed."""
 
     documents: set[bytes]
     lasting: dict[bytes, int]
     pins: dict[bytes, int]
     signing_keys: dict[Role, LoggedKey]
     exports: dict[bytes, int]
+    log_keys: set[bytes]
 
     @classmethod
     def nothing(cls) -> _Logged:
-        return cls(set(), {}, {}, {}, {})
+        return cls(set(), {}, {}, {}, {}, set())
 
 
 class _Snapshot(msgspec.Struct):
@@ -80,6 +83,8 @@ class _Snapshot(msgspec.Struct):
     """none in a snapshot of a release that looked for no changes of keys; nor is that"""
     exports: dict[bytes, int] | None = None
     """none in a snapshot of a release that did not ask where exports have their leaves; nor is that"""
+    log_keys: list[bytes] | None = None
+    """none in a snapshot of a release that changed no keys of a log that has copies; nor is that"""
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -93,7 +98,7 @@ class DocumentLog:
         self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int, clock: Clock
     ) -> None:
         self._trail, self._path, self._clock = trail, path, clock
-        self._documents, self._lasting, self._pins, self._signing_keys, self._exports = logged
+        self._documents, self._lasting, self._pins, self._signing_keys, self._exports, self._log_keys = logged
         self._saved_to, self._read_to = saved_to, read_to
         self._keys_read = dict(self._signing_keys)
         """as the leaves below `_read_to` have them"""
@@ -133,6 +138,7 @@ class DocumentLog:
             for digest, index in found.exports.items():
                 self._exports.setdefault(digest, index)
             self._documents |= found.documents
+            self._log_keys |= found.log_keys
             with self._keys_change:
                 self._read_to = size
                 self._keys_read = dict(found.signing_keys)
@@ -182,9 +188,15 @@ class DocumentLog:
         """The region's policy and receipt keys since they were last changed, as far as this broker has the log."""
         return self._signing_keys
 
+    def has_log_key(self, key_id: bytes) -> bool:
+        """Whether a leaf says that this key signs the log, as far as this broker has it."""
+        return key_id in self._log_keys
+
     async def append_key(self, leaf: Leaf) -> None:
         """Append the leaf of a changed key; durable on return. Raises as the log does."""
         index, header = await self._trail.append([leaf]), leaf.header
+        if says_changed(header):
+            self._log_keys.add(header.key_id)
         with self._keys_change:
             if index >= self._read_to:
                 self._key_leaves.append((index, header))
@@ -273,6 +285,7 @@ class DocumentLog:
                 logged.pins,
                 logged.signing_keys,
                 logged.exports,
+                sorted(logged.log_keys),
             )
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
@@ -291,6 +304,8 @@ def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:
                 logged.pins.setdefault(header.document_sha256, index)
         elif header is not None and header.kind is Kind.KEY:
             take(logged.signing_keys, header.action, header.key_id, header.time_ms)
+            if says_changed(header):
+                logged.log_keys.add(header.key_id)
 
 
 def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
@@ -301,10 +316,18 @@ def _read_snapshot(trail: Trail, path: Path, size: int) -> tuple[_Logged, int]:
             and held.pins is not None
             and held.signing_keys is not None
             and held.exports is not None
+            and held.log_keys is not None
             and 0 < held.size <= size
             and TileHashes(trail.files, size)(0, held.size - 1) == held.last_leaf_hash
         ):
-            logged = _Logged(set(held.documents), held.lasting, held.pins, held.signing_keys, held.exports)
+            logged = _Logged(
+                set(held.documents),
+                held.lasting,
+                held.pins,
+                held.signing_keys,
+                held.exports,
+                set(held.log_keys),
+            )
             return logged, held.size
     except (OSError, msgspec.MsgspecError):
         pass  # a shortcut that is not there, or does not hold, is not taken

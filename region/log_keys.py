@@ -10,16 +10,21 @@ Order, so that a crash at any step leaves a log that goes on after the next call
    records the change. Where the old keys are lost, they have signed their last, and the leaf stands behind it;
 2. the new keys are written beside the old ones; 3. the bundle names both; 4. the new keys take the old ones' place.
 
+Of a log that several brokers have copies of nothing is signed or written here: the old keys end with the largest checkpoint of all copies (region.copied_log), and the leaf is written by the
+broker that signs the log next (region.governance.changed_keys). In place of 1, no broker runs; 2.; and before 3 the metadata store says, under the key that ends, that it has ended and which one is next, and no broker runs
+still: one that was started in between has been seen, and a later one reads that (region.log_key_store). From then on no broker starts until the change is finished, with the same keys.
+
 Between 3 and 4 neither broker nor agent opens the log (`audit.trust.RegionTrust.earlier_keys`). Callers: cli.region.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final, NamedTuple
+from types import MappingProxyType
+from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -32,7 +37,7 @@ from audit.note import Algorithm, NoteSigner, parse_note
 from audit.opening import Opening
 from audit.origin import Origin, egress_origin, region_origin
 from audit.signer_disk import held_keys, load_signers
-from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
+from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
@@ -40,11 +45,12 @@ from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.runtime.real import REAL
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
-from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
+from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.begun_change import changes_bundle, new_path, require_none_begun
 from region.config import RegionConfig
+from region.copied_log import is_copied, measure
 from region.folder import RegionFolder
 from region.signing_key_leaves import key_id_of
 
@@ -59,6 +65,22 @@ class ChangedKeys(NamedTuple):
     signed: SignedBundle
     origin: str
     size: int
+
+
+class StoppedRegion(Protocol):
+    """The metadata store of a region whose brokers are stopped. Both block, and raise RequestError(CONFLICT) and UnavailableError."""
+
+    def require_stopped(self) -> None:
+        """Raises where a broker is alive."""
+
+    def successor(self, own: RegionBundle) -> bytes | None:
+        """The key that was said to sign the region's own log next, by a call that was cut off or on another machine; None where nothing was said."""
+
+    def tell_ended(self, own: RegionBundle, key: SigningKey, successor: bytes, *, anew: bool) -> None:
+        """Say that this key of the region's own log has ended, and which one signs next; raises where another one was said, unless this begins `anew`."""
+
+
+NONE_GIVEN: Final[Mapping[str, bytes]] = MappingProxyType({})
 
 
 class _Files(NamedTuple):
@@ -88,15 +110,42 @@ def change_log_keys(
     log: Path | None = None,
     lost_keys: bool = False,
     remembered: Iterable[bytes] = (),
+    copies: Mapping[str, bytes] = NONE_GIVEN,
+    without: Collection[str] = (),
+    store: StoppedRegion | None = None,
+    anew: bool = False,
 ) -> ChangedKeys:
     """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder. `lost_keys`: the ones before are not here any more, so they
     sign up to the last checkpoint that they have signed; `remembered`: notes of it beside those that lie with the log.
 
-    Raises RequestError where there is no such log, where several brokers have copies of it (CONFLICT), where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
-    off (CONFLICT), where the bundle does not name its keys or has no room; with `lost_keys`, where they are here (CONFLICT).
+    Of a log that several brokers have copies of: `copies`, the newest checkpoints of brokers whose copies lie elsewhere; `without`: brokers whose copy is gone, or that have none; `store`; `log`
+    is one more copy; `anew`: what a call elsewhere has begun is lost, and nobody has begun with it.
+
+    Raises RequestError where there is no such log, where its broker or agent runs (CONFLICT), where a change of the region's signing keys was cut
+    off (CONFLICT), where the bundle does not name its keys or has no room; with `lost_keys`, where they are here (CONFLICT); as `region.copied_log.measure`, and where `store` does not answer.
     """
-    files = _files(folder, config, bridge, log)
     bundle = decode_bundle(folder.bundle.read_bytes()).bundle
+    if not bridge and is_copied(folder, config):
+        assert store is not None, "of a log that has copies"
+        return _change_copied(
+            folder,
+            config,
+            bundle,
+            now_ms,
+            store,
+            list(remembered),
+            copies,
+            without,
+            log,
+            lost_keys=lost_keys,
+            anew=anew,
+        )
+    if copies or without:
+        raise RequestError(
+            "No copy of the region's own audit log, as several brokers have it, is here: nothing is asked of other brokers.",
+            hint="Run this where a broker has a copy, or name one with --log. For a bridge's log, and one that one broker alone has, leave out --checkpoint BROKER=FILE and --without.",
+        )
+    files = _files(folder, config, bridge, log)
     ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
     begun = _finished(files, bundle, ended, now_ms, lost_keys=lost_keys)
     if begun is not None:
@@ -117,7 +166,26 @@ def change_log_keys(
             # Where lost keys were replaced, and the call was cut off, their leaf is still owed.
             _say(files, bundle, begun, now_ms)
         size = _end_log(files, bundle, ended, new, now_ms)
-    signed = sign_bundle(
+    signed = _signed(folder, files, bundle, ended, size, new, new_ml_dsa, now_ms)
+    if lost_keys:
+        _require_opens(files, signed.bundle, new, new_ml_dsa, known)
+    _write(folder, files, signed, new, new_ml_dsa)
+    _say(files, signed.bundle, size, now_ms)
+    return ChangedKeys(signed, files.origin, size)
+
+
+def _signed(
+    folder: RegionFolder,
+    files: _Files,
+    bundle: RegionBundle,
+    ended: Collection[AuditKey],
+    size: int,
+    new: SigningKey,
+    new_ml_dsa: MlDsaKey,
+    now_ms: int,
+) -> SignedBundle:
+    """The bundle in which these keys end, and the new ones begin."""
+    return sign_bundle(
         msgspec.structs.replace(
             bundle,
             issued_ms=max(now_ms, bundle.issued_ms + 1),
@@ -132,17 +200,103 @@ def change_log_keys(
         ),
         load_signing_key(folder.policy_key),
     )
-    if lost_keys:
-        _require_opens(files, signed.bundle, new, new_ml_dsa, known)
+
+
+def _write(
+    folder: RegionFolder, files: _Files, signed: SignedBundle, new: SigningKey, new_ml_dsa: MlDsaKey
+) -> None:
+    """The new keys beside the old ones, the bundle, and the keys in place."""
+    _save_beside(files, new, new_ml_dsa)
+    replace_file(folder.bundle, signed.encode(), PUBLIC)
+    _put_in_place(files)
+
+
+def _save_beside(files: _Files, new: SigningKey, new_ml_dsa: MlDsaKey) -> None:
     for path in (files.new_ed25519, files.new_ml_dsa):
-        # Of a call that did not come as far as the bundle: nobody knows them.
+        # Of a call that did not come as far as the bundle, or the word in the store: nobody knows them.
         path.unlink(missing_ok=True)
     save_signing_key(new, files.new_ed25519)
     save_ml_dsa_key(new_ml_dsa, files.new_ml_dsa)
-    replace_file(folder.bundle, signed.encode(), PUBLIC)
-    _put_in_place(files)
-    _say(files, signed.bundle, size, now_ms)
-    return ChangedKeys(signed, files.origin, size)
+
+
+def _beside(files: _Files, public: bytes | None) -> tuple[SigningKey, MlDsaKey] | None:
+    """The new keys that lie beside the old ones, where the Ed25519 one is this; None where they do not."""
+    if public is None or not (files.new_ed25519.exists() and files.new_ml_dsa.exists()):
+        return None
+    new = load_signing_key(files.new_ed25519)
+    return (new, load_ml_dsa_key(files.new_ml_dsa)) if new.verify_key.public == public else None
+
+
+def _change_copied(
+    folder: RegionFolder,
+    config: RegionConfig,
+    bundle: RegionBundle,
+    now_ms: int,
+    store: StoppedRegion,
+    remembered: Collection[bytes],
+    copies: Mapping[str, bytes],
+    without: Collection[str],
+    log: Path | None,
+    *,
+    lost_keys: bool,
+    anew: bool,
+) -> ChangedKeys:
+    """Of a log that several brokers have copies of. Raises as `change_log_keys`."""
+    files = _own_files(folder, config, folder.root)
+    ended = [key for key in bundle.audit_keys if _is_of(key, files.origin) and key.to_size is None]
+    begun = _begun(bundle, files)
+    if begun is not None:
+        _finish(files, ended)
+        return ChangedKeys(decode_bundle(folder.bundle.read_bytes()), files.origin, begun)
+    if not ended:
+        raise _not_named(bundle, files)
+    _require_held(files, bundle, ended, lost_keys=lost_keys)
+    require_none_begun(folder, bundle)
+    with ExitStack() as opened:
+        last = measure(
+            folder,
+            config,
+            bundle,
+            files.origin,
+            opened,
+            given=copies,
+            without=without,
+            log=log,
+            remembered=list(known_checkpoints(files.origin, bundle, remembered)),
+            sizes=list(named_sizes(files.origin, bundle)),
+        )
+        store.require_stopped()
+        told = None if lost_keys else store.successor(bundle)
+        # A call that was cut off behind its word goes on with the keys that this names.
+        new, new_ml_dsa = _beside(files, told) or (SigningKey.generate(), MlDsaKey.generate())
+        # All that may be refused for what is in this folder is refused before anything is told.
+        signed = _signed(folder, files, bundle, ended, last.size, new, new_ml_dsa, now_ms)
+        if new.verify_key.public != told:
+            _save_beside(files, new, new_ml_dsa)
+        if not lost_keys:
+            store.tell_ended(bundle, load_signing_key(files.ed25519), new.verify_key.public, anew=anew)
+            _require_stopped_still(store)
+        replace_file(folder.bundle, signed.encode(), PUBLIC)
+        _put_in_place(files)
+    return ChangedKeys(signed, files.origin, last.size)
+
+
+def _require_stopped_still(store: StoppedRegion) -> None:
+    """A broker that was started meanwhile is seen here, and a later one sees what was told. Raises as `StoppedRegion`."""
+    try:
+        store.require_stopped()
+    except (RequestError, UnavailableError) as error:
+        told = "The metadata store says already that the log's key has ended: no broker starts before this has been run again, and has ended well."
+        raise type(error)(error.sentence, code=error.code, hint=f"{error.hint} {told}".strip()) from error
+
+
+def _require_held(files: _Files, bundle: RegionBundle, ended: list[AuditKey], *, lost_keys: bool) -> None:
+    """Raises RequestError(CONFLICT) where the keys that are to end are not here, or are, and are said to be lost."""
+    is_held = _are_here(files, ended)
+    if is_held and lost_keys:
+        raise _are_not_lost(files, "they are told of in the metadata store before they end")
+    if not is_held and not lost_keys:
+        raise _not_here(files, bundle)
 
 
 def _finished(
@@ -152,30 +306,51 @@ def _finished(
     none of the log, or `lost_keys` are here."""
     begun = _begun(bundle, files)
     if begun is not None:
-        _put_in_place(files)
-        if not _are_here(files, ended):
-            raise RequestError(
-                f"A change of the keys of the log {files.origin} that was cut off is finished, and not all keys that it made are in {files.ed25519.parent}.",
-                code=Code.CONFLICT,
-                hint="Put them there from where they are. Where one is lost: --lost-keys.",
-            )
+        _finish(files, ended)
         _say(files, bundle, begun, now_ms)
         return begun
     if not ended:
-        raise RequestError(
-            f"The bundle of {bundle.region} names no key that signs the log {files.origin} now.",
-            code=Code.NOT_FOUND,
-        )
+        raise _not_named(bundle, files)
     if not lost_keys or not _are_here(files, ended):
         return None
     begun = max(key.from_size for key in ended)
     if not begun or not _say(files, bundle, begun, now_ms):
-        raise RequestError(
-            f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
-            code=Code.CONFLICT,
-            hint="Run this without --lost-keys: they sign the log's last checkpoint before they end.",
-        )
+        raise _are_not_lost(files, "they sign the log's last checkpoint before they end")
     return begun
+
+
+def _finish(files: _Files, ended: list[AuditKey]) -> None:
+    """Put the keys of a change that was cut off in place. Raises RequestError(CONFLICT) where one is lost."""
+    _put_in_place(files)
+    if not _are_here(files, ended):
+        raise RequestError(
+            f"A change of the keys of the log {files.origin} that was cut off is finished, and not all keys that it made are in {files.ed25519.parent}.",
+            code=Code.CONFLICT,
+            hint="Put them there from where they are. Where one is lost: --lost-keys.",
+        )
+
+
+def _not_named(bundle: RegionBundle, files: _Files) -> RequestError:
+    return RequestError(
+        f"The bundle of {bundle.region} names no key that signs the log {files.origin} now.",
+        code=Code.NOT_FOUND,
+    )
+
+
+def _are_not_lost(files: _Files, why: str) -> RequestError:
+    return RequestError(
+        f"The keys of the log {files.origin} are here: {files.ed25519.parent} has them.",
+        code=Code.CONFLICT,
+        hint=f"Run this without --lost-keys: {why}.",
+    )
+
+
+def _not_here(files: _Files, bundle: RegionBundle) -> RequestError:
+    return RequestError(
+        f"The bundle of {bundle.region} names keys of the log {files.origin} that are not in {files.ed25519.parent}.",
+        code=Code.CONFLICT,
+        hint="Put them there from a backup. Where they are lost: --lost-keys; they sign up to the log's last checkpoint then.",
+    )
 
 
 def _say(files: _Files, bundle: RegionBundle, size: int, now_ms: int) -> bool:
@@ -193,22 +368,18 @@ def _files(folder: RegionFolder, config: RegionConfig, bridge: str, log: Path | 
         lies = log or _place(folder, config, bridge)
         files = _Files(origin, lies, folder.egress_key(bridge), folder.egress_ml_dsa_key(bridge))
     else:
-        origin, lies = region_origin(config.region, config.mesh), log or _place(folder, config, bridge)
-        files = _Files(origin, lies, folder.audit_key, folder.audit_ml_dsa_key)
+        files = _own_files(folder, config, lies := log or _place(folder, config, bridge))
     if not lies.is_dir() or Folder(lies).read(CHECKPOINT_PATH) is None:
         raise RequestError(
             f"There is no audit log at {lies}: its keys end with its last checkpoint, so it must be at hand.",
             code=Code.NOT_FOUND,
             hint="Where an agent runs on another machine, bring its log here, or name the folder with --log. Where a bridge's log is lost, issue a bridge of another name (felix identity issue).",
         )
-    if Folder(lies).read(COPIED_PATH) is not None:
-        raise RequestError(
-            f"The audit log {origin} has copies on several brokers ({lies} is one of them): its keys cannot be changed yet.",
-            code=Code.CONFLICT,
-            hint='The page "The key of an audit log is in other hands" says what is left to do (docs/runbooks/leaked-log-key.md, In a region of several brokers). Bridges\' logs can be given '
-            "new keys: --bridge.",
-        )
     return files
+
+
+def _own_files(folder: RegionFolder, config: RegionConfig, log: Path) -> _Files:
+    return _Files(region_origin(config.region, config.mesh), log, folder.audit_key, folder.audit_ml_dsa_key)
 
 
 def _is_of(key: AuditKey, origin: str) -> bool:
@@ -229,11 +400,7 @@ def _begun(bundle: RegionBundle, files: _Files) -> int | None:
 def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: SigningKey, now_ms: int) -> int:
     """The log's last checkpoint under the keys of before; its size."""
     if not _are_here(files, ended):
-        raise RequestError(
-            f"The bundle of {bundle.region} names keys of the log {files.origin} that are not in {files.ed25519.parent}.",
-            code=Code.CONFLICT,
-            hint="Put them there from a backup. Where they are lost: --lost-keys; they sign up to the log's last checkpoint then.",
-        )
+        raise _not_here(files, bundle)
     return _sign_on(files, bundle, new.verify_key.public, now_ms)
 
 

@@ -76,8 +76,9 @@ from region.cluster.registry import Address as MemberAddress
 from region.cluster.stream_keys import StreamKeys
 from region.clustered import Clustered
 from region.config import RegionConfig
+from region.copied_log import AUDIT, NO_AUDIT
 from region.copy_troubles import CopyTroubles
-from region.copying_audit_log import AUDIT, AUDIT_COPIES
+from region.copying_audit_log import AUDIT_COPIES
 from region.document_log import DocumentLog
 from region.erasure import Destruction, Erasure, KeyringDestruction, SharedDestruction
 from region.evidence import open_evidence
@@ -95,6 +96,7 @@ from region.log.directory import LogDirectory
 from region.log.open_logs import OpenLogs, logs_max_of, raise_files_limit, relays_max_of
 from region.log.scrub import Scrub
 from region.log.shard import ShardHooks
+from region.log_key_store import require_log_key_of_now
 from region.metadata.catalog import Catalog
 from region.metadata.destroyed_keys import DestroyedKeys
 from region.metadata.embedded import EmbeddedStore
@@ -141,8 +143,6 @@ from region.witnessing import Witnessing
 
 log = logging.getLogger("felix.region.startup")
 
-NO_AUDIT: Final = "no-audit"
-"""That of a broker of several which has not got it: a log that nothing is ever written to, and that nobody takes for the region's."""
 SWITCH_S: Final = 0.0005
 """How long a thread may hold the interpreter while another wants it. Python's own 5 ms is what the event loop would wait for each thread
 that seals and writes a noisy tenant's batches; measured with `python -m benchmarks fairness`."""
@@ -282,6 +282,9 @@ async def open_broker(
             stack.push_async_callback(registration.close)
     registered = registration if clustered is None else clustered.member
     catalog = Catalog(store, config.region)
+    if clustered is not None:
+        # Registered by now: who changes the keys of the log sees this broker, or this broker what was told.
+        await require_log_key_of_now(catalog, own)
     mirror = CatalogMirror(store, config.region, runtime)
     await mirror.start()
     stack.push_async_callback(mirror.close)
@@ -697,6 +700,8 @@ def _copy_audit_log(
         has_key=lambda: shared.ensure(AUDIT_STREAM, incarnation),
         taken=taken,
         refusal=governance.keys_refusal,
+        see_log_key=governance.see_log_key,
+        may_sign=governance.require_log_key,
         # What the store has without a leaf gets it now.
         became_home=governance.decide_again,
         witnessed=cosigned,

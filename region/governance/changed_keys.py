@@ -1,6 +1,8 @@
-"""Leaves of the region's changed policy and receipt keys, where the command could write none: in a log of which several brokers have copies. And who hears of them: a broker by
+"""Leaves of the region's changed policy and receipt keys, and of the log's own, where the command could write none: in a log of which several brokers have copies. And who hears of them: a broker by
 its copy of the log, and one that has none, or is behind, by the note in the metadata store (region.signing_key_note), which the broker that writes the log keeps there. So
 does one with the keys of now that does not write it, until a note says which keys were given up. On the event loop.
+
+A broker with the folder of before a change of the log's own keys hears of it by that leaf, as soon as it reads it, and by a word in the store before it signs (region.changed_log_key).
 
 Invariant: who has no key of the log cannot stop a broker that has the region's keys of now: a note in the store that does not hold, or is of before, is passed over.
 """
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 from audit.trail import Trail
@@ -19,8 +21,11 @@ from felix.tasks import end_tasks
 from keys.bundle import RegionBundle
 from keys.signing import SigningKey
 from region.broker import Broker
+from region.changed_log_key import STALE_HINT as STALE_LOG_KEY_HINT
+from region.changed_log_key import LogKeyLeaf, stale_log_key, unsaid_log_key
 from region.document_log import DocumentLog
 from region.governance.pin_leaves import AGAIN_S, until_taken
+from region.log_key_store import require_log_key_of_now
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror
 from region.metadata.transaction import Entry
@@ -110,14 +115,36 @@ class ChangedKeys:
         if (refusal := self.refusal) is not None:
             raise refusal
 
+    def see_log_key(self, key_id: bytes) -> None:
+        """A leaf of the log, which may be behind what this broker has of it, says that this key signs the log. Raises `refusal`, here and from now on, where this broker's bundle does not
+        name it."""
+        if why := stale_log_key(self._own, key_id):
+            self._end(why, STALE_LOG_KEY_HINT)
+        if (refusal := self.refusal) is not None:
+            raise refusal
+
+    async def require_log_key(self) -> None:
+        """Before this broker signs the log. Raises `refusal`, here and from now on, where the metadata store says under this broker's key of the log that others sign it now;
+        UnavailableError where the store does not answer."""
+        try:
+            await require_log_key_of_now(self._catalog, self._own)
+        except RequestError as error:
+            self._end(error.sentence, error.hint)
+        if (refusal := self.refusal) is not None:
+            raise refusal
+
+    def _end(self, why: str, hint: str) -> None:
+        if not self._over.is_set():
+            self._why, self._hint = why, hint
+            self._over.set()
+            log.error("this broker ends: %s", why)
+
     def _decide(self) -> None:
         # A bundle that skips a key is found by the log alone: an earlier note may name a key that was left out since (--drop-earliest).
         by_log = stale_key(self._own, self._logged.signing_keys, self._instead)
         why = by_log or given_up(self._own, self._noted, is_note=True)
-        if why and not self._over.is_set():
-            self._why, self._hint = why, STALE_HINT if by_log else NOTE_HINT
-            self._over.set()
-            log.error("this broker ends: %s", why)
+        if why:
+            self._end(why, STALE_HINT if by_log else NOTE_HINT)
 
     def read_note(self) -> None:
         """Take in what the store has. What a note says that holds was given up is remembered while this broker runs, whatever comes after it."""
@@ -152,8 +179,10 @@ class ChangedKeys:
             return
         lacking = unlogged(self._own, self._logged.signing_keys, self._instead)
         if self._writes_here():
-            if lacking or self._lacks_note():
-                self._writing = asyncio.ensure_future(self._write(lacking))
+            of_log = unsaid_log_key(self._own, self._logged.has_log_key) if self._trail.copied else None
+            leaves: list[KeyLeaf | LogKeyLeaf] = [*lacking] if of_log is None else [of_log, *lacking]
+            if leaves or self._lacks_note():
+                self._writing = asyncio.ensure_future(self._write(leaves))
         elif any(said.change == "ended" and not self._notes(said) for said in lacking):
             self._writing = asyncio.ensure_future(self._tell(lacking))
 
@@ -170,7 +199,7 @@ class ChangedKeys:
             return self._entry is not None  # no key was changed: nothing is to stand there
         return self._note is None or self._note.keys != told
 
-    async def _write(self, lacking: list[KeyLeaf]) -> None:
+    async def _write(self, lacking: Sequence[KeyLeaf | LogKeyLeaf]) -> None:
         try:
             for said in lacking:
                 leaf = said.leaf(self._own.region, self._broker.clock_ms(), str(self._identity))

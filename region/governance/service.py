@@ -157,6 +157,8 @@ class Governance:
         self.keys_over: Callable[[], RequestError | None] = lambda: self._judgement.changed_keys.over
         """the same, as a start says it"""
         self.look_at_keys = self._judgement.changed_keys.look
+        self.see_log_key = self._judgement.changed_keys.see_log_key
+        self.require_log_key = self._judgement.changed_keys.require_log_key
         self.follow = self._judgement.follow
         self.decide_again = self._judgement.reload
         """after the log has got leaves of other brokers"""

@@ -424,6 +424,10 @@ class Catalog:
         key = self.keys.signing_keys()
         return (await self.store.transact([ModRevision(key, revision)], [Delete(key)])).succeeded
 
+    async def put_log_keys(self, words: bytes, *, revision: int) -> int:
+        """Write which keys of the region's own audit log have ended; `revision` as in put_document. Answers the new revision."""
+        return await self._put(self.keys.log_keys(), words, revision)
+
     async def trusted(self) -> dict[str, bytes]:
         """Bundle by region."""
         return await self._opaque("trusted/")

@@ -422,6 +422,10 @@ class Keys:
         """Of what the region's audit log says of its policy and receipt keys, for brokers that have no copy of it."""
         return f"{self.prefix}signing_keys/of_log"
 
+    def log_keys(self) -> str:
+        """Of the words that keys of the region's own audit log have ended, each signed with the key that did (region.changed_log_key)."""
+        return f"{self.prefix}log_keys/ended"
+
     def stream_key(self, incarnation: str) -> str:
         """Of the wrapped key of a stream, where several brokers share it; empty: what all of them begin with."""
         return f"{self.prefix}keys/streams/{incarnation}"

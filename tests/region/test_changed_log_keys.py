@@ -17,7 +17,7 @@ from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
 from audit.origin import egress_origin, region_origin
 from audit.proof import check_proof, prove
 from audit.signer_disk import load_signers
-from audit.tile import COPIED_PATH, MemoryFiles, bundle_path, encode_bundle, read_entries, tile_path
+from audit.tile import MemoryFiles, bundle_path, encode_bundle, read_entries, tile_path
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
@@ -31,9 +31,12 @@ from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, sa
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.bootstrap import add_log_keys, issue_identity
+from region.changed_log_key import unsaid_log_key
 from region.config import RegionConfig, load_config
+from region.document_log import DocumentLog
 from region.folder import RegionFolder
 from region.log_keys import change_log_keys
+from region.signing_key_leaves import key_id_of
 
 NOW = 1_900_000_000_000
 ISSUED = 1_796_000_000_000
@@ -167,6 +170,21 @@ async def test_no_key_signs_what_is_another_ones(home: Home) -> None:
         assert verify_log(forged(home.origin, leaves, signers), home.trust(), cosignatures_min=0).ok
 
 
+async def test_a_log_of_one_process_that_goes_on_as_copies_says_its_change_once(
+    home: Home, tmp_path: Path
+) -> None:
+    """Its leaf is the command's, and brokers write no other."""
+    change_log_keys(home.folder, home.config, NOW)
+    key_id = key_id_of(home.signers()[0].key.public)
+    for _ in range(2):
+        trail = home.open()
+        logged = DocumentLog.open(trail, tmp_path / "logged")
+        assert logged.has_log_key(key_id) and unsaid_log_key(home.bundle(), logged.has_log_key) is None
+        assert not logged.has_log_key(b"other" * 3 + b".")
+        logged.save(at_once=True)  # and as the snapshot has it
+        trail.close()
+
+
 def encode_of(leaf: Leaf) -> bytes:
     from audit.leaf import encode_leaf
 
@@ -277,20 +295,6 @@ def test_a_change_that_was_broken_off_is_finished_by_the_next_call(
     changed = change_log_keys(home.folder, home.config, NOW + 3)
     assert nobodys.verify_key.public not in {key.public for key in changed.signed.bundle.audit_keys}
     home.open().close()
-
-
-def test_the_keys_of_a_log_that_several_brokers_have_are_not_changed_and_the_page_that_is_named_says_what_is_left(
-    home: Home,
-) -> None:
-    Folder(home.log).write(COPIED_PATH, b"")
-    held = home.folder.bundle.read_bytes()
-    with pytest.raises(RequestError, match="has copies on several brokers") as refused:
-        change_log_keys(home.folder, home.config, NOW)
-    page = Path(__file__).parents[2] / "docs" / "runbooks" / "leaked-log-key.md"
-    assert "docs/runbooks/leaked-log-key.md, In a region of several brokers" in refused.value.hint
-    assert "\n## In a region of several brokers\n" in page.read_text()
-    assert home.folder.bundle.read_bytes() == held
-    assert change_log_keys(home.folder, home.config, NOW, bridge=BRIDGE_NAME).origin != home.origin
 
 
 def test_a_bridges_log_is_changed_alone_and_proofs_of_before_hold(home: Home) -> None:

@@ -77,7 +77,7 @@ class Broker(AuditLog):
             cast(Any, SimpleNamespace(incarnation="00" * 16, config=SimpleNamespace(min_in_sync=1))),
             cast(Any, SimpleNamespace(on_change=nothing)),
             nothing, self.trail, nothing, nothing, nothing,
-            has_key=nothing, taken=nothing, refusal=nothing, became_home=nothing, witnessed=cast(Any, memory), runtime=REAL,
+            has_key=nothing, taken=nothing, refusal=nothing, see_log_key=nothing, may_sign=nothing, became_home=nothing, witnessed=cast(Any, memory), runtime=REAL,
         )  # fmt: skip
         self.leading = Leading(
             cast(Any, {CHECKPOINTS: stream}), REAL, cast(Any, memory), self._cosigned_notes

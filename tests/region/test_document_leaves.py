@@ -97,7 +97,7 @@ class Broker:
         self.logged = DocumentLog(
             cast("Any", self.trail),
             nothing,
-            cast("Any", (set(), {}, {}, {}, {})),
+            cast("Any", (set(), {}, {}, {}, {}, set())),
             0,
             0,
             cast("Any", self.clock),

@@ -378,7 +378,7 @@ class Reading(AuditLog):
             cast(Any, SimpleNamespace(incarnation="00" * 16, config=SimpleNamespace(min_in_sync=1))),
             cast(Any, SimpleNamespace(on_change=nothing)),
             nothing, cast(Any, trail), nothing, nothing, nothing,
-            has_key=nothing, taken=nothing, refusal=nothing, became_home=nothing, witnessed=broker.memory, runtime=REAL,
+            has_key=nothing, taken=nothing, refusal=nothing, see_log_key=nothing, may_sign=nothing, became_home=nothing, witnessed=broker.memory, runtime=REAL,
         )  # fmt: skip
         self.checkpoints, self.at = checkpoints, 0
 
