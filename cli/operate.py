@@ -312,6 +312,10 @@ def scale(
         new = [str(each.id) for each in after.cluster.brokers if str(each.id) not in before]
         if new and is_served:
             run(_come(region, identity, new, wait_ms))
+        if is_served and (away := run(_away(region, identity, before))):
+            note(
+                f"{', '.join(away)} {'is' if len(away) == 1 else 'are'} not alive; felix region status {region} says why"
+            )
         out.print(
             f"{name} has {counted(count, 'broker')}; `felix region rebalance` gives new ones their share"
         )
@@ -322,11 +326,20 @@ def scale(
             code=Code.CONFLICT,
             hint=f"Change replicas: in cluster: there to {count} or less, and start the brokers again.",
         )
-    run(_leave(region, identity, going, wait_ms))
+    drained = run(_leave(region, identity, going, wait_ms))
     scaled(folder, config, count, free_address)
     run(_gone(region, identity, going, wait_ms))
-    are = "is" if len(going) == 1 else "are"
-    out.print(f"{name} has {counted(count, 'broker')}: {', '.join(going)} {are} drained, stopped and retired")
+    said = []
+    for names, what in (
+        (drained, "drained, stopped and retired"),
+        (
+            [each for each in going if each not in drained],
+            "taken out of region.yaml, and was none of the region's",
+        ),
+    ):
+        if names:
+            said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
+    out.print(f"{name} has {counted(count, 'broker')}: {'; '.join(said)}")
 
 
 async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> None:
@@ -336,11 +349,13 @@ async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> N
         )
 
 
-async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> None:
-    """Drain them. Raises RequestError before anything is moved where what one has cannot be."""
+async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> list[str]:
+    """Drain those that the region knows, and return them. Raises RequestError before anything is moved where what one has cannot be."""
     async with connect(region, identity) as client:
         state = await client.describe()
-        for name in names:
+        # One that never came up, or that was retired and is in region.yaml again, has nothing in this region.
+        known = [name for name in names if any(each.broker == name for each in state.brokers)]
+        for name in known:
             found = _of(state, name)
             if found.alone:
                 raise RequestError(
@@ -359,9 +374,10 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
                 f"{', '.join(drained)} {'is' if len(drained) == 1 else 'are'} drained: {counted(left, 'broker')} "
                 f"may have copies from then on; felix region undrain {drained[0]} changes that"
             )
-    for number, name in enumerate(names):
+    for number, name in enumerate(known):
         # Refused before the first is drained where not all can be.
-        await _drain(region, identity, name, wait_ms, beside=names[number + 1 :])
+        await _drain(region, identity, name, wait_ms, beside=known[number + 1 :])
+    return known
 
 
 async def _finish(region: str, identity: str, named: Sequence[str], wait_ms: int) -> list[str]:
@@ -381,8 +397,17 @@ async def _finish(region: str, identity: str, named: Sequence[str], wait_ms: int
 async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> None:
     async with connect(region, identity) as client:
         await _until(client, wait_ms, lambda state: sum(_is_alive(state, name) for name in names), "stop")
+        known = {each.broker for each in (await client.describe()).brokers}
         for name in names:
-            await client.retire_broker(name)
+            if name in known:
+                await client.retire_broker(name)
+
+
+async def _away(region: str, identity: str, names: Sequence[str]) -> list[str]:
+    """Those that are not alive."""
+    async with connect(region, identity) as client:
+        state = await client.describe()
+    return [name for name in names if not _is_alive(state, name)]
 
 
 def _is_alive(state: RegionState, name: str) -> bool:

@@ -302,7 +302,11 @@ def _away(view: ClusterView, *, is_out_of_date: bool) -> tuple[list[str], list[s
     for broker, node in sorted(view.nodes.items()):
         if broker in view.alive or view.keys.broker(broker) in view.unreadable:
             continue
-        copies = f"copies of {has[broker]:,} shards" if has[broker] else "no copies"
+        copies = (
+            f"copies of {has[broker]:,} shard{'' if has[broker] == 1 else 's'}"
+            if has[broker]
+            else "no copies"
+        )
         state = "was stopped and is not alive" if node.clean == node.registration else "is not alive"
         if node.drain:
             way = f" If it is gone for good: `felix region retire {broker}`."

@@ -525,7 +525,7 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
             (_, _, added) = [each.broker for each in (await operator.describe()).brokers]
             await operator.drain_broker(added)
-            config = load_config(folder.config)
+            config, with_retired = load_config(folder.config), folder.config.read_text()
             scaled(folder, config, 2, free_address)
 
             async def has_stopped() -> bool:
@@ -537,6 +537,22 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
             assert f"{added}: retired" in said.err and "us-east has 2 brokers" in said.out
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
+            # An older region.yaml is put back, which names the broker that was retired: it does not start, and goes away again.
+            folder.config.write_text(with_retired)
+
+            async def is_refused() -> bool:
+                text = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
+                return f"Broker {added} ended here: The metadata store does not know broker" in " ".join(
+                    text.out.split()
+                )
+
+            await until(is_refused)
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
+            assert f"{added} is not alive" in said.err
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
+            assert "us-east has 2 brokers" in said.out
+            shown = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
+            assert "problem" not in shown.out
 
 
 @pytest.mark.etcd
