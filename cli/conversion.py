@@ -126,7 +126,7 @@ def _check(data: Path, own: Path, *, is_begun: bool) -> None:
     if not is_begun and not (data / STREAMS).is_dir():
         raise RequestError(
             "The region has never been served.",
-            hint="Begin it with several: felix region up NAME --brokers 3.",
+            hint=f"Begin it with several: felix region up {data.parent.name} --brokers 3.",
         )
 
 

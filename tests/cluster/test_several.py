@@ -17,14 +17,24 @@ import psutil
 import pytest
 from cluster.processes import kill, own_places, process_of, running, several, write_cluster
 from e2e.command_mesh import felix_command
-from etcd_process import etcd_binary, running_etcd
+from etcd_process import EtcdProcess, etcd_binary, running_etcd
 from long_runs import count
 from region_home import make_region
 from region_peer import client, until
 
 from cli import several as cli_several
 from cli.process import FAILURE
-from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, are_all_here, make_cluster, scaled
+from cli.several import (
+    ETCD_FOLDER,
+    Etcd,
+    _Broker,
+    _Child,
+    _Family,
+    are_all_here,
+    make_cluster,
+    scaled,
+    start_etcd,
+)
 from felix.address import Address
 from felix.backoff import BackoffPolicy
 from felix.client import RegionClient
@@ -311,6 +321,37 @@ async def test_where_no_broker_starts_nothing_runs(tmp_path: Path, monkeypatch: 
         await family.begin(["b1", "b2"])
     assert not family._keeping
     await family.end()
+
+
+@pytest.mark.etcd
+async def test_another_etcd_in_the_place_of_the_regions_own_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = several(tmp_path, 2)
+    config = load_config(folder.config)
+    (tmp_path / "other").mkdir()
+    other = EtcdProcess(tmp_path / "other")
+    other.endpoint = f"http://{config.metadata.endpoints[0]}"
+    other.start()
+    try:
+        monkeypatch.setattr(cli_several, "OWN_ETCD_ENDS_S", 0.1)
+        with pytest.raises(
+            RequestError, match=r"where the etcd of us-east listens, is taken by process \d+ \(etcd\)"
+        ) as refused:
+            await start_etcd(folder, config)
+        assert str(folder.config) in refused.value.hint
+        # It is there a moment after nobody was.
+        monkeypatch.setattr(Etcd, "require_address", _nothing)
+        with pytest.raises(UnavailableError, match="The etcd of us-east ended before it served"):
+            await start_etcd(folder, config)
+    finally:
+        other.stop()
+    etcd = await start_etcd(folder, config)
+    await etcd.end()
+
+
+async def _nothing(_: object) -> None:
+    pass
 
 
 @pytest.mark.etcd
