@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -326,7 +327,7 @@ def scale(
             code=Code.CONFLICT,
             hint=f"Change replicas: in cluster: there to {count} or less, and start the brokers again.",
         )
-    drained = run(_leave(region, identity, going, wait_ms))
+    drained = run(_leave(region, identity, going, wait_ms, folder.root / config.data))
     scaled(folder, config, count, free_address)
     run(_gone(region, identity, going, wait_ms))
     said = []
@@ -349,12 +350,20 @@ async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> N
         )
 
 
-async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> list[str]:
+async def _leave(region: str, identity: str, names: list[str], wait_ms: int, data: Path) -> list[str]:
     """Drain those that the region knows, and return them. Raises RequestError before anything is moved where what one has cannot be."""
+    from cli.several import was_retired
+
     async with connect(region, identity) as client:
         state = await client.describe()
-        # One that never came up, or that was retired and is in region.yaml again, has nothing in this region.
         known = [name for name in names if any(each.broker == name for each in state.brokers)]
+        # One that never came up, or that was retired and is in region.yaml again, has nothing in this region.
+        if strange := [name for name in names if name not in known and not was_retired(data, name)]:
+            raise RequestError(
+                f"{region} does not know {', '.join(strange)}, whose data folder says that it was a broker of the region, and nobody knows that it was retired.",
+                code=Code.CONFLICT,
+                hint=f"Where etcd was put back from a backup: felix region reconcile {region}. Else move {data / strange[0]} elsewhere, and keep it.",
+            )
         for name in known:
             found = _of(state, name)
             if found.alone:

@@ -36,9 +36,11 @@ from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.runtime.real import REAL, now_ms
+from felix.storage.disk import PRIVATE_FILES
 from policy.documents import decode_document
 from region.bootstrap import write_profile
 from region.cluster.node_file import NAME as NODE
+from region.cluster.node_file import NodeFile
 from region.config import ClusterBroker, RegionConfig, load_config
 from region.folder import RegionFolder
 from region.metadata.etcd import known_bad_version
@@ -184,6 +186,21 @@ def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address:
     made = decode_document(text, RegionConfig, str(folder.config))
     replace_file(folder.config, text.encode(), PUBLIC)
     return made
+
+
+def was_retired(data: Path, broker: str) -> bool:
+    """Whether a broker that the metadata store does not know has nothing of the region: its folder was never registered, or another one's has it that
+    it was retired. Else the store may have forgotten it. `data`: of the region, whose brokers are all here. Raises CorruptionError, OSError."""
+    files = {
+        path.parent.name: NodeFile(PRIVATE_FILES, path.parent, REAL.random).load()
+        for path in data.glob(f"*/{NODE}")
+    }
+    own = files.get(broker)
+    return (
+        own is None
+        or not own.registration
+        or any(each.retired.get(broker) == own.folder for each in files.values())
+    )
 
 
 def _line(each: ClusterBroker) -> str:

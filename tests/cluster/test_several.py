@@ -34,6 +34,7 @@ from cli.several import (
     make_cluster,
     scaled,
     start_etcd,
+    was_retired,
 )
 from felix.address import Address
 from felix.backoff import BackoffPolicy
@@ -42,8 +43,11 @@ from felix.errors import RequestError, UnavailableError
 from felix.messages import RegionState
 from felix.names import StreamName
 from felix.profile import load_profile
+from felix.runtime.real import REAL
+from felix.storage.disk import PRIVATE_FILES
 from region.bootstrap import write_profile
 from region.cluster.node_file import NAME as NODE
+from region.cluster.node_file import NodeFile
 from region.config import load_config
 from region.folder import RegionFolder
 
@@ -590,8 +594,18 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             await until(is_refused)
             said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
             assert f"{added} is not alive" in said.err
+            data = folder.root / "data"
+            await until(lambda: was_retired(data, added))
+            # Where nobody has it that it was retired, the store may have gone back, and what it has may be all that there is.
+            node = NodeFile(PRIVATE_FILES, data / added, REAL.random)
+            retired = node.load()
+            node.save(msgspec.structs.replace(retired, folder="f" * len(retired.folder)))
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2", code=1)
+            assert "nobody knows that it was retired" in " ".join(said.err.split())
+            assert added in folder.config.read_text()
+            node.save(retired)
             said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
-            assert "us-east has 2 brokers" in said.out
+            assert f"{added} is taken out of region.yaml" in said.out
             shown = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
             assert "problem" not in shown.out
 
