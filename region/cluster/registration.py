@@ -206,13 +206,18 @@ def stop(view: ClusterView, file: FolderRecord, broker: str) -> Step | Refusal:
 
 
 def drain(view: ClusterView, broker: str, *, on: bool) -> Transaction | Refusal:
-    """An operator's word that a broker's shards are to be moved away, or no longer."""
+    """An operator's word that a broker's shards are to be moved away, or no longer.
+
+    To drain, it compares all brokers: of two that would leave too few between them, the later word finds the earlier one.
+    """
     node = view.nodes.get(broker)
     if node is None:
         return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered.")
     key = view.keys.node(broker)
+    compared = sorted(view.nodes) if on else [broker]
     return Transaction(
-        (unchanged(view, key),), (Put(key, encode(msgspec.structs.replace(node, drain=on), key)),)
+        tuple(unchanged(view, view.keys.node(name)) for name in compared),
+        (Put(key, encode(msgspec.structs.replace(node, drain=on), key)),),
     )
 
 
