@@ -58,7 +58,7 @@ FOLLOW_S: Final = 1.0
 OTHERS_S: Final = START_TIMEOUT_S * 2 / 3
 """How long the brokers that serve wait for the others before the region is said to serve: less than who started the parent waits for that."""
 ETCD_PORT: Final = 2379
-OWN_ETCD_ENDS_S: Final = 5.0
+OWN_ETCD_ENDS_S: Final = 10.0
 """How long an etcd of this region that has nobody any more may take to end."""
 ETCD_FOLDER: Final = "etcd"
 """Of the region's folder: the etcd that belongs to this region alone."""

@@ -565,6 +565,11 @@ class Clustered:
                 if made.reason is Reason.NOT_REGISTERED:
                     living = [name for name in before.replicas if view.brokers.registration(name)]
                     hint += f" {', '.join(living) or 'none'}."
+                elif made.reason is Reason.STILL_LEADS and len(before.isr) < before.min:
+                    hint = (
+                        f"It is written to once {before.min} copies are in sync, and {len(before.isr)} {'is' if len(before.isr) == 1 else 'are'}: start the brokers that are "
+                        f"away; where a folder is lost for good: felix region up {member.region} --broker BROKER --replace-folder."
+                    )
                 raise RequestError(made.sentence, code=Code.CONFLICT, hint=hint)
             result = await mirror.commit(made)
             if result is not None and result.succeeded:
