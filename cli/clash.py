@@ -86,12 +86,28 @@ def _literal(host: str) -> IPv4Address | IPv6Address | None:
         return None
 
 
-def _process_at(address: Address, transport: str) -> str | None:
-    """`process 4242 (nginx)`; None where the kernel does not say, or says it to others only."""
-    inodes = set()
+def is_listening(process: int, address: Address) -> bool | None:
+    """Whether it is this process, one of ours, that listens at an address (TCP); None where the system does not tell who does."""
+    inodes = _sockets_at(address, "TCP")
+    if not inodes:
+        return None
+    try:
+        return any(str(file.readlink()) in inodes for file in Path(f"/proc/{process}/fd").iterdir())
+    except OSError:
+        return False  # it has ended
+
+
+def _sockets_at(address: Address, transport: str) -> set[str]:
+    inodes = set[str]()
     for name in (transport.lower(), f"{transport.lower()}6"):
         with suppress(OSError):
             inodes |= set(_inodes(Path(f"/proc/net/{name}").read_text(), address, transport))
+    return inodes
+
+
+def _process_at(address: Address, transport: str) -> str | None:
+    """`process 4242 (nginx)`; None where the kernel does not say, or says it to others only."""
+    inodes = _sockets_at(address, transport)
     if not inodes:
         return None
     for process in Path("/proc").glob("[0-9]*"):

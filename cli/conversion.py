@@ -66,13 +66,19 @@ async def convert(
     """
     data = folder.root / config.data
     own = data / config.broker
-    is_begun = (own / CONVERTING).exists() and (own / NODE).exists()
-    _check(data, own, is_begun=is_begun)
+    _check(data, own, is_begun=_is_begun(own))
     async with AsyncExitStack() as stack:
         try:
-            stack.enter_context(FileLock(own / STREAMS if (own / STREAMS).is_dir() else data / STREAMS))
+            stack.enter_context(FileLock(locked := _streams(data, own)))
         except RequestError as error:
             raise UnavailableError(error.sentence, hint="Stop the region's broker first.") from error
+        # Only now does nobody else convert it: until then another run may have moved all of it, and made anew what is locked.
+        if locked != _streams(data, own):
+            raise UnavailableError(
+                "Another `felix region to-cluster` has just run.", hint="Run this one again."
+            )
+        is_begun = _is_begun(own)
+        _check(data, own, is_begun=is_begun)
         if etcd is not None:
             if not is_begun:
                 _drop_etcd(folder.root)
@@ -96,6 +102,15 @@ async def convert(
         step("moved")
         await _write(folder, config, own, store)
         step("written")
+
+
+def _is_begun(own: Path) -> bool:
+    return (own / CONVERTING).exists() and (own / NODE).exists()
+
+
+def _streams(data: Path, own: Path) -> Path:
+    """Where the logs are, whose lock says that nobody else serves or converts them."""
+    return own / STREAMS if (own / STREAMS).is_dir() else data / STREAMS
 
 
 def _drop_etcd(root: Path) -> None:
@@ -126,7 +141,7 @@ def _check(data: Path, own: Path, *, is_begun: bool) -> None:
     if not is_begun and not (data / STREAMS).is_dir():
         raise RequestError(
             "The region has never been served.",
-            hint="Begin it with several: felix region up NAME --brokers 3.",
+            hint=f"Begin it with several: felix region up {data.parent.name} --brokers 3.",
         )
 
 

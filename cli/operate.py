@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Final
 
 import typer
@@ -312,6 +313,10 @@ def scale(
         new = [str(each.id) for each in after.cluster.brokers if str(each.id) not in before]
         if new and is_served:
             run(_come(region, identity, new, wait_ms))
+        if is_served and (away := run(_away(region, identity, before))):
+            note(
+                f"{', '.join(away)} {'is' if len(away) == 1 else 'are'} not alive; felix region status {region} says why"
+            )
         out.print(
             f"{name} has {counted(count, 'broker')}; `felix region rebalance` gives new ones their share"
         )
@@ -322,11 +327,20 @@ def scale(
             code=Code.CONFLICT,
             hint=f"Change replicas: in cluster: there to {count} or less, and start the brokers again.",
         )
-    run(_leave(region, identity, going, wait_ms))
+    drained = run(_leave(region, identity, going, wait_ms, folder.root / config.data))
     scaled(folder, config, count, free_address)
     run(_gone(region, identity, going, wait_ms))
-    are = "is" if len(going) == 1 else "are"
-    out.print(f"{name} has {counted(count, 'broker')}: {', '.join(going)} {are} drained, stopped and retired")
+    said = []
+    for names, what in (
+        (drained, "drained, stopped and retired"),
+        (
+            [each for each in going if each not in drained],
+            "taken out of region.yaml, and was none of the region's",
+        ),
+    ):
+        if names:
+            said.append(f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} {what}")
+    out.print(f"{name} has {counted(count, 'broker')}: {'; '.join(said)}")
 
 
 async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> None:
@@ -336,11 +350,21 @@ async def _come(region: str, identity: str, names: list[str], wait_ms: int) -> N
         )
 
 
-async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> None:
-    """Drain them. Raises RequestError before anything is moved where what one has cannot be."""
+async def _leave(region: str, identity: str, names: list[str], wait_ms: int, data: Path) -> list[str]:
+    """Drain those that the region knows, and return them. Raises RequestError before anything is moved where what one has cannot be."""
+    from cli.several import was_retired
+
     async with connect(region, identity) as client:
         state = await client.describe()
-        for name in names:
+        known = [name for name in names if any(each.broker == name for each in state.brokers)]
+        # One that never came up, or that was retired and is in region.yaml again, has nothing in this region.
+        if strange := [name for name in names if name not in known and not was_retired(data, name)]:
+            raise RequestError(
+                f"{region} does not know {', '.join(strange)}, whose data folder says that it was a broker of the region, and nobody knows that it was retired.",
+                code=Code.CONFLICT,
+                hint=f"Where etcd was put back from a backup: felix region reconcile {region}. Else move {data / strange[0]} elsewhere, and keep it.",
+            )
+        for name in known:
             found = _of(state, name)
             if found.alone:
                 raise RequestError(
@@ -359,9 +383,10 @@ async def _leave(region: str, identity: str, names: list[str], wait_ms: int) -> 
                 f"{', '.join(drained)} {'is' if len(drained) == 1 else 'are'} drained: {counted(left, 'broker')} "
                 f"may have copies from then on; felix region undrain {drained[0]} changes that"
             )
-    for number, name in enumerate(names):
+    for number, name in enumerate(known):
         # Refused before the first is drained where not all can be.
-        await _drain(region, identity, name, wait_ms, beside=names[number + 1 :])
+        await _drain(region, identity, name, wait_ms, beside=known[number + 1 :])
+    return known
 
 
 async def _finish(region: str, identity: str, named: Sequence[str], wait_ms: int) -> list[str]:
@@ -381,8 +406,17 @@ async def _finish(region: str, identity: str, named: Sequence[str], wait_ms: int
 async def _gone(region: str, identity: str, names: list[str], wait_ms: int) -> None:
     async with connect(region, identity) as client:
         await _until(client, wait_ms, lambda state: sum(_is_alive(state, name) for name in names), "stop")
+        known = {each.broker for each in (await client.describe()).brokers}
         for name in names:
-            await client.retire_broker(name)
+            if name in known:
+                await client.retire_broker(name)
+
+
+async def _away(region: str, identity: str, names: Sequence[str]) -> list[str]:
+    """Those that are not alive."""
+    async with connect(region, identity) as client:
+        state = await client.describe()
+    return [name for name in names if not _is_alive(state, name)]
 
 
 def _is_alive(state: RegionState, name: str) -> bool:

@@ -562,19 +562,22 @@ def _print_problems(row: dict[str, Any]) -> None:
         out.print(styled(f"remark: {remark}"))
 
 
-def _ends_here(region: str, brokers: Sequence[BrokerState]) -> list[str]:
-    """Of brokers that are not alive and do not run on this machine, though they did: why each ended, by its own last words."""
+def _ends_here(region: str, brokers: Sequence[BrokerState], named: Sequence[str] = ()) -> list[str]:
+    """Of brokers that are not alive and do not run on this machine, though they did: why each ended, by its own last words. `named`: in region.yaml, among
+    them those that the metadata store does not know."""
     from cli.several import log_file
 
     folder, found = RegionFolder.of(region), []
-    for each in brokers:
-        said = log_file(folder, each.broker)
-        if each.address or not said.exists() or read_state(folder.pid_of(each.broker)) is not None:
+    known = {each.broker: bool(each.address) for each in brokers}
+    for broker in dict.fromkeys([*known, *named]):
+        said = log_file(folder, broker)
+        if known.get(broker) or not said.exists() or read_state(folder.pid_of(broker)) is not None:
             continue
         with suppress(OSError):
             words = failure(said)
             if words is not None:
-                found.append(f"Broker {each.broker} ended here: {words.sentence} {words.hint} See {said}.")
+                told = " ".join(filter(None, (words.sentence, words.hint)))
+                found.append(f"Broker {broker} ended here: {told} See {said}.")
     return found
 
 
@@ -633,7 +636,8 @@ def _status(region: str) -> dict[str, Any]:
                 for each in broker.brokers
             ]
             row["replicas"], row["moving"] = broker.replicas, broker.moving
-            row["problems"] = [*broker.alarms, *_ends_here(region, broker.brokers)]
+            named = [] if config.cluster is None else [str(each.id) for each in config.cluster.brokers]
+            row["problems"] = [*broker.alarms, *_ends_here(region, broker.brokers, named)]
             row["remarks"] = broker.remarks
             row["expiring"] = expiring(folder, config, now_ms(), broker.expiring)
     except FelixError as error:

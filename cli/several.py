@@ -27,6 +27,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar, Final
 
+from cli.clash import holder, is_listening
 from cli.output import note
 from cli.process import LAST_BYTES_MAX, START_TIMEOUT_S, STOP_TIMEOUT_S, PidFile, last_words, read_state, stop
 from cli.setting import stop_signals
@@ -35,9 +36,11 @@ from felix.backoff import Backoff, BackoffPolicy
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.runtime.real import REAL, now_ms
+from felix.storage.disk import PRIVATE_FILES
 from policy.documents import decode_document
 from region.bootstrap import write_profile
 from region.cluster.node_file import NAME as NODE
+from region.cluster.node_file import NodeFile
 from region.config import ClusterBroker, RegionConfig, load_config
 from region.folder import RegionFolder
 from region.metadata.etcd import known_bad_version
@@ -55,6 +58,8 @@ FOLLOW_S: Final = 1.0
 OTHERS_S: Final = START_TIMEOUT_S * 2 / 3
 """How long the brokers that serve wait for the others before the region is said to serve: less than who started the parent waits for that."""
 ETCD_PORT: Final = 2379
+OWN_ETCD_ENDS_S: Final = 10.0
+"""How long an etcd of this region that has nobody any more may take to end."""
 ETCD_FOLDER: Final = "etcd"
 """Of the region's folder: the etcd that belongs to this region alone."""
 ETCD_PEER: Final = "http://127.0.0.1:2380"
@@ -181,6 +186,21 @@ def scaled(folder: RegionFolder, config: RegionConfig, count: int, free_address:
     made = decode_document(text, RegionConfig, str(folder.config))
     replace_file(folder.config, text.encode(), PUBLIC)
     return made
+
+
+def was_retired(data: Path, broker: str) -> bool:
+    """Whether a broker that the metadata store does not know has nothing of the region: its folder was never registered, or another one's has it that
+    it was retired. Else the store may have forgotten it. `data`: of the region, whose brokers are all here. Raises CorruptionError, OSError."""
+    files = {
+        path.parent.name: NodeFile(PRIVATE_FILES, path.parent, REAL.random).load()
+        for path in data.glob(f"*/{NODE}")
+    }
+    own = files.get(broker)
+    return (
+        own is None
+        or not own.registration
+        or any(each.retired.get(broker) == own.folder for each in files.values())
+    )
 
 
 def _line(each: ClusterBroker) -> str:
@@ -572,8 +592,25 @@ class Etcd(_Kept):
             return False
         return True
 
+    async def require_address(self) -> None:
+        """Before it is started: nobody else listens where it is to, as an etcd of another region, or of the machine. Brokers would take that one's metadata for
+        this region's. Raises RequestError."""
+        # One whose parent was killed a moment ago is about to end.
+        limit = asyncio.get_running_loop().time() + OWN_ETCD_ENDS_S
+        while self.is_serving():
+            if asyncio.get_running_loop().time() > limit:
+                there = holder(self._endpoint, "TCP")
+                raise RequestError(
+                    f"{self._endpoint}, where the etcd of {self._region} listens, is taken by "
+                    f"{there.who if there else 'a process that this user may not look at'}.",
+                    code=Code.CONFLICT,
+                    hint=f"Stop that one, or name another port in metadata.endpoints of {self._folder.config}: nobody else uses this etcd.",
+                )
+            await asyncio.sleep(LOOK_S)
+
     def _is_serving(self) -> bool:
-        return self.is_serving()
+        # Where somebody else was quicker, ours ends.
+        return self.is_serving() and is_listening(self.child.process.pid, self._endpoint) is not False
 
 
 def _make_room(said: Path) -> None:
@@ -584,8 +621,9 @@ def _make_room(said: Path) -> None:
 
 
 async def start_etcd(folder: RegionFolder, config: RegionConfig) -> Etcd:
-    """The etcd that belongs to this region alone, once it answers. Raises UnavailableError."""
+    """The etcd that belongs to this region alone, once it answers. Raises RequestError where another process has its address, UnavailableError."""
     etcd = Etcd(folder, config)
+    await etcd.require_address()
     await etcd.start()
     try:
         await etcd.serves()

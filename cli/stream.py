@@ -272,6 +272,8 @@ def alter(
         print_json(state)
     else:
         changed = [f"retention {format_retention(state)}", *view_texts(state)]
+        if replicas and state.replicas <= 1:
+            changed.append("one copy")
         out.print(f"{state.stream} is changed: {'; '.join(changed)}")
 
 

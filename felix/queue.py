@@ -201,6 +201,10 @@ _Settlement = tuple[str, int, str]
 """One operation on jobs: the verb, its milliseconds, its reason."""
 
 
+def _jobs(count: int) -> str:
+    return f"{count:,} job{'' if count == 1 else 's'}"
+
+
 class _Settler:
     """Gathers what is said of jobs in an event loop iteration, and says it to the broker in few calls."""
 
@@ -275,11 +279,9 @@ class _Settler:
             # A program that does not await it sees the loss in the log and in `lost`, not in a warning about the future.
             future.exception()
         if failed is not None:
-            _log.warning("%d jobs of %s could not be settled: %s", len(some), self._name, failed)
+            _log.warning("%s of %s could not be settled: %s", _jobs(len(some)), self._name, failed)
         elif settlement[0] != "release":
-            _log.warning(
-                "the leases of %d jobs of %s were lost before they were settled", len(lost), self._name
-            )
+            _log.warning("leases were lost before they were settled: %s of %s", _jobs(len(lost)), self._name)
 
 
 def _message(settlement: _Settlement, runs: list[Held]) -> Ack | Nack | Release | Extend:

@@ -473,13 +473,17 @@ class Clustered:
                 hint=draining.way_out(view, found, leaving, self.member.region),
             )
 
-    async def drain(self, broker: str, *, on: bool) -> None:
-        """Have a broker's copies moved away, or no longer. Raises RequestError(NOT_FOUND) for one that was never registered, CONFLICT where not all
-        of the audit log that it alone had is in its stream, and what the store raises."""
+    async def drain(self, broker: str, *, on: bool, require: Callable[[], None] = lambda: None) -> None:
+        """Have a broker's copies moved away, or no longer. `require`: raises where it is not to be, as the records are each time.
+
+        Raises RequestError(NOT_FOUND) for one that was never registered, CONFLICT where not all of the audit log that it alone had is in its stream,
+        what `require` raises, and what the store raises.
+        """
         mirror = self.member.mirror
         if on:
             self._require_audit_log_elsewhere(broker)
         while True:
+            require()
             made = registration.drain(mirror.view, broker, on=on)
             if isinstance(made, Refusal):
                 raise RequestError(made.sentence, code=Code.NOT_FOUND, hint=self._brokers_hint())
@@ -561,6 +565,11 @@ class Clustered:
                 if made.reason is Reason.NOT_REGISTERED:
                     living = [name for name in before.replicas if view.brokers.registration(name)]
                     hint += f" {', '.join(living) or 'none'}."
+                elif made.reason is Reason.STILL_LEADS and len(before.isr) < before.min:
+                    hint = (
+                        f"It is written to once {before.min} copies are in sync, and {len(before.isr)} {'is' if len(before.isr) == 1 else 'are'}: start the brokers that are "
+                        f"away; where a folder is lost for good: felix region up {member.region} --broker BROKER --replace-folder."
+                    )
                 raise RequestError(made.sentence, code=Code.CONFLICT, hint=hint)
             result = await mirror.commit(made)
             if result is not None and result.succeeded:

@@ -529,11 +529,14 @@ class Requests:
     async def drain_broker(self, identity: SpiffeId, request: DrainBroker) -> Done:
         self._broker.require_operator(identity, "drain brokers")
         several = self._several()
-        if request.drain and not request.partly:
-            several.require_room(
-                [stream.record for stream in self._broker.streams], request.broker, request.beside
-            )
-        await several.drain(request.broker, on=request.drain)
+
+        def require_room() -> None:
+            if request.drain and not request.partly:
+                several.require_room(
+                    [stream.record for stream in self._broker.streams], request.broker, request.beside
+                )
+
+        await several.drain(request.broker, on=request.drain, require=require_room)
         return Done()
 
     async def retire_broker(self, identity: SpiffeId, request: RetireBroker) -> Done:

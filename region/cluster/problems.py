@@ -53,12 +53,19 @@ class _Shard(NamedTuple):
         return f"{self.stream.name} shard {self.id.number}"
 
 
+class _Why(NamedTuple):
+    """Why nobody leads shards that have one way on: the audit log's is its own."""
+
+    sentence: str
+    is_audit: bool
+
+
 class Survey(NamedTuple):
     """A region's shards as the records have them, walked once (`survey`): for what is to be asked about them, and for what is then said."""
 
     view: ClusterView
     shards: list[_Shard]
-    groups: Mapping[str, list[_Shard]]
+    groups: Mapping[_Why, list[_Shard]]
     """those that nobody can lead by rule, by the reason"""
     soon: list[_Shard]
     """those that are about to be led"""
@@ -86,7 +93,7 @@ class Survey(NamedTuple):
         problems = [
             *_frozen(view, region),
             *_led_by_nobody(self, region, None if is_out_of_date else ends),
-            *_below_min(view, self.shards),
+            *_below_min(view, self.shards, is_out_of_date=is_out_of_date),
             *away,
             *copies,
             *unreadable(view.unreadable),
@@ -148,9 +155,9 @@ def _frozen(view: ClusterView, region: str) -> Iterator[str]:
         )
 
 
-def _vacant(view: ClusterView, shards: Iterable[_Shard]) -> tuple[dict[str, list[_Shard]], list[_Shard]]:
+def _vacant(view: ClusterView, shards: Iterable[_Shard]) -> tuple[dict[_Why, list[_Shard]], list[_Shard]]:
     """Shards that nobody can lead by rule, by the reason, and those that are about to be led."""
-    groups: defaultdict[str, list[_Shard]] = defaultdict(list)
+    groups: defaultdict[_Why, list[_Shard]] = defaultdict(list)
     soon: list[_Shard] = []
     for shard in shards:
         record = shard.record
@@ -161,11 +168,12 @@ def _vacant(view: ClusterView, shards: Iterable[_Shard]) -> tuple[dict[str, list
             if begins_anew or _is_elected(view, record):
                 soon.append(shard)
             else:
-                groups[transactions.reasons_vacant(view, shard.id)].append(shard)
+                why = transactions.reasons_vacant(view, shard.id)
+                groups[_Why(why, record.stream == str(AUDIT_STREAM))].append(shard)
     return groups, soon
 
 
-def _largest(groups: Mapping[str, list[_Shard]]) -> list[tuple[str, list[_Shard]]]:
+def _largest(groups: Mapping[_Why, list[_Shard]]) -> list[tuple[_Why, list[_Shard]]]:
     return sorted(groups.items(), key=lambda item: -len(item[1]))[:GROUPS_SHOWN]
 
 
@@ -174,7 +182,7 @@ def _led_by_nobody(survey: Survey, region: str, ends: Mapping[ShardId, Ends] | N
     view, groups, soon = survey.view, survey.groups, survey.soon
     for why, found in _largest(groups):
         way = FROM_BEFORE if ends is None else _go_on(view, found[0], region, ends.get(found[0].id, {}))
-        yield f"Nobody leads {_named(found)}: {why}. {way}".rstrip()
+        yield f"Nobody leads {_named(found)}: {why.sentence}. {way}".rstrip()
     if len(groups) > GROUPS_SHOWN:
         yield f"Nobody leads shards for {len(groups) - GROUPS_SHOWN:,} more reasons."
     if soon and view.frozen is None:
@@ -199,13 +207,24 @@ def _go_on(view: ClusterView, shard: _Shard, region: str, ends: Ends) -> str:
     if not away and failed and len(unopened) < len(failed):
         return f"{bring}."
     if record.stream == str(AUDIT_STREAM):
-        return f"{bring}: more than half of its copies are needed." if bring else ""
+        if not bring:
+            return _LEAVES_GIVEN_UP
+        return (
+            f"{bring}: more than half of its copies are needed. Give up no data folder of these (--replace-folder) that can be had back: without any of "
+            "them this log ends for good."
+        )
     living = [broker for broker in living_copies(view, record) if broker not in failed]
     if living:
         return _recover(view, shard, region, ends, living, bring, is_failed=bool(failed))
     if len(away) == 1:
         return f"{bring}; only if its disk is lost: `felix region up {region} --broker {away[0]} --replace-folder`."
     return f"{bring}."
+
+
+_LEAVES_GIVEN_UP: Final = (
+    "It is led by no copy that may lack leaves, and each folder that surely had all of them was given up: what is left to do is in docs/operations.md, "
+    '"When a region\'s audit log is gone for good".'
+)
 
 
 def _missing_members(view: ClusterView, record: ShardRecord) -> tuple[list[str], list[str]]:
@@ -279,16 +298,25 @@ def _preference(
     return end is not None, rank, is_member, node.whole_since == 1, -order
 
 
-def _below_min(view: ClusterView, shards: Iterable[_Shard]) -> Iterator[str]:
+def _below_min(view: ClusterView, shards: Iterable[_Shard], *, is_out_of_date: bool) -> Iterator[str]:
     found = [
-        shard
+        (shard, record)
         for shard in shards
         if (record := shard.record) is not None
         and len(record.isr) < record.min
         and not transactions.leader_has_stopped(view, record)
     ]
-    if found:
-        yield f"Nothing is written to {_named(found)}: fewer copies are in sync than a record needs."
+    if not found:
+        return
+    away = sorted({broker for _, record in found for broker in record.replicas if broker not in view.alive})
+    way = (
+        FROM_BEFORE
+        if is_out_of_date
+        else f"Start {', '.join(away)}."
+        if away
+        else "Their copies catch up, or wait for a disk, as is said below."
+    )
+    yield f"Nothing is written to {_named([shard for shard, _ in found])}: fewer copies are in sync than a record needs. {way}"
 
 
 def _away(view: ClusterView, *, is_out_of_date: bool) -> tuple[list[str], list[str]]:
@@ -302,7 +330,11 @@ def _away(view: ClusterView, *, is_out_of_date: bool) -> tuple[list[str], list[s
     for broker, node in sorted(view.nodes.items()):
         if broker in view.alive or view.keys.broker(broker) in view.unreadable:
             continue
-        copies = f"copies of {has[broker]:,} shards" if has[broker] else "no copies"
+        copies = (
+            f"copies of {has[broker]:,} shard{'' if has[broker] == 1 else 's'}"
+            if has[broker]
+            else "no copies"
+        )
         state = "was stopped and is not alive" if node.clean == node.registration else "is not alive"
         if node.drain:
             way = f" If it is gone for good: `felix region retire {broker}`."

@@ -206,13 +206,18 @@ def stop(view: ClusterView, file: FolderRecord, broker: str) -> Step | Refusal:
 
 
 def drain(view: ClusterView, broker: str, *, on: bool) -> Transaction | Refusal:
-    """An operator's word that a broker's shards are to be moved away, or no longer."""
+    """An operator's word that a broker's shards are to be moved away, or no longer.
+
+    To drain, it compares all brokers: of two that would leave too few between them, the later word finds the earlier one.
+    """
     node = view.nodes.get(broker)
     if node is None:
         return Refusal(Reason.NOT_REGISTERED, f"Broker {broker} was never registered.")
     key = view.keys.node(broker)
+    compared = sorted(view.nodes) if on else [broker]
     return Transaction(
-        (unchanged(view, key),), (Put(key, encode(msgspec.structs.replace(node, drain=on), key)),)
+        tuple(unchanged(view, view.keys.node(name)) for name in compared),
+        (Put(key, encode(msgspec.structs.replace(node, drain=on), key)),),
     )
 
 
@@ -232,7 +237,7 @@ def retire(view: ClusterView, broker: str) -> Transaction | Refusal:
     if named:
         return Refusal(
             Reason.STILL_LEADS,
-            f"Broker {broker} has copies of {len(named)} shards, one of them of {min(named)}.",
+            f"Broker {broker} has {'a copy of a shard' if len(named) == 1 else f'copies of {len(named):,} shards, one of them'} of {min(named)}.",
         )
     writes: list[Write] = [Delete(keys.node(broker))]
     compares: list[Compare] = [
@@ -259,6 +264,13 @@ def with_brokers(file: FolderRecord, known: Mapping[str, str], changed: Mapping[
 def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: bool) -> Refusal | None:
     """Whether this folder may not go on from what the store knows of the broker."""
     name, node = start.broker, view.nodes.get(start.broker)
+    if owner := next(
+        (each for each, known in view.nodes.items() if known.folder == file.folder != "" and each != name), ""
+    ):
+        return Refusal(
+            Reason.OTHER_FOLDER,
+            f"The data folder of broker {name} is that of broker {owner}. Stop both, put {owner}'s back where it was, and {name}'s own here.",
+        )
     # Before its folder is called the wrong one: whoever follows that with the newest folder gives up what only it has.
     if node is not None and (refusal := _newer_than_recorded(view, file, name, node)):
         return refusal
@@ -266,7 +278,8 @@ def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: 
         if file.registration:
             return Refusal(
                 Reason.OTHER_FOLDER,
-                f"The folder of broker {name} is to be replaced by a new one, and this has been registered before.",
+                f"The folder of broker {name} is to be replaced by a new one, and the one in data/ has been registered before: move it elsewhere first, and "
+                "keep it until all copies are in sync.",
             )
         return None
     if node is None:

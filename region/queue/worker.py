@@ -352,6 +352,9 @@ class QueueWorker:
     def _not_sent(self, records: int, size: int) -> None:
         self._sent_records -= records
         self._sent_bytes -= size
+        # Without room it left the line, and its client grants no more while it has got nothing.
+        if not self._stopped:
+            self._later(self, HELD_LOOK_S)
 
     # -- settling --------------------------------------------------------------------------------------
 

@@ -187,9 +187,7 @@ class SubscriptionStore:
     def unread(self) -> FelixError | None:
         """Why how far subscriptions have come is not known now. Where it only cannot change, as on a full disk, None."""
         actor = self._actor
-        return (
-            None if actor is not None and actor.is_serving and actor.journal.lost is None else self.refusal()
-        )
+        return None if actor is not None and actor.is_whole and actor.journal.lost is None else self.refusal()
 
     def write(self, entries: Iterable[Entry], done: Done) -> None:
         """Write entries of one subscription that are applied already; `done` once all are durable, or refused. It may be called at

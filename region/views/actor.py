@@ -63,6 +63,7 @@ class ViewActor:
         self._view = view
         self._again_s = again_s
         self._opened = False
+        self._whole = False
         self._serving = False
         self._closed = False
         self._reloading: asyncio.Task[None] | None = None
@@ -71,11 +72,15 @@ class ViewActor:
 
     async def open(self) -> None:
         """Bring the state back. Raises what reading the journal raises, CorruptionError."""
+        await self._replay()
+        self._opened = self._serving = True
+
+    async def _replay(self) -> None:
         self._view.begin()
         async for entry in self.journal.replay():
             self._view.replay(entry)
         self._view.replayed()
-        self._opened = self._serving = True
+        self._whole = True
 
     async def close(self) -> None:
         """Write what waits; nothing is decided any more."""
@@ -89,6 +94,11 @@ class ViewActor:
     def is_serving(self) -> bool:
         """False before it was opened, while the journal is read again, and once it is closed."""
         return self._serving
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the state is that of the journal, also while nothing can be decided on it, as on a full disk."""
+        return self._whole and not self._closed
 
     @property
     def is_reloading(self) -> bool:
@@ -121,8 +131,10 @@ class ViewActor:
             done(error)
 
         if self._reloading is not None:
-            # Decisions that were made on the lost state.
-            done(self.refusal())
+            # Decisions that were made on the lost state. Nothing of them is written, so none may be told that it is.
+            refusal = self.refusal()
+            assert refusal is not None, "nothing is served while the journal is read again"
+            done(refusal)
         else:
             self.journal.append(entry, noticed)
 
@@ -145,7 +157,7 @@ class ViewActor:
 
     def _reload(self, error: FelixError) -> None:
         if self._reloading is None and not self._closed:
-            self._serving = False
+            self._serving = self._whole = False
             self._reloading = asyncio.ensure_future(self._read_again())
             self._view.lost(error)
 
@@ -153,7 +165,7 @@ class ViewActor:
         try:
             while True:
                 try:
-                    await self.open()
+                    await self._replay()
                     await self._wait_for_journal()
                     break
                 except FelixError as error:
@@ -161,6 +173,8 @@ class ViewActor:
                     await asyncio.sleep(self._again_s)
         finally:
             self._reloading = None
+        # Only now: what is decided while this task still stands is refused (`append`), whatever the journal says by then.
+        self._serving = True
         self._view.resumed()
 
     async def _wait_for_journal(self) -> None:

@@ -43,6 +43,10 @@ def test_a_broker_that_was_refused_on_this_machine_has_its_reason_in_status(
     states = [BrokerState("b1", "127.0.0.1:7443"), BrokerState("b2"), BrokerState("b3")]
     (told,) = region._ends_here("us-east", states)
     assert told.startswith("Broker b2 ended here: Broker b2 had another data folder. Put it back. See ")
+    # One that region.yaml names, and no broker knows.
+    log_file(folder, "b4").write_text(REFUSED.replace("\n       Put it back.", ""))
+    told = region._ends_here("us-east", states, ["b1", "b2", "b3", "b4"])[1]
+    assert told.startswith("Broker b4 ended here: Broker b2 had another data folder. See ")
 
 
 @pytest.mark.parametrize(

@@ -84,3 +84,14 @@ def test_a_move_counts_once_it_has_ended_where_it_was_to_end() -> None:
     assert view.arrived == {ShardId(SHARD.incarnation, 0): view.revision_of(view.keys.shard(first))}
     view.load(Snapshot(tuple(stage.store.entries.values()), stage.store.revision))
     assert first in view.arrived and second not in view.arrived
+
+
+def test_of_two_words_that_are_given_at_once_the_later_one_finds_the_earlier() -> None:
+    stage = Stage("abc")
+    first, second = (registration.drain(stage.view(), name, on=True) for name in "ab")
+    assert stage.do(first)
+    # Between them they leave one broker: what the second rests on has changed, and what is left is counted anew.
+    assert not stage.do(second)
+    assert stage.do(registration.drain(stage.view(), "b", on=True))
+    back = [registration.drain(stage.view(), name, on=False) for name in "ab"]
+    assert all(map(stage.do, back)), "brokers that come back do not wait for each other"

@@ -247,6 +247,31 @@ async def test_a_broker_whose_folder_is_lost_gets_a_new_one_and_what_only_it_had
         assert await client.stream(gone).publish(b"y") == 0
 
 
+async def test_a_shard_that_is_led_below_its_min_is_not_recovered_and_is_told_what_it_needs(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3)
+        await client.stream(STREAM).publish(b"x")
+    record = record_of(region)
+    for name in record.replicas:
+        if name != record.leader:
+            await region.stop(name)
+    async with region.client(record.leader) as client:
+        await until(lambda: len(record_of(region, record.leader).isr) == 1)
+        with pytest.raises(RequestError, match="leads the shard") as refused:
+            await client.recover_shard(STREAM, 0, record.leader)
+    assert "once 2 copies are in sync, and 1 is" in refused.value.hint
+
+
+async def test_two_drains_at_once_do_not_leave_too_few_brokers_between_them(region: ClusteredRegion) -> None:
+    async with region.client("b1") as one, region.client("b2") as two:
+        await one.create_stream(STREAM, replicas=3, min_in_sync=3)
+        told = await asyncio.gather(one.drain_broker("b1"), two.drain_broker("b2"), return_exceptions=True)
+        refused = [each for each in told if each is not None]
+        assert len(refused) == 1 and "cannot all go" in str(refused[0])
+
+
 async def test_a_broker_that_is_gone_for_good_is_retired_once_no_shard_names_it(
     region: ClusteredRegion,
 ) -> None:

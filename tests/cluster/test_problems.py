@@ -131,7 +131,32 @@ def test_a_copy_that_failed_wants_a_restart_and_the_audit_log_is_never_recovered
     )
     lost = shard_record({"a": 5}, stream=str(AUDIT_STREAM))
     (led, *_) = seen(view_of(WHOLE, {"b": 5, "c": 5}, {0: lost}), name=str(AUDIT_STREAM)).problems
-    assert led.endswith("a is not alive. Start a: more than half of its copies are needed.")
+    assert "a is not alive. Start a: more than half of its copies are needed. Give up no data folder" in led
+
+
+def test_an_audit_log_that_was_given_up_with_a_folder_is_told_apart_from_streams_and_has_a_way_on() -> None:
+    nodes = {broker: node(7, folder=f"{broker}2" * 16, whole_since=7, kept_since=7) for broker in WHOLE}
+    given_up = {
+        number: shard_record({}, leader="", stream=name)
+        for number, name in enumerate((str(AUDIT_STREAM), NAME))
+    }
+    view = view_of(nodes, dict.fromkeys(WHOLE, 7), {0: given_up[0]})
+    (audit, *_) = seen(view, name=str(AUDIT_STREAM)).problems
+    assert "It is led by no copy that may lack leaves" in audit and "docs/operations.md" in audit
+    both = view_of(nodes, dict.fromkeys(WHOLE, 7), given_up)
+    groups = survey(both, [stream(shards=2)]).groups
+    assert [[str(shard) for shard in found] for found in groups.values()] == [
+        [f"{NAME} shard 0"],
+        [f"{NAME} shard 1"],
+    ]
+
+
+def test_a_shard_below_its_min_names_the_brokers_to_start() -> None:
+    record = shard_record({"a": 5}, {"b": 5}, leader="a", min=2)
+    (below, *_) = seen(view_of(WHOLE, {"a": 5}, {0: record})).problems
+    assert below.endswith("fewer copies are in sync than a record needs. Start b, c.")
+    (below, *_) = seen(view_of(WHOLE, WHOLE, {0: record})).problems
+    assert "Their copies catch up" in below
 
 
 def test_a_copy_that_cannot_be_opened_is_put_right_or_given_up_for_another_one() -> None:
@@ -163,7 +188,10 @@ def test_what_is_about_to_be_led_or_placed_is_said_as_such() -> None:
 
 def test_a_shard_to_which_nothing_is_written_is_told_before_copies_that_lack() -> None:
     told = seen(view_of(WHOLE, {"a": 5}, {0: shard_record({"a": 5})})).problems
-    assert told[0] == f"Nothing is written to {NAME} shard 0: fewer copies are in sync than a record needs."
+    assert (
+        told[0]
+        == f"Nothing is written to {NAME} shard 0: fewer copies are in sync than a record needs. Start b, c."
+    )
     assert [each.split()[0] for each in told] == ["Nothing", "Broker", "Broker", "Too"]
     assert told[-1] == f"Too few copies while b, c are not alive: {NAME} shard 0 has 1 of 3 (a)."
 

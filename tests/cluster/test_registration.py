@@ -264,3 +264,24 @@ def test_what_is_announced_is_what_was_registered() -> None:
         and record.folder == stage.files["a"].folder
     )
     assert isinstance(stage.announce("a"), Transaction)
+
+
+def test_a_broker_with_the_folder_of_another_is_told_whose_it_is() -> None:
+    stage = Stage("ab")
+    stage.die("a")
+    stage.die("b")
+    stage.files["a"], stage.files["b"] = stage.files["b"], stage.files["a"]
+    for name, owner in (("a", "b"), ("b", "a")):
+        for replace in (False, True):
+            found = stage.intend(name, replace=replace)
+            assert isinstance(found, Refusal) and found.reason is Reason.OTHER_FOLDER
+            assert f"The data folder of broker {name} is that of broker {owner}" in found.sentence
+            assert "--replace-folder" not in found.sentence, "it would give up what is only mislaid"
+
+
+def test_a_new_broker_with_the_folder_of_another_is_told_whose_it_is() -> None:
+    stage = Stage("a")
+    stage.die("a")
+    stage.files["c"], stage.boots["c"] = stage.files["a"], 1
+    found = stage.intend("c")
+    assert isinstance(found, Refusal) and "is that of broker a" in found.sentence

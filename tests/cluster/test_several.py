@@ -17,14 +17,25 @@ import psutil
 import pytest
 from cluster.processes import kill, own_places, process_of, running, several, write_cluster
 from e2e.command_mesh import felix_command
-from etcd_process import etcd_binary, running_etcd
+from etcd_process import EtcdProcess, etcd_binary, running_etcd
 from long_runs import count
 from region_home import make_region
 from region_peer import client, until
 
 from cli import several as cli_several
 from cli.process import FAILURE
-from cli.several import ETCD_FOLDER, _Broker, _Child, _Family, are_all_here, make_cluster, scaled
+from cli.several import (
+    ETCD_FOLDER,
+    Etcd,
+    _Broker,
+    _Child,
+    _Family,
+    are_all_here,
+    make_cluster,
+    scaled,
+    start_etcd,
+    was_retired,
+)
 from felix.address import Address
 from felix.backoff import BackoffPolicy
 from felix.client import RegionClient
@@ -32,8 +43,11 @@ from felix.errors import RequestError, UnavailableError
 from felix.messages import RegionState
 from felix.names import StreamName
 from felix.profile import load_profile
+from felix.runtime.real import REAL
+from felix.storage.disk import PRIVATE_FILES
 from region.bootstrap import write_profile
 from region.cluster.node_file import NAME as NODE
+from region.cluster.node_file import NodeFile
 from region.config import load_config
 from region.folder import RegionFolder
 
@@ -314,6 +328,37 @@ async def test_where_no_broker_starts_nothing_runs(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.etcd
+async def test_another_etcd_in_the_place_of_the_regions_own_is_not_taken_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = several(tmp_path, 2)
+    config = load_config(folder.config)
+    (tmp_path / "other").mkdir()
+    other = EtcdProcess(tmp_path / "other")
+    other.endpoint = f"http://{config.metadata.endpoints[0]}"
+    other.start()
+    try:
+        monkeypatch.setattr(cli_several, "OWN_ETCD_ENDS_S", 0.1)
+        with pytest.raises(
+            RequestError, match=r"where the etcd of us-east listens, is taken by process \d+ \(etcd\)"
+        ) as refused:
+            await start_etcd(folder, config)
+        assert str(folder.config) in refused.value.hint
+        # It is there a moment after nobody was.
+        monkeypatch.setattr(Etcd, "require_address", _nothing)
+        with pytest.raises(UnavailableError, match="The etcd of us-east ended before it served"):
+            await start_etcd(folder, config)
+    finally:
+        other.stop()
+    etcd = await start_etcd(folder, config)
+    await etcd.end()
+
+
+async def _nothing(_: object) -> None:
+    pass
+
+
+@pytest.mark.etcd
 @pytest.mark.fault
 async def test_brokers_whose_folder_is_lost_or_older_keep_the_others_from_nothing_and_get_new_ones(
     tmp_path: Path,
@@ -525,7 +570,7 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
             (_, _, added) = [each.broker for each in (await operator.describe()).brokers]
             await operator.drain_broker(added)
-            config = load_config(folder.config)
+            config, with_retired = load_config(folder.config), folder.config.read_text()
             scaled(folder, config, 2, free_address)
 
             async def has_stopped() -> bool:
@@ -537,6 +582,32 @@ async def test_a_region_that_runs_gets_a_broker_more_and_gives_it_up_drained_and
             said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
             assert f"{added}: retired" in said.err and "us-east has 2 brokers" in said.out
             assert [each.broker for each in (await operator.describe()).brokers] == ["b1", "b2"]
+            # An older region.yaml is put back, which names the broker that was retired: it does not start, and goes away again.
+            folder.config.write_text(with_retired)
+
+            async def is_refused() -> bool:
+                text = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
+                return f"Broker {added} ended here: The metadata store does not know broker" in " ".join(
+                    text.out.split()
+                )
+
+            await until(is_refused)
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "3")
+            assert f"{added} is not alive" in said.err
+            data = folder.root / "data"
+            await until(lambda: was_retired(data, added))
+            # Where nobody has it that it was retired, the store may have gone back, and what it has may be all that there is.
+            node = NodeFile(PRIVATE_FILES, data / added, REAL.random)
+            retired = node.load()
+            node.save(msgspec.structs.replace(retired, folder="f" * len(retired.folder)))
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2", code=1)
+            assert "nobody knows that it was retired" in " ".join(said.err.split())
+            assert added in folder.config.read_text()
+            node.save(retired)
+            said = await asyncio.to_thread(felix_command, tmp_path, "region", "scale", "2")
+            assert f"{added} is taken out of region.yaml" in said.out
+            shown = await asyncio.to_thread(felix_command, tmp_path, "region", "status", "us-east")
+            assert "problem" not in shown.out
 
 
 @pytest.mark.etcd

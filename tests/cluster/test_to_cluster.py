@@ -28,11 +28,13 @@ from slow_runs import only_slow
 
 import felix
 from audit.checkpoint import note_size
+from cli import conversion
 from cli.conversion import CONVERTING, convert, finish
-from cli.several import name_brokers, start_etcd
+from cli.several import ETCD_FOLDER, name_brokers, start_etcd
 from felix.address import Address
 from felix.errors import Code, RequestError, UnavailableError
 from felix.settings import Durability
+from felix.storage.disk import FileLock
 from region.bootstrap import write_profile
 from region.cluster.node_file import NAME as NODE
 from region.cluster.records import ShardId
@@ -189,6 +191,30 @@ async def test_a_region_of_one_broker_goes_on_as_one_of_several_wherever_its_con
     with pytest.raises(RequestError) as again:
         await convert(folder, config, etcd)
     assert again.value.code is Code.CONFLICT
+
+
+async def test_a_run_that_was_waiting_while_another_one_converted_drops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_region(tmp_path, "us-east")
+    config = load_config(folder.config)
+    async with running(folder), client(folder) as region:
+        await region.create_stream(ORDERS)
+    etcd = Address("127.0.0.1", claim_port())
+    await cut_off_after(folder, config, etcd, "copied")
+    data = folder.root / "data"
+
+    def late(path: Path) -> FileLock:
+        """The other run went on after this one had looked where the logs are."""
+        monkeypatch.setattr(conversion, "FileLock", FileLock)
+        (data / "b1" / CONVERTING).touch()
+        (data / "streams").rename(data / "b1" / "streams")
+        return FileLock(path)
+
+    monkeypatch.setattr(conversion, "FileLock", late)
+    with pytest.raises(UnavailableError, match="Another `felix region to-cluster`"):
+        await convert(folder, config, etcd)
+    assert (folder.root / ETCD_FOLDER / "data").is_dir(), "the other one's metadata are in it"
 
 
 @long_runs.only_long

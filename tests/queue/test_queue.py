@@ -343,6 +343,40 @@ async def test_a_committed_job_that_the_journal_refuses_is_nobody_elses_until_it
     assert await state_of(jobs) == (0, 0, 0, 0) and not shard._reserved
 
 
+async def test_a_worker_whose_leases_the_journal_refused_gets_jobs_once_it_takes_them(
+    node: Node, operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    name = felix.StreamName.parse(JOBS)
+    stream = node.broker.streams.get(name)
+    assert stream is not None
+    shard = (await node.queues.queue(stream)).shards[0]
+    refused = asyncio.Event()
+
+    def refuse(entry: bytes, done: Done) -> None:
+        # As a disk does: by then more was shared out.
+        full = UnavailableError("The disk is full.", code=Code.DISK_FULL)
+        asyncio.get_running_loop().call_later(0.05, done, full)
+        refused.set()
+
+    async with jobs.consume(prefetch=1) as consumer:
+        await jobs.put(b"first")
+        await (await take(consumer, 1))[0].ack()
+        with monkeypatch.context() as patched:
+            patched.setattr(shard.actor.journal, "append", refuse)
+            # Two: with all of its room taken, the worker leaves the line while more is ready.
+            await jobs.put_many([b"a", b"b"])
+            await refused.wait()
+        await until(lambda: shard.actor.is_reloading)
+        for payload in (b"a", b"b"):
+            async with asyncio.timeout(30):
+                (job,) = await take(consumer, 1)
+            assert job.payload == payload
+            await job.ack()
+    assert await state_of(jobs) == (0, 0, 0, 0)
+
+
 async def test_workers_hold_no_more_than_their_quota(node: Node, operator: felix.RegionClient) -> None:
     await operator.create_queue(JOBS)
     jobs = operator.queue(JOBS)

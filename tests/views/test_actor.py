@@ -48,9 +48,11 @@ class Held:
         self.waiting: list[tuple[bytes, Done]] = []
         self.lost: FelixError | None = None
         self.unreadable: FelixError | None = None
+        self.full: FelixError | None = None
+        """why it takes nothing for a while, although it was read"""
 
     def refusal(self) -> FelixError | None:
-        return self.lost
+        return self.lost or self.full
 
     async def replay(self) -> AsyncIterator[bytes]:
         if self.unreadable is not None:
@@ -124,6 +126,29 @@ async def test_after_a_refusal_nothing_is_decided_until_the_journal_was_read_aga
     await settled(actor)
     assert view.told == ["begin", "replayed 0", "lost full", "begin", "replayed 5", "resumed"]
     assert view.value == 5 and actor.is_serving and actor.refusal() is None
+
+
+async def test_nothing_is_told_to_be_durable_between_the_moment_when_there_is_room_and_the_one_when_it_is_seen() -> (
+    None
+):
+    view, answers = Sum(), list[FelixError | None]()
+    actor, held = await served(view)
+    full = UnavailableError("full", code=Code.DISK_FULL, retry_after_ms=50)
+    add(view, actor, [5], answers)
+    held.full = full
+    held.answer(full)
+    while view.told.count("replayed 0") < 2:  # noqa: ASYNC110 - nobody announces it
+        await asyncio.sleep(0)
+    # It was read again, and waits for room. There is room, and nobody has looked yet.
+    held.full = None
+    assert actor.is_reloading and actor.is_whole and not actor.is_serving and actor.refusal() is not None
+    add(view, actor, [7], answers)
+    assert answers[1] is not None, "it is not in the journal"
+    await settled(actor)
+    assert actor.refusal() is None and view.told[-1] == "resumed"
+    add(view, actor, [9], answers)
+    held.answer()
+    assert answers[2] is None and held.kept == [b"9"]
 
 
 async def test_a_journal_that_cannot_be_read_is_tried_until_it_can() -> None:
