@@ -834,6 +834,8 @@ def _given_checkpoints(config: RegionConfig, given: Sequence[str]) -> tuple[dict
         if not is_named or Path(words).exists():
             notes.append(read_file(Path(words), "The checkpoint"))
         elif broker in brokers:
+            if (earlier := copies.get(broker)) is not None:
+                notes.append(earlier)
             copies[broker] = read_file(Path(path), f"The checkpoint of broker {broker}")
         else:
             raise RequestError(

@@ -8,11 +8,12 @@ tree. So no key ends behind leaves that nobody has, and of two histories none is
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint, claimed_size, open_checkpoint
+from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.merkle import Tree, leaf_hash
 from audit.note import unbounded
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
@@ -105,6 +106,7 @@ def measure(
             "(--without). Where the others are gone: --without them.",
         )
     others = [CopyNote("what others know of the log", each, None) for each in remembered]
+    others += [known for each in here for known in _cosigned(each, bundle, origin)]
     known = max((*(each.checkpoint.size for each in others), *sizes), default=0)
     if known > size:
         raise RequestError(
@@ -153,6 +155,21 @@ def _here(
             hint=f"Once they have stopped, bring the file {AUDIT}/{CHECKPOINT_PATH} of each one's data folder: --checkpoint {missing[0]}=FILE. Where a broker has no copy, or it is gone: "
             f"--without {missing[0]}.",
         )
+
+
+def _cosigned(copy: CopyNote, bundle: RegionBundle, origin: str) -> Iterator[CopyNote]:
+    """What others have cosigned, as it lies with a copy here: no more than its checkpoint has, unless that was put back to an older one."""
+    keys = RegionTrust(bundle).log_keys(origin)
+    assert copy.files is not None
+    for path in COSIGNED_PATHS:
+        found, data = list[bytes](), copy.files.read(path)
+        # What is none of this log, or of a key beyond its end, says nothing; whoever opens the copy says so.
+        with suppress(TamperError):
+            found += () if data is None else notes_at(path, data).values()
+        for note in found:
+            with suppress(TamperError):
+                checkpoint = open_checkpoint(note, keys).checkpoint
+                yield CopyNote(f"what was cosigned, beside the copy of {copy.broker},", checkpoint, None)
 
 
 def _brokers(config: RegionConfig) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 from version_0_1 import EGRESS, EU_WEST, US_EAST, lay_out
 
-from audit.checkpoint import Checkpoint
+from audit.checkpoint import Checkpoint, open_checkpoint
 from audit.leaf import Header, Kind, Leaf, Side, decode_leaf
 from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
@@ -195,6 +195,24 @@ def witness_of(region: str) -> NoteSigner:
     return NoteSigner.from_key(
         f"{region}.acme/witness", SigningKey.from_seed(b"w" * 32), Algorithm.COSIGNATURE
     )
+
+
+async def test_a_log_at_rest_shows_the_checkpoint_where_its_keys_meet_with_lines_of_both(home: Home) -> None:
+    """A witness that has the new bundle takes nothing that the former keys alone have signed: whoever stole them could sign another history up to their end."""
+    size = change_log_keys(home.folder, home.config, NOW).size
+    own = RegionTrust(home.bundle())
+    witness = Witness(witness_of("eu-west"), own.logs, MemoryWitnessStore(), lambda: NOW)
+    with pytest.raises(TamperError, match="keys that have ended"):
+        witness.cosign((home.log / "checkpoint").read_bytes(), [])
+    home.open().close()
+    note = (home.log / "checkpoint").read_bytes()
+    signed = open_checkpoint(note, own.log_keys(home.origin))
+    assert signed.checkpoint.size == size and {by.key.to_size for by in signed.signed} == {size, None}
+    assert len(signed.signed) == 4, "of both algorithms"
+    witness.cosign(note, [])
+    home.open().close()
+    assert (home.log / "checkpoint").read_bytes() == note
+    assert verify_log(Folder(home.log), home.trust(), cosignatures_min=0).ok
 
 
 async def test_a_history_is_not_exchanged_under_the_new_keys(home: Home) -> None:
