@@ -42,6 +42,13 @@ class CopyNote(NamedTuple):
     files: Folder | None
 
 
+class Measured(NamedTuple):
+    """`last`: the largest checkpoint of the log. `copies`: what it was measured by, for a person."""
+
+    last: Checkpoint
+    copies: str
+
+
 def is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
     """Whether brokers have copies of the log: by those that lie here. Where several brokers have none here, they may have; the metadata store says (region.log_key_store)."""
     here = [path for data in config.data_folders if (path := folder.root / data / AUDIT).is_dir()]
@@ -62,8 +69,8 @@ def measure(
     log: Path | None,
     remembered: Iterable[Checkpoint],
     sizes: Iterable[int],
-) -> Checkpoint:
-    """The largest checkpoint of the log. No broker opens a copy that lies here until `opened` ends.
+) -> Measured:
+    """How far the log was signed. No broker opens a copy that lies here until `opened` ends.
 
     `given`: the newest checkpoints of brokers whose copies lie elsewhere. `without`: brokers whose copy is gone, or that have none. `log`: one more copy. `remembered`: checkpoints that others
     know of it; `sizes`: how many leaves it had at least. Raises RequestError where a broker's copy is neither here nor given (NOT_FOUND), a broker is running or no copy goes as far as the log
@@ -117,7 +124,20 @@ def measure(
         )
     assert furthest.files is not None
     _require_one_tree(furthest.files, furthest.checkpoint, [*notes, *others])
-    return furthest.checkpoint
+    asked = {each.broker for each in notes}
+    unasked = [broker for broker, _ in _brokers(config) if _called(broker) not in asked]
+    told = "; ".join(
+        f"{each.broker}: {each.checkpoint.size:,} leaves, {'its copy here' if each.files else 'as given'}"
+        for each in notes
+    )
+    return Measured(
+        furthest.checkpoint,
+        f"{told}. " + (f"Not asked: {', '.join(unasked)}." if unasked else "None was left out."),
+    )
+
+
+def _called(broker: str) -> str:
+    return f"broker {broker}"
 
 
 def _here(
@@ -145,7 +165,7 @@ def _here(
             opened.callback(lock.release)
             # Once more, now that nobody writes it.
             note = files.read(CHECKPOINT_PATH) or b""
-            yield CopyNote(f"broker {broker}", _checkpoint(f"broker {broker}", note, bundle, origin), files)
+            yield CopyNote(_called(broker), _checkpoint(_called(broker), note, bundle, origin), files)
         elif broker not in given and broker not in without and not (root / NO_AUDIT).is_dir():
             missing.append(broker)
     if missing:
@@ -193,7 +213,7 @@ def _given(
                 code=Code.NOT_FOUND,
                 hint=f"Those that cluster.brokers names: {', '.join(sorted(known))}.",
             )
-        yield CopyNote(f"broker {broker}", _checkpoint(f"broker {broker}", note, bundle, origin), None)
+        yield CopyNote(_called(broker), _checkpoint(_called(broker), note, bundle, origin), None)
 
 
 def _checkpoint(broker: str, note: bytes, bundle: RegionBundle, origin: str) -> Checkpoint:

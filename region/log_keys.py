@@ -65,6 +65,8 @@ class ChangedKeys(NamedTuple):
     signed: SignedBundle
     origin: str
     size: int
+    copies: str = ""
+    """by which copies that is so, for a person; empty where the log has none, or a change that was cut off was finished"""
 
 
 class StoppedRegion(Protocol):
@@ -253,7 +255,7 @@ def _change_copied(
     _require_held(files, bundle, ended, lost_keys=lost_keys)
     require_none_begun(folder, bundle)
     with ExitStack() as opened:
-        last = measure(
+        last, copies_told = measure(
             folder,
             config,
             bundle,
@@ -279,7 +281,7 @@ def _change_copied(
             _require_stopped_still(store)
         replace_file(folder.bundle, signed.encode(), PUBLIC)
         _put_in_place(files)
-    return ChangedKeys(signed, files.origin, last.size)
+    return ChangedKeys(signed, files.origin, last.size, copies_told)
 
 
 def _word_key(files: _Files, ended: Collection[AuditKey]) -> SigningKey | None:

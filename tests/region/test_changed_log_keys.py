@@ -346,6 +346,19 @@ def test_a_bridges_log_is_changed_alone_and_proofs_of_before_hold(home: Home) ->
     assert isinstance(missing.exception, RequestError) and "must be at hand" in str(missing.exception)
 
 
+def test_a_checkpoint_that_a_person_gives_and_that_is_none_of_the_log_is_refused(home: Home) -> None:
+    """Passed over, the keys might end below one that others were shown."""
+    before = home.bundle()
+    home.folder.audit_key.unlink()
+    other = home.root / EGRESS / "checkpoint"
+    command = ["change-log-keys", "--region", "us-east", "--lost-keys", "--checkpoint", str(other)]
+    answer = CliRunner().invoke(app, command)
+    assert isinstance(answer.exception, RequestError) and "has no checkpoint of" in str(answer.exception)
+    assert home.bundle() == before
+    answer = CliRunner().invoke(app, [*command[:-1], str(home.log / "checkpoint")])
+    assert answer.exit_code == 0, answer.output
+
+
 @pytest.mark.parametrize(
     "left", ["nothing", "the Ed25519 key", "the ML-DSA key", "others", "what cannot be read"]
 )

@@ -183,14 +183,27 @@ def test_of_a_copy_that_lies_elsewhere_the_newest_checkpoint_is_asked_for(home: 
     found = home.refused("brokers b3", copies={"b1": home.note(leaves_of(7))})
     given = {"b1": home.note(leaves_of(3)), "b3": home.note(leaves_of(7))}
     home.refused("no broker b4", copies=given | {"b4": home.note([])})
-    assert home.change(copies=given) == 7
+    changed = change_log_keys(home.folder, home.config, NOW, store=home.store, copies=given)
+    assert changed.size == 7
+    assert changed.copies == (
+        "broker b2: 7 leaves, its copy here; broker b1: 3 leaves, as given; broker b3: 7 leaves, as given. None was left out."
+    )
+
+
+def test_of_two_files_of_one_broker_both_count(home: Home, tmp_path: Path) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path, size in zip(paths, (6, 3), strict=True):
+        path.write_bytes(home.note(leaves_of(size)))
+    copies, others = _given_checkpoints(home.config, [f"b1={path}" for path in paths])
+    assert copies == {"b1": paths[1].read_bytes()} and [note for _, note in others] == [paths[0].read_bytes()]
 
 
 def test_a_copy_that_is_gone_or_that_a_broker_never_had_is_not_waited_for(home: Home) -> None:
     home.copy("b1", leaves_of(4))
     home.path("b2").with_name(NO_AUDIT).mkdir(parents=True)
     home.refused("brokers b3")
-    assert home.change(without=["b3"]) == 4
+    changed = change_log_keys(home.folder, home.config, NOW, store=home.store, without=["b3"])
+    assert changed.size == 4 and changed.copies.endswith("Not asked: b2, b3.")
 
 
 def test_a_checkpoint_ends_the_keys_only_where_the_leaves_under_it_are_at_hand(home: Home) -> None:
