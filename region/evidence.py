@@ -93,15 +93,8 @@ def _require_of_these_keys(copy: Folder, keys: tuple[VerifierKey, ...], own: Reg
     region = own.region
     if _opens(note, unbounded(keys)):
         signed = {by.key for by in open_checkpoint(note, unbounded(keys)).signed}
-        of_these = [key for key in keys if key in signed]
-        if all(key.to_size is None for key in of_these):
-            raise RequestError(
-                f"The copy of the audit log of {region} in {copy.path} has a checkpoint of {note_size(note):,} leaves, signed with keys that sign from {max(key.from_size for key in of_these):,} leaves "
-                "on: the log has fewer than when its keys were changed.",
-                code=Code.CONFIG_INVALID,
-                hint="Bring back the brokers that have the others. Where a copy was longer than the log when the keys were changed: docs/runbooks/leaked-log-key.md.",
-            )
-        end = max(key.to_size or 0 for key in of_these)
+        # Of several changes, the one at which this copy was not at hand.
+        end = max(key.to_size or 0 for key in keys if key in signed)
         raise RequestError(
             f"The copy of the audit log of {region} in {copy.path} has a checkpoint of {note_size(note):,} leaves under keys that sign up to {end:,}: when the log's keys were changed, this copy was "
             "not at hand, nor its checkpoint.",
