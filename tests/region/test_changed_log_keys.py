@@ -170,17 +170,22 @@ async def test_no_key_signs_what_is_another_ones(home: Home) -> None:
         assert verify_log(forged(home.origin, leaves, signers), home.trust(), cosignatures_min=0).ok
 
 
-async def test_a_log_of_one_process_that_goes_on_as_copies_says_its_change_once(
+async def test_a_log_of_one_process_that_goes_on_as_copies_says_its_change_once_more(
     home: Home, tmp_path: Path
 ) -> None:
-    """Its leaf is the command's, and brokers write no other."""
+    """The command's leaf stands in front of the former keys' end, so a broker with the folder of before does not end by it; it ends by the one behind."""
     change_log_keys(home.folder, home.config, NOW)
     key_id = key_id_of(home.signers()[0].key.public)
-    for _ in range(2):
+    for is_said in (False, True):
         trail = home.open()
         logged = DocumentLog.open(trail, tmp_path / "logged")
-        assert logged.has_log_key(key_id) and unsaid_log_key(home.bundle(), logged.has_log_key) is None
-        assert not logged.has_log_key(b"other" * 3 + b".")
+        assert logged.has_log_key(key_id) is is_said
+        owed = unsaid_log_key(home.bundle(), logged.has_log_key)
+        assert (owed is None) is is_said
+        if owed is not None:
+            await logged.append_key(owed.leaf("us-east", NOW))
+            trail.publish()
+        assert logged.has_log_key(key_id) and not logged.has_log_key(b"other" * 3 + b".")
         logged.save(at_once=True)  # and as the snapshot has it
         trail.close()
 

@@ -596,7 +596,10 @@ def test_a_checkpoint_is_given_of_a_broker_or_of_nobody(home: Home, tmp_path: Pa
     for name in ("one", "other", "b2=odd"):
         (tmp_path / name).write_text(name)
     given = [f"b1={tmp_path / 'one'}", str(tmp_path / "other"), str(tmp_path / "b2=odd")]
-    assert _given_checkpoints(home.config, given) == ({"b1": b"one"}, [b"other", b"b2=odd"])
+    assert _given_checkpoints(home.config, given) == (
+        {"b1": b"one"},
+        [(given[1], b"other"), (given[2], b"b2=odd")],
+    )
     for words, why in (
         (f"b9={tmp_path / 'one'}", "no broker b9"),
         (f"b1={tmp_path / 'none'}", "none"),
