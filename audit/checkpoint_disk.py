@@ -149,6 +149,15 @@ class CheckpointFiles:
             with self._lock:
                 self._newest = signed
 
+    def sign_where_keys_meet(self) -> None:
+        """Where the newest is the last of keys that have ended, have those that sign from there on sign it, too: a witness takes nothing else of a log whose keys were changed. Blocks."""
+        newest = self._newest
+        if self._ended and newest.checkpoint.size == self._signs_from:
+            signed = self._with_own_lines(newest)
+            if signed is not newest:
+                self.write(signed)
+                self.offer_newest()
+
     def expect_cosigners(self, number: int) -> None:
         """How many cosigners a checkpoint is shown to before the next one follows it (see `offer`)."""
         with self._lock:

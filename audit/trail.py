@@ -223,6 +223,8 @@ class Trail:
                     path / WAL_FOLDER, state.tree.size, files, segment_bytes_max=settings.segment_bytes_max
                 )
             trail = cls(folder, lock, keys, known, settings, state, wal, refusal, runtime)
+            if not copied:
+                trail.checkpoints.sign_where_keys_meet()
         except BaseException:
             lock.release()
             raise

@@ -132,6 +132,7 @@ class Witness:
     """Cosigns the checkpoints of the logs whose keys it was given.
 
     - What is stored for an origin is signed by that log and was consistent with all that was stored before.
+    - Once a key of a log has ended, it brings nothing further here, also not up to its end: whoever stole it would have another history cosigned, and the log itself kept out for good.
     - A cosignature exists only for a checkpoint that was stored first.
     """
 
@@ -229,6 +230,8 @@ class Witness:
             raise TamperError(
                 f"Nothing of {origin} was cosigned yet, so its first checkpoint needs no proof."
             )
+        if last is None or last.checkpoint != offered.checkpoint:
+            self._require_key_of_now(offered)
         # Durable before signing: after a crash between the two, nothing older can be signed any more. Only the log's
         # own signatures are kept: a line under any other name is a text that the sender chose.
         bare = offered.known_note()
@@ -238,6 +241,17 @@ class Witness:
             self._store.confirm(origin, held)
         now_s = self._now_s()
         return encode_note(bare.with_signatures(signer.cosign(bare.text, now_s) for signer in self._signers))
+
+    def _require_key_of_now(self, offered: SignedCheckpoint) -> None:
+        """Raises TamperError where the log has keys that sign on, and none of them has signed this one."""
+        origin = offered.checkpoint.origin
+        if all(key.to_size is not None for key in self._logs[origin]):
+            return
+        if all(by.key.to_size is not None for by in offered.signed):
+            raise TamperError(
+                f"The checkpoint of {origin} at {offered.checkpoint.size} leaves is signed with keys that have ended, and with none of those that sign the log now.",
+                hint="Start what writes the log with its keys of now: it signs its newest checkpoint with them. Where that is done: somebody else has the former keys.",
+            )
 
     def _last_note(self, origin: str) -> SignedCheckpoint | None:
         key, data = self._logs.get(origin), self._store.last(origin)

@@ -45,7 +45,7 @@ from cli.to_cluster import to_cluster
 from cli.trust import ended_in_words, offer, trust
 from felix.address import Address
 from felix.collector import start_kept
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, RequestError, TamperError, UnavailableError
 from felix.expiry import until_text
 from felix.files import write_output
 from felix.messages import BrokerState, RegionState
@@ -55,6 +55,7 @@ from keys.bundle import AuditKey, decode_bundle
 from region.folder import RegionFolder
 
 if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
+    from audit.trust import RegionTrust
     from region.config import RegionConfig
     from region.metadata.port import MetadataStore
     from region.node import Node
@@ -783,6 +784,7 @@ def change_log_keys_(
 
     The log's brokers, all of them, or its agent are stopped meanwhile. The bundle is signed again; other regions accept it only by its fingerprint.
     """
+    from audit.origin import egress_origin, region_origin
     from audit.trust import RegionTrust
     from cli.audit import remembered_here
     from cli.stopped_region import StoppedRegion
@@ -797,7 +799,14 @@ def change_log_keys_(
             code=Code.CONFLICT,
             hint=f"felix region down {config.region}",
         )
-    copies, notes = _given_checkpoints(config, checkpoint or [])
+    copies, given = _given_checkpoints(config, checkpoint or [])
+    own = RegionTrust(decode_bundle(read_file(folder.bundle, "The bundle")).bundle)
+    origin = (
+        egress_origin(config.region, config.mesh, bridge)
+        if bridge
+        else region_origin(config.region, config.mesh)
+    )
+    notes = [_checkpoint_of(path, note, own, origin) for path, note in given]
     if notes and not lost_keys and not copied:
         raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
     if lost_keys or copied:
@@ -808,6 +817,8 @@ def change_log_keys_(
             bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=store, anew=begin_anew,
         )  # fmt: skip
     fingerprint = changed.signed.bundle.whole_fingerprint()
+    if changed.copies:
+        out.print(f"The largest checkpoint of all copies: {changed.copies}")
     out.print(
         f"{changed.origin}: the keys before sign up to {changed.size:,} leaves, the new ones from there on. {folder.bundle} says so; "
         f"the whole bundle's fingerprint is {fingerprint}"
@@ -829,15 +840,33 @@ def change_log_keys_(
             note(f"For outside witnesses (felix witness add-log --in-place) and policy files: {key}")
 
 
-def _given_checkpoints(config: RegionConfig, given: Sequence[str]) -> tuple[dict[str, bytes], list[bytes]]:
-    """Those of brokers, by name, and further ones."""
-    copies, notes = dict[str, bytes](), list[bytes]()
+def _checkpoint_of(path: str, note: bytes, own: RegionTrust, origin: str) -> bytes:
+    """One that a person gave counts: raises RequestError where it is none of this log."""
+    from audit.checkpoint import open_checkpoint
+
+    try:
+        open_checkpoint(note, own.log_keys(origin))
+    except TamperError as error:
+        raise RequestError(
+            f"{path} has no checkpoint of {origin} that holds under the keys in this folder's bundle. {error.sentence}",
+            hint="Leave it out, or give the file of this log. Where somebody else may have signed it: keep it.",
+        ) from error
+    return note
+
+
+def _given_checkpoints(
+    config: RegionConfig, given: Sequence[str]
+) -> tuple[dict[str, bytes], list[tuple[str, bytes]]]:
+    """Those of brokers, by name, and further ones, with their paths."""
+    copies, notes = dict[str, bytes](), list[tuple[str, bytes]]()
     brokers = [] if config.cluster is None else [each.id for each in config.cluster.brokers]
     for words in given:
         broker, is_named, path = words.partition("=")
         if not is_named or Path(words).exists():
-            notes.append(read_file(Path(words), "The checkpoint"))
+            notes.append((words, read_file(Path(words), "The checkpoint")))
         elif broker in brokers:
+            if (earlier := copies.get(broker)) is not None:
+                notes.append((f"A file of broker {broker}", earlier))
             copies[broker] = read_file(Path(path), f"The checkpoint of broker {broker}")
         else:
             raise RequestError(

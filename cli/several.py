@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import itertools
 import json
 import logging
@@ -21,8 +22,8 @@ import socket
 import sys
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterable, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import ClassVar, Final
@@ -377,6 +378,19 @@ class _Family:
         await asyncio.gather(*(broker.end() for broker in self._brokers.values()))
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected in a process that forks, nor in the one that it makes, which runs Python until it is another program (`preexec_fn`). CPython's own subprocess does the same; uvloop's does
+    not. A collection there would end what a thread of ours uses, as grpc's completion queue of an event loop before this one, and wait for ever for that thread, which is not in the new process."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 class _Child:
     """A process of ours, in a session of its own, which ends with us."""
 
@@ -388,7 +402,7 @@ class _Child:
     @classmethod
     async def start(cls, command: Sequence[str], what: str, said: Path) -> _Child:
         _make_room(said)
-        with said.open("ab") as output:
+        with said.open("ab") as output, _uncollected():
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.DEVNULL,

@@ -27,7 +27,8 @@ class StoppedRegion:
 
     def __init__(self, folder: RegionFolder, config: RegionConfig) -> None:
         self._folder, self._config = folder, config
-        self._runner = asyncio.Runner()
+        self._runner: asyncio.Runner | None = None
+        """once the store was asked: of a log that one process writes, or a bridge's, it never is"""
         self._opened = AsyncExitStack()
         self._store: MetadataStore | None = None
 
@@ -35,6 +36,8 @@ class StoppedRegion:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._runner is None:
+            return
         try:
             self._runner.run(self._opened.aclose())
         finally:
@@ -69,6 +72,8 @@ class StoppedRegion:
                     self._store = await _open(self._folder, self._config, self._opened)
                 return await ask(self._store)
 
+        if self._runner is None:
+            self._runner = asyncio.Runner()
         try:
             return self._runner.run(answer())
         except TimeoutError:

@@ -51,7 +51,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.settings import FSYNC
 from felix.tasks import end_tasks
-from region.changed_log_key import LOG_KEY_CHANGED
+from region.changed_log_key import LOG_KEY_CHANGED, says_changed
 from region.cluster.audit_home import Before
 from region.cluster.records import ShardId, YieldReason
 from region.log.companions import AUDIT_CHECKPOINTS, RECORDS, log_number
@@ -407,7 +407,7 @@ class AuditLog:
         has_key: Callable[[], Awaitable[None]],
         taken: Callable[[], Awaitable[None]],
         refusal: Callable[[], FelixError | None],
-        see_log_key: Callable[[bytes], None],
+        see_log_key: Callable[[bytes, int], None],
         may_sign: Callable[[], Awaitable[None]],
         became_home: Callable[[], None],
         witnessed: Witnessed,
@@ -417,7 +417,7 @@ class AuditLog:
         """`copies`: what one of the logs is led by, by its kind. `make_seal` and `hooks`: of one of the logs, by its number. `has_key`: awaited before
         anything is opened: the stream's key is there. `taken`: awaited where the files have more of other brokers' leaves, before this
         one is home; where it raises, it is not. `refusal`: why this broker may never be home again. `see_log_key`: told of each leaf that says that another key signs the log, by
-        that key's id; `may_sign`: awaited once all leaves are taken, before this broker signs. Both raise where it is never to. `became_home`: called once it is. `witnessed`: what this region has cosigned of other logs. `before`: where the log was before it was copied; None where it began so."""
+        that key's id and the leaf's index; `may_sign`: awaited once all leaves are taken, before this broker signs. Both raise where it is never to. `became_home`: called once it is. `witnessed`: what this region has cosigned of other logs. `before`: where the log was before it was copied; None where it began so."""
         self.is_home = False
         """whether this broker answers for the log"""
         self.trouble = ""
@@ -754,7 +754,7 @@ class AuditLog:
             for first, leaves in await self._read(LEAVES, LogPoint(min(begin, at))):
                 if first + len(leaves) > end:
                     break
-                self._look_at(leaves)
+                self._look_at(first, leaves)
                 trail.take(max(first, at), leaves[max(0, at - first) :])
                 taken += len(leaves)
             begin = end
@@ -765,13 +765,13 @@ class AuditLog:
                 )
             await asyncio.to_thread(trail.settled)
 
-    def _look_at(self, leaves: Sequence[bytes]) -> None:
+    def _look_at(self, first: int, leaves: Sequence[bytes]) -> None:
         """Before they are taken: does one say that other keys sign the log? Raises what `see_log_key` does."""
-        for leaf in leaves:
+        for index, leaf in enumerate(leaves, first):
             if _MARK in leaf:
                 header = read_header(leaf)
-                if header is not None and header.action == LOG_KEY_CHANGED:
-                    self._see_log_key(header.key_id)
+                if header is not None and says_changed(header):
+                    self._see_log_key(header.key_id, index)
 
     async def _look_ahead(self) -> None:
         """Where checkpoints come that no key signed which is known here: do the leaves that these are of say why? They are not taken. Raises what `see_log_key` does."""
@@ -779,8 +779,8 @@ class AuditLog:
         at = max(self._looked_to, self._trail.status().durable)
         while at < end:
             read = await self._read(LEAVES, LogPoint(at))
-            for _, leaves in read:
-                self._look_at(leaves)
+            for first, leaves in read:
+                self._look_at(first, leaves)
             if not read:
                 break
             at = read[-1][0] + len(read[-1][1])

@@ -23,8 +23,6 @@ from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
 from region.signing_key_leaves import key_id_of
 
 LOG_KEY_CHANGED: Final = "log-key-changed"
-ROTATED: Final = "rotated"
-"""What the command writes of a change into a log that one process writes; leaves of root keys have it, too, with other ids."""
 WORDS_MAX: Final = 64
 """Changes of which the store has a word; of more, the earliest go."""
 WORDS_BYTES_MAX: Final = 64 * 1024
@@ -103,13 +101,18 @@ def unsaid_log_key(own: RegionBundle, says: Callable[[bytes], bool]) -> LogKeyLe
 
 
 def says_changed(header: Header) -> bool:
-    """Whether this is a leaf of changed keys of the log; or of changed root keys, whose ids are those of no key of the log."""
-    return header.kind is Kind.KEY and header.action in (LOG_KEY_CHANGED, ROTATED)
+    """Whether this is a leaf of changed keys of a log that has copies. What the command writes of a change into a log that one process writes (`rotated`) is none: it stands before the end, also where the
+    change was cut off and never was, so no broker ends by it. Of a log that was copied after such a change, the first broker that writes it says so once more."""
+    return header.kind is Kind.KEY and header.action == LOG_KEY_CHANGED
 
 
-def stale_log_key(own: RegionBundle, key_id: bytes) -> str:
-    """A sentence where this bundle does not name the key that a leaf of the log says signs it (`log-key-changed`); else nothing."""
-    if any(key_id_of(key.public) == key_id for key in log_keys_of(own)):
+def stale_log_key(own: RegionBundle, key_id: bytes, index: int) -> str:
+    """A sentence where this bundle does not name the key that the leaf of the log at `index` says signs it (`says_changed`); else nothing. The leaf of a change stands behind the keys' end: so one in
+    front of where this bundle's newest keys begin is of no later change, whatever it names."""
+    keys = log_keys_of(own)
+    if index < max((key.from_size for key in keys), default=0) or any(
+        key_id_of(key.public) == key_id for key in keys
+    ):
         return ""
     return f"The audit log of {own.region} says that its keys were changed, and bundle.json in this folder does not name the new one: the file is of before that."
 
@@ -126,9 +129,11 @@ def sign_word(own: RegionBundle, key: SigningKey, successor: bytes, now_ms: int)
     return msgspec.structs.replace(word, signature=key.sign(_PURPOSE, word.signed_bytes()))
 
 
-def with_word(held: bytes | None, word: EndedLogKey) -> bytes:
-    """What is to stand in the store: this word, and those that stand there of other keys. What is none is left out."""
-    others = [each for each in _words(held) if each.public != word.public]
+def with_word(held: bytes | None, word: EndedLogKey, own: RegionBundle) -> bytes:
+    """What is to stand in the store: this word, and those that stand there, and hold, of other keys that this bundle names for the log. What else stands there is left out: it would make what the brokers
+    read too long, or have words of earlier changes go."""
+    named = {key.public for key in log_keys_of(own)} - {word.public}
+    others = [each for each in _words(held) if each.public in named and _holds(each, own)]
     return msgspec.json.encode(_Words([*others, word][-WORDS_MAX:]))
 
 
@@ -136,8 +141,7 @@ def word_of(held: bytes | None, own: RegionBundle) -> EndedLogKey | None:
     """The word in what stands in the store that a key ended which this bundle names as one of now, signed with that key; None where there is none."""
     now = {key.public for key in log_keys_of(own) if key.to_size is None}
     for word in _words(held):
-        is_ours = (word.region, word.mesh) == (own.region, own.mesh) and word.public in now
-        if is_ours and VerifyKey(word.public).holds(_PURPOSE, word.signed_bytes(), word.signature):
+        if word.public in now and _holds(word, own):
             return word
     return None
 
@@ -150,6 +154,11 @@ def ended_word(held: bytes | None, own: RegionBundle) -> str:
         f"A word in the metadata store, signed with the key of the audit log of {own.region} that this folder names, says that other keys sign the log now: the folder is of before "
         "that change."
     )
+
+
+def _holds(word: EndedLogKey, own: RegionBundle) -> bool:
+    is_ours = (word.region, word.mesh) == (own.region, own.mesh)
+    return is_ours and VerifyKey(word.public).holds(_PURPOSE, word.signed_bytes(), word.signature)
 
 
 def _words(held: bytes | None) -> list[EndedLogKey]:

@@ -8,11 +8,12 @@ tree. So no key ends behind leaves that nobody has, and of two histories none is
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint, claimed_size, open_checkpoint
+from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.merkle import Tree, leaf_hash
 from audit.note import unbounded
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
@@ -41,6 +42,13 @@ class CopyNote(NamedTuple):
     files: Folder | None
 
 
+class Measured(NamedTuple):
+    """`last`: the largest checkpoint of the log. `copies`: what it was measured by, for a person."""
+
+    last: Checkpoint
+    copies: str
+
+
 def is_copied(folder: RegionFolder, config: RegionConfig) -> bool:
     """Whether brokers have copies of the log: by those that lie here. Where several brokers have none here, they may have; the metadata store says (region.log_key_store)."""
     here = [path for data in config.data_folders if (path := folder.root / data / AUDIT).is_dir()]
@@ -61,8 +69,8 @@ def measure(
     log: Path | None,
     remembered: Iterable[Checkpoint],
     sizes: Iterable[int],
-) -> Checkpoint:
-    """The largest checkpoint of the log. No broker opens a copy that lies here until `opened` ends.
+) -> Measured:
+    """How far the log was signed. No broker opens a copy that lies here until `opened` ends.
 
     `given`: the newest checkpoints of brokers whose copies lie elsewhere. `without`: brokers whose copy is gone, or that have none. `log`: one more copy. `remembered`: checkpoints that others
     know of it; `sizes`: how many leaves it had at least. Raises RequestError where a broker's copy is neither here nor given (NOT_FOUND), a broker is running or no copy goes as far as the log
@@ -105,6 +113,7 @@ def measure(
             "(--without). Where the others are gone: --without them.",
         )
     others = [CopyNote("what others know of the log", each, None) for each in remembered]
+    others += [known for each in here for known in _cosigned(each, bundle, origin)]
     known = max((*(each.checkpoint.size for each in others), *sizes), default=0)
     if known > size:
         raise RequestError(
@@ -115,7 +124,20 @@ def measure(
         )
     assert furthest.files is not None
     _require_one_tree(furthest.files, furthest.checkpoint, [*notes, *others])
-    return furthest.checkpoint
+    asked = {each.broker for each in notes}
+    unasked = [broker for broker, _ in _brokers(config) if _called(broker) not in asked]
+    told = "; ".join(
+        f"{each.broker}: {each.checkpoint.size:,} leaves, {'its copy here' if each.files else 'as given'}"
+        for each in notes
+    )
+    return Measured(
+        furthest.checkpoint,
+        f"{told}. " + (f"Not asked: {', '.join(unasked)}." if unasked else "None was left out."),
+    )
+
+
+def _called(broker: str) -> str:
+    return f"broker {broker}"
 
 
 def _here(
@@ -143,7 +165,7 @@ def _here(
             opened.callback(lock.release)
             # Once more, now that nobody writes it.
             note = files.read(CHECKPOINT_PATH) or b""
-            yield CopyNote(f"broker {broker}", _checkpoint(f"broker {broker}", note, bundle, origin), files)
+            yield CopyNote(_called(broker), _checkpoint(_called(broker), note, bundle, origin), files)
         elif broker not in given and broker not in without and not (root / NO_AUDIT).is_dir():
             missing.append(broker)
     if missing:
@@ -153,6 +175,21 @@ def _here(
             hint=f"Once they have stopped, bring the file {AUDIT}/{CHECKPOINT_PATH} of each one's data folder: --checkpoint {missing[0]}=FILE. Where a broker has no copy, or it is gone: "
             f"--without {missing[0]}.",
         )
+
+
+def _cosigned(copy: CopyNote, bundle: RegionBundle, origin: str) -> Iterator[CopyNote]:
+    """What others have cosigned, as it lies with a copy here: no more than its checkpoint has, unless that was put back to an older one."""
+    keys = RegionTrust(bundle).log_keys(origin)
+    assert copy.files is not None
+    for path in COSIGNED_PATHS:
+        found, data = list[bytes](), copy.files.read(path)
+        # What is none of this log, or of a key beyond its end, says nothing; whoever opens the copy says so.
+        with suppress(TamperError):
+            found += () if data is None else notes_at(path, data).values()
+        for note in found:
+            with suppress(TamperError):
+                checkpoint = open_checkpoint(note, keys).checkpoint
+                yield CopyNote(f"what was cosigned, beside the copy of {copy.broker},", checkpoint, None)
 
 
 def _brokers(config: RegionConfig) -> Iterator[tuple[str, str]]:
@@ -176,7 +213,7 @@ def _given(
                 code=Code.NOT_FOUND,
                 hint=f"Those that cluster.brokers names: {', '.join(sorted(known))}.",
             )
-        yield CopyNote(f"broker {broker}", _checkpoint(f"broker {broker}", note, bundle, origin), None)
+        yield CopyNote(_called(broker), _checkpoint(_called(broker), note, bundle, origin), None)
 
 
 def _checkpoint(broker: str, note: bytes, bundle: RegionBundle, origin: str) -> Checkpoint:

@@ -57,7 +57,7 @@ LASTING: Final = frozenset((Kind.REVOKE, Kind.STANDING, Kind.DENY_ENTRY, Kind.PO
 
 class _Logged(NamedTuple):
     """The documents of a log's leaves, by the SHA-256 of their files, and the leaves of those that last, of pins and of exports; the region's keys by their last leaves; and the ids in the leaves
-    that say that the log's own keys, or root keys, were changed."""
+    that say that the log's own keys were changed."""
 
     documents: set[bytes]
     lasting: dict[bytes, int]

@@ -92,7 +92,9 @@ def _require_of_these_keys(copy: Folder, keys: tuple[VerifierKey, ...], own: Reg
         return
     region = own.region
     if _opens(note, unbounded(keys)):
-        end = max(key.from_size for key in RegionTrust(own).log_keys(keys[0].name))
+        signed = {by.key for by in open_checkpoint(note, unbounded(keys)).signed}
+        # Of several changes, the one at which this copy was not at hand.
+        end = max(key.to_size or 0 for key in keys if key in signed)
         raise RequestError(
             f"The copy of the audit log of {region} in {copy.path} has a checkpoint of {note_size(note):,} leaves under keys that sign up to {end:,}: when the log's keys were changed, this copy was "
             "not at hand, nor its checkpoint.",

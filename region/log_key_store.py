@@ -75,7 +75,7 @@ async def tell_ended(
             )
         try:
             await catalog.put_log_keys(
-                with_word(held, sign_word(own, key, successor, now_ms)),
+                with_word(held, sign_word(own, key, successor, now_ms), own),
                 revision=0 if entry is None else entry.mod_revision,
             )
         except RequestError as error:

@@ -41,7 +41,7 @@ from audit.tile import CHECKPOINT_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust
-from felix.errors import Code, RequestError, TamperError, UnavailableError
+from felix.errors import Code, FelixError, RequestError, TamperError, UnavailableError
 from felix.files import PUBLIC, replace_file
 from felix.runtime.real import REAL
 from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sign_bundle
@@ -65,6 +65,8 @@ class ChangedKeys(NamedTuple):
     signed: SignedBundle
     origin: str
     size: int
+    copies: str = ""
+    """by which copies that is so, for a person; empty where the log has none, or a change that was cut off was finished"""
 
 
 class StoppedRegion(Protocol):
@@ -253,7 +255,7 @@ def _change_copied(
     _require_held(files, bundle, ended, lost_keys=lost_keys)
     require_none_begun(folder, bundle)
     with ExitStack() as opened:
-        last = measure(
+        last, copies_told = measure(
             folder,
             config,
             bundle,
@@ -266,19 +268,29 @@ def _change_copied(
             sizes=list(named_sizes(files.origin, bundle)),
         )
         store.require_stopped()
-        told = None if lost_keys else store.successor(bundle)
+        key = _word_key(files, ended)
+        told = None if key is None else store.successor(bundle)
         # A call that was cut off behind its word goes on with the keys that this names.
         new, new_ml_dsa = _beside(files, told) or (SigningKey.generate(), MlDsaKey.generate())
         # All that may be refused for what is in this folder is refused before anything is told.
         signed = _signed(folder, files, bundle, ended, last.size, new, new_ml_dsa, now_ms)
         if new.verify_key.public != told:
             _save_beside(files, new, new_ml_dsa)
-        if not lost_keys:
-            store.tell_ended(bundle, load_signing_key(files.ed25519), new.verify_key.public, anew=anew)
+        if key is not None:
+            store.tell_ended(bundle, key, new.verify_key.public, anew=anew)
             _require_stopped_still(store)
         replace_file(folder.bundle, signed.encode(), PUBLIC)
         _put_in_place(files)
-    return ChangedKeys(signed, files.origin, last.size)
+    return ChangedKeys(signed, files.origin, last.size, copies_told)
+
+
+def _word_key(files: _Files, ended: Collection[AuditKey]) -> SigningKey | None:
+    """What signs the word in the store; None where it is lost. It may be here where the key of the other algorithm is not."""
+    with suppress(FelixError, OSError):
+        key = load_signing_key(files.ed25519)
+        if any(key.verify_key.public == each.public for each in ended):
+            return key
+    return None
 
 
 def _require_stopped_still(store: StoppedRegion) -> None:

@@ -26,7 +26,7 @@ from threading import Lock
 from typing import Any, Final, Protocol, TypeVar
 
 from audit.checkpoint import Checkpoint, open_checkpoint
-from audit.note import VerifierKey, broken_line, check_note, parse_note
+from audit.note import VerifierKey, broken_line, check_note, parse_note, unbounded
 from audit.witness import DiskWitnessStore, ForkError, superseded
 from felix.errors import TamperError, UnavailableError
 from felix.runtime.port import Runtime
@@ -295,7 +295,8 @@ class WitnessMemory:
         if first.size == second.size and first.root != second.root:
             if keys := self.keys_of(origin):
                 for note in (one, other):
-                    open_checkpoint(note, keys)
+                    # Also one that a key signed beyond the end that its region gave it since: it was cosigned here.
+                    open_checkpoint(note, unbounded(keys))
             raise ForkError(
                 f"The log {origin} has two roots for {first.size} leaves, and both were cosigned here.",
                 other,

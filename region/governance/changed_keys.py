@@ -115,10 +115,10 @@ class ChangedKeys:
         if (refusal := self.refusal) is not None:
             raise refusal
 
-    def see_log_key(self, key_id: bytes) -> None:
-        """A leaf of the log, which may be behind what this broker has of it, says that this key signs the log. Raises `refusal`, here and from now on, where this broker's bundle does not
+    def see_log_key(self, key_id: bytes, index: int) -> None:
+        """The leaf of the log at `index`, which may be behind what this broker has of it, says that this key signs the log. Raises `refusal`, here and from now on, where this broker's bundle does not
         name it."""
-        if why := stale_log_key(self._own, key_id):
+        if why := stale_log_key(self._own, key_id, index):
             self._end(why, STALE_LOG_KEY_HINT)
         if (refusal := self.refusal) is not None:
             raise refusal

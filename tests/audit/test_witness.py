@@ -9,9 +9,9 @@ from audit_log import log_signer, witness_signer
 
 from audit.checkpoint import Checkpoint, open_checkpoint
 from audit.merkle import Tree, consistency_proof, leaf_hash
-from audit.note import Note, NoteSigner, encode_note
+from audit.note import Note, NoteSigner, VerifierKey, encode_note
 from audit.witness import DiskWitnessStore, ForkError, MemoryWitnessStore, Witness, WitnessStore
-from felix.errors import Code, RequestError, TamperError, UnavailableError
+from felix.errors import Code, CorruptionError, RequestError, TamperError, UnavailableError
 
 NOW_S = 1_760_000_000
 
@@ -147,3 +147,40 @@ def test_an_origin_keeps_its_key(store: WitnessStore) -> None:
     witness.trust(log_signer().key)
     with pytest.raises(RequestError, match="another key"):
         witness.trust(log_signer(seed=8).key)
+
+
+def between(key: VerifierKey, from_size: int, to_size: int | None) -> VerifierKey:
+    return VerifierKey(key.name, key.algorithm, key.public, from_size, to_size)
+
+
+@pytest.mark.parametrize("stands_at", [0, 5, 10])
+@pytest.mark.parametrize("offered", [5, 8, 10])
+def test_who_has_a_key_that_ended_has_no_other_history_cosigned_up_to_its_end_either(
+    store: WitnessStore, stands_at: int, offered: int
+) -> None:
+    """Of all that the key may have signed, the witness knows no root: the log itself shows what its keys of now have signed."""
+    log, thief = Log().grow(12), Log().grow(5)
+    thief.word = b"other"
+    thief.grow(12)
+    old, new = log.signer, log_signer(seed=77)
+    witness = Witness(witness_signer(), [old.key], store, lambda: NOW_S)
+    if stands_at:
+        witness.cosign(log.note(stands_at), [])
+    witness.follow([between(old.key, 0, 10), between(new.key, 10, None)])
+    proof = thief.proof(stands_at, offered) if 0 < stands_at < offered else []
+    if (stands_at, offered) == (5, 5):
+        witness.cosign(log.note(5), [])  # what it has cosigned, once more
+    else:
+        with pytest.raises(CorruptionError):
+            witness.cosign(thief.note(offered), proof)
+    # And the log goes on, from the checkpoint where its keys meet as well.
+    for size in (10, 12):
+        last = witness.last(log.signer.key.name)
+        start = 0 if last is None else last.size
+        witness.cosign(log.note(size, new), log.proof(start, size) if 0 < start < size else [])
+
+
+def test_a_log_all_of_whose_keys_have_ended_is_cosigned_to_its_end(store: WitnessStore) -> None:
+    log = Log().grow(10)
+    witness = Witness(witness_signer(), [between(log.signer.key, 0, 10)], store, lambda: NOW_S)
+    assert open_checkpoint(witness.cosign(log.note(10), []), log.signer.key).checkpoint.size == 10

@@ -22,12 +22,12 @@ from audit import copied_disk
 from audit.checkpoint import note_size
 from audit.document_leaf import document_path
 from audit.errors import RolledBackError
-from audit.leaf import encode_for_log
+from audit.leaf import encode_for_log, read_header
 from audit.note import Algorithm, NoteSigner, encode_note, parse_note
 from audit.tile import COPIED_PATH, WAL_FOLDER
 from audit.trust import Trust
 from felix.batch import Batch, NewRecord, encode_batch
-from felix.errors import CorruptionError, RequestError, UnavailableError
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
 from keys.signing import SigningKey
@@ -38,6 +38,7 @@ from region.cluster.node_file import NodeFile
 from region.cluster.records import ClusterKeys, ShardId, ShardRecord, encode
 from region.copying_audit_log import Plan, copy_audit_log
 from region.inventory import take_inventory
+from region.log_keys import change_log_keys
 from region.metadata.etcd import EtcdConfig, EtcdStore
 from region.metadata.transaction import Delete, Put
 from region.reconciling import Reconciler
@@ -356,3 +357,34 @@ async def test_an_ill_broker_that_leads_the_stream_first_gets_nobody_to_sign_ano
         await troubled(region, "b1", "has other leaves from 0 on")
         assert not region.clustered("b1").has_audit_log
         assert len(verified(region, "b1")) == LEAVES
+
+
+async def test_a_log_whose_keys_were_changed_on_one_disk_ends_a_folder_of_before_once_it_is_copied(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """No word in the store says so, and the command's leaf stands in front of the end."""
+    async with one_disk(tmp_path, etcd) as region:
+        bundle, secrets = region.folder.bundle.read_bytes(), tmp_path / "secrets"
+        shutil.copytree(region.folder.secrets, secrets)
+        size = change_log_keys(region.folder, region.config, REAL.clock.now_ms(), store=None).size
+        assert size == LEAVES + 1
+        await copied(region, etcd)
+        await region.start("b1", "b2")
+        await until(lambda: note_size(trail_of(region, "b2").checkpoint()) > size, 60)
+        changes = [header.action for leaf in verified(region, "b2") if (header := read_header(leaf))][-2:]
+        assert changes == ["rotated", "log-key-changed"]
+        await region.stop("b2")
+        shutil.rmtree(log_of(region, "b2").path)
+        after, kept = region.folder.bundle.read_bytes(), tmp_path / "after"
+        shutil.copytree(region.folder.secrets, kept)
+        region.folder.bundle.write_bytes(bundle)
+        shutil.copytree(secrets, region.folder.secrets, dirs_exist_ok=True)
+        await region.start("b2")
+        ended = await asyncio.wait_for(region.nodes["b2"].ended(), 60)
+        assert ended.code is Code.CONFIG_INVALID and "its keys were changed" in ended.sentence
+        assert note_size(log_of(region, "b2").read("checkpoint") or b"") <= size
+        await region.stop("b2")
+        region.folder.bundle.write_bytes(after)
+        shutil.copytree(kept, region.folder.secrets, dirs_exist_ok=True)
+        await region.start("b2")
+        await shows(region, "b2", size + 1)

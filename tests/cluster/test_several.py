@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import os
 import shutil
 import signal
 import socket
@@ -24,6 +26,7 @@ from region_peer import client, until
 
 from cli import several as cli_several
 from cli.process import FAILURE
+from cli.setting import run
 from cli.several import (
     ETCD_FOLDER,
     Etcd,
@@ -670,3 +673,28 @@ def etcd_of(parent: psutil.Process) -> psutil.Process | None:
         except psutil.NoSuchProcess:
             continue
     return None
+
+
+def test_a_process_that_is_made_collects_no_garbage_of_ours_before_it_is_another_program(
+    tmp_path: Path,
+) -> None:
+    """Seen with a command that asked the region's etcd several times: what it had asked the first one with was collected there, and waited for ever for a thread that only we had."""
+    seen, is_now = tmp_path / "seen", True
+
+    def look() -> None:
+        if is_now:
+            with seen.open("a") as file:
+                file.write(f"{gc.isenabled()} ")
+
+    os.register_at_fork(after_in_child=look)
+
+    async def make() -> None:
+        children = await asyncio.gather(
+            *(_Child.start([sys.executable, "-c", ""], "Nothing", tmp_path / f"{at}.log") for at in range(2))
+        )
+        for child in children:
+            await child.process.wait()
+
+    run(make())  # on the event loop of commands, which does not see to that itself
+    is_now = False
+    assert seen.read_text() == "False False " and gc.isenabled()

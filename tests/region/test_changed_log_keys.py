@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 from version_0_1 import EGRESS, EU_WEST, US_EAST, lay_out
 
-from audit.checkpoint import Checkpoint
+from audit.checkpoint import Checkpoint, open_checkpoint
 from audit.leaf import Header, Kind, Leaf, Side, decode_leaf
 from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
@@ -170,17 +170,22 @@ async def test_no_key_signs_what_is_another_ones(home: Home) -> None:
         assert verify_log(forged(home.origin, leaves, signers), home.trust(), cosignatures_min=0).ok
 
 
-async def test_a_log_of_one_process_that_goes_on_as_copies_says_its_change_once(
+async def test_a_log_of_one_process_that_goes_on_as_copies_says_its_change_once_more(
     home: Home, tmp_path: Path
 ) -> None:
-    """Its leaf is the command's, and brokers write no other."""
+    """The command's leaf stands in front of the former keys' end, so a broker with the folder of before does not end by it; it ends by the one behind."""
     change_log_keys(home.folder, home.config, NOW)
     key_id = key_id_of(home.signers()[0].key.public)
-    for _ in range(2):
+    for is_said in (False, True):
         trail = home.open()
         logged = DocumentLog.open(trail, tmp_path / "logged")
-        assert logged.has_log_key(key_id) and unsaid_log_key(home.bundle(), logged.has_log_key) is None
-        assert not logged.has_log_key(b"other" * 3 + b".")
+        assert logged.has_log_key(key_id) is is_said
+        owed = unsaid_log_key(home.bundle(), logged.has_log_key)
+        assert (owed is None) is is_said
+        if owed is not None:
+            await logged.append_key(owed.leaf("us-east", NOW))
+            trail.publish()
+        assert logged.has_log_key(key_id) and not logged.has_log_key(b"other" * 3 + b".")
         logged.save(at_once=True)  # and as the snapshot has it
         trail.close()
 
@@ -195,6 +200,24 @@ def witness_of(region: str) -> NoteSigner:
     return NoteSigner.from_key(
         f"{region}.acme/witness", SigningKey.from_seed(b"w" * 32), Algorithm.COSIGNATURE
     )
+
+
+async def test_a_log_at_rest_shows_the_checkpoint_where_its_keys_meet_with_lines_of_both(home: Home) -> None:
+    """A witness that has the new bundle takes nothing that the former keys alone have signed: whoever stole them could sign another history up to their end."""
+    size = change_log_keys(home.folder, home.config, NOW).size
+    own = RegionTrust(home.bundle())
+    witness = Witness(witness_of("eu-west"), own.logs, MemoryWitnessStore(), lambda: NOW)
+    with pytest.raises(TamperError, match="keys that have ended"):
+        witness.cosign((home.log / "checkpoint").read_bytes(), [])
+    home.open().close()
+    note = (home.log / "checkpoint").read_bytes()
+    signed = open_checkpoint(note, own.log_keys(home.origin))
+    assert signed.checkpoint.size == size and {by.key.to_size for by in signed.signed} == {size, None}
+    assert len(signed.signed) == 4, "of both algorithms"
+    witness.cosign(note, [])
+    home.open().close()
+    assert (home.log / "checkpoint").read_bytes() == note
+    assert verify_log(Folder(home.log), home.trust(), cosignatures_min=0).ok
 
 
 async def test_a_history_is_not_exchanged_under_the_new_keys(home: Home) -> None:
@@ -326,6 +349,19 @@ def test_a_bridges_log_is_changed_alone_and_proofs_of_before_hold(home: Home) ->
     assert "leaves" in shown.output
     missing = CliRunner().invoke(app, ["change-log-keys", "--region", "us-east", "--bridge", "elsewhere"])
     assert isinstance(missing.exception, RequestError) and "must be at hand" in str(missing.exception)
+
+
+def test_a_checkpoint_that_a_person_gives_and_that_is_none_of_the_log_is_refused(home: Home) -> None:
+    """Passed over, the keys might end below one that others were shown."""
+    before = home.bundle()
+    home.folder.audit_key.unlink()
+    other = home.root / EGRESS / "checkpoint"
+    command = ["change-log-keys", "--region", "us-east", "--lost-keys", "--checkpoint", str(other)]
+    answer = CliRunner().invoke(app, command)
+    assert isinstance(answer.exception, RequestError) and "has no checkpoint of" in str(answer.exception)
+    assert home.bundle() == before
+    answer = CliRunner().invoke(app, [*command[:-1], str(home.log / "checkpoint")])
+    assert answer.exit_code == 0, answer.output
 
 
 @pytest.mark.parametrize(

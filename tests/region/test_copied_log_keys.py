@@ -12,12 +12,13 @@ import pytest
 from region_home import make_region
 
 from audit.checkpoint import Checkpoint
+from audit.cosigned_notes import join
 from audit.leaf import Header, Kind, Leaf, Side, encode_leaf
 from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note
 from audit.origin import region_origin
 from audit.signer_disk import held_keys, load_signers
-from audit.tile import COPIED_PATH, bundle_path, encode_bundle, tile_path
+from audit.tile import COPIED_PATH, COSIGNED_PATH, KEPT_PATH, bundle_path, encode_bundle, tile_path
 from audit.tile_disk import Folder
 from cli.region import _given_checkpoints
 from felix.address import Address
@@ -26,10 +27,12 @@ from keys.bundle import RegionBundle, check_update, decode_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
 from region.changed_log_key import (
+    LOG_KEY_CHANGED,
     WORDS_MAX,
     EndedLogKey,
     LogKeyLeaf,
     ended_word,
+    says_changed,
     sign_word,
     stale_log_key,
     unsaid_log_key,
@@ -79,7 +82,7 @@ class Store:
         self._ask("told")
         if not anew and self.successor(own) not in (None, successor):
             raise RequestError("The store names another one.", code=Code.CONFLICT)
-        self.words = with_word(self.words, sign_word(own, key, successor, NOW))
+        self.words = with_word(self.words, sign_word(own, key, successor, NOW), own)
 
     def _ask(self, what: str) -> None:
         self.asked.append(what)
@@ -180,14 +183,27 @@ def test_of_a_copy_that_lies_elsewhere_the_newest_checkpoint_is_asked_for(home: 
     found = home.refused("brokers b3", copies={"b1": home.note(leaves_of(7))})
     given = {"b1": home.note(leaves_of(3)), "b3": home.note(leaves_of(7))}
     home.refused("no broker b4", copies=given | {"b4": home.note([])})
-    assert home.change(copies=given) == 7
+    changed = change_log_keys(home.folder, home.config, NOW, store=home.store, copies=given)
+    assert changed.size == 7
+    assert changed.copies == (
+        "broker b2: 7 leaves, its copy here; broker b1: 3 leaves, as given; broker b3: 7 leaves, as given. None was left out."
+    )
+
+
+def test_of_two_files_of_one_broker_both_count(home: Home, tmp_path: Path) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    for path, size in zip(paths, (6, 3), strict=True):
+        path.write_bytes(home.note(leaves_of(size)))
+    copies, others = _given_checkpoints(home.config, [f"b1={path}" for path in paths])
+    assert copies == {"b1": paths[1].read_bytes()} and [note for _, note in others] == [paths[0].read_bytes()]
 
 
 def test_a_copy_that_is_gone_or_that_a_broker_never_had_is_not_waited_for(home: Home) -> None:
     home.copy("b1", leaves_of(4))
     home.path("b2").with_name(NO_AUDIT).mkdir(parents=True)
     home.refused("brokers b3")
-    assert home.change(without=["b3"]) == 4
+    changed = change_log_keys(home.folder, home.config, NOW, store=home.store, without=["b3"])
+    assert changed.size == 4 and changed.copies.endswith("Not asked: b2, b3.")
 
 
 def test_a_checkpoint_ends_the_keys_only_where_the_leaves_under_it_are_at_hand(home: Home) -> None:
@@ -252,6 +268,18 @@ def test_a_copy_that_was_brought_here_counts_as_one(home: Home, tmp_path: Path) 
     given |= {"b1": home.note(leaves_of(4))}
     home.refused("No copy of the audit log", copies=given)
     assert home.change(copies=given, log=tmp_path / "brought") == 6
+
+
+def test_a_copy_that_was_brought_to_a_machine_without_any_is_one_of_several(
+    home: Home, tmp_path: Path
+) -> None:
+    """`felix audit copy` does not say of which kind the log is."""
+    brought = tmp_path / "brought"
+    home.copy("", leaves_of(6), at=brought)
+    (brought / COPIED_PATH).unlink()
+    home.refused("brokers b1, b2, b3", log=brought)
+    given = {name: home.note(leaves_of(size)) for name, size in zip(NAMES, (6, 5, 0), strict=True)}
+    assert home.change(copies=given, log=brought) == 6 and home.store.words is not None
 
 
 @pytest.mark.parametrize("where", ["a copy", "a checkpoint that was given", "what others remember"])
@@ -424,33 +452,57 @@ def test_keys_that_are_lost_are_told_of_nowhere_and_keys_that_are_here_are_not_l
     assert home.store.asked == ["stopped"] and home.store.words is None, "nobody can sign a word"
 
 
+def test_where_one_of_two_keys_is_lost_the_other_one_still_signs_the_word(home: Home) -> None:
+    """The folders of before on other machines may have both."""
+    for name in NAMES:
+        home.copy(name, leaves_of(4))
+    before = home.bundle
+    home.folder.audit_ml_dsa_key.unlink()
+    assert home.change(lost_keys=True) == 4
+    assert home.store.asked == ["stopped", "told", "stopped"] and ended_word(home.store.words, before)
+
+
 def test_a_word_is_believed_under_the_key_of_now_alone(home: Home, tmp_path: Path) -> None:
     own, key, other = home.bundle, load_signing_key(home.folder.audit_key), SigningKey.generate()
     word = sign_word(own, key, NEXT, NOW)
-    assert ended_word(with_word(None, word), own)
+
+    def stored(word: EndedLogKey, held: bytes | None = None) -> bytes:
+        return with_word(held, word, own)
+
+    assert ended_word(stored(word), own)
     elsewhere = make_region(tmp_path / "elsewhere", "eu-west")
     theirs = decode_bundle(elsewhere.bundle.read_bytes()).bundle
     wrong: list[bytes | None] = [
-        None, b"", b"{}", b"\xff", with_word(None, word)[:-1], b'{"words":[{}],"format":1}',
-        with_word(None, sign_word(own, other, NEXT, NOW)),
-        with_word(None, sign_word(theirs, key, NEXT, NOW)),
-        with_word(None, msgspec.structs.replace(sign_word(own, other, NEXT, NOW), public=key.verify_key.public)),
-        with_word(None, msgspec.structs.replace(word, time_ms=NOW + 1)),
-        with_word(None, msgspec.structs.replace(word, signature=b"")),
-        with_word(None, word) + b" " * 65_536,
+        None, b"", b"{}", b"\xff", stored(word)[:-1], b'{"words":[{}],"format":1}',
+        stored(sign_word(own, other, NEXT, NOW)),
+        stored(sign_word(theirs, key, NEXT, NOW)),
+        stored(msgspec.structs.replace(sign_word(own, other, NEXT, NOW), public=key.verify_key.public)),
+        stored(msgspec.structs.replace(word, time_ms=NOW + 1)),
+        stored(msgspec.structs.replace(word, signature=b"")),
+        stored(word) + b" " * 65_536,
     ]  # fmt: skip
     assert not any(ended_word(each, own) for each in wrong)
-    # Words of other changes stay beside it, and what is none does not.
-    held = with_word(b"junk", word)
-    for number in range(WORDS_MAX - 1):
-        held = with_word(
-            held,
-            EndedLogKey(
-                region="us-east", mesh="acme", public=bytes([number]) * 32, successor=NEXT, time_ms=0
-            ),
-        )
-    assert ended_word(held, own) and len(held) < 65_536
-    assert not ended_word(with_word(held, sign_word(own, other, NEXT, NOW)), own), "the earliest goes"
+    assert stored(word, b"junk") == stored(word)
+
+
+def test_words_of_earlier_changes_stay_and_nothing_that_somebody_else_put_there_takes_their_place(
+    home: Home,
+) -> None:
+    for name in NAMES:
+        home.copy(name, leaves_of(4))
+    folders = list[RegionBundle]()
+    for _ in range(3):
+        folders.append(home.bundle)
+        home.change()
+        assert all(ended_word(home.store.words, own) for own in folders)
+        assert not ended_word(home.store.words, home.bundle)
+        # Whoever can write the store, and has keys of his own.
+        others = [SigningKey.generate() for _ in range(WORDS_MAX - 1 - len(folders))]
+        words = [sign_word(home.bundle, other, NEXT, NOW) for other in others]
+        large = EndedLogKey(region="x" * 30_000, mesh="acme", public=b"k" * 32, successor=NEXT, time_ms=0)
+        kept = msgspec.json.decode(home.store.words or b"")["words"]
+        home.store.words = msgspec.json.encode({"words": [*kept, *words, large], "format": 1})
+        assert all(ended_word(home.store.words, own) for own in folders)
 
 
 def test_a_log_whose_keys_changed_gets_a_leaf_once(home: Home) -> None:
@@ -462,7 +514,60 @@ def test_a_log_whose_keys_changed_gets_a_leaf_once(home: Home) -> None:
     now = key_id_of(load_signing_key(home.folder.audit_key).verify_key.public)
     assert unsaid_log_key(home.bundle, lambda _: False) == LogKeyLeaf(now)
     assert unsaid_log_key(home.bundle, lambda key_id: key_id == now) is None
-    assert not stale_log_key(home.bundle, now) and "is of before that" in stale_log_key(before, now)
+    assert not stale_log_key(home.bundle, now, 4) and "is of before that" in stale_log_key(before, now, 4)
+
+
+def test_a_leaf_in_front_of_where_the_keys_of_now_begin_is_of_no_later_change(home: Home) -> None:
+    """Whoever had one broker, and with it the log's key and the stream, could write a leaf that names a key of nobody."""
+    for name in NAMES:
+        home.copy(name, leaves_of(6))
+    nobodys = key_id_of(SigningKey.generate().verify_key.public)
+    assert stale_log_key(home.bundle, nobodys, 5), "of before a change, as far as this folder knows"
+    home.change()
+    assert not stale_log_key(home.bundle, nobodys, 5) and stale_log_key(home.bundle, nobodys, 6)
+
+
+def test_what_others_have_cosigned_beside_a_copy_is_known_of_the_log_where_its_checkpoint_is_an_older_one(
+    home: Home,
+) -> None:
+    """The checkpoints of brokers are carried between machines as files of one name."""
+    for name in NAMES:
+        home.copy(name, leaves_of(6))
+        Folder(home.path(name)).write("checkpoint", home.note(leaves_of(4)))
+    for path, data in (
+        (COSIGNED_PATH, home.note(leaves_of(6))),
+        (KEPT_PATH, join([home.note(leaves_of(6)), home.note(leaves_of(5))])),
+    ):
+        Folder(home.path("b2")).write(path, data)
+        assert home.refused("is known to have had 6 leaves").code is Code.CONFLICT
+        Folder(home.path("b2")).write(path, b"no note")
+    Folder(home.path("b2")).write(COSIGNED_PATH, home.note(leaves_of(3, other_from=2)))
+    home.refused("what was cosigned, beside the copy of broker b2, is of another history")
+    assert home.change(without=["b2"]) == 4
+
+
+def test_a_log_whose_keys_were_changed_before_it_was_copied_gets_the_leaf_that_ends_folders_of_before(
+    home: Home, tmp_path: Path
+) -> None:
+    """The leaf of the command stands in front of the end, under the former key's last checkpoint, and no broker looks at it."""
+    for name in NAMES:
+        home.copy(name, leaves_of(4))
+    home.change()
+    now = key_id_of(load_signing_key(home.folder.audit_key).verify_key.public)
+    rotated, changed = (
+        Header(
+            kind=Kind.KEY, side=Side.INGRESS, time_ms=NOW, source_region="us-east", destination_region="us-east",
+            key_id=now, action=action,
+        )
+        for action in ("rotated", LOG_KEY_CHANGED)
+    )  # fmt: skip
+    found = list[Header]()
+    for header in (rotated, changed):
+        found.append(header)
+        said = {each.key_id for each in found if says_changed(each)}
+        assert (unsaid_log_key(home.bundle, said.__contains__) is None) is (header is changed)
+    denied = msgspec.structs.replace(changed, kind=Kind.DENY)
+    assert not says_changed(denied), "the action of other leaves is not the region's word about its keys"
 
 
 def test_a_change_has_so_many_file_operations(home: Home) -> None:
@@ -491,7 +596,10 @@ def test_a_checkpoint_is_given_of_a_broker_or_of_nobody(home: Home, tmp_path: Pa
     for name in ("one", "other", "b2=odd"):
         (tmp_path / name).write_text(name)
     given = [f"b1={tmp_path / 'one'}", str(tmp_path / "other"), str(tmp_path / "b2=odd")]
-    assert _given_checkpoints(home.config, given) == ({"b1": b"one"}, [b"other", b"b2=odd"])
+    assert _given_checkpoints(home.config, given) == (
+        {"b1": b"one"},
+        [(given[1], b"other"), (given[2], b"b2=odd")],
+    )
     for words, why in (
         (f"b9={tmp_path / 'one'}", "no broker b9"),
         (f"b1={tmp_path / 'none'}", "none"),

@@ -18,7 +18,7 @@ from region_home import make_region, running
 from version_0_1 import lay_out
 from witness_logs import Log
 
-from audit.note import Algorithm, NoteSigner
+from audit.note import Algorithm, NoteSigner, VerifierKey
 from audit.witness import DiskWitnessStore, ForkError, Witness
 from felix.batch import Batch, decode_payloads
 from felix.errors import Code, FelixError, TamperError, UnavailableError
@@ -446,9 +446,15 @@ async def test_of_two_notes_of_one_log_the_larger_counts_wherever_it_stands(tmp_
     await broker.cosign(log, 21, 20)
 
 
-async def test_two_roots_for_one_size_in_the_stream_are_found_in_one_reading(tmp_path: Path) -> None:
+@pytest.mark.parametrize("to_size", [None, 15])
+async def test_two_roots_for_one_size_in_the_stream_are_found_in_one_reading(
+    tmp_path: Path, to_size: int | None
+) -> None:
+    """Also where the log's region says by now that the key had ended before."""
     log, fork = parting(10)
     checkpoints, broker = Checkpoints(), Broker(MemoryStore(), tmp_path, log)
+    key = log.signer.key
+    broker.memory.keys_of = lambda _: (VerifierKey(key.name, key.algorithm, key.public, 0, to_size),)
     for each in (log, fork):
         checkpoints.put(each.note(20))
     await Reading(checkpoints, broker)._read_checkpoints()
