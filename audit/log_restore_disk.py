@@ -97,6 +97,7 @@ def restore_log(
             made = copy_log(source if standing is None else _With(source, standing), staged, trust, progress)
             _require_continues(staged, before, checkpoint)
             carried = _write_wal(staged, standing, checkpoint.size)
+            _require_reaches_keys(log, made.size + carried)
             staged.remove(LACKING_PATH)
             staged.flush()
         except BaseException:
@@ -106,6 +107,16 @@ def restore_log(
         return Restored(log.name, made.size, carried, made.missing, replaced)
     finally:
         lock.release()
+
+
+def _require_reaches_keys(log: LogTrust, size: int) -> None:
+    """What is put in the log's place is signed by its keys of now, and they sign nothing of fewer leaves than where they begin."""
+    begin = max((key.to_size or 0 for key in log.keys), default=0)
+    if size < begin:
+        raise RolledBackError(
+            f"The log {log.name} would have {size:,} leaves, and its keys were changed at {begin:,}: the copy is of before that.",
+            hint="Bring a later copy.",
+        )
 
 
 class _With:

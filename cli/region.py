@@ -774,6 +774,13 @@ def change_log_keys_(
             help="Of a log that several brokers have copies of: a change was begun elsewhere, nobody has the keys that it made, and no broker was started with them.",
         ),
     ] = False,
+    as_it_is: Annotated[
+        bool,
+        typer.Option(
+            "--as-it-is",
+            help="Though a checkpoint is known that the log does not reach: it is of another history, which a thief of the keys signed and had cosigned.",
+        ),
+    ] = False,
 ) -> None:
     """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
 
@@ -796,12 +803,13 @@ def change_log_keys_(
     copies, notes = _given_checkpoints(config, checkpoint or [])
     if notes and not lost_keys and not copied:
         raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
-    if lost_keys or copied:
-        notes += remembered_here()
+    if as_it_is and lost_keys:
+        raise RequestError("--as-it-is goes with keys that are here, not with --lost-keys.")
+    notes += remembered_here()
     with StoppedRegion(folder, config) as store:
         changed = change_log_keys(
             folder, config, now_ms(),
-            bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=store, anew=begin_anew,
+            bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=store, anew=begin_anew, as_it_is=as_it_is,
         )  # fmt: skip
     fingerprint = changed.signed.bundle.whole_fingerprint()
     out.print(

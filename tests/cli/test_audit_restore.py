@@ -64,3 +64,17 @@ def test_a_region_of_this_machine_that_cosigned_more_is_asked(tmp_path: Path) ->
     shutil.rmtree(log)
     code, said = felix(tmp_path, "audit", "restore", copy, log)
     assert code == 5 and "signed before" in said, said
+
+
+def test_a_copy_of_before_the_logs_keys_were_changed_is_not_put_in_its_place(tmp_path: Path) -> None:
+    """What its keys of now sign there holds nowhere."""
+    us = make_region(tmp_path, "us-east")
+    before = asyncio.run(leaves(us))
+    log, copy = us.root / "data" / "audit", tmp_path / "copy"
+    assert felix(tmp_path, "audit", "copy", log, copy)[0] == 0
+    code, said = felix(tmp_path, "region", "change-log-keys", "--region", "us-east")
+    assert code == 0, said
+    shutil.rmtree(log)
+    code, said = felix(tmp_path, "audit", "restore", copy, log)
+    assert code == 5 and f"would have {before} leaves, and its keys were changed at" in said, said
+    assert Folder(log).read(CHECKPOINT_PATH) is None
