@@ -67,7 +67,7 @@ def restore_log(
     """Put the copy at `source` in the place `path`, as the log that its owner opens and goes on with. `remembered`: notes that witnesses have; those of other logs are left aside.
     `origin`: which log has its place there, where that is known. `progress(leaves, of)`.
 
-    Raises RequestError where `source` is no copy of this log, the log is open, or brokers copy it; RolledBackError where more, or something else, was signed
+    Raises RequestError where `source` is no copy of this log or is changed meanwhile, the log is open, or brokers copy it; RolledBackError where more, or something else, was signed
     before; TamperError for what does not hold; CorruptionError for a write-ahead file that cannot be read. Nothing is changed at `path` then.
     """
     data = source.read(CHECKPOINT_PATH)
@@ -95,6 +95,12 @@ def restore_log(
         files.remove_folder(staged.path)
         try:
             made = copy_log(source if standing is None else _With(source, standing), staged, trust, progress)
+            if staged.read(CHECKPOINT_PATH) != data:
+                raise RequestError(
+                    f"The copy of {log.name} was changed while it was read: it has another checkpoint than at first.",
+                    code=Code.CONFLICT,
+                    hint="Wait until nobody copies into it any more, and restore again.",
+                )
             _require_continues(staged, before, checkpoint)
             carried = _write_wal(staged, standing, checkpoint.size)
             _require_reaches_keys(log, made.size + carried)
