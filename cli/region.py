@@ -803,8 +803,8 @@ def change_log_keys_(
     copies, notes = _given_checkpoints(config, checkpoint or [])
     if notes and not lost_keys and not copied:
         raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
-    if as_it_is and lost_keys:
-        raise RequestError("--as-it-is goes with keys that are here, not with --lost-keys.")
+    if checkpoint and as_it_is:
+        raise RequestError("--as-it-is asks no checkpoint that lies elsewhere, and --checkpoint names one.")
     notes += remembered_here()
     with StoppedRegion(folder, config) as store:
         changed = change_log_keys(
@@ -953,8 +953,8 @@ def change_signing_keys_(
             hint=f"felix region down {config.region}",
         )
     left_out = logs_without(folder, config, without or ())
-    # Of the log itself its broker knows how far it went; a copy may be one of before.
-    remembered = [] if log is None else remembered_here()
+    # The log, too, may be one of before: the whole folder was put back from a backup.
+    remembered = remembered_here()
     if raise_ends:
         if drop_earliest or lost_bundle or say_again:
             raise RequestError(

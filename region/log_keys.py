@@ -28,13 +28,13 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from audit.checkpoint import Checkpoint, note_size, open_checkpoint
+from audit.checkpoint import Checkpoint, claimed_size, note_size, notes_of, open_checkpoint
 from audit.checkpoint_disk import LogKeys
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
 from audit.errors import RolledBackError
 from audit.leaf import Header, Kind, Leaf, Side, read_header
 from audit.merkle import Tree, leaf_hash
-from audit.note import Algorithm, NoteSigner, parse_note
+from audit.note import Algorithm, NoteSigner, VerifierKey, parse_note, unbounded
 from audit.opening import Opening
 from audit.origin import Origin, egress_origin, region_origin
 from audit.signer_disk import held_keys, load_signers
@@ -122,8 +122,8 @@ def change_log_keys(
     as_it_is: bool = False,
 ) -> ChangedKeys:
     """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder. `lost_keys`: the ones before are not here any more, so they
-    sign up to the last checkpoint that they have signed; `remembered`: notes of it beside those that lie with the log, which it has to reach. `as_it_is`: it has to reach none of them:
-    they are of another history, which somebody else signed with the keys that end.
+    sign up to the last checkpoint that they have signed; `remembered`: notes of it beside those that lie with the log, which it has to reach. `as_it_is`: it has to reach none of those
+    elsewhere: they are of another history, which somebody else signed with the keys that end.
 
     Of a log that several brokers have copies of: `copies`, the newest checkpoints of brokers whose copies lie elsewhere; `without`: brokers whose copy is gone, or that have none; `store`; `log`
     is one more copy; `anew`: what a call elsewhere has begun is lost, and nobody has begun with it.
@@ -140,7 +140,7 @@ def change_log_keys(
             bundle,
             now_ms,
             store,
-            list(remembered),
+            () if as_it_is else tuple(remembered),
             copies,
             without,
             log,
@@ -159,6 +159,8 @@ def change_log_keys(
         return ChangedKeys(decode_bundle(folder.bundle.read_bytes()), files.origin, begun)
     require_none_begun(folder, bundle)
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
+    remembered = () if as_it_is else tuple(notes_of(remembered, files.origin))
+    _require_all_hold(files, bundle, remembered)
     # A copy that is named with `log` may be of before; what lies in the folder counts as well.
     known = [
         *remembered,
@@ -259,6 +261,7 @@ def _change_copied(
         raise _not_named(bundle, files)
     _require_held(files, bundle, ended, lost_keys=lost_keys)
     require_none_begun(folder, bundle)
+    _require_all_hold(files, bundle, notes_of(remembered, files.origin))
     with ExitStack() as opened:
         last = measure(
             folder,
@@ -461,6 +464,21 @@ def _are_here(files: _Files, named: list[AuditKey]) -> bool:
     return held_keys(files.origin, files.ed25519, files.ml_dsa) == {key.public for key in named}
 
 
+def _require_all_hold(files: _Files, bundle: RegionBundle, remembered: Collection[bytes]) -> None:
+    """Raises RequestError(CONFLICT) where a note that others remember of the log does not open under this bundle: it is of before a change of the log's keys, as in a folder that was put back,
+    and what was signed since would hold nowhere."""
+    # What a key signed beyond its end is of no bundle of before: this one names the key, and its end.
+    keys = unbounded(RegionTrust(bundle).log_keys(files.origin))
+    held = {note for _, note in _opening(keys, remembered)}
+    if lost := [claimed_size(note) for note in remembered if note not in held]:
+        raise RequestError(
+            f"A checkpoint of {max(lost):,} leaves is known of the log {files.origin} which does not open under bundle.json here: the file is of before a change of the log's keys, or it is of another history.",
+            code=Code.CONFLICT,
+            hint="Put bundle.json, secrets/ and the log of now into the folder; regions that trust this one have the bundle (trusted/REGION.json). Where somebody else signed what was cosigned "
+            "(docs/runbooks/leaked-log-key.md): --as-it-is.",
+        )
+
+
 def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes]) -> int:
     """Of a log whose keys are lost: how many leaves it has under the largest checkpoint that is known of it. What it has behind them is under the new keys' first one.
 
@@ -525,7 +543,10 @@ def known_checkpoints(origin: str, bundle: RegionBundle, notes: Iterable[bytes])
 
 
 def _holding(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> Iterator[tuple[Checkpoint, bytes]]:
-    keys = RegionTrust(bundle).log_keys(origin)
+    return _opening(RegionTrust(bundle).log_keys(origin), notes)
+
+
+def _opening(keys: tuple[VerifierKey, ...], notes: Iterable[bytes]) -> Iterator[tuple[Checkpoint, bytes]]:
     for note in notes:
         with suppress(TamperError):
             yield open_checkpoint(note, keys).checkpoint, note

@@ -40,6 +40,7 @@ from region.document_log import DocumentLog
 from region.folder import RegionFolder
 from region.log_keys import change_log_keys
 from region.signing_key_leaves import key_id_of
+from region.signing_keys import change_signing_keys
 
 NOW = 1_900_000_000_000
 ISSUED = 1_796_000_000_000
@@ -83,6 +84,17 @@ class Home:
         trail = self.open()
         await trail.append([key_leaf()])
         trail.close()
+
+    def cosigned(self) -> bytes:
+        """eu-west, on this machine, cosigns the newest checkpoint."""
+        store, trail = DiskWitnessStore(self.root / "eu-west" / "data" / "witness"), self.open()
+        witness = Witness(witness_of("eu-west"), RegionTrust(self.bundle()).logs, store, lambda: NOW)
+        note = trail.publish()
+        last = witness.last(self.origin)
+        proof = [] if last is None else trail.checkpoints.consistency_proof(last.size, note_size(note))
+        trail.close()
+        witness.cosign(note, proof)
+        return note
 
     def leaves(self) -> list[bytes]:
         size = int((self.log / "checkpoint").read_text().split("\n")[1])
@@ -479,14 +491,7 @@ async def test_the_keys_of_an_older_copy_of_a_log_end_nowhere_below_what_others_
     shutil.copytree(home.log, tmp_path / "backup")
     for _ in range(3):
         await home.append()
-    note = (home.log / "checkpoint").read_bytes()
-    trail = home.open()
-    witness = DiskWitnessStore(home.root / "eu-west" / "data" / "witness")
-    last = witness.last(home.origin)
-    assert last is not None
-    proof = trail.checkpoints.consistency_proof(note_size(last), note_size(note))
-    trail.close()
-    Witness(witness_of("eu-west"), RegionTrust(home.bundle()).logs, witness, lambda: NOW).cosign(note, proof)
+    note = home.cosigned()
     shutil.rmtree(home.log)
     shutil.copytree(tmp_path / "backup", home.log)
     held, leaves = home.folder.bundle.read_bytes(), home.leaves()
@@ -499,6 +504,42 @@ async def test_the_keys_of_an_older_copy_of_a_log_end_nowhere_below_what_others_
     done = CliRunner().invoke(app, [*command, "--as-it-is"])
     assert done.exit_code == 0, done.exception
     home.open().close()
+
+
+@pytest.mark.parametrize("since", ["log keys", "signing keys"])
+async def test_a_whole_folder_of_before_ends_no_keys_where_others_have_cosigned_more(
+    home: Home, tmp_path: Path, since: str
+) -> None:
+    """Bundle, keys and log were put back from one backup, and agree. What was signed since would be nobody's."""
+    logs = {key.name for key in home.bundle().audit_keys if key.role == "log"} - {home.origin}
+    without = [word for log in sorted(logs) for word in ("--without", log)]
+    home.open().close()
+    shutil.copytree(home.folder.root, tmp_path / "backup")
+    await home.append()
+    if since == "log keys":
+        change_log_keys(home.folder, home.config, NOW)
+    else:
+        change_signing_keys(home.folder, home.config, NOW, without=logs, say_again=True)
+    await home.append()
+    home.cosigned()
+    shutil.rmtree(home.folder.root)
+    shutil.copytree(tmp_path / "backup", home.folder.root)
+    held, leaves = home.folder.bundle.read_bytes(), home.leaves()
+    for command in (["change-log-keys"], ["change-signing-keys", "--say-again", *without]):
+        refused = CliRunner().invoke(app, [*command, "--region", "us-east"]).exception
+        assert isinstance(refused, RequestError)
+        assert any(word in refused.sentence for word in ("does not open under", "an older copy")), refused
+        assert (home.folder.bundle.read_bytes(), home.leaves()) == (held, leaves)
+    home.folder.audit_key.unlink()
+    lost = CliRunner().invoke(app, ["change-log-keys", "--lost-keys", "--region", "us-east"]).exception
+    assert isinstance(lost, FelixError)
+    assert home.folder.bundle.read_bytes() == held
+    assert (
+        CliRunner()
+        .invoke(app, ["change-log-keys", "--lost-keys", "--as-it-is", "--region", "us-east"])
+        .exit_code
+        == 0
+    )
 
 
 async def test_a_log_of_before_its_keys_were_changed_is_neither_opened_nor_signed(
