@@ -26,6 +26,7 @@ from keys.bundle import (
     Known,
     RegionBundle,
     SignedBundle,
+    brought_back,
     changes_beyond_fingerprint,
     check_bundle,
     check_not_ahead,
@@ -136,6 +137,7 @@ def trust(
     _has_own_keys(folder, received.bundle, others)
     table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
     _not_older(folder, received)
+    _none_brought_back(folder, other)
     for sentence in _skipped(folder, other):
         note(sentence)
     if not folder.policy_key.exists() and not offline:
@@ -454,6 +456,26 @@ def _not_older(folder: RegionFolder, received: Received) -> None:
             code=Code.CONFLICT,
             hint="Have that region's operator make another one: felix region offer.",
         )
+
+
+def _none_brought_back(folder: RegionFolder, other: RegionBundle) -> None:
+    """Raises RequestError(CONFLICT) for a bundle of before the one that is trusted here, or one in which a key signs on that this one says was given up. People may have compared it,
+    before the change: its fingerprint proves nothing of now, and who has a key of then has the bundle, too."""
+    held = _held(folder, other.region)
+    if held is None:
+        return
+    if other.issued_ms < held.issued_ms:
+        why = f"is of {iso(other.issued_ms)}, and the one that is trusted here of {iso(held.issued_ms)}"
+    elif back := brought_back(held, other):
+        why = f"has {', '.join(back)} again, which it gave up by the one that is trusted here"
+    else:
+        return
+    path = folder.trusted / f"{other.region}.json"
+    raise RequestError(
+        f"This bundle of {other.region} {why}.",
+        code=Code.CONFLICT,
+        hint=f"Ask its operator for the newest one, and compare that. Where the one that is trusted here is the wrong one, take {path} away, and run this again.",
+    )
 
 
 def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:
