@@ -667,7 +667,20 @@ def _open_log(
     note = log.read(CHECKPOINT_PATH)
     if note is None or log.read(COPIED_PATH) is not None:
         return None if note is None else _OwnLog(origin, bundle, note, log, None)
-    signers = load_signers(origin, *keys)
+    try:
+        signers = load_signers(origin, *keys)
+    except RequestError as error:
+        is_own = Origin.parse(origin).bridge is None
+        raise RequestError(
+            f"{error.sentence} It signs the log {origin}.",
+            code=error.code,
+            hint="Put it there from a backup. Where it is lost: "
+            + (
+                f"name the log's folder as a copy is named (--log {path}), and give the log other keys then (felix region change-log-keys --lost-keys)."
+                if is_own
+                else f"give the log's last checkpoint (--checkpoint {path / CHECKPOINT_PATH}), and the log other keys then (felix region change-log-keys --lost-keys --bridge)."
+            ),
+        ) from error
     earlier = RegionTrust(bundle).earlier_keys(origin, (signer.key for signer in signers))
     trail = Trail.open(path, signers[0], also=signers[1:], earlier=earlier)
     opened.callback(trail.close)
