@@ -150,7 +150,7 @@ class Opening:
         if size < begin:
             raise RolledBackError(
                 f"The audit log {self._name} has {size} leaves, and its keys were changed at {begin}: it is a copy of before that.",
-                hint=VERIFY_HINT,
+                hint="Put the log of now in its place, or a later copy of it (felix audit restore). Where there is none: docs/operations.md, When a region's audit log is gone for good.",
             )
 
     def _check_own(self, path: str, checkpoint: Checkpoint) -> SignedCheckpoint | None:
