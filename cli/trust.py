@@ -374,7 +374,7 @@ def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Te
 
 
 def _skipped(folder: RegionFolder, other: RegionBundle) -> list[str]:
-    """A sentence for each role of which a key that is trusted here is neither one of now nor a former one in that bundle."""
+    """A sentence for each role of which a key that is trusted here is neither one of now nor a former one in that bundle, and for each log of which one is not in it."""
     path = folder.trusted / f"{other.region}.json"
     try:
         held = decode_bundle(path.read_bytes()).bundle
@@ -382,7 +382,19 @@ def _skipped(folder: RegionFolder, other: RegionBundle) -> list[str]:
         return []
     policy = {key for former in other.former for key in former.policy_keys}.union(other.policy_keys)
     receipt = {key for former in other.former for key in former.receipt_keys}.union(other.receipt_keys)
+    # A log's key stays in the bundle, up to its end, which does not move.
+    spans = {(key.name, key.public): key.to_size for key in other.audit_keys if key.role == "log"}
+    cut = dict.fromkeys(
+        key.name
+        for key in held.audit_keys
+        if key.role == "log"
+        and ((key.name, key.public) not in spans or _ends_below(spans[key.name, key.public], key.to_size))
+    )
     return [
+        f"A key of the log {name} that is trusted here is none of this bundle, or signs less than it did: what it signed there counts nowhere any more. Ask its operator: a bundle looks so that "
+        "was made from one of before the last change of the log's keys."
+        for name in cut
+    ] + [
         f"The {role} key of {other.region} that is trusted here is neither one of now nor a former one in this bundle: what it signed counts nowhere any more. Ask its operator: "
         "a bundle looks so that was made from one of before the last change of keys."
         for role, before, named in (
@@ -391,6 +403,10 @@ def _skipped(folder: RegionFolder, other: RegionBundle) -> list[str]:
         )
         if not named.issuperset(before)
     ]
+
+
+def _ends_below(size: int | None, held: int | None) -> bool:
+    return size is not None and held is not None and size < held
 
 
 def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:

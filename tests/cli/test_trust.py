@@ -134,6 +134,22 @@ def test_a_bundle_that_names_a_trusted_key_nowhere_is_told_of(sides: Sides) -> N
         said = region("trust", name, "--fingerprint", "wrong")
         told = "receipt key of eu-west that is trusted here is neither" in " ".join(said.stderr.split())
         assert told == (name == "skipped"), said.stderr
+        assert "A key of the log" not in said.stderr
+    log = next(key for key in before.audit_keys if key.role == "log")
+    other = msgspec.structs.replace(log, public=SigningKey.generate().verify_key.public)
+    for name, keys in (
+        ("kept", (msgspec.structs.replace(log, to_size=5), msgspec.structs.replace(other, from_size=5))),
+        ("another", (other,)),
+    ):
+        changed = msgspec.structs.replace(
+            before,
+            issued_ms=before.issued_ms + 1,
+            audit_keys=(*(key for key in before.audit_keys if key != log), *keys),
+        )
+        Path(name).write_bytes(sign_bundle(changed, key).encode())
+        said = region("trust", name, "--fingerprint", "wrong")
+        told = f"A key of the log {log.name} that is trusted here" in " ".join(said.stderr.split())
+        assert told == (name == "another"), said.stderr
 
 
 def test_a_bundle_of_before_the_one_that_is_trusted_takes_no_key_back(sides: Sides) -> None:
