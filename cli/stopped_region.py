@@ -30,13 +30,16 @@ class StoppedRegion:
         self._runner = asyncio.Runner()
         self._opened = AsyncExitStack()
         self._store: MetadataStore | None = None
+        self._asked = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._runner.run(self._opened.aclose())
+            # Of a log that one broker alone has, the store is not asked.
+            if self._asked:
+                self._runner.run(self._opened.aclose())
         finally:
             self._runner.close()
 
@@ -69,6 +72,7 @@ class StoppedRegion:
                     self._store = await _open(self._folder, self._config, self._opened)
                 return await ask(self._store)
 
+        self._asked = True
         try:
             return self._runner.run(answer())
         except TimeoutError:
