@@ -67,7 +67,7 @@ def restore_log(
     """Put the copy at `source` in the place `path`, as the log that its owner opens and goes on with. `remembered`: notes that witnesses have; those of other logs are left aside.
     `origin`: which log has its place there, where that is known. `progress(leaves, of)`.
 
-    Raises RequestError where `source` is no copy of this log, the log is open, or brokers copy it; RolledBackError where more, or something else, was signed
+    Raises RequestError where `source` is no copy of this log or is changed meanwhile, the log is open, or brokers copy it; RolledBackError where more, or something else, was signed
     before; TamperError for what does not hold; CorruptionError for a write-ahead file that cannot be read. Nothing is changed at `path` then.
     """
     data = source.read(CHECKPOINT_PATH)
@@ -95,8 +95,15 @@ def restore_log(
         files.remove_folder(staged.path)
         try:
             made = copy_log(source if standing is None else _With(source, standing), staged, trust, progress)
+            if staged.read(CHECKPOINT_PATH) != data:
+                raise RequestError(
+                    f"The copy of {log.name} was changed while it was read: it has another checkpoint than at first.",
+                    code=Code.CONFLICT,
+                    hint="Wait until nobody copies into it any more, and restore again.",
+                )
             _require_continues(staged, before, checkpoint)
             carried = _write_wal(staged, standing, checkpoint.size)
+            _require_reaches_keys(log, made.size + carried)
             staged.remove(LACKING_PATH)
             staged.flush()
         except BaseException:
@@ -106,6 +113,16 @@ def restore_log(
         return Restored(log.name, made.size, carried, made.missing, replaced)
     finally:
         lock.release()
+
+
+def _require_reaches_keys(log: LogTrust, size: int) -> None:
+    """What is put in the log's place is signed by its keys of now, and they sign nothing of fewer leaves than where they begin."""
+    begin = max((key.to_size or 0 for key in log.keys), default=0)
+    if size < begin:
+        raise RolledBackError(
+            f"The log {log.name} would have {size:,} leaves, and its keys were changed at {begin:,}: the copy is of before that.",
+            hint="Bring a later copy.",
+        )
 
 
 class _With:

@@ -101,7 +101,11 @@ class Opening:
             None,
         )
         # What is behind the checkpoint comes from the copies.
-        return state if copied else self._replay(state, bundle)
+        if copied:
+            return state
+        opened = self._replay(state, bundle)
+        self._check_reaches_keys(opened.tree.size)
+        return opened
 
     def _read_checkpoint(self, *, copied: bool) -> SignedCheckpoint:
         data = self._folder.read(CHECKPOINT_PATH)
@@ -115,6 +119,8 @@ class Opening:
                 f"The audit log {self._name} has leaves and no checkpoint: the file was removed.",
                 hint=VERIFY_HINT,
             )
+        if not copied:
+            self._check_reaches_keys(0)
         signed = sign_checkpoint(
             Checkpoint(self._name, 0, EMPTY_ROOT), self._keys.signers, self._clock.now_ms() // 1000
         )
@@ -137,6 +143,15 @@ class Opening:
         for data in remembered:
             before = self._open(data)
             check_continues(self._folder, checkpoint, before.checkpoint)
+
+    def _check_reaches_keys(self, size: int) -> None:
+        """A log of before its keys were changed last: what they sign at a smaller size than where they begin holds nowhere."""
+        begin = max((key.to_size or 0 for key in self._keys.earlier), default=0)
+        if size < begin:
+            raise RolledBackError(
+                f"The audit log {self._name} has {size} leaves, and its keys were changed at {begin}: it is a copy of before that.",
+                hint="Put the log of now in its place, or a later copy of it (felix audit restore). Where there is none: docs/operations.md, When a region's audit log is gone for good.",
+            )
 
     def _check_own(self, path: str, checkpoint: Checkpoint) -> SignedCheckpoint | None:
         own = self._folder.read(path)

@@ -27,6 +27,7 @@ from audit.quorum import Quorum
 from audit.submission import Submissions, SubmissionStatus
 from audit.trail import Trail, TrailStatus
 from audit.trust import RegionTrust, witnesses_of
+from audit.witness import DiskWitnessStore
 from audit.witness_policy import WitnessPolicy
 from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.document_feed import DocumentFeed
@@ -294,6 +295,8 @@ class Agent:
         """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
         self._cosigning: dict[str, asyncio.Task[None]] = {}
         self._askings: Askings = {}
+        self._shown = DiskWitnessStore(self.paths.egress.with_name("regions"), storage)
+        """the newest checkpoints of the regions' own logs that this agent had cosigned"""
         self._uncosigned: dict[str, _Uncosigned] = {}
         """regions with which cosigning fails"""
 
@@ -516,8 +519,8 @@ class Agent:
             if self._compared.get(endpoint.region) != sessions:
                 if known.cosigned:
                     await asyncio.to_thread(_require_egress, trail, known, endpoint.region)
-                await check_region_log(endpoint, source, self.config.mesh)
-                await check_region_log(source, endpoint, self.config.mesh)
+                await check_region_log(endpoint, source, self.config.mesh, self._shown)
+                await check_region_log(source, endpoint, self.config.mesh, self._shown)
                 self._compared[endpoint.region] = sessions
 
     async def _log_grant(self, row: PlannedLink) -> None:
@@ -815,7 +818,7 @@ class Agent:
             for of, witness in ((endpoint, source), (source, endpoint)):
                 if endpoint.is_up and source.is_up:
                     work = cosign_region_log(
-                        of, witness, self.config.mesh, self._askings, self._monotonic_ms()
+                        of, witness, self.config.mesh, self._askings, self._monotonic_ms(), self._shown
                     )
                     failed += await self._why(f"cosigning the log of {of.region} by {witness.region}", work)
             if any(failed):

@@ -1,19 +1,24 @@
 """A region's own audit log, between that region and another one that cosigns it.
 
 That a witness has cosigned a checkpoint does not say that the log has its lines: whoever brought it there, a bridge of a third region or one that
-ended in between, may have brought none of them back, or one alone. So what the log itself shows counts. Caller: bridge.agent.
+ended in between, may have brought none of them back, or one alone. So what the log itself shows counts.
+
+The agent keeps the newest checkpoint of each log that it had cosigned, by the region that did (`shown`, a `WitnessStore`): a region that is put back to a backup has forgotten what
+it cosigned, and the other one's log may be put back as well. Caller: bridge.agent.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Final
 
 from audit.asked import Asked, answered_note, name_keys
-from audit.checkpoint import Checkpoint
+from audit.checkpoint import Checkpoint, claimed_size
 from audit.errors import RolledBackError
 from audit.note import Note, VerifierKey, check_note, encode_note, parse_note
 from audit.origin import region_origin
+from audit.witness import WitnessStore
 from bridge.endpoint import RegionEndpoint
 from bridge.history import require_continued
 from felix.errors import Code, CorruptionError, FelixError, TamperError, UnavailableError
@@ -26,27 +31,50 @@ Askings = dict[tuple[str, str], Asked]
 """By log and witness."""
 
 
-async def check_region_log(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> None:
-    """Raises RolledBackError where `witness` cosigned what is not in the log of `of`."""
+async def check_region_log(
+    of: RegionEndpoint, witness: RegionEndpoint, mesh: str, shown: WitnessStore
+) -> None:
+    """Raises RolledBackError where `witness` cosigned what is not in the log of `of`, by what it says and by what is kept here. Blocks for the files in a thread."""
     known = await _known(of, witness, mesh)
-    if not known.size:
-        return
-    answer = await of.connection().request(GetCheckpoint(known.size))
+    kept = await asyncio.to_thread(shown.last, _kept_as(of, witness, mesh))
+    remembered = {known.size: known.cosigned} if known.size else {}
+    if kept is not None and (size := claimed_size(kept)) and _text(kept) != _text(remembered.get(size, b"")):
+        await _require_has(of, witness, size, kept)
+    for size, note in remembered.items():
+        await _require_has(of, witness, size, note)
+
+
+async def _require_has(of: RegionEndpoint, witness: RegionEndpoint, size: int, note: bytes) -> None:
+    """`note`: empty where a witness of an earlier release does not say what it cosigned."""
+    answer = await of.connection().request(GetCheckpoint(size))
     hint = (
         f"Have {of.region} restore its log's newest copy; nothing crosses until then. Where there is none, "
         "docs/operations.md says how to go on."
     )
-    if answer.size < known.size:
+    if answer.size < size:
         raise RolledBackError(
-            f"{witness.region} cosigned {known.size} leaves of the audit log of {of.region}, which has {answer.size}: it "
+            f"{witness.region} cosigned {size} leaves of the audit log of {of.region}, which has {answer.size}: it "
             "was rolled back.",
             hint=hint,
         )
-    if known.cosigned:
+    if note:
         log = f"the audit log of {of.region}"
-        require_continued(
-            known.cosigned, answer.checkpoint, answer.proof, log=log, witness=witness.region, hint=hint
-        )
+        require_continued(note, answer.checkpoint, answer.proof, log=log, witness=witness.region, hint=hint)
+
+
+def _text(note: bytes) -> bytes:
+    return note.partition(b"\n\n")[0]
+
+
+def _kept_as(of: RegionEndpoint, witness: RegionEndpoint, mesh: str) -> str:
+    return f"{region_origin(of.region, mesh)} {witness.region}"
+
+
+def _keep(shown: WitnessStore, name: str, note: bytes) -> None:
+    """Remember what was cosigned, if it goes further. Blocks. Raises OSError."""
+    before = shown.last(name)
+    if before is None or claimed_size(before) < claimed_size(note):
+        shown.swap(name, before, note)
 
 
 def lacking_lines(note: Note, keys: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
@@ -70,7 +98,12 @@ def _shown(answer: CheckpointAnswer, of: str, origin: str) -> tuple[Note, Note]:
 
 
 async def cosign_region_log(
-    of: RegionEndpoint, witness: RegionEndpoint, mesh: str, askings: Askings, now_ms: int
+    of: RegionEndpoint,
+    witness: RegionEndpoint,
+    mesh: str,
+    askings: Askings,
+    now_ms: int,
+    shown: WitnessStore,
 ) -> None:
     """Have `witness` cosign what is new in the log of `of`, and whatever of its lines is not there. `now_ms`: of a clock that does not go back. Raises CorruptionError where
     it says that the log is another one, TamperError where the log still lacks a line of a key of the witness, at each look until it has all;
@@ -86,6 +119,7 @@ async def cosign_region_log(
         note, bare = _shown(answer, of.region, origin)
         lacking = lacking_lines(note, keys)
         if answer.size == known.size and keys and not lacking:
+            await asyncio.to_thread(_keep, shown, _kept_as(of, witness, mesh), encode_note(bare))
             asked.stands()
             return
         if (failure := asked.failure(note.text, now_ms)) is not None:
@@ -118,6 +152,7 @@ async def cosign_region_log(
                 asked.failed(note.text, error, now_ms)
             raise
         asked.brought(note.text)
+        await asyncio.to_thread(_keep, shown, _kept_as(of, witness, mesh), encode_note(bare))
         return
     raise UnavailableError(
         f"{witness.region} has cosigned further leaves of the audit log of {of.region} each time that its cosignature was to be brought.",

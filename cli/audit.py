@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -109,9 +109,32 @@ def _trusted(bundles: list[Path] | None) -> Trust:
         return Trust.of(decode_bundle(read_file(path, "The bundle")).bundle for path in bundles)
     found: dict[str, RegionBundle] = {}
     for region in known_regions():
-        for name, bundle in known_bundles(RegionFolder.of(region)).items():
+        folder = RegionFolder.of(region)
+        held = known_bundles(folder)
+        _require_as_brokers(region, folder, held)
+        for name, bundle in held.items():
             found[name] = _newest(found.get(name, bundle), bundle)
     return Trust.of(found.values())
+
+
+def _require_as_brokers(region: str, folder: RegionFolder, held: Mapping[str, RegionBundle]) -> None:
+    """Raises RequestError(CONFLICT) where a broker of this region has believed a later bundle of another one than this folder has: people compared it on another machine, or the
+    folder is of before. A key that was given up would count on here."""
+    from region.trust_store import believed_bundles
+
+    try:
+        data_folders = folder_of(region)[1].data_folders
+    except (FelixError, OSError):
+        return  # whoever needs the region says so
+    for data in data_folders:
+        for name, bundle in believed_bundles(folder.root / data / "governance").items():
+            here = held.get(name, bundle)
+            if bundle.issued_ms > here.issued_ms and (changed := changes_of(here, bundle)):
+                raise RequestError(
+                    f"The broker of {region} goes by a later bundle of {name} than {folder.trusted} has: it has {', '.join(changed)}.",
+                    code=Code.CONFLICT,
+                    hint=f"felix region trust --region {region} takes what people compared, while a broker runs. Or say which bundles to trust with --bundle.",
+                )
 
 
 def _newest(held: RegionBundle, other: RegionBundle) -> RegionBundle:

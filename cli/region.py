@@ -779,6 +779,13 @@ def change_log_keys_(
             help="Of a log that several brokers have copies of: a change was begun elsewhere, nobody has the keys that it made, and no broker was started with them.",
         ),
     ] = False,
+    as_it_is: Annotated[
+        bool,
+        typer.Option(
+            "--as-it-is",
+            help="Though a checkpoint is known that the log does not reach: it is of another history, which a thief of the keys signed and had cosigned.",
+        ),
+    ] = False,
 ) -> None:
     """Give an audit log new keys. The ones before sign up to its last checkpoint, and nothing behind it.
 
@@ -809,12 +816,13 @@ def change_log_keys_(
     notes = [_checkpoint_of(path, note, own, origin) for path, note in given]
     if notes and not lost_keys and not copied:
         raise RequestError("--checkpoint goes with --lost-keys: keys that are here sign the log's last one.")
-    if lost_keys or copied:
-        notes += remembered_here()
+    if checkpoint and as_it_is:
+        raise RequestError("--as-it-is asks no checkpoint that lies elsewhere, and --checkpoint names one.")
+    notes += remembered_here()
     with StoppedRegion(folder, config) as store:
         changed = change_log_keys(
             folder, config, now_ms(),
-            bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=store, anew=begin_anew,
+            bridge=bridge, log=log, lost_keys=lost_keys, remembered=notes, copies=copies, without=without or (), store=store, anew=begin_anew, as_it_is=as_it_is,
         )  # fmt: skip
     fingerprint = changed.signed.bundle.whole_fingerprint()
     if changed.copies:
@@ -978,8 +986,8 @@ def change_signing_keys_(
             hint=f"felix region down {config.region}",
         )
     left_out = logs_without(folder, config, without or ())
-    # Of the log itself its broker knows how far it went; a copy may be one of before.
-    remembered = [] if log is None else remembered_here()
+    # The log, too, may be one of before: the whole folder was put back from a backup.
+    remembered = remembered_here()
     if raise_ends:
         if drop_earliest or lost_bundle or say_again:
             raise RequestError(

@@ -59,7 +59,10 @@ def sign_again(
     exports = run(_exports(config.region, grant, keys))
     if grant not in exports:
         raise RequestError(
-            f"{config.region} holds no grant {grant}.", code=Code.NOT_FOUND, hint="felix bridge list"
+            f"{config.region} holds no grant {grant}.",
+            code=Code.NOT_FOUND,
+            hint="felix bridge list says which it holds. Where the metadata store lost this one, make a new grant for the stream (felix bridge allow), and sign that again: truncations that were "
+            "accepted go with it.",
         )
     document, export = exports[grant]
     terms = export.terms

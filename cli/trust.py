@@ -26,6 +26,7 @@ from keys.bundle import (
     Known,
     RegionBundle,
     SignedBundle,
+    brought_back,
     changes_beyond_fingerprint,
     check_bundle,
     check_not_ahead,
@@ -136,6 +137,7 @@ def trust(
     _has_own_keys(folder, received.bundle, others)
     table(f"{file.name} says", ["", ""], _told(received.bundle, received.offer))
     _not_older(folder, received)
+    _none_brought_back(folder, other)
     for sentence in _skipped(folder, other):
         note(sentence)
     if not folder.policy_key.exists() and not offline:
@@ -372,7 +374,7 @@ def _told(signed: SignedBundle, offer: SignedOffer | None) -> list[list[str | Te
 
 
 def _skipped(folder: RegionFolder, other: RegionBundle) -> list[str]:
-    """A sentence for each role of which a key that is trusted here is neither one of now nor a former one in that bundle."""
+    """A sentence for each role of which a key that is trusted here is neither one of now nor a former one in that bundle, and for each log of which one is not in it."""
     path = folder.trusted / f"{other.region}.json"
     try:
         held = decode_bundle(path.read_bytes()).bundle
@@ -380,7 +382,19 @@ def _skipped(folder: RegionFolder, other: RegionBundle) -> list[str]:
         return []
     policy = {key for former in other.former for key in former.policy_keys}.union(other.policy_keys)
     receipt = {key for former in other.former for key in former.receipt_keys}.union(other.receipt_keys)
+    # A log's key stays in the bundle, up to its end, which does not move.
+    spans = {(key.name, key.public): key.to_size for key in other.audit_keys if key.role == "log"}
+    cut = dict.fromkeys(
+        key.name
+        for key in held.audit_keys
+        if key.role == "log"
+        and ((key.name, key.public) not in spans or _ends_below(spans[key.name, key.public], key.to_size))
+    )
     return [
+        f"A key of the log {name} that is trusted here is none of this bundle, or signs less than it did: what it signed there counts nowhere any more. Ask its operator: a bundle looks so that "
+        "was made from one of before the last change of the log's keys."
+        for name in cut
+    ] + [
         f"The {role} key of {other.region} that is trusted here is neither one of now nor a former one in this bundle: what it signed counts nowhere any more. Ask its operator: "
         "a bundle looks so that was made from one of before the last change of keys."
         for role, before, named in (
@@ -389,6 +403,10 @@ def _skipped(folder: RegionFolder, other: RegionBundle) -> list[str]:
         )
         if not named.issuperset(before)
     ]
+
+
+def _ends_below(size: int | None, held: int | None) -> bool:
+    return size is not None and held is not None and size < held
 
 
 def _same_mesh(config: RegionConfig, other: RegionBundle) -> None:
@@ -454,6 +472,26 @@ def _not_older(folder: RegionFolder, received: Received) -> None:
             code=Code.CONFLICT,
             hint="Have that region's operator make another one: felix region offer.",
         )
+
+
+def _none_brought_back(folder: RegionFolder, other: RegionBundle) -> None:
+    """Raises RequestError(CONFLICT) for a bundle of before the one that is trusted here, or one in which a key signs on that this one says was given up. People may have compared it,
+    before the change: its fingerprint proves nothing of now, and who has a key of then has the bundle, too."""
+    held = _held(folder, other.region)
+    if held is None:
+        return
+    if other.issued_ms < held.issued_ms:
+        why = f"is of {iso(other.issued_ms)}, and the one that is trusted here of {iso(held.issued_ms)}"
+    elif back := brought_back(held, other):
+        why = f"has {', '.join(back)} again, which it gave up by the one that is trusted here"
+    else:
+        return
+    path = folder.trusted / f"{other.region}.json"
+    raise RequestError(
+        f"This bundle of {other.region} {why}.",
+        code=Code.CONFLICT,
+        hint=f"Ask its operator for the newest one, and compare that. Where the one that is trusted here is the wrong one, take {path} away, and run this again.",
+    )
 
 
 def _ask(folder: RegionFolder, received: Received, is_compared: bool) -> None:

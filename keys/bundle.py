@@ -471,6 +471,28 @@ def _taken_keys(trusted: RegionBundle | None, new: RegionBundle, known: Known) -
     ]
 
 
+def brought_back(trusted: RegionBundle, new: RegionBundle) -> list[str]:
+    """Of which keys that the trusted bundle gave up this one says that they sign still, or further than they did, in words."""
+    found = [
+        f"a {role} key"
+        for role, now, former in (
+            ("policy", new.policy_keys, [key for each in trusted.former for key in each.policy_keys]),
+            ("receipt", new.receipt_keys, [key for each in trusted.former for key in each.receipt_keys]),
+        )
+        if not set(now).isdisjoint(former)
+    ]
+    ended = {
+        (key.name, key.public): key.to_size
+        for key in trusted.audit_keys
+        if key.role == "log" and key.to_size is not None
+    }
+    for key in new.audit_keys:
+        end = ended.get((key.name, key.public)) if key.role == "log" else None
+        if end is not None and (key.to_size is None or key.to_size > end):
+            found.append(f"a key of the log {key.name}")
+    return list(dict.fromkeys(found))
+
+
 def check_update(trusted: RegionBundle, update: SignedBundle, known: Known = NOBODYS) -> None:
     """That `update` may take the place of `trusted` without people comparing fingerprints again.
 

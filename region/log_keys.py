@@ -28,12 +28,13 @@ from typing import Final, NamedTuple, Protocol
 
 import msgspec
 
-from audit.checkpoint import Checkpoint, note_size, open_checkpoint
+from audit.checkpoint import Checkpoint, claimed_size, note_size, notes_of, open_checkpoint
 from audit.checkpoint_disk import LogKeys
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.errors import RolledBackError
 from audit.leaf import Header, Kind, Leaf, Side, read_header
 from audit.merkle import Tree, leaf_hash
-from audit.note import Algorithm, NoteSigner, parse_note
+from audit.note import Algorithm, NoteSigner, VerifierKey, parse_note, unbounded
 from audit.opening import Opening
 from audit.origin import Origin, egress_origin, region_origin
 from audit.signer_disk import held_keys, load_signers
@@ -57,6 +58,10 @@ from region.signing_key_leaves import key_id_of
 APPEND_S: Final = 60.0
 """How long the log's disk may take for the leaf."""
 _WRITER_HINT: Final = "Stop the broker, or the agent, that writes it."
+_OLDER_HINT: Final = (
+    "Bring the log from where it is whole (felix audit copy, felix audit restore), and run this again. Where the log here is the right one, and somebody else signed what was cosigned with the keys "
+    "that are to end (docs/runbooks/leaked-log-key.md): --as-it-is."
+)
 
 
 class ChangedKeys(NamedTuple):
@@ -116,9 +121,11 @@ def change_log_keys(
     without: Collection[str] = (),
     store: StoppedRegion | None = None,
     anew: bool = False,
+    as_it_is: bool = False,
 ) -> ChangedKeys:
     """Give the region's own log, or a bridge's egress log, new keys. `log`: where it lies, if not in this folder. `lost_keys`: the ones before are not here any more, so they
-    sign up to the last checkpoint that they have signed; `remembered`: notes of it beside those that lie with the log.
+    sign up to the last checkpoint that they have signed; `remembered`: notes of it beside those that lie with the log, which it has to reach. `as_it_is`: it has to reach none of those
+    elsewhere: they are of another history, which somebody else signed with the keys that end.
 
     Of a log that several brokers have copies of: `copies`, the newest checkpoints of brokers whose copies lie elsewhere; `without`: brokers whose copy is gone, or that have none; `store`; `log`
     is one more copy; `anew`: what a call elsewhere has begun is lost, and nobody has begun with it.
@@ -135,7 +142,7 @@ def change_log_keys(
             bundle,
             now_ms,
             store,
-            list(remembered),
+            () if as_it_is else tuple(remembered),
             copies,
             without,
             log,
@@ -154,20 +161,22 @@ def change_log_keys(
         return ChangedKeys(decode_bundle(folder.bundle.read_bytes()), files.origin, begun)
     require_none_begun(folder, bundle)
     new, new_ml_dsa = SigningKey.generate(), MlDsaKey.generate()
+    remembered = () if as_it_is else tuple(notes_of(remembered, files.origin))
+    _require_all_hold(files, bundle, remembered)
+    # A copy that is named with `log` may be of before; what lies in the folder counts as well.
+    known = [
+        *remembered,
+        *_notes_at(Folder(_place(folder, config, bridge))),
+        *_notes_at(Folder(files.log)),
+    ]
     if lost_keys:
-        # A copy that is named with `log` may be of before; what lies in the folder counts as well.
-        known = [
-            *remembered,
-            *_notes_at(Folder(_place(folder, config, bridge))),
-            *_notes_at(Folder(files.log)),
-        ]
         size = _signed_size(files, bundle, known)
     else:
         begun = max(key.from_size for key in ended)
         if begun and _are_here(files, ended):
             # Where lost keys were replaced, and the call was cut off, their leaf is still owed.
             _say(files, bundle, begun, now_ms)
-        size = _end_log(files, bundle, ended, new, now_ms)
+        size = _end_log(files, bundle, ended, new, now_ms, () if as_it_is else known, as_it_is=as_it_is)
     signed = _signed(folder, files, bundle, ended, size, new, new_ml_dsa, now_ms)
     if lost_keys:
         _require_opens(files, signed.bundle, new, new_ml_dsa, known)
@@ -254,6 +263,7 @@ def _change_copied(
         raise _not_named(bundle, files)
     _require_held(files, bundle, ended, lost_keys=lost_keys)
     require_none_begun(folder, bundle)
+    _require_all_hold(files, bundle, notes_of(remembered, files.origin))
     with ExitStack() as opened:
         last, copies_told = measure(
             folder,
@@ -409,20 +419,51 @@ def _begun(bundle: RegionBundle, files: _Files) -> int | None:
     )
 
 
-def _end_log(files: _Files, bundle: RegionBundle, ended: list[AuditKey], new: SigningKey, now_ms: int) -> int:
-    """The log's last checkpoint under the keys of before; its size."""
+def _end_log(
+    files: _Files,
+    bundle: RegionBundle,
+    ended: list[AuditKey],
+    new: SigningKey,
+    now_ms: int,
+    remembered: Iterable[bytes],
+    *,
+    as_it_is: bool,
+) -> int:
+    """The log's last checkpoint under the keys of before; its size. Raises RequestError(CONFLICT) where it does not reach what is known of it: an older copy would end the keys below what
+    others have cosigned, and that would hold nowhere any more."""
     if not _are_here(files, ended):
         raise _not_here(files, bundle)
-    return _sign_on(files, bundle, new.verify_key.public, now_ms)
+    reached = tuple(note for _, note in _holding(files.origin, bundle, remembered))
+    known = 0 if as_it_is else max(named_sizes(files.origin, bundle), default=0)
+    try:
+        return _sign_on(files, bundle, new.verify_key.public, now_ms, reached, known)
+    except RolledBackError as error:
+        raise RequestError(
+            f"{error.sentence} It is an older copy of the log, or another history of it was cosigned.",
+            code=Code.CONFLICT,
+            hint=_OLDER_HINT,
+        ) from error
 
 
-def _sign_on(files: _Files, bundle: RegionBundle, new: bytes, now_ms: int) -> int:
-    """A checkpoint over all that the log has, under the keys that lie in place; its size. In a region's own log the last leaf says which key signs from then on."""
+def _sign_on(
+    files: _Files,
+    bundle: RegionBundle,
+    new: bytes,
+    now_ms: int,
+    reached: Iterable[bytes] = (),
+    known: int = 0,
+) -> int:
+    """A checkpoint over all that the log has, under the keys that lie in place; its size. In a region's own log the last leaf says which key signs from then on. Raises
+    RolledBackError where it does not continue each of the notes `reached`, or has not `known` leaves."""
     signers = load_signers(files.origin, files.ed25519, files.ml_dsa)
     own = RegionTrust(bundle)
     earlier = own.earlier_keys(files.origin, (signer.key for signer in signers))
-    trail = Trail.open(files.log, signers[0], also=signers[1:], earlier=earlier)
+    trail = Trail.open(files.log, signers[0], also=signers[1:], earlier=earlier, cosigned=reached)
     try:
+        if known and (size := note_size(trail.publish())) < known:
+            raise RolledBackError(
+                f"The log {files.origin} has {size:,} leaves, and the bundle says that it had {known:,}."
+            )
         if files.origin == region_origin(bundle.region, bundle.mesh):
             append_waiting(trail, _rotated(bundle.region, new, now_ms))
         return note_size(trail.publish())
@@ -433,6 +474,21 @@ def _sign_on(files: _Files, bundle: RegionBundle, new: bytes, now_ms: int) -> in
 def _are_here(files: _Files, named: list[AuditKey]) -> bool:
     """Whether the folder has these keys, and no others. One that cannot be read is not here."""
     return held_keys(files.origin, files.ed25519, files.ml_dsa) == {key.public for key in named}
+
+
+def _require_all_hold(files: _Files, bundle: RegionBundle, remembered: Collection[bytes]) -> None:
+    """Raises RequestError(CONFLICT) where a note that others remember of the log does not open under this bundle: it is of before a change of the log's keys, as in a folder that was put back,
+    and what was signed since would hold nowhere."""
+    # What a key signed beyond its end is of no bundle of before: this one names the key, and its end.
+    keys = unbounded(RegionTrust(bundle).log_keys(files.origin))
+    held = {note for _, note in _opening(keys, remembered)}
+    if lost := [claimed_size(note) for note in remembered if note not in held]:
+        raise RequestError(
+            f"A checkpoint of {max(lost):,} leaves is known of the log {files.origin} which does not open under bundle.json here: the file is of before a change of the log's keys, or it is of another history.",
+            code=Code.CONFLICT,
+            hint="Put bundle.json, secrets/ and the log of now into the folder; regions that trust this one have the bundle (trusted/REGION.json). Where somebody else signed what was cosigned "
+            "(docs/runbooks/leaked-log-key.md): --as-it-is.",
+        )
 
 
 def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes]) -> int:
@@ -499,7 +555,10 @@ def known_checkpoints(origin: str, bundle: RegionBundle, notes: Iterable[bytes])
 
 
 def _holding(origin: str, bundle: RegionBundle, notes: Iterable[bytes]) -> Iterator[tuple[Checkpoint, bytes]]:
-    keys = RegionTrust(bundle).log_keys(origin)
+    return _opening(RegionTrust(bundle).log_keys(origin), notes)
+
+
+def _opening(keys: tuple[VerifierKey, ...], notes: Iterable[bytes]) -> Iterator[tuple[Checkpoint, bytes]]:
     for note in notes:
         with suppress(TamperError):
             yield open_checkpoint(note, keys).checkpoint, note

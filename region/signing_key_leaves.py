@@ -37,7 +37,8 @@ STALE_HINT: Final = (
 
 NOTE_HINT: Final = (
     f"{STALE_HINT} Where nobody changed these keys, whoever wrote the note has the key of the audit log, from some broker's secrets/, and could write the store: stop the brokers, "
-    "run felix region change-signing-keys, whose keys no note of before names, and see docs/runbooks/leaked-log-key.md."
+    "and give the log other keys (felix region change-log-keys): no note counts then that the one before has signed. Other signing keys alone help until he writes a note that names those. See "
+    "docs/runbooks/leaked-log-key.md."
 )
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Final, Literal, Self
 
 import msgspec
 
+from audit.leaf import KEY_ID_BYTES
 from audit.origin import region_origin
 from felix.errors import RequestError, TamperError
 from keys.bundle import RegionBundle
@@ -67,11 +68,19 @@ def decode_note(data: bytes, own: RegionBundle) -> SigningKeyNote:
         raise RequestError("It is of another region.")
     if not all(0 <= each.time_ms <= TIME_MS_MAX for each in note.keys.values()):
         raise RequestError("It has a time that no date says.")
+    if not all(map(_is_of_keys, note.keys.values())):
+        # Who has the log's key could make the note that the log's broker writes in its place too large to be read.
+        raise RequestError("It names what is no key.")
     if not note.holds_under(_log_keys(own)):
         raise TamperError(
             f"No key signed it that signs the audit log of {own.region} by the bundle in this folder."
         )
     return note
+
+
+def _is_of_keys(said: LoggedKey) -> bool:
+    ids = (*said.ended, *([said.key_id] if said.key_id else []))
+    return len(said.ended) <= ENDED_MAX and all(len(each) == KEY_ID_BYTES for each in ids)
 
 
 def _log_keys(own: RegionBundle) -> list[VerifyKey]:

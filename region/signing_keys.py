@@ -28,7 +28,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, claimed_size, notes_of, open_checkpoint
 from audit.leaf import Kind, read_header
 from audit.merkle import Tree, leaf_hash
 from audit.note import parse_note
@@ -60,7 +60,7 @@ from region.bundle_room import require_room
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.held_document import digest_of
-from region.log_keys import append_waiting, known_checkpoints, named_sizes
+from region.log_keys import append_waiting, named_sizes
 from region.signing_key_leaves import (
     NEVER_CHANGED,
     ROLES,
@@ -342,7 +342,8 @@ def _known_sizes(
     """How many leaves a log had, by checkpoints that are at hand and by what the bundle says of its keys."""
     yield from (end.size for end in given if end.log == origin)
     yield from named_sizes(origin, bundle)
-    yield from (each.size for each in known_checkpoints(origin, bundle, remembered))
+    # Under whichever keys: a folder of before a change of the log's keys has not the bundle that names them.
+    yield from map(claimed_size, notes_of(remembered, origin))
 
 
 def keys_made_instead(folder: RegionFolder) -> frozenset[bytes]:
@@ -666,7 +667,20 @@ def _open_log(
     note = log.read(CHECKPOINT_PATH)
     if note is None or log.read(COPIED_PATH) is not None:
         return None if note is None else _OwnLog(origin, bundle, note, log, None)
-    signers = load_signers(origin, *keys)
+    try:
+        signers = load_signers(origin, *keys)
+    except RequestError as error:
+        is_own = Origin.parse(origin).bridge is None
+        raise RequestError(
+            f"{error.sentence} It signs the log {origin}.",
+            code=error.code,
+            hint="Put it there from a backup. Where it is lost: "
+            + (
+                f"name the log's folder as a copy is named (--log {path}), and give the log other keys then (felix region change-log-keys --lost-keys)."
+                if is_own
+                else f"give the log's last checkpoint (--checkpoint {path / CHECKPOINT_PATH}), and the log other keys then (felix region change-log-keys --lost-keys --bridge)."
+            ),
+        ) from error
     earlier = RegionTrust(bundle).earlier_keys(origin, (signer.key for signer in signers))
     trail = Trail.open(path, signers[0], also=signers[1:], earlier=earlier)
     opened.callback(trail.close)

@@ -17,6 +17,7 @@ import pytest
 from bridge_mesh import BRIDGE, STREAM, Mesh, flight, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
 
+from audit.checkpoint import note_size
 from audit.leaf import GapKind, Kind
 from audit.stream_statement import Epoch
 from bridge.agent import Agent
@@ -96,6 +97,16 @@ def checked(mesh: Mesh) -> int:
     assert egress.ok, egress.findings
     assert ingress.ok, ingress.findings
     return records
+
+
+def is_cosigned(mesh: Mesh) -> bool:
+    """Whether us-east has cosigned eu-west's log as far as it goes, and the bridge knows."""
+    size = note_size((mesh.ingress_folder / "checkpoint").read_bytes())
+    kept = (mesh.egress_folder.parent / "regions").glob("*.checkpoint")
+    return any(
+        note.startswith(b"eu-west.") and note_size(note) == size
+        for note in (path.read_bytes() for path in kept)
+    )
 
 
 async def source_put_back(mesh: Mesh, aside: Path) -> None:
@@ -329,6 +340,44 @@ def cut_power(shard: ShardLog) -> None:
     disk.sync = disk.sync_mark = lambda: None  # type: ignore[method-assign]
     disk.save_producers = lambda snapshot: None  # type: ignore[method-assign]
     os.truncate(segment.path, synced)
+
+
+async def test_a_log_that_is_put_back_with_what_the_other_region_remembers_of_it_lets_nothing_cross(
+    mesh: Mesh, tmp_path: Path, tally: Tally
+) -> None:
+    """eu-west's audit log, and all that us-east's broker has beside its streams and log: the store, and what its witness cosigned. The bridge remembers it."""
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish(numbered(0, 5))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 5)
+    data, older = mesh.us.root / "data", tmp_path / "older"
+    others = ("streams", "audit")
+    await mesh.stop("us-east")
+    await mesh.stop("eu-west")
+    shutil.copytree(data, older, ignore=shutil.ignore_patterns(*others))
+    keep(mesh.ingress_folder, tmp_path / "log")
+    await mesh.start("us-east")
+    await mesh.start("eu-west")
+    await mesh.publish(numbered(100, 5))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 10)
+        await until(lambda: is_cosigned(mesh), "us-east cosigned all of eu-west's log")
+    await mesh.stop("us-east")
+    await mesh.stop("eu-west")
+    for path in data.iterdir():
+        if path.name not in others:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    shutil.copytree(older, data, dirs_exist_ok=True)
+    put_back(tmp_path / "log", mesh.ingress_folder)
+    await mesh.start("us-east")
+    await mesh.start("eu-west")
+    await mesh.publish(numbered(900, 5))
+    async with mesh.agent() as agent:
+        held = await link(agent, "denied")
+        assert "of the audit log of eu-west" in held.reason and "rolled back" in held.reason
+        assert await mesh.arrived() == 10
+    tally("logs put back with what the other region remembers of them", 1)
 
 
 @pytest.mark.parametrize("engine", ENGINE_NAMES)

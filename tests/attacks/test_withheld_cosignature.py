@@ -99,7 +99,7 @@ def test_a_cosignature_that_a_third_region_keeps_to_itself_is_brought(
                     taken += await take(*rogue, brings_one_line=brings_one_line)
                 except FelixError as error:
                     assert isinstance(error, UnavailableError), "no more than its pace"
-            await cosign_region_log(*honest, "acme", askings, int(clock.now * 1000))  # type: ignore[arg-type]
+            await cosign_region_log(*honest, "acme", askings, int(clock.now * 1000), MemoryWitnessStore())  # type: ignore[arg-type]
             newest = trail.checkpoints.cosigned()[0]
             assert newest.checkpoint == trail.checkpoints.newest
             assert {by.key for by in newest.cosigned} == {EU.key, EU_PQ.key}

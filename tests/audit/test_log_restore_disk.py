@@ -186,6 +186,38 @@ def test_another_history_another_log_and_what_is_no_copy_are_refused(log: Log, t
         log.restore(copy)
 
 
+class Served:
+    """A copy whose server gives another checkpoint at the second reading."""
+
+    def __init__(self, files: Folder, checkpoints: list[bytes]) -> None:
+        self._files, self._checkpoints = files, checkpoints
+
+    def read(self, path: str) -> bytes | None:
+        if path != CHECKPOINT_PATH:
+            return self._files.read(path)
+        return self._checkpoints.pop(0) if len(self._checkpoints) > 1 else self._checkpoints[0]
+
+    def names(self, folder: str) -> list[str]:
+        return self._files.names(folder)
+
+
+def test_what_was_asked_of_the_copy_is_what_is_put_in_place(log: Log) -> None:
+    """Another checkpoint than the one that was held to what was signed before: an older one, and that of no leaves first."""
+    none = (log.path / "checkpoint").read_bytes()
+    older = log.grow(3)
+    first = Folder(log.path.with_name("first"))
+    copy_log(Folder(log.path), first, trust())
+    newer = log.grow(3)
+    second = log.copy("second")
+    log.trail.close()
+    shutil.rmtree(log.path)
+    for files, checkpoints in ((first, [newer, older]), (second, [none, newer])):
+        with pytest.raises(RequestError, match="changed while it was read"):
+            restore_log(Served(files, checkpoints), log.path, trust(), origin=EGRESS_ORIGIN)
+        assert not log.path.with_name(log.path.name + STAGED).exists()
+        assert Folder(log.path).read(CHECKPOINT_PATH) is None
+
+
 def test_what_was_changed_in_a_copy_is_not_put_in_place(log: Log) -> None:
     log.grow(2)
     copy = log.copy()

@@ -18,7 +18,7 @@ from audit.errors import RolledBackError
 from audit.merkle import Tree, consistency_proof, leaf_hash
 from audit.note import Note, NoteSigner, Signature, encode_note, parse_note
 from audit.trail import Trail
-from audit.witness import MemoryWitnessStore, Witness
+from audit.witness import DiskWitnessStore, MemoryWitnessStore, Witness
 from bridge.agent import Agent
 from bridge.failpoint import Failpoints
 from bridge.region_log import RACES_MAX, Askings, check_region_log, cosign_region_log
@@ -116,7 +116,7 @@ class Region:
 async def check(log: Log, cosigned: Log) -> None:
     witness = Region("eu-west")
     witness.remember(cosigned)
-    await check_region_log(Region("us-east", log), witness, "acme")  # type: ignore[arg-type]
+    await check_region_log(Region("us-east", log), witness, "acme", MemoryWitnessStore())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("size", [7, 8, 20])
@@ -132,11 +132,38 @@ async def test_a_log_that_was_put_back_is_found_however_far_it_has_grown_since(s
 
 
 async def test_a_log_of_which_nothing_was_cosigned_is_taken() -> None:
-    await check_region_log(Region("us-east", Log("leaf", 3)), Region("eu-west"), "acme")  # type: ignore[arg-type]
+    await check_region_log(Region("us-east", Log("leaf", 3)), Region("eu-west"), "acme", MemoryWitnessStore())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grown", [5, 7, 8, 20])
+@pytest.mark.parametrize("forgets", ["all", "the last"])
+async def test_what_a_region_forgot_that_it_cosigned_the_bridge_remembers(
+    grown: int, forgets: str, tmp_path: Path
+) -> None:
+    """Both were put back to a backup: the log, and what the other region remembers of it. The log that went on is taken."""
+    store = DiskWitnessStore(tmp_path / "regions")
+    log, witness = Log("leaf", 7, shared=5), Region("eu-west")
+    await cosign_region_log(Region("us-east", log), witness, "acme", {}, 0, store)  # type: ignore[arg-type]
+    forgetful = Region("eu-west")
+    if forgets == "the last":
+        forgetful.remember(Log("leaf", 5, shared=5))
+    await check_region_log(Region("us-east", Log("leaf", 9, shared=5)), forgetful, "acme", store)  # type: ignore[arg-type]
+    back = Log("again", grown, shared=5)
+    if grown > 7:
+        forgetful.remember(back)
+    with pytest.raises(RolledBackError, match="eu-west cosigned 7 leaves of the audit log of us-east"):
+        await check_region_log(Region("us-east", back), forgetful, "acme", store)  # type: ignore[arg-type]
+    # An agent that begins with a log that is cosigned already remembers it, too; and nothing smaller later.
+    late = MemoryWitnessStore()
+    for size in (7, 6):
+        owner, other = Region("us-east", Log("leaf", size, shared=5)), Region("eu-west")
+        owner.kept.append(other.remember(owner.log))  # type: ignore[arg-type]
+        await cosign_region_log(owner, other, "acme", {}, 0, late)  # type: ignore[arg-type]
+        assert note_size(late.last("us-east.acme/audit eu-west") or b"") == 7
 
 
 async def look(owner: Region, witness: Region, askings: Askings, now_ms: int = 0) -> None:
-    await cosign_region_log(owner, witness, "acme", askings, now_ms)  # type: ignore[arg-type]
+    await cosign_region_log(owner, witness, "acme", askings, now_ms, MemoryWitnessStore())  # type: ignore[arg-type]
 
 
 def shown(owner: Region) -> list[tuple[int, int]]:

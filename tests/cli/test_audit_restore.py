@@ -16,7 +16,12 @@ from audit.witness import DiskWitnessStore
 from cli.exits import exit_code
 from cli.main import app
 from felix.errors import FelixError
+from felix.runtime.real import now_ms
+from keys.bundle import decode_bundle
+from region.bootstrap import trust_region
+from region.config import load_config
 from region.folder import RegionFolder
+from region.signing_keys import change_signing_keys
 
 
 def felix(home: Path, *words: object) -> tuple[int, str]:
@@ -64,3 +69,54 @@ def test_a_region_of_this_machine_that_cosigned_more_is_asked(tmp_path: Path) ->
     shutil.rmtree(log)
     code, said = felix(tmp_path, "audit", "restore", copy, log)
     assert code == 5 and "signed before" in said, said
+
+
+def test_a_copy_of_before_the_logs_keys_were_changed_is_not_put_in_its_place(tmp_path: Path) -> None:
+    """What its keys of now sign there holds nowhere."""
+    us = make_region(tmp_path, "us-east")
+    before = asyncio.run(leaves(us))
+    log, copy = us.root / "data" / "audit", tmp_path / "copy"
+    assert felix(tmp_path, "audit", "copy", log, copy)[0] == 0
+    code, said = felix(tmp_path, "region", "change-log-keys", "--region", "us-east")
+    assert code == 0, said
+    shutil.rmtree(log)
+    code, said = felix(tmp_path, "audit", "restore", copy, log)
+    assert code == 5 and f"would have {before} leaves, and its keys were changed at" in said, said
+    assert Folder(log).read(CHECKPOINT_PATH) is None
+
+
+def test_a_folder_that_trusts_an_earlier_bundle_than_its_broker_verifies_nothing_by_it(
+    tmp_path: Path,
+) -> None:
+    """Compared on another machine, or put back from a backup: keys that were given up since would count here."""
+    us, eu = make_region(tmp_path, "us-east"), make_region(tmp_path, "eu-west")
+    asyncio.run(leaves(us))
+    other = tmp_path / "elsewhere"
+    shutil.move(us.root, other / "us-east")
+    us = RegionFolder(other / "us-east")
+
+    def compare() -> None:
+        assert trust_region(eu, decode_bundle(us.bundle.read_bytes()), now_ms()) is not None
+        asyncio.run(leaves(eu))
+
+    compare()
+    log = us.root / "data" / "audit"
+    verify = ("audit", "verify", log, "--cosignatures", 0)
+    assert felix(tmp_path, *verify)[0] == 0
+    shutil.copytree(eu.trusted, tmp_path / "trusted")
+    change_signing_keys(us, load_config(us.config), now_ms())
+    compare()
+    assert felix(tmp_path, *verify)[0] == 0
+    shutil.rmtree(eu.trusted)
+    shutil.copytree(tmp_path / "trusted", eu.trusted)
+    code, said = felix(tmp_path, *verify)
+    assert code == 1 and "goes by a later bundle of us-east" in said and "felix region trust" in said, said
+    assert felix(tmp_path, *verify, "--bundle", us.bundle)[0] == 0
+
+    async def taken() -> tuple[int, str]:
+        async with running(eu):
+            return await asyncio.to_thread(felix, tmp_path, "region", "trust", "--region", "eu-west")
+
+    code, said = asyncio.run(taken())
+    assert code == 0, said
+    assert felix(tmp_path, *verify)[0] == 0

@@ -134,6 +134,60 @@ def test_a_bundle_that_names_a_trusted_key_nowhere_is_told_of(sides: Sides) -> N
         said = region("trust", name, "--fingerprint", "wrong")
         told = "receipt key of eu-west that is trusted here is neither" in " ".join(said.stderr.split())
         assert told == (name == "skipped"), said.stderr
+        assert "A key of the log" not in said.stderr
+    log = next(key for key in before.audit_keys if key.role == "log")
+    other = msgspec.structs.replace(log, public=SigningKey.generate().verify_key.public)
+    for name, keys in (
+        ("kept", (msgspec.structs.replace(log, to_size=5), msgspec.structs.replace(other, from_size=5))),
+        ("another", (other,)),
+    ):
+        changed = msgspec.structs.replace(
+            before,
+            issued_ms=before.issued_ms + 1,
+            audit_keys=(*(key for key in before.audit_keys if key != log), *keys),
+        )
+        Path(name).write_bytes(sign_bundle(changed, key).encode())
+        said = region("trust", name, "--fingerprint", "wrong")
+        told = f"A key of the log {log.name} that is trusted here" in " ".join(said.stderr.split())
+        assert told == (name == "another"), said.stderr
+
+
+def test_a_bundle_of_before_the_one_that_is_trusted_takes_no_key_back(sides: Sides) -> None:
+    """Its fingerprint was compared once. Who has the keys that were given up since has the file, too."""
+    held = decode_bundle(sides.eu.bundle.read_bytes()).bundle
+    log = next(key for key in held.audit_keys if key.role == "log" and key.algorithm == "ed25519")
+    new = SigningKey.generate()
+    ended = (
+        *(msgspec.structs.replace(key, to_size=7) if key == log else key for key in held.audit_keys),
+        AuditKey(log.name, "log", SigningKey.generate().verify_key.public, from_size=7),
+    )
+    changed = msgspec.structs.replace(
+        held.with_former((FormerKeys(policy_keys=held.policy_keys, receipt_keys=held.receipt_keys),)),
+        issued_ms=held.issued_ms + 1, audit_keys=ended, policy_keys=(new.verify_key.public,), receipt_keys=(new.verify_key.public,),
+    )  # fmt: skip
+    back = {
+        "policy": (msgspec.structs.replace(changed.with_former(()), policy_keys=held.policy_keys), load_signing_key(sides.eu.policy_key)),
+        "receipt": (msgspec.structs.replace(changed.with_former(()), receipt_keys=held.receipt_keys), new),
+        "log": (msgspec.structs.replace(changed, audit_keys=held.audit_keys), new),
+        "further": (
+            msgspec.structs.replace(changed, audit_keys=tuple(msgspec.structs.replace(key, to_size=9) if key.to_size == 7 else msgspec.structs.replace(key, from_size=9) if key.from_size else key for key in ended)),
+            new,
+        ),
+    }  # fmt: skip
+    Path("changed").write_bytes(sign_bundle(changed, new).encode())
+    assert region("trust", "changed", "--fingerprint", changed.fingerprint()).exit_code == 0
+    files = {path: path.read_bytes() for path in sides.us.trusted.iterdir()}
+    Path("before").write_bytes(sides.eu.bundle.read_bytes())
+    error = refused(region("trust", "before", "--fingerprint", held.fingerprint()))
+    assert error.code is Code.CONFLICT and "and the one that is trusted here of" in error.sentence
+    for name, (bundle, key) in back.items():
+        later = msgspec.structs.replace(bundle, issued_ms=held.issued_ms + 2)
+        Path(name).write_bytes(sign_bundle(later, key).encode())
+        error = refused(region("trust", name, "--fingerprint", later.fingerprint()))
+        assert error.code is Code.CONFLICT and "which it gave up" in error.sentence, name
+    assert files == {path: path.read_bytes() for path in sides.us.trusted.iterdir()}
+    (sides.us.trusted / "eu-west.json").unlink()
+    assert region("trust", "before", "--fingerprint", held.fingerprint()).exit_code == 0
 
 
 def test_a_folder_without_a_policy_key_says_that_it_signs_nothing(sides: Sides) -> None:

@@ -248,6 +248,33 @@ def test_where_one_of_the_new_keys_is_lost_the_change_says_so_and_the_next_call_
     assert len(own.former) == 2
 
 
+@pytest.mark.parametrize("step", STEPS[:2])
+@pytest.mark.parametrize("of", ["own", "bridge"])
+def test_where_a_logs_key_is_lost_beside_a_change_that_was_cut_off_there_is_a_way_on(
+    folder: RegionFolder, of: str, step: str
+) -> None:
+    """The change needs the log, whose key is lost; and the key's change waits for that one."""
+    config, bridge = load_config(folder.config), BRIDGE if of == "bridge" else ""
+    add_log_keys(folder, config, NOW - 1)
+    cut_off(folder, config, step)
+    log = folder.root.parent / (EGRESS if bridge else US_EAST)
+    (folder.egress_key(BRIDGE) if bridge else folder.audit_key).unlink()
+    with pytest.raises(RequestError, match="was cut off"):
+        change_log_keys(folder, config, NOW + 5, bridge=bridge, lost_keys=True)
+    if not (bridge and step == "_put_in_place"):  # then nothing is asked of the bridge's log any more
+        with pytest.raises(RequestError, match=r"does not exist\. It signs the log") as refused:
+            change(folder, config, NOW + 10)
+        assert (f"--checkpoint {log / 'checkpoint'}" if bridge else f"--log {log}") in refused.value.hint
+    given = [(log / "checkpoint").read_bytes()] if bridge else []
+    change_signing_keys(
+        folder, config, NOW + 20, say_again=True, checkpoints=given, log=None if bridge else log
+    )
+    change_log_keys(folder, config, NOW + 30, bridge=bridge, lost_keys=True)
+    own = bundle_of(folder)
+    assert load_signing_key(folder.policy_key).verify_key.public in own.policy_keys
+    assert len(own.former) == 1
+
+
 def test_of_two_commands_that_change_the_bundle_at_once_the_second_is_refused(
     folder: RegionFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

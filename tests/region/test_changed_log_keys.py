@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 from typer.testing import CliRunner
 from version_0_1 import EGRESS, EU_WEST, US_EAST, lay_out
 
-from audit.checkpoint import Checkpoint, open_checkpoint
+from audit.checkpoint import Checkpoint, note_size, open_checkpoint
+from audit.errors import RolledBackError
 from audit.leaf import Header, Kind, Leaf, Side, decode_leaf
 from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note, parse_note
@@ -22,11 +25,11 @@ from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
 from audit.verify import verify_log
-from audit.witness import ForkError, MemoryWitnessStore, Witness
+from audit.witness import DiskWitnessStore, ForkError, MemoryWitnessStore, Witness
 from audit.witness_sqlite import WitnessState, init_witness
 from cli.region import app
 from felix.errors import FelixError, RequestError, TamperError
-from keys.bundle import AuditKey, RegionBundle, check_update, decode_bundle, sign_bundle
+from keys.bundle import AuditKey, FormerKeys, KeyEnd, RegionBundle, check_update, decode_bundle, sign_bundle
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
@@ -37,6 +40,7 @@ from region.document_log import DocumentLog
 from region.folder import RegionFolder
 from region.log_keys import change_log_keys
 from region.signing_key_leaves import key_id_of
+from region.signing_keys import change_signing_keys
 
 NOW = 1_900_000_000_000
 ISSUED = 1_796_000_000_000
@@ -68,15 +72,29 @@ class Home:
 
     def open(self) -> Trail:
         """As the broker opens its log."""
+        return self.open_at(self.log)
+
+    def open_at(self, log: Path) -> Trail:
         signers, own = self.signers(), RegionTrust(self.bundle())
         earlier = own.earlier_keys(self.origin, (each.key for each in signers))
         witnesses = tuple(self.trust().witnesses_for("us-east"))
-        return Trail.open(self.log, signers[0], also=signers[1:], earlier=earlier, witnesses=witnesses)
+        return Trail.open(log, signers[0], also=signers[1:], earlier=earlier, witnesses=witnesses)
 
     async def append(self) -> None:
         trail = self.open()
         await trail.append([key_leaf()])
         trail.close()
+
+    def cosigned(self) -> bytes:
+        """eu-west, on this machine, cosigns the newest checkpoint."""
+        store, trail = DiskWitnessStore(self.root / "eu-west" / "data" / "witness"), self.open()
+        witness = Witness(witness_of("eu-west"), RegionTrust(self.bundle()).logs, store, lambda: NOW)
+        note = trail.publish()
+        last = witness.last(self.origin)
+        proof = [] if last is None else trail.checkpoints.consistency_proof(last.size, note_size(note))
+        trail.close()
+        witness.cosign(note, proof)
+        return note
 
     def leaves(self) -> list[bytes]:
         size = int((self.log / "checkpoint").read_text().split("\n")[1])
@@ -499,6 +517,105 @@ def test_where_one_of_a_logs_new_keys_is_lost_it_is_said_and_there_is_a_way_on(h
     size = len(home.leaves())
     assert change_log_keys(home.folder, home.config, NOW + 2, lost_keys=True).size == size
     home.open().close()
+
+
+async def test_the_keys_of_an_older_copy_of_a_log_end_nowhere_below_what_others_have_cosigned(
+    home: Home, tmp_path: Path
+) -> None:
+    """It was put back from a backup, and another region on this machine has cosigned more. Where that is of a thief's history, the operator says so."""
+    home.open().close()
+    shutil.copytree(home.log, tmp_path / "backup")
+    for _ in range(3):
+        await home.append()
+    note = home.cosigned()
+    shutil.rmtree(home.log)
+    shutil.copytree(tmp_path / "backup", home.log)
+    held, leaves = home.folder.bundle.read_bytes(), home.leaves()
+    command = ["change-log-keys", "--region", "us-east"]
+    refused = CliRunner().invoke(app, command).exception
+    assert isinstance(refused, RequestError) and "It is an older copy" in refused.sentence
+    assert "--as-it-is" in refused.hint
+    assert (home.folder.bundle.read_bytes(), home.leaves()) == (held, leaves)
+    assert home.trust().log(home.origin).open(note).checkpoint.size == note_size(note)
+    done = CliRunner().invoke(app, [*command, "--as-it-is"])
+    assert done.exit_code == 0, done.exception
+    home.open().close()
+
+
+@pytest.mark.parametrize("since", ["log keys", "signing keys"])
+async def test_a_whole_folder_of_before_ends_no_keys_where_others_have_cosigned_more(
+    home: Home, tmp_path: Path, since: str
+) -> None:
+    """Bundle, keys and log were put back from one backup, and agree. What was signed since would be nobody's."""
+    logs = {key.name for key in home.bundle().audit_keys if key.role == "log"} - {home.origin}
+    without = [word for log in sorted(logs) for word in ("--without", log)]
+    home.open().close()
+    shutil.copytree(home.folder.root, tmp_path / "backup")
+    await home.append()
+    if since == "log keys":
+        change_log_keys(home.folder, home.config, NOW)
+    else:
+        change_signing_keys(home.folder, home.config, NOW, without=logs, say_again=True)
+    await home.append()
+    home.cosigned()
+    shutil.rmtree(home.folder.root)
+    shutil.copytree(tmp_path / "backup", home.folder.root)
+    held, leaves = home.folder.bundle.read_bytes(), home.leaves()
+    for command in (["change-log-keys"], ["change-signing-keys", "--say-again", *without]):
+        refused = CliRunner().invoke(app, [*command, "--region", "us-east"]).exception
+        assert isinstance(refused, RequestError)
+        assert any(word in refused.sentence for word in ("does not open under", "an older copy")), refused
+        assert (home.folder.bundle.read_bytes(), home.leaves()) == (held, leaves)
+    home.folder.audit_key.unlink()
+    lost = CliRunner().invoke(app, ["change-log-keys", "--lost-keys", "--region", "us-east"]).exception
+    assert isinstance(lost, FelixError)
+    assert home.folder.bundle.read_bytes() == held
+    assert (
+        CliRunner()
+        .invoke(app, ["change-log-keys", "--lost-keys", "--as-it-is", "--region", "us-east"])
+        .exit_code
+        == 0
+    )
+
+
+async def test_a_log_of_before_its_keys_were_changed_is_neither_opened_nor_signed(
+    home: Home, tmp_path: Path
+) -> None:
+    """What its keys of now sign there holds nowhere."""
+    home.open().close()
+    shutil.copytree(home.log, tmp_path / "backup")
+    await home.append()
+    size = change_log_keys(home.folder, home.config, NOW).size
+    shutil.rmtree(home.log)
+    shutil.copytree(tmp_path / "backup", home.log)
+    with pytest.raises(RolledBackError, match="its keys were changed at"):
+        home.open_at(tmp_path / "begun-anew")
+    assert not (tmp_path / "begun-anew" / "checkpoint").exists()
+    held, leaves = (home.log / "checkpoint").read_bytes(), home.leaves()
+    tried: list[Callable[[], object]] = [
+        home.open,
+        lambda: change_log_keys(home.folder, home.config, NOW + 1),
+        lambda: change_log_keys(home.folder, home.config, NOW + 1, as_it_is=True),
+        lambda: change_log_keys(home.folder, home.config, NOW + 1, lost_keys=True),
+    ]
+    for what in tried:
+        with pytest.raises(RolledBackError, match=f"its keys were changed at {size}"):
+            what()
+        assert ((home.log / "checkpoint").read_bytes(), home.leaves()) == (held, leaves)
+
+
+async def test_keys_end_where_no_leaf_is_that_the_bundle_knows_of(home: Home) -> None:
+    """A former policy key ended in more leaves than this copy of the log has."""
+    home.open().close()
+    key = load_signing_key(home.folder.policy_key)
+    end = KeyEnd(home.origin, len(home.leaves()) + 1, b"r" * 32)
+    former = FormerKeys(policy_keys=(SigningKey.generate().verify_key.public,), ends=(end,))
+    named = msgspec.structs.replace(home.bundle().with_former((former,)), issued_ms=NOW)
+    home.folder.bundle.write_bytes(sign_bundle(named, key).encode())
+    leaves = home.leaves()
+    with pytest.raises(RequestError, match="the bundle says that it had"):
+        change_log_keys(home.folder, home.config, NOW + 1)
+    assert home.leaves() == leaves and home.bundle() == named
 
 
 def test_a_log_that_the_bundle_names_no_key_of_is_refused(home: Home) -> None:

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import msgspec
 import pytest
-from region_home import make_region
+from region_home import make_region, running
 
 from felix.errors import RequestError, TamperError
+from felix.runtime.real import now_ms
 from keys.bundle import FormerKeys, RegionBundle, decode_bundle
 from keys.key_file import load_signing_key
 from keys.signing import SigningKey
+from region.config import load_config
 from region.folder import RegionFolder
 from region.key_note_store import note_given_up
+from region.log_keys import change_log_keys
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
-from region.signing_key_leaves import LoggedKey, LoggedKeys, given_up, joined, key_id_of, stale_key
+from region.signing_key_leaves import ENDED_MAX, LoggedKey, LoggedKeys, given_up, joined, key_id_of, stale_key
 from region.signing_key_note import NOTE_BYTES_MAX, SigningKeyNote, decode_note
+from region.signing_keys import change_signing_keys
 
 
 @pytest.fixture
@@ -85,6 +90,14 @@ def test_a_note_with_one_field_changed_or_of_another_region_is_not_believed(fold
         with pytest.raises((TamperError, RequestError)):
             decode_note(forged.encode(), own)
     late = {"policy": LoggedKey(b"k" * 16, 1 << 60)}
+    for no_key in (
+        LoggedKey(b"k" * 15, 1),
+        LoggedKey(b"k" * 16, 1, (b"",)),
+        LoggedKey(b"k" * 16, 1, (b"k" * 90_000,)),
+        LoggedKey(b"k" * 16, 1, tuple(at.to_bytes(16) for at in range(ENDED_MAX + 1))),
+    ):
+        with pytest.raises(RequestError, match="no key"):
+            decode_note(SigningKeyNote.sign(own, {"policy": no_key}, key).encode(), own)
     for data in (
         b"",
         b"\xff",
@@ -185,3 +198,39 @@ def test_nothing_of_another_regions_note_is_repeated(folder: RegionFolder) -> No
     with pytest.raises(RequestError, match="of another region") as refused:
         decode_note(note.encode(), own)
     assert len(refused.value.sentence) < 100
+
+
+async def test_who_has_the_logs_key_and_the_store_stops_a_region_until_the_log_has_another_key(
+    folder: RegionFolder,
+) -> None:
+    """Other signing keys help until he names those: bundles are public. No note counts that the log's key of before signed."""
+    thief, config = load_signing_key(folder.audit_key), load_config(folder.config)
+
+    async def write_note() -> bool:
+        """Whether the broker that runs ends by it."""
+        own = own_of(folder)
+        said: LoggedKeys = {"policy": LoggedKey(b"x" * 16, 5, (key_id_of(own.policy_keys[0]),))}
+        async with running(folder) as node:
+            catalog, governance = node.broker.catalog, node.services.governance
+            held = await catalog.store.get(catalog.keys.signing_keys())
+            written = SigningKeyNote.sign(own, said, thief).encode()
+            await catalog.put_signing_keys(written, revision=0 if held is None else held.mod_revision)
+
+            async def is_gone() -> bool:
+                now = await catalog.store.get(catalog.keys.signing_keys())
+                return now is None or now.value != written
+
+            for _ in range(600):
+                if governance.keys_over() is not None or await is_gone():
+                    break
+                await asyncio.sleep(0.05)
+            return governance.keys_over() is not None
+
+    assert await write_note()
+    change_signing_keys(folder, config, now_ms())
+    assert await write_note(), "it names the new one"
+    with pytest.raises(RequestError, match="gave up the policy key") as refused:
+        await running(folder).__aenter__()
+    assert "felix region change-log-keys" in refused.value.hint
+    change_log_keys(folder, config, now_ms())
+    assert not await write_note()
