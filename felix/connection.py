@@ -443,9 +443,11 @@ class RegionConnection:
         loop = asyncio.get_running_loop()
         backoff = Backoff(self.policy, self.runtime.random)
         tried = deserted = 0
+        expired: dict[Address, RequestError] = {}
         while True:
             address = next(self._addresses)
             tried += 1
+            expired.pop(address, None)
             timeout_s = ATTEMPT_TIMEOUT_S
             if deadline is not None:
                 # Of brokers that are silent none takes the time of those behind it.
@@ -462,6 +464,14 @@ class RegionConnection:
                 if caught.code is not Code.HANDSHAKE_TIMEOUT:
                     raise
                 error = caught
+            except RequestError as caught:
+                # It may be that broker's clock that is wrong: what most brokers say is believed.
+                if caught.code is not Code.IDENTITY_EXPIRED:
+                    raise
+                deserted = 0
+                expired[address] = error = caught
+                if 2 * len(expired) > len(self.profile.addresses):
+                    raise
             if deadline is None and tried % len(self.profile.addresses):
                 continue
             if deadline is not None and not self._wait_for_broker and deserted >= len(self.profile.addresses):
@@ -475,6 +485,8 @@ class RegionConnection:
                 continue
             wait_s = backoff.next_ms(error.retry_after_ms) / 1000
             if deadline is not None and loop.time() + wait_s >= deadline:
+                if expired:
+                    raise next(iter(expired.values()))
                 raise UnavailableError(
                     f"No broker of region {self.profile.region} answered at {', '.join(self.profile.addresses)} within "
                     f"{self._connect_timeout_s:g} s: {error.sentence}",

@@ -41,7 +41,16 @@ from region.cluster.assignments import Leader
 from region.cluster.election import LogEnd, Unopened
 from region.cluster.member import ClusterMember
 from region.cluster.membership import is_enough, place_of
-from region.cluster.problems import NOTHING_HEARD, Ends, Found, Survey, living_copies, survey, vacancy
+from region.cluster.problems import (
+    NOTHING_HEARD,
+    Ends,
+    Found,
+    Survey,
+    living_copies,
+    survey,
+    vacancy,
+    wrong_clock,
+)
 from region.cluster.records import ShardId
 from region.cluster.transactions import Reason, Refusal
 from region.copy_ends import CopyEnds
@@ -269,7 +278,7 @@ class Clustered:
         return Found([*problems, *self.own_troubles()], [*found.remarks, *aside])
 
     def own_troubles(self) -> list[str]:
-        """What is wrong with the copies that this broker has."""
+        """What is wrong with the copies that this broker has, and with its clock."""
         told: list[str] = []
         broker = self.member.broker
         if self.replicas is not None:
@@ -279,6 +288,12 @@ class Clustered:
             )
         if self.audit is not None and self.audit.trouble:
             told.append(f"The audit log's copy at broker {broker}: {self.audit.trouble}")
+        if self.requests is not None:
+            ahead = {
+                peer: self.requests.clock_ahead_ms(peer) for peer in self.member.brokers if peer != broker
+            }
+            if clock := wrong_clock(broker, {peer: ms for peer, ms in ahead.items() if ms is not None}):
+                told.append(clock)
         return told
 
     async def _hear_troubles(self) -> list[str]:

@@ -24,6 +24,10 @@ GROUPS_SHOWN: Final = 5
 """Reasons why nobody leads a shard that are told one by one."""
 
 
+CLOCK_OFF_MS_MAX: Final = 5_000
+"""What one broker's clock may be off before that is told: it is known to a second or so."""
+
+
 FROM_BEFORE: Final = (
     "That is from before: the metadata store does not answer this broker, or has only just begun to. Ask again once it has for a while, and give up "
     "nothing until then."
@@ -99,6 +103,19 @@ class Survey(NamedTuple):
             *unreadable(view.unreadable),
         ]
         return Found(problems, [*away_remarks, *copies_remarks])
+
+
+def wrong_clock(broker: str, ahead_ms: Mapping[str, int]) -> str:
+    """What a broker says of its own clock where most others' are further from it than CLOCK_OFF_MS_MAX; else nothing. `ahead_ms`: how far it is ahead of each of them."""
+    off = {peer: ms for peer, ms in ahead_ms.items() if abs(ms) > CLOCK_OFF_MS_MAX}
+    if 2 * len(off) <= len(ahead_ms):
+        return ""
+    nearest = min(off.values(), key=abs)
+    way = "ahead of" if nearest > 0 else "behind"
+    return (
+        f"The clock of broker {broker} is {abs(nearest) // 1_000:,} s {way} that of {', '.join(sorted(off))}. Set it right: by it, certificates, "
+        "retention and leases of jobs begin and end at the wrong time, and clients may be refused there."
+    )
 
 
 def unreadable(found: Mapping[str, str]) -> Iterator[str]:

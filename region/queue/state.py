@@ -41,6 +41,8 @@ READY_MAX: Final = 4_096
 """Read ahead of the workers: enough for many of them with long prefetches, a few ms of work to take up."""
 TRACKED_MAX: Final = 200_000
 """Records of a shard that are known one by one: ready, leased, delayed. With more of them no further are taken up."""
+VISIBILITY_MS_MAX: Final = 12 * 3_600_000
+"""A lease may be asked for so long."""
 RECORD_BYTES: Final = 320
 """About what one of them takes in memory."""
 FINISHED_MAX: Final = 16_384
@@ -263,6 +265,9 @@ class QueueState:
             else:
                 self._keys[key] = deque((offset,))
         if record.phase is Phase.LEASED:
+            if record.due_ms > now_ms + VISIBILITY_MS_MAX:
+                # Longer than any lease is: the clock that gave it its time was wrong, or this one is.
+                record.due_ms = now_ms + self.settings.visibility_ms
             self._time(record.due_ms, [offset])
         else:
             self._free(record, now_ms)

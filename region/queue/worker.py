@@ -51,11 +51,10 @@ from region.log.shard import Appended
 from region.ports import Exchanging
 from region.queue.service import SHARE_RECORDS_MAX, Queue, QueueService, runs_by_shard
 from region.queue.shard import JOB_ROOM_BYTES, Leased, QueueShard
-from region.queue.state import Run, runs_of, triples
+from region.queue.state import VISIBILITY_MS_MAX, Run, runs_of, triples
 from region.quota import Meter
 from region.streams import ELSEWHERE_RETRY_MS
 
-VISIBILITY_MS_MAX: Final = 12 * 3_600_000
 HELD_LOOK_S: Final = 0.5
 """How soon a worker that holds as many leases as its quota says is looked at again."""
 READING_WAIT_S: Final = 1.0

@@ -192,6 +192,7 @@ class ScriptedBroker:
         self.streams: dict[str, StreamLog] = {}
         self.sessions: list[BrokerSession] = []
         self.down = False
+        self.clock_ahead_ms = 0
         self.leaf_sha256 = b""
         """Of the certificate that it believes to have shown; empty: the real one."""
         self.requests: list[Request] = []
@@ -272,7 +273,7 @@ class BrokerSession:
             nonce=os.urandom(32),
             leaf_sha256=broker.leaf_sha256 or connection.server_leaf_sha256,
             verify=lambda proof, binding: verify_peer(
-                proof, binding, TrustBundle([authority().anchor()]), now_ms()
+                proof, binding, TrustBundle([authority().anchor()]), now_ms() + broker.clock_ahead_ms
             ),
         )
 

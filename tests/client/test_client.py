@@ -176,6 +176,52 @@ async def test_nobody_answering_says_what_to_do(broker: ScriptedBroker) -> None:
     assert caught.value.sentence.startswith("No broker of region us-east answered at broker:7443")
 
 
+DAY_MS = 24 * 3_600_000
+
+
+@pytest.mark.parametrize("ahead_ms", [-DAY_MS, 1_000 * DAY_MS])
+async def test_a_broker_whose_clock_is_wrong_keeps_nobody_from_the_others(ahead_ms: int) -> None:
+    brokers = {name: ScriptedBroker() for name in ("first", "second", "third")}
+    brokers["first"].clock_ahead_ms = ahead_ms
+    engine = ScriptedEngine(**brokers)
+    async with felix.connect(
+        profile=profile("first:1", "second:2", "third:3"),
+        engine=engine,
+        backoff=felix.BackoffPolicy(first_ms=1, ceiling_ms=4),
+    ) as region:
+        assert str(region.session.address) == "second:2"
+        brokers["third"].down = True
+        brokers["second"].session.goodbye()
+        await until(lambda: region.reconnects)
+        assert str(region.session.address) == "second:2"
+    assert engine.attempts == ["first", "second", "third", "first", "second"]
+
+
+@pytest.mark.parametrize("right", [0, 1])
+async def test_an_identity_that_most_brokers_call_expired_is_refused(right: int) -> None:
+    brokers = {name: ScriptedBroker() for name in ("first", "second", "third")}
+    for name in list(brokers)[: 3 - right]:
+        brokers[name].clock_ahead_ms = 1_000 * DAY_MS
+    engine = ScriptedEngine(**brokers)
+    with pytest.raises(RequestError, match="expired") as caught:
+        await felix.connect(profile=profile("first:1", "second:2", "third:3"), engine=engine).open()
+    assert caught.value.code is Code.IDENTITY_EXPIRED
+    assert engine.attempts == ["first", "second"]
+
+
+async def test_one_broker_that_calls_an_identity_expired_is_heard_where_no_other_answers() -> None:
+    broker = ScriptedBroker()
+    broker.clock_ahead_ms = 1_000 * DAY_MS
+    client = felix.connect(
+        profile=profile("first:1", "second:2", "third:3"),
+        engine=ScriptedEngine(first=broker),
+        backoff=felix.BackoffPolicy(first_ms=1, ceiling_ms=4),
+        connect_timeout_s=0.05,
+    )
+    with pytest.raises(RequestError, match="expired"):
+        await client.open()
+
+
 class SilentEngine(ScriptedEngine):
     """At addresses of no scripted broker there is somebody who never answers, as a machine that is off."""
 

@@ -107,3 +107,24 @@ def test_a_store_that_this_broker_alone_found_older_is_told_before_it_is_written
     assert not any("b is not alive" in each for each in problems), (
         "what the controller said of shards is for its log"
     )
+
+
+@pytest.mark.parametrize(
+    ("ahead_ms", "said"),
+    [
+        ({"b": 0, "c": 900}, ""),
+        ({"b": None, "c": None}, ""),
+        ({"b": 3_600_000, "c": 20}, ""),
+        ({"b": -3_600_400, "c": -3_620_000}, "The clock of broker a is 3,600 s behind that of b, c. "),
+        ({"b": 7_000, "c": 6_100}, "The clock of broker a is 6 s ahead of that of b, c. "),
+        ({"b": -86_400_000, "c": None}, "The clock of broker a is 86,400 s behind that of b. "),
+    ],
+)
+def test_a_broker_whose_clock_is_far_from_that_of_most_others_says_so(
+    ahead_ms: dict[str, int | None], said: str
+) -> None:
+    of_three = clustered(view_of({"a": 5, "b": 5, "c": 5}), brokers=["a", "b", "c"])
+    of_three.requests = SimpleNamespace(clock_ahead_ms=ahead_ms.get)  # type: ignore[assignment]
+    told = of_three.own_troubles()
+    assert told == [each for each in of_three.alarms([]) if "clock" in each]
+    assert [each[: len(said)] for each in told] == ([said] if said else [])

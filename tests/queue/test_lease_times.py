@@ -1,0 +1,47 @@
+"""Leases that another broker gave their time, or this one before it began anew: its clock may have been wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from felix.settings import QueueSettings
+from region.queue.state import VISIBILITY_MS_MAX, Phase, QueueState
+
+NOW_MS = 1_800_000_000_000
+DAY_MS = 24 * 3_600_000
+
+
+def replayed(until_ms: int, now_ms: int) -> QueueState:
+    """A shard whose first job was leased until then, taken up again at `now_ms`."""
+    before = QueueState(QueueSettings(visibility_ms=30_000))
+    before.take_up_run(2, 0, NOW_MS)
+    record = before.next_ready()
+    assert record is not None
+    before.lease(record, until_ms, 1)
+    entry = before.leased([record], until_ms, 1)
+    after = QueueState(QueueSettings(visibility_ms=30_000))
+    after.apply(entry, now_ms)
+    after.take_up_run(2, 0, now_ms)
+    assert after.tracked[0].phase is Phase.LEASED
+    return after
+
+
+@pytest.mark.parametrize("ahead_ms", [DAY_MS, 10_000 * DAY_MS])
+def test_a_lease_from_a_clock_far_ahead_ends_after_the_queues_visibility(ahead_ms: int) -> None:
+    state = replayed(NOW_MS + ahead_ms + 30_000, NOW_MS)
+    assert state.next_due_ms == NOW_MS + 30_000
+    state.tick(NOW_MS + 29_999)
+    assert state.counts[Phase.LEASED] == 1
+    state.tick(NOW_MS + 30_000)
+    assert state.counts[Phase.LEASED] == 0 and state.counts[Phase.READY] == 2
+
+
+def test_its_worker_can_still_acknowledge_it() -> None:
+    state = replayed(NOW_MS + DAY_MS, NOW_MS)
+    _, lost = state.ack([(0, 1, 1)], NOW_MS)
+    assert not lost and 0 in state.done
+
+
+def test_the_longest_lease_that_a_worker_can_ask_for_keeps_its_time() -> None:
+    state = replayed(NOW_MS + VISIBILITY_MS_MAX, NOW_MS)
+    assert state.next_due_ms == NOW_MS + VISIBILITY_MS_MAX
