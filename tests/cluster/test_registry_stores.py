@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -72,6 +72,17 @@ async def alive(
     finally:
         await broker.registry.close(in_order=in_order)
         await broker.mirror.close()
+
+
+async def started_again(process: EtcdProcess, store: MetadataStore) -> None:
+    """Until the store has a connection to it, too."""
+    await asyncio.to_thread(process.start)
+    async with asyncio.timeout(120):
+        while True:
+            with suppress(UnavailableError):
+                await store.range("/felix/1/", limit=1)
+                return
+            await asyncio.sleep(0.05)
 
 
 @pytest.fixture(params=["embedded", pytest.param("etcd", marks=pytest.mark.etcd)])
@@ -149,7 +160,7 @@ async def test_an_etcd_that_is_killed_and_restarted_keeps_the_brokers_and_one_th
             alive(store, "us-east", "b1", tmp_path / "b1") as first,
         ):
             process.kill()
-            await asyncio.to_thread(process.start)
+            await started_again(process, other)
             # Its watch goes on: it sees one that comes only now.
             async with alive(other, "us-east", "b2", tmp_path / "b2"):
                 await until(lambda: first.sees == {"b1": 1, "b2": 1} and first.registry.may_answer())
@@ -176,7 +187,7 @@ async def test_r10_an_etcd_that_was_put_back_from_a_backup_is_known_by_the_folde
                 pass
             process.kill()
             shutil.copytree(tmp_path / "data", tmp_path / "backup")
-            await asyncio.to_thread(process.start)
+            await started_again(process, store)
             async with alive(store, "us-east", "b1", tmp_path / "b1") as broker:
                 assert broker.registry.registration == 2
                 process.kill()

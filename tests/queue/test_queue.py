@@ -355,10 +355,12 @@ async def test_a_worker_whose_leases_the_journal_refused_gets_jobs_once_it_takes
     refused = asyncio.Event()
 
     def refuse(entry: bytes, done: Done) -> None:
+        def end() -> None:
+            done(UnavailableError("The disk is full.", code=Code.DISK_FULL))
+            refused.set()
+
         # As a disk does: by then more was shared out.
-        full = UnavailableError("The disk is full.", code=Code.DISK_FULL)
-        asyncio.get_running_loop().call_later(0.05, done, full)
-        refused.set()
+        asyncio.get_running_loop().call_later(0.05, end)
 
     async with jobs.consume(prefetch=1) as consumer:
         await jobs.put(b"first")
@@ -367,8 +369,7 @@ async def test_a_worker_whose_leases_the_journal_refused_gets_jobs_once_it_takes
             patched.setattr(shard.actor.journal, "append", refuse)
             # Two: with all of its room taken, the worker leaves the line while more is ready.
             await jobs.put_many([b"a", b"b"])
-            await refused.wait()
-        await until(lambda: shard.actor.is_reloading)
+        await refused.wait()
         for payload in (b"a", b"b"):
             async with asyncio.timeout(30):
                 (job,) = await take(consumer, 1)

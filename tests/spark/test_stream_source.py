@@ -122,8 +122,10 @@ def test_a_query_goes_on_where_its_checkpoint_says_and_no_key_is_in_plan_or_chec
         return run_to_end(lambda: writer.start(str(tmp_path / "out"), format="parquet"))
 
     region.publish(name, 0, 1000)
-    query = run()
-    assert [progress["numInputRows"] for progress in query.recentProgress] == [400, 400, 200]
+    rows = [progress["numInputRows"] for progress in run().recentProgress]
+    # One that was started again has only what was left.
+    assert rows == [400, 400, 200][-len(rows) :] and rows
+    assert numbers(session.read.parquet(str(tmp_path / "out"))) == list(range(1000))
     region.publish(name, 1000, 1300)
     assert run().lastProgress["numInputRows"] == 300
     assert numbers(session.read.parquet(str(tmp_path / "out"))) == list(range(1300))
