@@ -26,7 +26,16 @@ from audit.cosigned_notes import join, notes_at
 from audit.errors import VERIFY_HINT, RolledBackError
 from audit.kept_notes import Cosigned, Cosigner, keep, parties, party_of
 from audit.merkle import EMPTY_ROOT, consistency_proof, root_from_nodes
-from audit.note import Note, NoteSigner, Signature, VerifierKey, encode_note, encode_signatures, parse_note
+from audit.note import (
+    Note,
+    NoteSigner,
+    Signature,
+    VerifierKey,
+    encode_note,
+    encode_signatures,
+    parse_note,
+    signs_from,
+)
 from audit.tile import CHECKPOINT_PATH, COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH, TileHashes
 from audit.tile_disk import Folder
 from felix.errors import Code, FelixError, RequestError, TamperError
@@ -98,7 +107,7 @@ class CheckpointFiles:
         self.witnesses = witnesses
         self._known_keys, self._signers = keys.known, keys.signers
         self._ended = tuple(key for key in keys.earlier if key.to_size is not None)
-        self._signs_from = max((key.to_size for key in self._ended if key.to_size is not None), default=0)
+        self._signs_from = signs_from(self._ended)
         self._clock = clock
         self._cosigners_expected = 1
         self._is_stale = False

@@ -16,13 +16,14 @@ Callers: audit.log_copy_disk, audit.verify, audit.proof, audit.spark.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint
 from audit.kept_notes import Cosigned, Cosigner, least
 from audit.note import check_note, encode_note
-from audit.tile import COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH
+from audit.tile import COSIGNED_PATH, KEPT_MAX, KEPT_PATH, WITNESSED_PATH, Files
 from audit.trust import LogTrust
 from felix.errors import Code, RequestError, TamperError
 
@@ -42,6 +43,15 @@ def notes_at(path: str, data: bytes) -> dict[str, bytes]:
         f"{path}, note {at // 2 + 1}": b"%s\n\n%s\n" % (pieces[at], pieces[at + 1])
         for at in range(0, len(pieces), 2)
     }
+
+
+def readable_notes(files: Files, paths: Iterable[str]) -> Iterator[bytes]:
+    """The notes at these paths. A list of notes that is none says nothing: whoever opens the log says so. Raises TamperError as `Files.read`."""
+    for path in paths:
+        data = files.read(path)
+        if data is not None:
+            with suppress(TamperError):
+                yield from notes_at(path, data).values()
 
 
 _KeyId = tuple[str, bytes]

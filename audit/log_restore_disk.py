@@ -26,6 +26,7 @@ from audit.document_leaf import DOCUMENTS_FOLDER
 from audit.errors import RolledBackError
 from audit.log_copy_disk import LACKING_PATH, copy_log
 from audit.merkle import EMPTY_ROOT, root_from_nodes
+from audit.note import signs_from
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, WAL_FOLDER, Files, TileHashes, read_entries
 from audit.tile_disk import Folder
 from audit.trust import LogTrust, Trust
@@ -117,7 +118,7 @@ def restore_log(
 
 def _require_reaches_keys(log: LogTrust, size: int) -> None:
     """What is put in the log's place is signed by its keys of now, and they sign nothing of fewer leaves than where they begin."""
-    begin = max((key.to_size or 0 for key in log.keys), default=0)
+    begin = signs_from(log.keys)
     if size < begin:
         raise RolledBackError(
             f"The log {log.name} would have {size:,} leaves, and its keys were changed at {begin:,}: the copy is of before that.",

@@ -196,6 +196,11 @@ class VerifierKey:
         return time_s
 
 
+def signs_from(keys: Iterable[VerifierKey]) -> int:
+    """Of so many leaves on the keys sign that have no end: where the last of the others ends."""
+    return max((key.to_size or 0 for key in keys), default=0)
+
+
 def unbounded(keys: Iterable[VerifierKey]) -> tuple[VerifierKey, ...]:
     """The same keys, for checkpoints of any size: of what was taken before their ends were known, or says nothing."""
     return tuple(VerifierKey(key.name, key.algorithm, key.public) for key in keys)

@@ -15,7 +15,7 @@ from audit.checkpoint_disk import KeptCheckpoints, LogKeys, check_continues, sig
 from audit.errors import VERIFY_HINT, RolledBackError
 from audit.leaf import Header, read_header
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash
-from audit.note import VerifierKey, encode_note, unbounded
+from audit.note import VerifierKey, encode_note, signs_from, unbounded
 from audit.position import Positions
 from audit.range_index import INDEX_PATH, ROW_BYTES, bundle_rows, bundles_indexed, cut_index
 from audit.tile import (
@@ -146,7 +146,7 @@ class Opening:
 
     def _check_reaches_keys(self, size: int) -> None:
         """A log of before its keys were changed last: what they sign at a smaller size than where they begin holds nowhere."""
-        begin = max((key.to_size or 0 for key in self._keys.earlier), default=0)
+        begin = signs_from(self._keys.earlier)
         if size < begin:
             raise RolledBackError(
                 f"The audit log {self._name} has {size} leaves, and its keys were changed at {begin}: it is a copy of before that.",

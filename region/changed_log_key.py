@@ -16,13 +16,14 @@ from typing import Annotated, Final, Literal, NamedTuple
 
 import msgspec
 
-from audit.leaf import Header, Kind, Leaf, Side
+from audit.leaf import Header, Kind, Leaf
 from audit.origin import region_origin
 from keys.bundle import AuditKey, PublicKeyBytes, RegionBundle
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
-from region.signing_key_leaves import key_id_of
+from region.signing_key_leaves import key_id_of, key_leaf
 
 LOG_KEY_CHANGED: Final = "log-key-changed"
+CHANGED_SENTENCE: Final = "The keys that sign this log's checkpoints were changed."
 WORDS_MAX: Final = 64
 """Changes of which the store has a word; of more, the earliest go."""
 WORDS_BYTES_MAX: Final = 64 * 1024
@@ -64,19 +65,7 @@ class LogKeyLeaf(NamedTuple):
         return "audit log"
 
     def leaf(self, own: str, now_ms: int, actor: str = "") -> Leaf:
-        return Leaf(
-            Header(
-                kind=Kind.KEY,
-                side=Side.INGRESS,
-                time_ms=now_ms,
-                source_region=own,
-                destination_region=own,
-                actor=actor,
-                action=LOG_KEY_CHANGED,
-                key_id=self.key_id,
-                sentence="The keys that sign this log's checkpoints were changed.",
-            )
-        )
+        return key_leaf(own, now_ms, actor, LOG_KEY_CHANGED, self.key_id, CHANGED_SENTENCE)
 
 
 # Made here: msgspec learns a type at its first use, not safely on two threads.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from audit.checkpoint import Checkpoint, claimed_size, open_checkpoint
-from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.cosigned_notes import COSIGNED_PATHS, readable_notes
 from audit.merkle import Tree, leaf_hash
 from audit.note import unbounded
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
@@ -181,15 +181,11 @@ def _cosigned(copy: CopyNote, bundle: RegionBundle, origin: str) -> Iterator[Cop
     """What others have cosigned, as it lies with a copy here: no more than its checkpoint has, unless that was put back to an older one."""
     keys = RegionTrust(bundle).log_keys(origin)
     assert copy.files is not None
-    for path in COSIGNED_PATHS:
-        found, data = list[bytes](), copy.files.read(path)
+    for note in readable_notes(copy.files, COSIGNED_PATHS):
         # What is none of this log, or of a key beyond its end, says nothing; whoever opens the copy says so.
         with suppress(TamperError):
-            found += () if data is None else notes_at(path, data).values()
-        for note in found:
-            with suppress(TamperError):
-                checkpoint = open_checkpoint(note, keys).checkpoint
-                yield CopyNote(f"what was cosigned, beside the copy of {copy.broker},", checkpoint, None)
+            checkpoint = open_checkpoint(note, keys).checkpoint
+            yield CopyNote(f"what was cosigned, beside the copy of {copy.broker},", checkpoint, None)
 
 
 def _brokers(config: RegionConfig) -> Iterator[tuple[str, str]]:

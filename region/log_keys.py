@@ -30,9 +30,9 @@ import msgspec
 
 from audit.checkpoint import Checkpoint, claimed_size, note_size, notes_of, open_checkpoint
 from audit.checkpoint_disk import LogKeys
-from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.cosigned_notes import COSIGNED_PATHS, readable_notes
 from audit.errors import RolledBackError
-from audit.leaf import Header, Kind, Leaf, Side, read_header
+from audit.leaf import Leaf, read_header
 from audit.merkle import Tree, leaf_hash
 from audit.note import Algorithm, NoteSigner, VerifierKey, parse_note, unbounded
 from audit.opening import Opening
@@ -50,10 +50,11 @@ from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, sa
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
 from region.begun_change import changes_bundle, new_path, require_none_begun
+from region.changed_log_key import CHANGED_SENTENCE
 from region.config import RegionConfig
 from region.copied_log import is_copied, measure
 from region.folder import RegionFolder
-from region.signing_key_leaves import key_id_of
+from region.signing_key_leaves import key_id_of, key_leaf
 
 APPEND_S: Final = 60.0
 """How long the log's disk may take for the leaf."""
@@ -465,7 +466,8 @@ def _sign_on(
                 f"The log {files.origin} has {size:,} leaves, and the bundle says that it had {known:,}."
             )
         if files.origin == region_origin(bundle.region, bundle.mesh):
-            append_waiting(trail, _rotated(bundle.region, new, now_ms))
+            leaf = key_leaf(bundle.region, now_ms, "", "rotated", key_id_of(new), CHANGED_SENTENCE)
+            append_waiting(trail, leaf)
         return note_size(trail.publish())
     finally:
         trail.close()
@@ -578,31 +580,9 @@ def _has_rotated(files: _Files, public: bytes, size: int) -> bool:
     return any(header is not None and header.key_id == key_id_of(public) for header in headers)
 
 
-def _rotated(region: str, public: bytes, now_ms: int) -> Leaf:
-    return Leaf(
-        Header(
-            kind=Kind.KEY,
-            side=Side.INGRESS,
-            time_ms=now_ms,
-            source_region=region,
-            destination_region=region,
-            action="rotated",
-            key_id=key_id_of(public),
-            sentence="The keys that sign this log's checkpoints were changed.",
-        )
-    )
-
-
 def _notes_at(log: Folder) -> list[bytes]:
     """The checkpoints that lie with a log: its last one, and those that others cosigned."""
-    found = list[bytes]()
-    for path in (CHECKPOINT_PATH, *COSIGNED_PATHS):
-        note = log.read(path)
-        if note is not None:
-            # One that is none says nothing; whoever opens the log says so.
-            with suppress(TamperError):
-                found += notes_at(path, note).values()
-    return found
+    return list(readable_notes(log, (CHECKPOINT_PATH, *COSIGNED_PATHS)))
 
 
 def _place(folder: RegionFolder, config: RegionConfig, bridge: str) -> Path:

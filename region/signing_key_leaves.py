@@ -78,19 +78,24 @@ class KeyLeaf(NamedTuple):
 
     def leaf(self, own: str, now_ms: int, actor: str = "") -> Leaf:
         said = "was given up" if self.change == "ended" else "is another one from here on"
-        return Leaf(
-            Header(
-                kind=Kind.KEY,
-                side=Side.INGRESS,
-                time_ms=now_ms,
-                source_region=own,
-                destination_region=own,
-                actor=actor,
-                action=self.action,
-                key_id=self.key_id,
-                sentence=f"The region's {self.role} key {said}.",
-            )
+        return key_leaf(own, now_ms, actor, self.action, self.key_id, f"The region's {self.role} key {said}.")
+
+
+def key_leaf(own: str, now_ms: int, actor: str, action: str, key_id: bytes, sentence: str) -> Leaf:
+    """The KEY leaf by which a region's own log says something of a key of its own."""
+    return Leaf(
+        Header(
+            kind=Kind.KEY,
+            side=Side.INGRESS,
+            time_ms=now_ms,
+            source_region=own,
+            destination_region=own,
+            actor=actor,
+            action=action,
+            key_id=key_id,
+            sentence=sentence,
         )
+    )
 
 
 def key_id_of(public: bytes) -> bytes:

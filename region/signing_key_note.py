@@ -12,10 +12,10 @@ from typing import Annotated, Final, Literal, Self
 import msgspec
 
 from audit.leaf import KEY_ID_BYTES
-from audit.origin import region_origin
 from felix.errors import RequestError, TamperError
 from keys.bundle import RegionBundle
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
+from region.changed_log_key import log_keys_of
 from region.signing_key_leaves import ENDED_MAX, LoggedKey, LoggedKeys, Role
 
 NOTE_BYTES_MAX: Final = 64 * 1024 + 2 * ENDED_MAX * 32
@@ -85,9 +85,4 @@ def _is_of_keys(said: LoggedKey) -> bool:
 
 def _log_keys(own: RegionBundle) -> list[VerifyKey]:
     """The Ed25519 keys of the region's own log that have not ended: a thief may have the others."""
-    origin = region_origin(own.region, own.mesh)
-    return [
-        VerifyKey(key.public)
-        for key in own.audit_keys
-        if key.role == "log" and key.name == origin and key.algorithm == "ed25519" and key.to_size is None
-    ]
+    return [VerifyKey(key.public) for key in log_keys_of(own) if key.to_size is None]
