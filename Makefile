@@ -71,7 +71,7 @@ demo-%: $(STAMP) ## a demo of its own, one of examples/demos: make demo-slow-con
 test: $(STAMP) ## all tests but those of `make test-slow` (SLOW_DISK=60: each sync takes up to 60 ms longer)
 	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-test-slow: $(STAMP) ## the tests that `make test` leaves out: they take long, and a shorter one of the same stands there; .ci/run runs both
+test-slow: $(STAMP) ## the tests that `make test` leaves out: they take long, and a shorter one of the same stands there; run it before a release
 	@TESTS_SLOW_DISK_MS=$(SLOW_DISK) FELIX_SLOW=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(SLOW)
 
 test-long: $(STAMP) ## the tests that have larger counts than in `make test`, with those (minutes)

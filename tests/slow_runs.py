@@ -1,6 +1,6 @@
 """What `make test-slow` runs and `make test` does not: tests that take long and say little more than a shorter one that `make test` has.
 
-`.ci/run` runs both, so nothing is left untried. Whoever names files or folders to pytest runs all that stands in them.
+`.ci/run` runs `make test` alone, within 25 minutes on a slow machine; both run before a release. Whoever names files or folders to pytest runs all that stands in them.
 """
 
 from __future__ import annotations

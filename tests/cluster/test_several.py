@@ -386,8 +386,11 @@ async def test_brokers_whose_folder_is_lost_or_older_keep_the_others_from_nothin
     family = [parent, *parent.children(recursive=True)]
     async with client(folder) as operator:
         await until(lambda: all_are_in_sync(operator))
-    # All at once: whoever is stopped in order last would be the only one known to have all that is committed.
-    parent.kill()
+    # Killed all at once: whoever is stopped in order last would be the only one known to have all that is committed.
+    # The parent is suspended first: it would start them again, and its death has the kernel ask them to stop in order.
+    parent.suspend()
+    for process in reversed(family):
+        process.kill()
     assert not (await asyncio.to_thread(psutil.wait_procs, family, 60))[1]
     # The machine comes back without one folder, and with a backup of another.
     shutil.rmtree(data / "b1")
