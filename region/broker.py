@@ -23,7 +23,7 @@ from felix.messages import ReaderTraffic
 from felix.names import RESERVED_TENANT, NamePattern, SpiffeId, StreamName
 from felix.peer import Peer
 from felix.quota import QuotaLimits, Scope
-from felix.runtime.port import Runtime
+from felix.runtime.port import Clock, Runtime
 from felix.runtime.real import REAL
 from felix.settings import NO_VIEWS, Durability, NamespaceSettings, Offload, Retention, Views
 from felix.transport.port import TransportLimits
@@ -90,8 +90,9 @@ class Broker:
         transport_limits: TransportLimits,
         runtime: Runtime = REAL,
         clustered: Clustered | None = None,
+        streams_clock: Clock | None = None,
     ) -> None:
-        """`clustered`: its place among several brokers; None where it is the only one."""
+        """`streams_clock`: what streams go by, where that is not the runtime's (region.cluster.clocks). `clustered`: its place among several brokers; None where it is the only one."""
         self.clustered = clustered
         self.erasure: Erasure | None = None
         """what destroys keys; of a broker that is open"""
@@ -102,6 +103,7 @@ class Broker:
         self.transport_limits = transport_limits
         self.runtime = runtime
         self.clock_ms = runtime.clock.now_ms
+        self._streams_clock = streams_clock
         self.started_ms = self.clock_ms()
         self.metrics = BrokerMetrics()
         self.expiries = ExpiryWatch()
@@ -456,6 +458,10 @@ class Broker:
             self._refused_making(name, error)
         finally:
             self._making.pop(name, None)
+
+    def streams_ms(self) -> int:
+        """The wall clock that streams go by, and the jobs, values and subscriptions that live with them."""
+        return self.clock_ms() if self._streams_clock is None else self._streams_clock.now_ms()
 
     async def create_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
         """Write a new stream into the catalog and open it; `config.replicas` 0: as many copies as the region has it. Raises

@@ -101,7 +101,7 @@ def subscription_refusal(
     if stream.deleted:
         return RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
     if reader is not None:
-        return reader.refusal()
+        return reader.refusal() or stream.elsewhere
     if not broker.allows(identity, Verb.SUBSCRIBE, stream.name):
         return not_found_or_forbidden(Verb.SUBSCRIBE, stream.name)
     return stream.elsewhere

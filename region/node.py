@@ -192,15 +192,15 @@ class Node:
 
         async def retain() -> None:
             self.subscriptions.hold_all()
-            await streams.sweep(self._now_ms())
+            await streams.sweep(self.broker.streams_ms())
 
         async def compact() -> None:
-            await streams.compact(self._now_ms())
+            await streams.compact(self.broker.streams_ms())
             if parts.peers is not None:
                 await parts.peers.replicas.compact()
 
         async def offload() -> None:
-            await streams.offload(self._now_ms(), storage.offload_allow)
+            await streams.offload(self.broker.streams_ms(), storage.offload_allow)
             if parts.peers is not None:
                 await parts.peers.replicas.offload()
             if next(turns) % OFFLOAD_CHECKS_PER_DELETION == 0:
@@ -216,7 +216,7 @@ class Node:
             (MEASURE_S, measure, "what is in use could not be measured"),
             (
                 self.config.subscriptions.sweep_every / 1000,
-                lambda: self.subscriptions.sweep(self._now_ms()),
+                lambda: self.subscriptions.sweep(self.broker.streams_ms()),
                 "inactive subscriptions could not be looked at",
             ),
             (storage.sweep_every / 1000, retain, "retention could not be applied"),

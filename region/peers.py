@@ -40,11 +40,12 @@ class Peers:
         make_seal: MakeSeal,
         open_logs: OpenLogs,
         runtime: Runtime,
+        streams_runtime: Runtime,
         system: Mapping[StreamName, SystemStream],
         scrub: Scrub,
         copy_rate: int,
     ) -> None:
-        """`system`, `settings`, `make_seal`, `scrub`, `copy_rate`: as `Replicas` has them. `anchor`: the region's authority. `limits`: of connections that this broker
+        """`streams_runtime`: with the clock that copies go by. `system`, `settings`, `make_seal`, `scrub`, `copy_rate`: as `Replicas` has them. `anchor`: the region's authority. `limits`: of connections that this broker
         takes."""
         bundle = TrustBundle([anchor])
         self.requests = PeerRequests(me.broker)
@@ -73,7 +74,7 @@ class Peers:
             settings=settings,
             make_seal=make_seal,
             open_logs=open_logs,
-            runtime=runtime,
+            runtime=streams_runtime,
             system=system,
             source=frames,
             scrub=scrub,

@@ -213,7 +213,7 @@ class Requests:
                 view.prepare(views)
             former = config.former_cache.ttls
             if config.views.cache and views.cache and config.views.cache.ttl_ms != views.cache.ttl_ms:
-                former = (*former, records.FormerTtl(self._broker.clock_ms(), config.views.cache.ttl_ms))
+                former = (*former, records.FormerTtl(self._broker.streams_ms(), config.views.cache.ttl_ms))
             return msgspec.structs.replace(
                 config,
                 retention=retention,

@@ -19,6 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final, Protocol
 
+import msgspec
+
 from audit.copied_disk import become_copied
 from audit.note import Algorithm
 from audit.origin import region_origin
@@ -66,6 +68,7 @@ from region.budget import Budgets
 from region.cache import watch
 from region.cache.service import CacheService
 from region.cluster.audit_home import Before
+from region.cluster.clocks import RegionClock
 from region.cluster.key_rotation import KeyRotation
 from region.cluster.member import Catalogued, ClusterMember
 from region.cluster.node_file import NAME as NODE_FILE
@@ -224,13 +227,17 @@ async def open_broker(
         )  # fmt: skip
     open_logs = OpenLogs(logs_max_of(files_max - relays_max))
     storage = config.storage
+    streams_clock = RegionClock(runtime.clock)
+    streams_runtime = (
+        runtime if config.cluster is None else msgspec.structs.replace(runtime, clock=streams_clock)
+    )
     directory = LogDirectory(
         data / "streams",
         config.region,
         offload_rate_bytes=storage.offload_rate,
         fetched_bytes_max=storage.offload_cache,
         files=machine.files,
-        runtime=runtime,
+        runtime=streams_runtime,
     )
     stack.push_async_callback(directory.close)
     if config.cluster is None:
@@ -353,10 +360,13 @@ async def open_broker(
             make_seal=lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
             open_logs=open_logs,
             runtime=runtime,
+            streams_runtime=streams_runtime,
             system={} if audited is None else {AUDIT_STREAM: SystemStream(audited, LOGS)},
             scrub=Scrub(config.storage.scrub_rate, config.storage.scrub_every),
             copy_rate=config.storage.copy_rate,
         )
+        links = peers.links
+        streams_clock.others = lambda: links.clock_offsets
         clustered.replicas = peers.replicas
         clustered.requests, clustered.ends = peers.requests, peers.ends
         clustered.troubles = CopyTroubles(peers.requests, clustered.own_troubles)
@@ -367,7 +377,7 @@ async def open_broker(
         budgets.ring,
         lambda name, incarnation, shard: KeyringSeal(keyring, name, incarnation, shard),
         lambda: None if registered is None else registered.refusal(),
-        runtime,
+        streams_runtime,
         open_logs,
         clustered,
     )
@@ -379,6 +389,7 @@ async def open_broker(
         transport_limits=transport_limits,
         runtime=runtime,
         clustered=clustered,
+        streams_clock=streams_runtime.clock,
     )
     if clustered is not None and peers is not None:
         clustered.tell_others(broker.bridges)

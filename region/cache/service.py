@@ -75,7 +75,7 @@ class Cache:
                 settings,
                 broker.budgets.cache,
                 broker.budgets.catch_up,
-                lambda: broker.clock_ms(),
+                lambda: broker.streams_ms(),
                 broker.runtime.clock.monotonic,
                 stream.record.config.former_cache.ttls,
             )
@@ -241,7 +241,7 @@ class CacheCalls:
             exchange.fail(error, correlation)
             return
         self._is_open = True
-        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.clock_ms())
+        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.streams_ms())
         exchange.opened(correlation, opened)
 
     def _take_rights(self, name: StreamName) -> None:

@@ -121,7 +121,7 @@ class CacheWatch:
             exchange.fail(error, correlation)
             return
         self._holds = True
-        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.clock_ms())
+        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.streams_ms())
         exchange.opened(correlation, opened)
         cache.watches += 1
         self._unwatch = [shard.watch(self) for shard in self._shards.values()]

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 
 from region.cluster import transactions
+from region.cluster.clocks import CLOCK_OFF_MS_MAX
 from region.cluster.election import LogEnd, Unopened, candidates, may_ask_for_ends
 from region.cluster.membership import is_replaced
 from region.cluster.records import ShardId, ShardRecord
@@ -22,10 +23,6 @@ SHOWN: Final = 3
 """Shards that a sentence names."""
 GROUPS_SHOWN: Final = 5
 """Reasons why nobody leads a shard that are told one by one."""
-
-
-CLOCK_OFF_MS_MAX: Final = 5_000
-"""What one broker's clock may be off before that is told: it is known to a second or so."""
 
 
 FROM_BEFORE: Final = (
@@ -113,8 +110,13 @@ def wrong_clock(broker: str, ahead_ms: Mapping[str, int]) -> str:
     nearest = min(off.values(), key=abs)
     way = "ahead of" if nearest > 0 else "behind"
     return (
-        f"The clock of broker {broker} is {abs(nearest) // 1_000:,} s {way} that of {', '.join(sorted(off))}. Set it right: by it, certificates, "
-        "retention and leases of jobs begin and end at the wrong time, and clients may be refused there."
+        f"The clock of broker {broker} is {abs(nearest) // 1_000:,} s {way} that of {', '.join(sorted(off))}. Set it right: by it, certificates and "
+        "grants begin and end at the wrong time, and clients may be refused there; "
+        + (
+            "its streams go by the others' clocks meanwhile."
+            if len(ahead_ms) > 1
+            else "so do retention, expiries and leases of jobs."
+        )
     )
 
 

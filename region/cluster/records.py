@@ -170,7 +170,7 @@ class ClusterKeys:
         self.pulses = f"{self.prefix}pulse/"
         self.shards = f"{self.prefix}shards/"
         self.controller = f"{self.prefix}controller"
-        self.frozen = f"{self.prefix}frozen"
+        self.frozen = Keys(region).frozen()
         self.audit_home = f"{self.prefix}audit_home"
         """of where the audit log is (region.cluster.member)"""
         self.alone = f"{self.prefix}registered"

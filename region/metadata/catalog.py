@@ -20,7 +20,7 @@ from typing import Annotated, Final
 
 import msgspec
 
-from felix.errors import Code, CorruptionError, FelixError, RequestError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.quota import NO_LIMITS, QuotaLimits
 from felix.settings import NamespaceSettings
@@ -86,14 +86,15 @@ class Catalog:
         self, name: StreamName, config: StreamConfig, *, incarnation: bytes, created_ms: int
     ) -> Stream:
         """Create a stream; `incarnation`: 16 fresh random bytes. Raises RequestError(ALREADY_EXISTS,
-        CONFIG_INVALID). Safe to try again with the same incarnation where the first answer was lost."""
+        CONFIG_INVALID), UnavailableError while the store is known to have gone back: what is created in it would go with it. Safe to
+        try again with the same incarnation where the first answer was lost."""
         check_stream_config(name, config)
         if len(incarnation) != INCARNATION_BYTES:
             raise RequestError(f"An incarnation id has {INCARNATION_BYTES} bytes, not {len(incarnation)}.")
         key = self.keys.stream(name)
         stream = Stream(name=str(name), incarnation=incarnation.hex(), created_ms=created_ms, config=config)
         value = self._encode_stream(stream)
-        compares = [Absent(key), Absent(self.keys.deleted(stream.incarnation))]
+        compares = [Absent(key), Absent(self.keys.deleted(stream.incarnation)), Absent(self.keys.frozen())]
         try:
             result = await self.store.transact(compares, [Put(key, value)])
             revision = result.revision if result.succeeded else 0
@@ -101,6 +102,11 @@ class Catalog:
             revision = 0
         if not revision:
             found = await self.store.get(key)
+            if found is None and await self.store.get(self.keys.frozen()) is not None:
+                raise UnavailableError(
+                    f"The stream {name} was not created: the metadata store went back to an earlier state.",
+                    hint="`felix region status` says how the region is reconciled; create it then.",
+                )
             if found is None or decode_stream(found.value, key, 0).incarnation != stream.incarnation:
                 raise RequestError(
                     f"The stream {name} already exists."

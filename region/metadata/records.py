@@ -384,6 +384,10 @@ class Keys:
             raise RequestError(f"{incarnation[:80]!r} is not an incarnation id: expected 32 hex digits.")
         return f"{self.prefix}deleted/{incarnation}"
 
+    def frozen(self) -> str:
+        """Of the mark that the store went back to an earlier state (region.cluster.records.FrozenRecord)."""
+        return f"{self.prefix}frozen"
+
     def rights(self, identity: SpiffeId) -> str:
         """Of an identity's rights: its SPIFFE id without the scheme."""
         return f"{self.prefix}rights/{str(identity).removeprefix('spiffe://')}"

@@ -30,6 +30,7 @@ from region.log.companions import JournalKind
 from region.queue.shard import Leased, QueueShard, forget_reserved
 from region.queue.state import Phase, Run
 from region.streams import ELSEWHERE_RETRY_MS, HostedStream
+from region.views.actor import JOURNAL_LOOK_MS
 from region.views.dead_letter import dead_letter_name
 
 log = logging.getLogger("felix.region.queue")
@@ -88,6 +89,7 @@ class Queue:
         self._takers: dict[int, Taker] = {}
         self.workers: dict[int, Working] = {}
         self._due = False
+        self._looks = False
         self._first_shard = 0
         self.is_closed = False
 
@@ -120,7 +122,8 @@ class Queue:
                     log.error("queue %s, shard %d does not serve: %s", self.stream.name, number, error)
         if start:
             for shard in self.shards:
-                if shard.serves:
+                # Also one whose journal takes nothing for a while: no word comes when it does again. One that is read again starts then.
+                if shard.actor.is_serving:
                     shard.start()
 
     async def close(self) -> None:
@@ -176,7 +179,8 @@ class Queue:
                 return
             ready = self._ready()
             if not ready:
-                return  # `changed` comes with more: nobody is asked what they would take of nothing
+                # `changed` comes with more: nobody is asked what they would take of nothing.
+                break
             number, taker = next(iter(self._line.items()))
             del self._line[number]
             records, size = taker.room()
@@ -187,6 +191,13 @@ class Queue:
             got = self._take(taker, fair, size)
             given += got
             without = 0 if got else without + 1
+        if self._line and not self._looks and any(shard.is_held_back for shard in self.shards):
+            self._looks = True
+            asyncio.get_running_loop().call_later(JOURNAL_LOOK_MS / 1000, self._look)
+
+    def _look(self) -> None:
+        self._looks = False
+        self.changed()
 
     def _ready(self) -> int:
         """Records that can be leased at once; what is in memory is taken up first where there are none."""
@@ -236,7 +247,7 @@ class Queue:
 
     def describe(self, dead: int) -> QueueState:
         """As workers see it; `dead`: how many wait among the dead letters."""
-        now_ms = self._broker.clock_ms()
+        now_ms = self._broker.streams_ms()
         counts = [sum(shard.state.counts[phase] for shard in self.shards) for phase in Phase]
         oldest = [shard.state.oldest_ms for shard in self.shards if shard.state.oldest_ms]
         granted = {taker.worker for taker in self._takers.values() if taker.granted}
@@ -438,7 +449,7 @@ class QueueService:
         if queue is None or number >= len(queue.shards):
             return {}
         shard = queue.shards[number]
-        state, now_ms = shard.state, self._broker.clock_ms()
+        state, now_ms = shard.state, self._broker.streams_ms()
         counts = state.counts
         left = state.left(shard.log.high_watermark)
         return {

@@ -179,7 +179,7 @@ class QueueShard:
 
     @property
     def now_ms(self) -> int:
-        return self._broker.clock_ms()
+        return self._broker.streams_ms()
 
     # -- life ------------------------------------------------------------------------------------------
 
@@ -278,6 +278,11 @@ class QueueShard:
     @property
     def serves(self) -> bool:
         return self.actor.refusal() is None
+
+    @property
+    def is_held_back(self) -> bool:
+        """Whether nothing can be decided only because the journal takes nothing for a while, such as on a full disk: nobody says when it does again."""
+        return self.actor.is_serving and not self.serves
 
     @property
     def _serving(self) -> bool:

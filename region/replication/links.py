@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -137,6 +137,9 @@ class PeerLinks:
         """Frames that were not sent for want of room; for metrics."""
         self._clocks: dict[str, tuple[int, ...]] = {}
         """By peer: its wall clock less this broker's `boot_ms`, with each of its last beats."""
+        self._known_clocks: dict[str, int] = {}
+        self.clock_offsets: Sequence[int] = ()
+        """The same of every peer that was heard, in order, also where its link is down: clocks go on. Made anew, so that any thread may read it."""
         self._engine = engine
         self._identity = identity
         self._bundle = bundle
@@ -297,7 +300,9 @@ class PeerLinks:
             return
         if isinstance(said, Beat):
             before = self._clocks.get(link.peer, ())
-            self._clocks[link.peer] = (*before, said.clock_ms - self.boot_ms())[-CLOCK_BEATS:]
+            self._clocks[link.peer] = clocks = (*before, said.clock_ms - self.boot_ms())[-CLOCK_BEATS:]
+            self._known_clocks[link.peer] = max(clocks)
+            self.clock_offsets = sorted(self._known_clocks.values())
         elif isinstance(said, Said):
             self._heard(link.peer, said)
         else:

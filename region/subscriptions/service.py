@@ -516,7 +516,7 @@ class SubscriptionService:
                 continue  # retention was faster; it is not known
             if entries:
                 header = decode_header(entries[0].data, FRAME_HEADER_BYTES)
-                ages[number] = max(0, self._broker.clock_ms() - header.append_time_ms)
+                ages[number] = max(0, self._broker.streams_ms() - header.append_time_ms)
         return ages
 
     # -- what is swept ---------------------------------------------------------------------------------

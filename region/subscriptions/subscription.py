@@ -87,7 +87,7 @@ class DurableSubscription:
         self.redelivered = 0
         self.dead = 0
         self.skipped = 0
-        self.active_ms = broker.clock_ms()
+        self.active_ms = broker.streams_ms()
         """When there was a consumer for the last time; the start of the broker where there was none since."""
         self._broker = broker
         self._stores = stores
@@ -98,7 +98,7 @@ class DurableSubscription:
         self._members: dict[int, Member] = {}
         self._signs_ms: dict[int, int] = {}
         self._last_member = 0
-        self._timer = DueTimer(self._tick, lambda: broker.clock_ms(), least_s=TICK_S_MIN)
+        self._timer = DueTimer(self._tick, lambda: broker.streams_ms(), least_s=TICK_S_MIN)
         self._over: FelixError | None = None
         """Why it is closed."""
 
@@ -154,7 +154,7 @@ class DurableSubscription:
         self._last_member += 1
         number = self._last_member
         self._members[number] = member
-        self._signs_ms[number] = self._broker.clock_ms()
+        self._signs_ms[number] = self._broker.streams_ms()
         return number
 
     def enter(self, number: int) -> None:
@@ -167,7 +167,7 @@ class DurableSubscription:
         if self._members.pop(number, None) is None:
             return
         self._signs_ms.pop(number, None)
-        now_ms = self.active_ms = self._broker.clock_ms()
+        now_ms = self.active_ms = self._broker.streams_ms()
         if number not in self._group.members:
             return
         for shard in self._group.leave(number):
@@ -178,7 +178,7 @@ class DurableSubscription:
         """The consumer gave a shard back. Raises RequestError(CONSUMER_FENCED)."""
         progress = self._owned(number, shard, generation)
         self._group.released(number, shard)
-        self._write(shard, progress.release(self._broker.clock_ms(), died=False))
+        self._write(shard, progress.release(self._broker.streams_ms(), died=False))
         self._rebalance()
 
     def _owned(self, number: int, shard: int, generation: int) -> Progress:
@@ -198,7 +198,7 @@ class DurableSubscription:
         return refused
 
     def _rebalance(self) -> None:
-        now_ms = self._broker.clock_ms()
+        now_ms = self._broker.streams_ms()
         for step, shard, number in self._group.rebalance(now_ms):
             member, progress = self._members[number], self.progress(shard)
             generation = progress.generation
@@ -253,20 +253,20 @@ class DurableSubscription:
     def nack(self, number: int, call: Nack, done: Done) -> None:
         """Records failed; again later. Raises RequestError(CONSUMER_FENCED)."""
         progress = self._owned(number, call.shard, call.generation)
-        entries = progress.nack(pairs(call.ranges), call.delay_ms, call.reason, self._broker.clock_ms())
+        entries = progress.nack(pairs(call.ranges), call.delay_ms, call.reason, self._broker.streams_ms())
         self._stores[call.shard].write(entries, done)
         self._arm()
 
     def renew(self, number: int, shard: int, generation: int, offset: int) -> None:
         """Restart the whole ack timeout of the delivered records from `offset` on. Raises RequestError(CONSUMER_FENCED)."""
-        now_ms = self._broker.clock_ms()
+        now_ms = self._broker.streams_ms()
         self._owned(number, shard, generation).renew(offset, now_ms)
         if self._is_sooner(now_ms):
             self._arm()
 
     def _sign(self, number: int) -> None:
         """The consumer works."""
-        self._signs_ms[number] = self._broker.clock_ms()
+        self._signs_ms[number] = self._broker.streams_ms()
         if number in self._group.members and self._group.resume(number):
             asyncio.get_running_loop().call_soon(self._tick)
 
@@ -282,13 +282,13 @@ class DurableSubscription:
 
     def delivered(self, shard: int, base_offset: int, next_offset: int) -> None:
         progress = self.progress(shard)
-        now_ms = self._broker.clock_ms()
+        now_ms = self._broker.streams_ms()
         progress.delivered(base_offset, next_offset, now_ms)
         if not self._timer.due_ms or progress.waiting_count or self._is_sooner(now_ms):
             self._arm()
 
     def redelivered_batch(self, shard: int, base_offset: int, next_offset: int) -> None:
-        now_ms = self._broker.clock_ms()
+        now_ms = self._broker.streams_ms()
         self._write(shard, self.progress(shard).redelivered(base_offset, next_offset, now_ms))
         if not self._timer.due_ms or self._is_sooner(now_ms):
             self._arm()
@@ -318,9 +318,9 @@ class DurableSubscription:
             return
         self._timer.cancel()
         if self.refusal() is not None:
-            self._timer.arm(self._broker.clock_ms() + RETRY_MS)
+            self._timer.arm(self._broker.streams_ms() + RETRY_MS)
             return
-        now_ms = self._broker.clock_ms()
+        now_ms = self._broker.streams_ms()
         for shard in range(len(self._stores)):
             self._look_at(shard, now_ms)
         self._rebalance()
@@ -410,7 +410,7 @@ class DurableSubscription:
                 error = progress.fence(each.generation) or progress.reserve(list(ranges))
             if error is not None:
                 for held, reserved in kept:
-                    held.unreserve(reserved, self._broker.clock_ms())
+                    held.unreserve(reserved, self._broker.streams_ms())
                 self._arm()
                 return error
             kept.append((progress, list(ranges)))
@@ -442,7 +442,7 @@ class DurableSubscription:
         for each in acks:
             progress = self.progress(each.shard)
             self._stores[each.shard].unreserved(self.id, ranges_of(each, 0))
-            progress.unreserve(ranges_of(each, progress.committed), self._broker.clock_ms())
+            progress.unreserve(ranges_of(each, progress.committed), self._broker.streams_ms())
         self._arm()
 
     # -- what is so ------------------------------------------------------------------------------------
@@ -505,7 +505,7 @@ class DurableSubscription:
         """Every consumer ends, with this error; the subscription stays. What they had is nobody's."""
         members, self._members = self._members, {}
         self._group = self._new_group()
-        now_ms = self.active_ms = self._broker.clock_ms()
+        now_ms = self.active_ms = self._broker.streams_ms()
         for number in range(len(self._stores)):
             progress = self.progress(number)
             if progress.generation:

@@ -548,7 +548,7 @@ class Coordinator:
                 number,
                 transaction.id,
                 str(transaction.owner),
-                self._broker.clock_ms(),
+                self._broker.streams_ms(),
                 len(transaction.parts),
                 len(transaction.acknowledgements),
             )

@@ -134,7 +134,7 @@ class OpenTransactions:
                 retry_after_ms=100,
             )
         made = OpenTransaction(
-            transaction_id, owner, transactional_id, epoch, self._broker.clock_ms(), timeout_ms
+            transaction_id, owner, transactional_id, epoch, self._broker.streams_ms(), timeout_ms
         )
         made.on_end = hold() if hold is not None else None
         self._open[transaction_id] = made

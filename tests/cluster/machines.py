@@ -5,7 +5,7 @@ All of it lives in namespaces (network, mounts, processes) that `in_namespaces` 
 
 - What one machine sends to another is dropped by giving it a hardware address for the other that nobody has: in one direction, without a word
   to either, also for connections that stand.
-- A disk is an ext4 of its own in a file. A power cut is EXT4_IOC_SHUTDOWN without writing its journal out: what was not synced is gone at
+- A disk is an ext4 of its own in a file, which a file beside what a process writes fills to the last block. A power cut is EXT4_IOC_SHUTDOWN without writing its journal out: what was not synced is gone at
   the next mount, as on a disk whose power failed.
 """
 
@@ -30,6 +30,9 @@ CLIENT: Final = f"{NETWORK}.1"
 """Where the play itself is: it reaches every machine."""
 DISK_BYTES: Final = 512 << 20
 """Sparse: a play writes some tens of MB."""
+FILLER: Final = "filler"
+FILLED_AT_ONCE: Final = tuple(1 << bits for bits in range(26, 11, -2))
+"""Bytes: down to a block."""
 NOBODY: Final = "02:00:00:00:00:99"
 """A hardware address that no machine has."""
 END_S: Final = 60.0
@@ -130,6 +133,18 @@ class Machine:
         ).returncode:
             assert time.monotonic() < limit, done.stderr
             time.sleep(0.02)
+
+    def fill(self) -> None:
+        """From now on its disk has no room: what is in last blocks of files may still grow by some bytes."""
+        with (self.folder / FILLER).open("ab") as file:
+            for size in FILLED_AT_ONCE:
+                with suppress(OSError):
+                    while True:
+                        os.posix_fallocate(file.fileno(), os.fstat(file.fileno()).st_size, size)
+
+    def make_room(self) -> None:
+        """Its disk has room again, if it was full."""
+        (self.folder / FILLER).unlink(missing_ok=True)
 
     # -- its process -----------------------------------------------------------------------------------
 

@@ -3,7 +3,8 @@
     python -m cluster.play_faults FOLDER [--rounds N] [--seed S] [--only FAULT …]
 
 Run it in namespaces of its own, as tests/cluster/test_faults.py does. In each round one fault happens, drawn by the seed from all of them; then
-records have to be acknowledged and read again, and all copies to be in sync. In the end the history is judged (cluster.history).
+records have to be acknowledged and read again, transactions committed, jobs done, what a durable subscription and a cache were told confirmed, and all
+copies to be in sync. In the end all brokers are killed once more, and the histories are judged (cluster.history, cluster.transaction_history, cluster.view_load).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from cluster.load import Load, stored_in
 from cluster.machines import Machine, begin_network, cut_power
 from cluster.processes import write_cluster
 from cluster.transaction_load import TransactionLoad
+from cluster.view_load import ViewLoad
 from e2e.command_mesh import command, environment
 from etcd_process import etcd_binary
 from region_home import make_region
@@ -47,6 +49,9 @@ from region.folder import RegionFolder
 STREAM: Final = "acme/ops/orders"
 TOGETHER: Final = ("acme/ops/together0", "acme/ops/together1")
 """Streams of transactions."""
+QUEUE: Final = "acme/ops/jobs"
+VIEWS: Final = (QUEUE, "acme/ops/read", "acme/ops/prices")
+"""A queue, a stream with a durable subscription, a cache."""
 BROKERS: Final = ("b1", "b2", "b3")
 PORT: Final = 7443
 LEASE_S: Final = 3
@@ -57,6 +62,10 @@ GOES_ON: Final = 60
 TRANSACTIONS: Final = 5
 """That are committed after a fault, before the next one."""
 TRANSACTION_PAUSE_S: Final = 0.1
+OF_VIEWS: Final = 20
+"""Jobs, records of a subscription and values of a cache that are confirmed after a fault, before the next one."""
+FULL_S: Final = 2.0
+"""How long a disk is full at least."""
 PAUSE_S: Final = 0.01
 """Between a writer's answers: a few hundred records a second in all, of which a long run can hold the history."""
 WAIT_S: Final = 120.0
@@ -195,6 +204,7 @@ class Play:
         self.region: felix.RegionClient
         self.load: Load
         self.transactions = TransactionLoad(TOGETHER, 1, seed, pause_s=TRANSACTION_PAUSE_S)
+        self.views = ViewLoad(*VIEWS)
         self.clients: dict[str, felix.RegionClient] = {}
 
     # -- brokers ---------------------------------------------------------------------------------------
@@ -234,14 +244,14 @@ class Play:
         self.start(*names)
         await self.serve(*names)
 
-    async def leader(self) -> str:
+    async def leader(self, stream: str = STREAM) -> str:
         """Who says that it leads, and may."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 for name, region in self.clients.items():
                     with contextlib.suppress(FelixError, ValueError, TimeoutError):
                         async with asyncio.timeout(1):
-                            (state,) = (await region.connection.request(ListStreams(STREAM, "", 1))).streams
+                            (state,) = (await region.connection.request(ListStreams(stream, "", 1))).streams
                         # Who leads is named by all; the epoch is known to whoever does.
                         if state.state[0].leader_epoch and not state.state[0].stopped:
                             return name
@@ -260,7 +270,7 @@ class Play:
                     with contextlib.suppress(FelixError):
                         states = [
                             (await self.region.describe_stream(stream)).state[0]
-                            for stream in (STREAM, *TOGETHER)
+                            for stream in (STREAM, *TOGETHER, *VIEWS)
                         ]
                         seen = states
                         if all(
@@ -282,6 +292,7 @@ class Play:
     def heal(self) -> None:
         for machine in (*self.brokers.values(), *self.etcd.machines.values()):
             machine.heal()
+            machine.make_room()
 
     # -- a play ----------------------------------------------------------------------------------------
 
@@ -305,17 +316,22 @@ class Play:
                 )  # fmt: skip
             for stream in (STREAM, *TOGETHER):
                 await self.region.create_stream(stream, replicas=3)
-            await self.in_sync()
             self.load = Load(self.region, STREAM, self.history, pause_s=PAUSE_S)
-            writer = await stack.enter_async_context(client(self.folder))
+            writer, one, other = [await stack.enter_async_context(client(self.folder)) for _ in range(3)]
             async with (
+                self.views.going_on(one, other),
                 self.load.going_on(writers=2, readers=2, brokers=self.clients),
                 self.transactions.going_on([writer]),
             ):
                 await self.transactions.goes_on(1)
+                await self.views.goes_on(1)
+                await self.in_sync()
                 yield
+            # What was told and is nowhere written goes with its process.
+            await all_brokers_are_killed(self)
             self.history.check(await stored_in(self.region, STREAM))
             await self.transactions.check(self.region)
+            await self.views.check(self.region)
 
     async def round(self, name: str) -> float:
         """One fault; seconds without an acknowledgement, at the longest."""
@@ -325,6 +341,7 @@ class Play:
         try:
             await self.load.goes_on(GOES_ON)
             await self.transactions.goes_on(TRANSACTIONS)
+            await self.views.goes_on(OF_VIEWS)
             await self.in_sync()
         except (TimeoutError, AssertionError) as error:
             said = "\n".join(f"-- {broker}\n{self.words(broker)}" for broker in BROKERS)
@@ -549,6 +566,40 @@ async def the_store_goes_back(play: Play) -> None:
     await play.start_again()
 
 
+async def _disks_are_full(play: Play, names: Sequence[str], *, kill: str = "") -> None:
+    """For a while; `kill`: this broker ends meanwhile. Once views go on, whoever leads the queue is killed: what it told its workers has to be written."""
+    for name in names:
+        await asyncio.to_thread(play.brokers[name].fill)
+    await asyncio.sleep(FULL_S + play.random.random())
+    if kill:
+        play.brokers[kill].kill()
+    for name in names:
+        play.brokers[name].make_room()
+    if kill:
+        await play.start_again(kill)
+    await play.views.goes_on(OF_VIEWS)
+    leader = await play.leader(QUEUE)
+    play.brokers[leader].kill()
+    await play.start_again(leader)
+
+
+async def a_disk_is_full(play: Play) -> None:
+    """That of whoever leads the queue."""
+    await _disks_are_full(play, [await play.leader(QUEUE)])
+
+
+async def two_disks_are_full(play: Play) -> None:
+    await _disks_are_full(play, play.random.sample(BROKERS, 2))
+
+
+async def all_disks_are_full(play: Play) -> None:
+    await _disks_are_full(play, BROKERS)
+
+
+async def all_disks_are_full_and_a_broker_is_killed(play: Play) -> None:
+    await _disks_are_full(play, BROKERS, kill=play.random.choice(BROKERS))
+
+
 FAULTS: Final[dict[str, Fault]] = {
     fault.__name__: fault
     for fault in (
@@ -558,6 +609,7 @@ FAULTS: Final[dict[str, Fault]] = {
         the_leader_hears_no_follower, the_leader_does_not_reach_the_store, the_leader_is_alone, the_stores_leader_is_killed,
         a_member_of_the_store_stands_still, the_store_loses_its_quorum, the_store_is_away, the_store_is_away_and_the_leader_killed,
         the_store_is_away_for_a_minute, the_stores_members_restart_in_turn, the_brokers_restart_in_turn, the_store_goes_back,
+        a_disk_is_full, two_disks_are_full, all_disks_are_full, all_disks_are_full_and_a_broker_is_killed,
     )
 }  # fmt: skip
 
@@ -588,7 +640,7 @@ async def run(play: Play, rounds: int, only: Sequence[str]) -> None:
             f"{name}: {len(found)} times, pause {statistics.median(found):.1f} s, at most {max(found):.1f} s"
         )
     print(
-        f"{len(play.history.acknowledged)} acknowledged, {play.transactions}; {rounds} rounds, the histories hold"
+        f"{len(play.history.acknowledged)} acknowledged, {play.transactions}; {play.views}; {rounds} rounds, the histories hold"
     )
 
 

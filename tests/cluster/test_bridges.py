@@ -119,3 +119,22 @@ async def test_an_address_that_the_agent_was_not_given_is_not_called(tmp_path: P
 
             await until(told, "the address that is missing")
             assert [link.state for link in agent.links()] == ["waiting"]
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+async def test_a_link_that_has_read_all_goes_on_at_the_next_leader_of_its_source(
+    tmp_path: Path, copies: int
+) -> None:
+    """The leader is drained: it lives on, and the link's session with it."""
+    async with two_clusters(tmp_path, 1, source=3) as mesh:
+        await mesh.create(replicas=copies)
+        await mesh.publish([flight(number) for number in range(50)])
+        await mesh.grant()
+        async with mesh.agent():
+            await mesh.crossed(50)
+            leader = mesh.leader("us-east")
+            await mesh.clusters["us-east"].drain(leader)
+            await until(lambda: mesh.leader("us-east") not in ("", leader), "another leader")
+            await mesh.publish([flight(number) for number in range(50, 100)])
+            await mesh.crossed(100)
+            assert mesh.numbers(await mesh.read("eu-west", 100)) == list(range(100))

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits
 from felix.settings import Durability, Retention, Retries, SubscriptionSettings
+from region.cluster.records import ClusterKeys, FrozenRecord, encode
 from region.metadata.catalog import Catalog
 from region.metadata.memory import MemoryStore
 from region.metadata.port import OutcomeUnknownError
@@ -89,6 +90,22 @@ async def test_a_stream_created_again_is_another_one(catalog: Catalog) -> None:
     assert await create(catalog, ORDERS, 2) != old
     with pytest.raises(RequestError, match="deleted and created again"):
         await catalog.delete_stream(ORDERS, incarnation=old, deleted_ms=6)
+
+
+async def test_no_stream_is_created_while_the_store_is_known_to_have_gone_back(catalog: Catalog) -> None:
+    await create(catalog, ORDERS, 1)
+    frozen = ClusterKeys("us-east").frozen
+    await catalog.store.transact(
+        [], [Put(frozen, encode(FrozenRecord("b1", "it knows an earlier start"), frozen))]
+    )
+    later = StreamName.parse("acme/payments/later")
+    with pytest.raises(UnavailableError, match="went back to an earlier state"):
+        await create(catalog, later, 2)
+    with pytest.raises(RequestError, match="already exists"):
+        await create(catalog, ORDERS, 3)
+    assert [stream.name for stream in await catalog.list_streams()] == [str(ORDERS)]
+    await catalog.store.transact([], [Delete(frozen)])
+    await create(catalog, later, 2)
 
 
 async def test_many_creators_of_one_name_make_one_stream(catalog: Catalog) -> None:

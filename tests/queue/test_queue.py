@@ -26,6 +26,7 @@ from region.folder import RegionFolder
 from region.gather import Done
 from region.node import Node
 from region.queue.state import READY_MAX
+from region.views.journal import Journal
 
 pytestmark = pytest.mark.timeout(120)
 JOBS = "acme/ops/jobs"
@@ -376,6 +377,31 @@ async def test_a_worker_whose_leases_the_journal_refused_gets_jobs_once_it_takes
             assert job.payload == payload
             await job.ack()
     assert await state_of(jobs) == (0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("opened", [False, True])
+async def test_what_is_ready_while_the_journal_takes_nothing_is_given_out_once_it_does(
+    node: Node, operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch, opened: bool
+) -> None:
+    """`opened`: before that, as by an earlier worker."""
+    await operator.create_queue(JOBS)
+    jobs = operator.queue(JOBS)
+    if opened:
+        await jobs.describe()
+    with monkeypatch.context() as patched:
+        # As while the broker may not write: nobody says when it may again.
+        held = UnavailableError("The broker may not write.")
+        patched.setattr(Journal, "refusal", lambda self: self.lost or held)
+        async with jobs.consume(prefetch=1) as consumer:
+            working = asyncio.ensure_future(take(consumer, 1))
+            await operator.stream(JOBS).publish(b"a")
+            await asyncio.sleep(0.05)
+            assert not working.done()
+            patched.undo()
+            async with asyncio.timeout(30):
+                (job,) = await working
+            assert job.payload == b"a"
+            await job.ack()
 
 
 async def test_workers_hold_no_more_than_their_quota(node: Node, operator: felix.RegionClient) -> None:

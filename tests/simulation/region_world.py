@@ -16,11 +16,12 @@ from typing import Any, Final
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from simulation.clients import CLIENT, STREAMS, Balances, Billing, Invoices, Orders, RegionUser
-from simulation.script import Script
+from simulation.script import Script, Step
 from simulation.world import START_MS, Client, Host, InvariantError, World
 
 from felix.address import Address
 from felix.batch import Batch
+from felix.errors import FelixError, UnavailableError
 from felix.identity import Binding, Identity, Proof
 from felix.messages import OpenCache, OpenConsumer, OpenQueue, WatchCache
 from felix.names import SpiffeId, StreamName
@@ -52,6 +53,9 @@ HOST: Final = "broker"
 PORT: Final = 7443
 SERVER_NAME: Final = "b1.us-east.acme"
 FOLDER: Final = Path("/streams")
+FENCED: Final = 0.2
+"""In so many seeds the broker may not write for a while, as one whose lease in the metadata store is in doubt: its logs say no time after which to try again."""
+FENCES_MAX: Final = 3
 REST_S: Final = 1.0
 """After which a broker knows that clients are gone."""
 STATE: Final = frozenset({"cache", "ring"})
@@ -111,6 +115,11 @@ class BrokerHost(Host):
         self.names = sorted({kind.stream for kind in world.joining if issubclass(kind, RegionUser)})
         """Of the streams that are used: each costs its part of every start."""
         self.broker: Broker | None = None
+        self.fences = 0
+        """so many faults that keep it from writing are under way"""
+
+    def refusal(self) -> FelixError | None:
+        return UnavailableError("The broker may not write.") if self.fences else None
 
     def budgets(self) -> Iterable[Budget]:
         return self.broker.budgets.all() if self.broker is not None else ()
@@ -118,7 +127,7 @@ class BrokerHost(Host):
     async def serve(self) -> None:
         budgets = Budgets()
         directory = LogDirectory(FOLDER, "us-east", files=self.mount(), runtime=self.runtime)
-        streams = StreamTable(directory, budgets.ring, lambda *_: Plain(), runtime=self.runtime)
+        streams = StreamTable(directory, budgets.ring, lambda *_: Plain(), self.refusal, self.runtime)
         catalog, mirror = Catalog(self.store, "us-east"), CatalogMirror(self.store, "us-east")
         await mirror.start()
         config = RegionConfig(
@@ -187,6 +196,30 @@ class RegionWorld(World):
     @classmethod
     def targets(cls) -> tuple[str, ...]:
         return (HOST,)
+
+    @classmethod
+    def draw(cls, random: Random) -> Script:
+        # Behind everything else, so that seeds without these stay what they were.
+        script = list(super().draw(random))
+        if random.random() < FENCED:
+            for _ in range(random.randint(1, FENCES_MAX)):
+                at = random.randint(0, sum(step.who == "fault" for step in script))
+                after_s, lasts_s = (scale * random.random() for scale in (0.5, 0.5))
+                script.insert(at, Step("fault", "fence", after_s, HOST, lasts_s, random.getrandbits(2)))
+        return tuple(script)
+
+    async def fault(self, step: Step) -> None:
+        if step.what != "fence":
+            await super().fault(step)
+            return
+        host = self.hosts[step.where]
+        assert isinstance(host, BrokerHost)
+        if step.number:
+            # First something is refused that was decided before: journals are read again, and wait until they take entries.
+            await super().fault(step._replace(what="full", number=0, lasts_s=step.lasts_s))
+        host.fences += 1
+        await asyncio.sleep(step.lasts_s)
+        host.fences -= 1
 
     def peers(self, name: str) -> list[str]:
         return [CLIENT]

@@ -75,3 +75,16 @@ def test_no_position_is_told_while_a_journal_is_read_again() -> None:
 def test_a_view_whose_journal_could_not_be_opened_is_opened_later(seed: int) -> None:
     """A disk was full when the journal's first epoch began: its log stayed open, and each later opening was refused for that."""
     simulate(seed, RegionWorld)
+
+
+def test_a_queue_that_was_opened_while_its_broker_may_not_write_is_worked_on_once_it_may() -> None:
+    """It followed neither its log nor the clock until somebody opened it again, and its workers got nothing."""
+    simulate(
+        29,
+        RegionWorld,
+        (
+            Step("fault", "fence", 0.109, HOST, 0.457),
+            Step("invoices", JOINS, 0.0),
+            Step("invoices", "put", 0.3, number=7),
+        ),
+    )

@@ -31,6 +31,7 @@ from region.log import recovery
 from region.log.producers import Decision, ProducerTable, Verdict
 from region.queue.state import QueueState
 from region.subscriptions.progress import Progress
+from region.views.actor import ViewActor
 from region.views.journal import Journal
 
 SEEDS_MAX: Final = 2_000
@@ -67,6 +68,24 @@ def answer_first(self: Journal, entry: bytes, done: Done, *, append: Any = Journ
     """Says that a view's decision is kept, and keeps it later."""
     done(None)
     append(self, entry, ignore)
+
+
+def confirm_unwritten(patch: pytest.MonkeyPatch) -> None:
+    """A view decides once its journal was read again, and before that takes entries: what it decides until then is written nowhere."""
+    replay, append = ViewActor._replay, ViewActor.append
+
+    async def replay_and_serve(self: ViewActor) -> None:
+        await replay(self)
+        self._serving = True
+
+    def append_or_forget(self: ViewActor, entry: bytes, done: Done) -> None:
+        if self._reloading is not None:
+            done(self.refusal())
+        else:
+            append(self, entry, done)
+
+    patch.setattr(ViewActor, "_replay", replay_and_serve)
+    patch.setattr(ViewActor, "append", append_or_forget)
 
 
 def accept(self: ProducerTable, *asked: object, **more: object) -> Decision:
@@ -135,6 +154,7 @@ TWINS: Final = (
     Twin(
         "a view answers once its journal is durable", 0, RegionWorld, patched(Journal, "append", answer_first)
     ),
+    Twin("a view confirms nothing that is not written", 187, RegionWorld, confirm_unwritten),
     Twin(
         "each lease of a job has a token of its own", 0, RegionWorld, patched(QueueState, "lease", lease_anew)
     ),
