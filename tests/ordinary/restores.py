@@ -146,7 +146,9 @@ async def restore_agent(world: World) -> str | None:
     await _copy(kept / part, log.parent / part)
     said = f"{part or 'all'} of {origin}, {size_of(kept / 'egress')} of {size_of(newest / 'egress')} leaves"
     if size_of(kept / "egress") < world.keys_begin(origin):
-        said += await _refused(world, said, world.start_agent(source))
+        await world.start_agent(source)
+        said += await _waiting(world, said, source)
+        await world.stop_agent(source)
         await _copy(newest, log.parent)
         await world.start_agent(source)
         return f"{said}: the newest copy was put back"
@@ -172,6 +174,20 @@ async def _refused(world: World, what: str, start: Awaitable[None]) -> str:
         return f"; refused: {error.sentence}"
     world.wrong.append(f"a log of before its keys were changed was opened: {what}")
     return "; opened"
+
+
+async def _waiting(world: World, what: str, source: str) -> str:
+    """The same of an agent, which waits for a log that it may open."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + ALARM_S
+    while "its keys were changed at" not in (why := world.agents[source].not_ready()):
+        if loop.time() > end:
+            world.wrong.append(
+                f"an agent does not say that its log is of before its keys were changed: {what}; {why}"
+            )
+            break
+        await asyncio.sleep(0.05)
+    return f"; it waits: {why}"
 
 
 async def copy_log(world: World) -> str | None:
