@@ -86,7 +86,7 @@ def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKe
 
     A cosignature that does not hold is none, as if its witness were unknown (`SignedCheckpoint.broken`): no witness decides whether
     another's log opens. A bad line of any of the log's own keys refuses the note. Each line is tried with all keys of its name and id.
-    A key of the log counts for checkpoints of the sizes that it covers. An ML-DSA-44 line without a time is no cosignature: it does
+    A key of the log counts for checkpoints of the sizes that it covers, and for one of no leaves, with which every new copy begins, whichever key signs the log by then. An ML-DSA-44 line without a time is no cosignature: it does
     not say when. Raises TamperError.
     """
     keys = keys_of(log_key)
@@ -106,7 +106,7 @@ def open_checkpoint(data: bytes, log_key: LogKey, witnesses: Iterable[VerifierKe
             f"The checkpoint is of the log {checkpoint.origin[:200]!r}, expected {keys[0].name!r}."
         )
     ours = tuple(by for by in checked.verified if by.key in keys)
-    signed = tuple(by for by in ours if by.key.covers(checkpoint.size))
+    signed = tuple(by for by in ours if not checkpoint.size or by.key.covers(checkpoint.size))
     if ours and not signed:
         raise TamperError(
             f"The checkpoint of {checkpoint.origin} has {checkpoint.size} leaves, which the key that signed it may not sign: "

@@ -10,12 +10,12 @@ import logging
 from contextlib import suppress
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, SignedCheckpoint, claimed_size, open_checkpoint
+from audit.checkpoint import Checkpoint, SignedCheckpoint, open_checkpoint
 from audit.checkpoint_disk import KeptCheckpoints, LogKeys, check_continues, sign_checkpoint
 from audit.errors import VERIFY_HINT, RolledBackError
 from audit.leaf import Header, read_header
 from audit.merkle import EMPTY_ROOT, TILE_HEIGHT, TILE_WIDTH, Tree, leaf_hash
-from audit.note import VerifierKey, encode_note, signs_from, unbounded
+from audit.note import VerifierKey, encode_note, signs_from
 from audit.position import Positions
 from audit.range_index import INDEX_PATH, ROW_BYTES, bundle_rows, bundles_indexed, cut_index
 from audit.tile import (
@@ -109,9 +109,6 @@ class Opening:
 
     def _read_checkpoint(self, *, copied: bool) -> SignedCheckpoint:
         data = self._folder.read(CHECKPOINT_PATH)
-        if data is not None and copied and not claimed_size(data):
-            # A copy that is new begins with one of no leaves, whichever key signs the log by then.
-            return open_checkpoint(data, unbounded(self._keys.known))
         if data is not None:
             return self._open(data)
         if self._folder.names(WAL_FOLDER) or self._folder.names("tile") or self._folder.names(COSIGNED_PATH):

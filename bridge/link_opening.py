@@ -23,7 +23,14 @@ from bridge.link import Announced
 from bridge.link_context import Link, LinkContext, LinkMemory
 from bridge.plan import PlannedLink
 from felix.errors import Code, CorruptionError, ProtocolError, UnavailableError
-from felix.messages import CutState, DescribeStream, GetStreamStatement, IngestOpened, StreamState
+from felix.messages import (
+    LOGGED_UNTOLD,
+    CutState,
+    DescribeStream,
+    GetStreamStatement,
+    IngestOpened,
+    StreamState,
+)
 from policy.truncation import TRUNCATIONS_MAX, Accepted, Live, chain, other_chain
 
 log = logging.getLogger("felix.bridge.link_opening")
@@ -176,14 +183,16 @@ class LinkOpening:
                 )
 
     def check_destination(self, trail: Trail, opened: IngestOpened) -> None:
-        """Raises CorruptionError(TRUNCATED) where the destination no longer has what it gave receipts for."""
+        """Raises CorruptionError(TRUNCATED) where the destination no longer has what it gave receipts for, (ROLLED_BACK) where it has it, and its audit log lacks the leaves."""
         source = self.source
         last, at = trail.positions.last_ack(self._link.link_shard), opened.position
         account = self._context.ledger.shard(self._link.link_shard, source.live.incarnation)
-        had = opened.logged
+        received = 0
         if last is not None and last.incarnation == source.live.incarnation:
-            had = max(had, last.last_offset + 1)
+            received = last.last_offset + 1
+        had = max(opened.logged, received)
         if had <= at:
+            self._require_logged(opened.logged, received)
             return
         row = self._link.row
         said = (
@@ -192,6 +201,16 @@ class LinkOpening:
         )
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut)
+
+    def _require_logged(self, logged: int, received: int) -> None:
+        """Receipts are given once their leaves are durable: a destination's log that has fewer was put back, whoever else has forgotten what it had. Raises CorruptionError(ROLLED_BACK)."""
+        row = self._link.row
+        if LOGGED_UNTOLD < logged < received:
+            raise CorruptionError(
+                f"{row.destination_region} gave receipts for {row.stream} shard {row.shard} up to offset {received - 1}, and its audit log has what lies below {logged}: the log was rolled back.",
+                code=Code.ROLLED_BACK,
+                hint=f"Have {row.destination_region} restore its log's newest copy; nothing crosses until then. Where there is none, docs/operations.md says how to go on.",
+            )
 
     def log_elsewhere(self, trail: Trail, opened: IngestOpened) -> None:
         """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.

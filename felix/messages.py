@@ -859,6 +859,10 @@ class OpenIngest(Request["IngestOpened"], frozen=True, tag="open_ingest"):
     statement: bytes
 
 
+LOGGED_UNTOLD: Final = -1
+"""What is read of a broker that does not say how far its ingress log goes: no offset."""
+
+
 class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     """`position` is the source offset that comes next: after the last one recorded here; for a link that has none yet, where
     the source's log begins, or where a truncation was accepted.
@@ -870,8 +874,8 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     position: int
     credit_bytes: int
     envelopes_max: int
-    logged: int = 0
-    """source offsets below stand in the ingress log; where that is more than `position`, records are gone here"""
+    logged: int = LOGGED_UNTOLD
+    """source offsets below stand in the ingress log; where that is more than `position`, records are gone here. LOGGED_UNTOLD: a broker of before does not say"""
     crossed_from: int = 0
     crossed: bytes = b""
     """after a resend: a bit for each source offset from `crossed_from` on, lowest first, set where the record crossed before and

@@ -12,10 +12,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from audit.checkpoint import Checkpoint, claimed_size, open_checkpoint
+from audit.checkpoint import Checkpoint, open_checkpoint
 from audit.cosigned_notes import COSIGNED_PATHS, readable_notes
 from audit.merkle import Tree, leaf_hash
-from audit.note import unbounded
 from audit.tile import CHECKPOINT_PATH, COPIED_PATH, read_entries
 from audit.tile_disk import Folder
 from audit.trust import RegionTrust
@@ -215,8 +214,7 @@ def _given(
 def _checkpoint(broker: str, note: bytes, bundle: RegionBundle, origin: str) -> Checkpoint:
     keys = RegionTrust(bundle).log_keys(origin)
     try:
-        # A copy that is new begins with one of no leaves, whichever key signs the log by then.
-        return open_checkpoint(note, keys if claimed_size(note) else unbounded(keys)).checkpoint
+        return open_checkpoint(note, keys).checkpoint
     except TamperError as error:
         raise TamperError(
             f"The checkpoint of {broker} is none of the audit log {origin} under the keys in this folder's bundle. {error.sentence}",

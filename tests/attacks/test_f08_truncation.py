@@ -342,10 +342,12 @@ def cut_power(shard: ShardLog) -> None:
     os.truncate(segment.path, synced)
 
 
-async def test_a_log_that_is_put_back_with_what_the_other_region_remembers_of_it_lets_nothing_cross(
-    mesh: Mesh, tmp_path: Path, tally: Tally
+@pytest.mark.parametrize("agents_too", [False, True])
+async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothing_cross(
+    mesh: Mesh, tmp_path: Path, agents_too: bool, tally: Tally
 ) -> None:
-    """eu-west's audit log, and all that us-east's broker has beside its streams and log: the store, and what its witness cosigned. The bridge remembers it."""
+    """eu-west's audit log, and all that us-east's broker has beside its streams and log: the store, and what its witness cosigned. The bridge remembers it. Where what that remembers
+    is put back as well, there are the receipts."""
     await mesh.create()
     await mesh.grant()
     await mesh.publish(numbered(0, 5))
@@ -357,6 +359,8 @@ async def test_a_log_that_is_put_back_with_what_the_other_region_remembers_of_it
     await mesh.stop("eu-west")
     shutil.copytree(data, older, ignore=shutil.ignore_patterns(*others))
     keep(mesh.ingress_folder, tmp_path / "log")
+    kept = mesh.egress_folder.parent / "regions"
+    keep(kept, tmp_path / "kept")
     await mesh.start("us-east")
     await mesh.start("eu-west")
     await mesh.publish(numbered(100, 5))
@@ -370,12 +374,15 @@ async def test_a_log_that_is_put_back_with_what_the_other_region_remembers_of_it
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(older, data, dirs_exist_ok=True)
     put_back(tmp_path / "log", mesh.ingress_folder)
+    if agents_too:
+        put_back(tmp_path / "kept", kept)
     await mesh.start("us-east")
     await mesh.start("eu-west")
     await mesh.publish(numbered(900, 5))
     async with mesh.agent() as agent:
         held = await link(agent, "denied")
-        assert "of the audit log of eu-west" in held.reason and "rolled back" in held.reason
+        said = "eu-west gave receipts for" if agents_too else "of the audit log of eu-west"
+        assert said in held.reason and "rolled back" in held.reason
         assert await mesh.arrived() == 10
     tally("logs put back with what the other region remembers of them", 1)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, cast
 from weakref import WeakKeyDictionary
 
-from ordinary import key_changes, restores
+from ordinary import key_changes, log_key_changes, restores
 from ordinary.evidence import findings
 from ordinary.several import OF_SEVERAL, Several
 from ordinary.world import STEPS, Operation, World
@@ -25,12 +25,13 @@ OPERATIONS: Final[dict[Operation, float]] = {
     restores.back_up: 1.2, restores.back_up_agent: 0.6, restores.restore_streams: 2, restores.restore_metadata: 0.7,
     restores.restore_audit_log: 0.7, restores.restore_broker: 0.7, restores.restore_agent: 0.7, restores.replace_bridge: 0.3,
     restores.replace_region: 0.2, restores.copy_log: 0.7, restores.restore_copy: 1.4, key_changes.change_signing_keys_: 1,
+    log_key_changes.change_log_keys_: 2, log_key_changes.change_witness_key_: 0.5,
 }  # fmt: skip
 """What may be done in a step, and how often beside the others; one that finds nothing to do is drawn again."""
 SEVERAL: Final[dict[Operation, float]] = {
     **{operation: weight / 2 for operation, weight in OPERATIONS.items()},
     World.publish: 9, World.settle: 5,
-    **cast("dict[Operation, float]", OF_SEVERAL),
+    **cast("dict[Operation, float]", {**OF_SEVERAL, log_key_changes.change_copied_log_keys: 2}),
 }  # fmt: skip
 """The same where regions have several brokers: half of what is done is done to those."""
 STEP_S: Final = 300.0

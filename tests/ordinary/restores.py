@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from audit.log_restore_disk import restore_log
 from audit.origin import egress_origin, region_origin
 from audit.tile_disk import Folder
 from audit.verify import verify_log
+from felix.errors import FelixError
 
 ALARM_S: Final = 10.0
 """How long links may take to open, under a log that was put back, until the operator has seen what they say."""
@@ -104,8 +105,14 @@ async def _restore_with_log(world: World, region: str, part: str) -> str:
     await world.stop(region)
     await _copy(log, newest)
     await _copy(world.backups[region] / part, _data(world, region) / part)
-    await world.start(region)
     said = f"{part or 'all'} of {region}, {size_of(older)} of {size_of(newest)} leaves"
+    if size_of(older) < world.keys_begin(origin):
+        said += await _refused(world, said, world.start(region))
+        await _copy(newest, log)
+        await world.start(region)
+        await world.start_agents()
+        return f"{said}: the newest copy was put back"
+    await world.start(region)
     knowing = _knowing(world, origin, size_of(older))
     if not knowing:
         # Nobody was told of more: the region goes on from there.
@@ -138,6 +145,13 @@ async def restore_agent(world: World) -> str | None:
     await _copy(log.parent, newest)
     await _copy(kept / part, log.parent / part)
     said = f"{part or 'all'} of {origin}, {size_of(kept / 'egress')} of {size_of(newest / 'egress')} leaves"
+    if size_of(kept / "egress") < world.keys_begin(origin):
+        await world.start_agent(source)
+        said += await _waiting(world, said, source)
+        await world.stop_agent(source)
+        await _copy(newest, log.parent)
+        await world.start_agent(source)
+        return f"{said}: the newest copy was put back"
     knowing = _knowing(world, origin, size_of(kept / "egress"))
     await world.start_agent(source)
     if not knowing:
@@ -152,9 +166,33 @@ async def restore_agent(world: World) -> str | None:
     return f"{said}; {', '.join(sorted(knowing))} cosigned more: the newest copy was put back"
 
 
+async def _refused(world: World, what: str, start: Awaitable[None]) -> str:
+    """What a log's writer says of a copy of before its keys were changed, with which it must not go on."""
+    try:
+        await start
+    except FelixError as error:
+        return f"; refused: {error.sentence}"
+    world.wrong.append(f"a log of before its keys were changed was opened: {what}")
+    return "; opened"
+
+
+async def _waiting(world: World, what: str, source: str) -> str:
+    """The same of an agent, which waits for a log that it may open."""
+    loop = asyncio.get_running_loop()
+    end = loop.time() + ALARM_S
+    while "its keys were changed at" not in (why := world.agents[source].not_ready()):
+        if loop.time() > end:
+            world.wrong.append(
+                f"an agent does not say that its log is of before its keys were changed: {what}; {why}"
+            )
+            break
+        await asyncio.sleep(0.05)
+    return f"; it waits: {why}"
+
+
 async def copy_log(world: World) -> str | None:
     """`felix audit copy` of a log that is written, into the folder of its last copy."""
-    origin, _ = world.random.choice(_written(world))
+    origin, _ = world.random.choice(written(world))
     made = await _copy_log(world, origin)
     return f"{origin}, {made.size} leaves, {made.size - made.before} of them new"
 
@@ -162,12 +200,12 @@ async def copy_log(world: World) -> str | None:
 async def restore_copy(world: World) -> str | None:
     """A log's disk is lost, or its files are damaged, or it only seems so; `felix audit restore` puts a copy back: one of some time ago, of just before
     its owner stopped, or of just after. What it refuses because more was signed comes back by the newest folder, as a disk does from a repair."""
-    origin, log = world.random.choice(_written(world))
+    origin, log = world.random.choice(written(world))
     of = world.random.choice(("before", "running", "stopped"))
     harm = world.random.choice(("lost", "damaged", "whole"))
     if of == "before" and origin not in world.copies:
         return None
-    region, source = _owner(world, origin)
+    region, source = owner(world, origin)
     if of == "running":
         await _copy_log(world, origin)
     await (world.stop_agent(source) if source else world.stop(region))
@@ -184,7 +222,7 @@ async def restore_copy(world: World) -> str | None:
                 path.write_bytes(path.read_bytes()[:-1])
     said = f"{origin}, {harm}, {size_of(copy)} of {size_of(newest)} leaves, copied {of}"
     known = [int(note.split(b"\n", 2)[1]) for note in world.notes_of(origin)]
-    known += [] if harm == "lost" else [size_of(newest)]
+    known += [world.keys_begin(origin), *([] if harm == "lost" else [size_of(newest)])]
     try:
         made = await asyncio.to_thread(
             restore_log, Folder(copy), log, world.trust, world.notes_of(origin), origin=origin
@@ -211,13 +249,13 @@ async def restore_copy(world: World) -> str | None:
     return said
 
 
-def _written(world: World) -> list[tuple[str, Path]]:
+def written(world: World) -> list[tuple[str, Path]]:
     """The logs of one writer each that go on, with their folders."""
     own = [(region_origin(region, "acme"), world.audit_log(region)) for region in world.alone]
     return own + [(_egress(world, source), world.egress_log(source)) for source in world.sources]
 
 
-def _owner(world: World, origin: str) -> tuple[str, str]:
+def owner(world: World, origin: str) -> tuple[str, str]:
     """The region whose broker writes a log, or the source whose agent does."""
     for region in world.alone:
         if region_origin(region, "acme") == origin:
@@ -226,7 +264,7 @@ def _owner(world: World, origin: str) -> tuple[str, str]:
 
 
 async def _copy_log(world: World, origin: str) -> Copied:
-    region, source = _owner(world, origin)
+    region, source = owner(world, origin)
     log = world.egress_log(source) if source else world.audit_log(region)
     to = world.home / f"copy-{source or region}-{world.bridges[source] if source else 'audit'}"
     while True:

@@ -24,7 +24,7 @@ from ports import claim_port
 from region_home import running
 
 import felix
-from audit.origin import egress_origin, region_origin
+from audit.origin import Origin, egress_origin, region_origin
 from audit.trust import Trust
 from bridge.agent import Agent
 from bridge.config import BridgeConfig, DestinationConfig
@@ -726,6 +726,11 @@ class World:
 
     def egress_log(self, source: str) -> Path:
         return self.folder(source).root / "bridges" / self.bridges[source] / "egress"
+
+    def keys_begin(self, origin: str) -> int:
+        """From how many leaves on the log's keys of now sign: a shorter copy is none that its writer opens."""
+        keys = self.bundle(Origin.parse(origin).region).audit_keys
+        return max((key.from_size for key in keys if key.name == origin), default=0)
 
     def notes_of(self, origin: str, region: str = "*") -> list[bytes]:
         """The checkpoints of a log that regions, or one of them, remember to have cosigned."""
