@@ -90,9 +90,13 @@ class PeerRequests:
         body = msgspec.msgpack.encode(request)
         assert len(body) <= ASK_BYTES_MAX, type(request).__name__
         if peer == self.own:
+            # As at a peer: it is carried out also where nobody waits for the answer any more. What is appended by then is in no log yet, and whoever
+            # asked again meanwhile would append it once more.
+            carrying = self._tasks.begin(self._carry_out(peer, body))
+            carrying.add_done_callback(_heard)
             try:
                 async with asyncio.timeout(timeout_s):
-                    told = await self._carry_out(peer, body)
+                    told = await asyncio.shield(carrying)
             except TimeoutError:
                 raise _lost(peer) from None
             return msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=answer)
@@ -183,6 +187,12 @@ class PeerRequests:
 
 class _Tagged(msgspec.Struct):
     ask: str
+
+
+def _heard(task: asyncio.Task[msgspec.Struct]) -> None:
+    """Whoever asked has been told, or waits no more."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _lost(peer: str) -> UnavailableError:

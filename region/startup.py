@@ -389,7 +389,7 @@ async def open_broker(
         transport_limits=transport_limits,
         runtime=runtime,
         clustered=clustered,
-        streams_clock=streams_runtime.clock,
+        streams_clock=None if config.cluster is None else streams_clock,
     )
     if clustered is not None and peers is not None:
         clustered.tell_others(broker.bridges)

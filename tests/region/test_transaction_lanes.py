@@ -456,3 +456,29 @@ async def test_what_was_prepared_is_kept_until_its_coordinator_says_that_it_was_
     assert set(leading.links.asked) == {AskDecision(b"t" * 16)} and bodies[2] in leading.jobs.prepared
     leading.links.may_be = False
     await until(lambda: leading.jobs.prepared == [bodies[0]])
+
+
+async def test_what_a_coordinator_of_the_same_broker_had_under_way_when_it_ended_stands_once(
+    home: Home,
+) -> None:
+    """Its term ends while an append waits for the disk, as a full one; the next coordinator asks for the same."""
+    asking: list[asyncio.Task[Any]] = []
+    leading = Leading(home, lambda step: asking[0].cancel() if step == "appended" and asking else None)
+    await home.broker.ensure_stream(TRANSACTIONS_STREAM, StreamConfig())
+    requests = PeerRequests("b2")
+    requests.serve(ApplyLane, leading.links.handlers[ApplyLane])
+
+    async def ask(request: PeerRequest, peer: str = "b2") -> LaneApplied:
+        return await requests.ask(peer, request, LaneApplied)
+
+    first = leading.hosted().shard(0)
+    leading.links.do = ask  # type: ignore[method-assign]
+    asking.append(asyncio.ensure_future(leading.apply(1, b"0")))
+    with pytest.raises(asyncio.CancelledError):
+        await asking[0]
+    assert first.log_end_offset == 1 and first.high_watermark == 0
+    asking.clear()
+    assert await leading.apply(1, b"0") == LaneApplied([(0,)])
+    assert first.log_end_offset == 1
+    await requests.close()
+    await leading.lanes.close()

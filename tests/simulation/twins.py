@@ -144,7 +144,7 @@ def compare_nothing(patch: pytest.MonkeyPatch) -> None:
 TWINS: Final = (
     Twin("answer after the sync", 1, RegionWorld, patched(RegionWorld, "files", UnsyncedFiles)),
     Twin("a file's name is durable", 0, RegionWorld, patched(RegionWorld, "files", UnsyncedNames)),
-    Twin("producers' sequences are compared", 23, RegionWorld, patched(ProducerTable, "decide", accept)),
+    Twin("producers' sequences are compared", 86, RegionWorld, patched(ProducerTable, "decide", accept)),
     Twin(
         "recovery writes again what a failed sync may have left to the page cache",
         130,
@@ -172,7 +172,7 @@ TWINS: Final = (
     ),
     Twin(
         "an INTENT is durable before its envelope is sent",
-        71,
+        70,
         MeshWorld,
         patched(Trail, "append_nowait", tell_first("/bridge/")),
     ),
