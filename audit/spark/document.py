@@ -51,6 +51,8 @@ class VerifiedLog:
     """the leaves of version 1 that records crossed by"""
     unsupported: tuple[str, ...] = ()
     """what it does not show"""
+    newest_ms: int | None = None
+    """the latest time that any of its leaves says; what it got afterwards is in no report of it"""
 
     @property
     def is_of_version_1(self) -> bool:
@@ -149,6 +151,7 @@ def as_json(report: Report) -> dict[str, Any]:
                     }
                     for cosigner in log.cosigners
                 ],
+                "newest_leaf": iso(log.newest_ms),
                 "receipts_checked": log.receipts,
                 "steps": list(log.steps),
                 "verification": "verified",

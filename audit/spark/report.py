@@ -556,6 +556,7 @@ def _verified(log: OpenedLog, found: VerificationReport, said: Mapping[str, Any]
         ),
         found.version_1,
         found.unsupported,
+        said["time_ms"] if said else None,
     )
 
 

@@ -27,7 +27,7 @@ from region.folder import RegionFolder
 from region.signing_key_leaves import ROLES, Role
 from region.signing_keys import change_signing_keys, raise_ends
 
-COSIGNED_S: Final = 20.0
+COSIGNED_S: Final = 60.0
 """How long other regions' logs may take to be cosigned as far as they are; a link that stands still for good brings nothing."""
 _COMMANDS: Final = asyncio.Lock()
 """A command takes the region's folder from the environment, which sequences side by side share."""
@@ -161,10 +161,11 @@ async def _raise(world: World, region: str, folder: RegionFolder, config: Region
 
 async def _cosigned(world: World, region: str) -> bool:
     """Wait until the region has cosigned the logs that its bridges' and the others' agents bring it, as far as these are now."""
+    # Also those of which it has cosigned nothing yet: what they have of this region's would have no end in them.
     wanted = {
-        origin: size_of(path)
+        origin: size
         for origin, path in world.logs().items()
-        if not origin.startswith(f"{region}.") and world.notes_of(origin, region)
+        if not origin.startswith(f"{region}.") and (size := size_of(path))
     }
     loop = asyncio.get_running_loop()
     end = loop.time() + COSIGNED_S

@@ -30,6 +30,7 @@ from crossing_logs import (
     count_files,
     five_days,
     grant_id,
+    read_leaves,
     terms_hash,
     trust,
     write_log,
@@ -90,6 +91,13 @@ def test_every_total_equals_a_count_of_the_files_in_plain_python(five: Made) -> 
     assert totals.records == counts["crossed"].total() > 5_000
     assert totals.record_bytes == counts["bytes"].total()
     assert five.result.record_entries == counts["entries"]["all"]
+    newest = {log.origin: log.newest_ms for log in five.result.report.logs}
+    assert newest == {
+        (path / "checkpoint").read_text().split("\n")[0]: max(
+            leaf.header.time_ms for leaf in read_leaves(path)
+        )
+        for path in five.logs
+    }
     assert (
         sum(row["gap"] for row in five.result.report.reconciliation.records()) == counts["gap"].total() == 25
     )
