@@ -101,7 +101,8 @@ def checked(mesh: Mesh) -> int:
 
 def is_cosigned(mesh: Mesh) -> bool:
     """Whether us-east has cosigned eu-west's log as far as it goes, and the bridge knows."""
-    size = note_size((mesh.ingress_folder / "checkpoint").read_bytes())
+    # All leaves, and not the checkpoint alone, which may be of before the last crossing.
+    size = mesh.nodes["eu-west"].services.governance.trail.status().durable
     kept = (mesh.egress_folder.parent / "regions").glob("*.checkpoint")
     return any(
         note.startswith(b"eu-west.") and note_size(note) == size
@@ -353,6 +354,7 @@ async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothi
     await mesh.publish(numbered(0, 5))
     async with mesh.agent() as agent:
         await link(agent, "active", 5)
+        await until(lambda: is_cosigned(mesh), "us-east cosigned eu-west's log as it is put back")
     data, older = mesh.us.root / "data", tmp_path / "older"
     others = ("streams", "audit")
     await mesh.stop("us-east")
