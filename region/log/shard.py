@@ -965,10 +965,16 @@ class ShardLog:
         snapshot = self.producers_snapshot() if known else b""
 
         def work() -> int:
-            if snapshot:
-                # On a full disk it is more urgent that something goes.
+            if not snapshot:
+                return delete()
+            try:
+                disk.save_producers(snapshot, offset)
+            except OSError:
+                # On a full disk it is more urgent that something goes; then there may be room.
+                count = delete()
                 with suppress(OSError):
                     disk.save_producers(snapshot, offset)
+                return count
             return delete()
 
         count = await self._folder_writer.change(work)
