@@ -119,6 +119,8 @@ class Altering(Protocol):
         """Go by the settings in the stream's record from now on."""
 
 
+FULL_AGAIN_MS: Final = 1_000
+"""A client that asks for a shard that had no room to be opened retries after this."""
 ELSEWHERE_RETRY_MS: Final = 100
 """A client that asked the wrong broker retries after this: the shard may be on its way here."""
 
@@ -160,6 +162,13 @@ def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableEr
         )
     if why.code is Code.SHUTTING_DOWN:
         return UnavailableError(why.sentence, code=why.code, hint=why.hint, retry_after_ms=ELSEWHERE_RETRY_MS)
+    if why.code is Code.DISK_FULL:
+        return UnavailableError(
+            f"Shard {number} of {name} does not serve yet: there was no room on the disk to open it.",
+            code=why.code,
+            hint="Make room; it is opened by itself within seconds.",
+            retry_after_ms=FULL_AGAIN_MS,
+        )
     return UnavailableError(f"Shard {number} of {name} does not serve: {why}", code=Code.SHARD_STOPPED)
 
 
@@ -281,6 +290,20 @@ class HostedStream:
         """Whether this broker serves all of its shards now, also by what it has heard since it began to."""
         leads = self._leading is None or self._leading.epochs(self.record) == self.epochs
         return leads and len(self.serving) == self.shard_count
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether a shard could not be opened for want of room on the disk: it is to be tried again."""
+        return bool(self.without_room)
+
+    @property
+    def without_room(self) -> list[int]:
+        """The shards that could not be opened for want of room on the disk."""
+        return [
+            number
+            for number, each in self.replicas.items()
+            if isinstance(each, FelixError) and each.code is Code.DISK_FULL
+        ]
 
     @property
     def elsewhere(self) -> FelixError | None:
@@ -523,6 +546,8 @@ class StreamTable:
                     if record.revision >= held.record.revision:
                         held.alter(record)
                         self._work.place(held, record.config)
+                    if self._leading is None and (held.lacks_room or not held.replicas):
+                        await self._serve_again(held, {})
                     return held
                 if held.record.revision > record.revision:
                     return held  # the record is older than what is served
@@ -573,7 +598,11 @@ class StreamTable:
             return
         async with self._busy.setdefault(name, asyncio.Lock()):
             held = self._streams.get(name)
-            if held is None or (epochs := leading.epochs(held.record)) == held.epochs:
+            if held is None:
+                return
+            if (epochs := leading.epochs(held.record)) == held.epochs:
+                if held.lacks_room:
+                    await self._serve_again(held, epochs)
                 return
             if held.replicas:
                 await self._cease(held)
@@ -583,6 +612,23 @@ class StreamTable:
                 await self._serve(held, epochs)
                 self._begin_measuring(held)
             self._changed(held)
+
+    async def _serve_again(self, stream: HostedStream, epochs: dict[int, int]) -> None:
+        """Serve all of its shards, where those have room by now that had none. Raises as `open`."""
+        for number in stream.without_room:
+            # Those that serve are not disturbed before it is of use.
+            found = await self._open_shard(
+                stream.name, stream.record, number, epochs.get(number, 0), is_again=True
+            )
+            if isinstance(found, FelixError):
+                return
+            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+        if stream.replicas:
+            await self._cease(stream)
+        await self._serve(stream, epochs)
+        self._begin_measuring(stream)
+        self._changed(stream)
+        log.info("stream %s found room on the disk, and is served", stream.name)
 
     async def _cease(self, stream: HostedStream) -> None:
         """Serve none of the stream's shards any more: what comes is refused from here on, what is under way is answered."""
@@ -632,9 +678,10 @@ class StreamTable:
         return wanted
 
     async def _open_shard(
-        self, name: StreamName, record: Stream, number: int, epoch: int
+        self, name: StreamName, record: Stream, number: int, epoch: int, *, is_again: bool = False
     ) -> ShardLog | FelixError:
-        """`epoch`: to lead it in; 0: a new one, that this broker chooses."""
+        """`epoch`: to lead it in; 0: a new one, that this broker chooses. `is_again`: what keeps it from being opened was said."""
+        level = logging.DEBUG if is_again else logging.ERROR
         incarnation = bytes.fromhex(record.incarnation)
         config = record.config
         settings = shard_settings(
@@ -658,13 +705,13 @@ class StreamTable:
         try:
             shard = await self._directory.open_shard(name, incarnation, number, settings, hooks)
         except FelixError as error:
-            log.error("%s shard %d does not serve: %s", name, number, error)
+            log.log(level, "%s shard %d does not serve: %s", name, number, error)
             return error
         if epoch:
             try:
                 await shard.begin_epoch(epoch)
             except FelixError as error:
-                log.error("%s shard %d does not serve in epoch %d: %s", name, number, epoch, error)
+                log.log(level, "%s shard %d does not serve in epoch %d: %s", name, number, epoch, error)
                 await self._directory.close_shard(name, incarnation, number)
                 return error
             return shard

@@ -548,9 +548,7 @@ class DiskLog:
         no_room = None
         if self._segments.active.base_offset < offset and not self._note_is_open:
             no_room = self._roll_unless_full(now_ms)
-        return self._delete_closed(
-            sum(one.next_offset <= offset for one in self._segments.now[:-1]), no_room
-        )
+        return self._delete_closed(sum(one.next_offset <= offset for one in self._segments.now[:-1]), no_room)
 
     def _delete_first(self, count: int) -> None:
         self._open_files()

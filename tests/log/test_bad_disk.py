@@ -136,9 +136,7 @@ def test_a_full_disk_lets_go_of_segments_that_are_in_a_store_as_well() -> None:
         url = f"memory://full/{segment.path.name}"
         urls.append(url)
         header, end = segment.header.encode(), segment.next_offset
-        entry = Offloaded(
-            url, header, end, segment.segment_bytes, segment.last_time_ms, "00" * 32
-        )
+        entry = Offloaded(url, header, end, segment.segment_bytes, segment.last_time_ms, "00" * 32)
         log.add_offloaded(segment, entry)
     disk.room_bytes = 0
     first = log.segments[2].base_offset
