@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterator
@@ -119,6 +120,8 @@ class Altering(Protocol):
         """Go by the settings in the stream's record from now on."""
 
 
+FULL_TOLD_S: Final = 60.0
+"""A disk that is full again is said again after this."""
 FULL_AGAIN_MS: Final = 1_000
 """A client that asks for a shard that had no room to be opened retries after this."""
 ELSEWHERE_RETRY_MS: Final = 100
@@ -456,6 +459,9 @@ class StreamTable:
         self._counts: Counter[tuple[str, ...]] = Counter()
         # Bytes on the disk, by tenant, as far as streams were measured; and those that are to be measured again.
         self._stored: Counter[str] = Counter()
+        self._full: dict[ShardLog, None] = {}
+        """those that found no room on the disk when they were written to last"""
+        self._full_told, self._full_told_s = False, -math.inf
         self._unmeasured: dict[HostedStream, None] = {}
         # The streams that each round-robin pass processed last.
         self._swept: list[HostedStream] = []
@@ -809,10 +815,48 @@ class StreamTable:
                 self._measure(stream)
         return dict(self._stored)
 
+    def _room_changed(self, shard: ShardLog) -> None:
+        """A shard found the disk full, or room on it. Of all shards it is said once, and not with each change of a disk that is nearly full."""
+        if shard.has_copies:
+            return
+        if shard.is_full:
+            self._full[shard] = None
+            now_s = self._runtime.clock.monotonic()
+            if not self._full_told and now_s - self._full_told_s >= FULL_TOLD_S:
+                self._full_told, self._full_told_s = True, now_s
+                log.error("%s", self.problems()[0])
+            return
+        self._full.pop(shard, None)
+        if self._full_told and not self._found_full():
+            self._full_told = False
+            log.warning("there is room on the disk again, and what is published is taken")
+
+    def _found_full(self) -> list[ShardLog]:
+        for shard in [each for each in self._full if not each.is_full]:
+            del self._full[shard]
+        return list(self._full)
+
+    def problems(self) -> list[str]:
+        """That the disk is full, in one line, where shards wait for room on it. Those that have copies say so themselves."""
+        full = [each.identity for each in self._found_full()]
+        unopened = [
+            (each.text, number) for each in self._ordered if each.lacks_room for number in each.without_room
+        ]
+        places = [*((each.stream, each.shard) for each in full), *unopened]
+        if not places:
+            return []
+        shards = "1 shard takes" if len(places) == 1 else f"{len(places)} shards take"
+        name, number = places[0]
+        more = ", …" if len(places) > 1 else ""
+        return [
+            f"The disk is full: {shards} nothing that is published ({name} shard {number}{more}). Reading goes on; publishing does once there is room."
+        ]
+
     def _begin_measuring(self, stream: HostedStream) -> None:
         """Its shards are others than before."""
         for shard in stream.serving:
             shard.disk_bytes_changed = partial(self._unmeasured.__setitem__, stream, None)
+            shard.room_changed = partial(self._room_changed, shard)
         self._measure(stream)
 
     def _measure(self, stream: HostedStream) -> None:

@@ -273,3 +273,33 @@ async def test_the_follower_tries_a_stream_again_for_which_there_was_no_room(
     await mirror.close()
     await streams.close()
     await directory.close()
+
+
+async def test_a_full_disk_is_a_problem_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    stream = await opened(streams, 3)
+    whole, disk.room_bytes = disk.room_bytes, 0
+    with caplog.at_level("INFO", logger="felix.region.streams"):
+        for _ in range(3):
+            for number in range(3):
+                with suppress(UnavailableError):
+                    await stream.shard(number).append(batch_of(b"no room" * 99))
+        (problem,) = streams.problems()
+        assert "3 shards take nothing" in problem
+        disk.room_bytes = whole
+        async with asyncio.timeout(WAIT_S):
+            for number in range(3):
+                while True:
+                    try:
+                        await stream.shard(number).append(batch_of(b"room"))
+                        break
+                    except UnavailableError as error:
+                        assert error.code is Code.DISK_FULL
+                        await asyncio.sleep((error.retry_after_ms or 1) / 1_000)
+    assert not streams.problems()
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2, said
+    assert said[0].startswith("The disk is full")
+    await streams.close()
+    await directory.close()
