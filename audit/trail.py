@@ -74,6 +74,8 @@ _RETRY_MS: Final = 50
 _REFUSED_RETRY_MS: Final = 1_000
 FULL_RETRY_MS: Final = 250
 """A full disk is tried again after this."""
+FULL_TOLD_S: Final = 60.0
+"""One that is full, has room for a moment and is full again, is said again after this."""
 _LEAVES: Final = "leaves"
 _TREE: Final = "tiles"
 
@@ -173,6 +175,7 @@ class Trail:
         self._full: AuditUnavailableError | None = None
         """of what waits for room on the disk"""
         self._lacking_room: set[str] = set()
+        self._full_told, self._full_told_s = False, -math.inf
         # The writer's own: what finds no room.
         self._unwritten: list[_Waiting] = []
         # Of a log that has copies.
@@ -687,14 +690,20 @@ class Trail:
     def _wait_for_room(self, what: str, error: BaseException) -> None:
         """The disk had none for `what`: it is tried again."""
         with self._lock:
-            is_new = not self._lacking_room
             self._lacking_room.add(what)
+            if self._full is not None:
+                # One sentence for as long as it lasts: whoever asks again and again says it once.
+                return
             self._full = AuditUnavailableError(
                 f"The audit log {self.key.name} waits for room on its disk ({error}). Nothing crosses.",
                 hint="Make room; it goes on by itself.",
                 retry_after_ms=FULL_RETRY_MS,
             )
-        if is_new:
+            now_s = self._clock.monotonic()
+            self._full_told = now_s - self._full_told_s >= FULL_TOLD_S
+            if self._full_told:
+                self._full_told_s = now_s
+        if self._full_told:
             log.error("%s", self._full)
 
     def _has_room(self, what: str) -> None:
@@ -705,7 +714,8 @@ class Trail:
             if self._lacking_room:
                 return
             self._full = None
-        log.warning("the audit log %s has room again, and goes on", self.key.name)
+        if self._full_told:
+            log.warning("the audit log %s has room again, and goes on", self.key.name)
 
     # The publisher
 
