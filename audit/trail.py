@@ -174,6 +174,7 @@ class Trail:
         self._failure: AuditUnavailableError | None = None
         self._full: AuditUnavailableError | None = None
         """of what waits for room on the disk"""
+        self._waits_for_room = True
         self._lacking_room: set[str] = set()
         self._full_told, self._full_told_s = False, -math.inf
         # The writer's own: what finds no room.
@@ -566,6 +567,12 @@ class Trail:
         """The log's files, for finding leaves in it (audit.proof.find_leaves)."""
         return self._folder
 
+    def end_waiting(self) -> None:
+        """The process ends: what waits for room on a full disk is refused from now on, so that nobody who closes before the log waits for it."""
+        with self._lock:
+            self._waits_for_room = False
+        self._writer.wake()
+
     def close(self) -> None:
         """Make everything accepted durable, checkpoint it, and let go of the folder. Blocks. Safe to call twice."""
         with self._lock:
@@ -610,7 +617,7 @@ class Trail:
         try:
             self._wal.append([waiting.leaves for waiting in taken])
         except WalFullError as error:
-            if self._closing:
+            if self._closing or not self._waits_for_room:
                 self._fail("it ends while its disk is full", error)
                 return True
             self._wait_for_room(_LEAVES, error)

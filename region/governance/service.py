@@ -454,7 +454,8 @@ class Governance:
         return self.trail.key.name, self.audit.status().durable
 
     async def close(self) -> None:
-        """Leaves that are being written are written; the next start reads on from here."""
+        """Leaves that are being written are written, unless they wait for room on a full disk; the next start reads on from here."""
+        self.trail.end_waiting()
         await self._judgement.close()
         await self.arrivals.close()
         await self.logged.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
-from bridge_mesh import Mesh, flight, two_regions, until
+from bridge_mesh import STREAM, WAIT_S, Mesh, flight, two_regions, until
 
 from bridge.agent import Agent
 from felix.storage.disk import DiskFiles
@@ -38,6 +39,36 @@ class Full:
             return write(files, descriptor, buffers, position)
 
         monkeypatch.setattr(DiskFiles, "pwritev", pwritev)
+
+
+async def test_brokers_and_an_agent_stop_while_what_they_write_waits_for_room(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a broker was asked for is in its store, and gets its leaf at the next start."""
+    full = Full(monkeypatch)
+    await mesh.create()
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        await mesh.publish([flight(number) for number in range(100)])
+        await crossed(agent, 100)
+        full.folders = (mesh.egress_folder, mesh.ingress_folder, mesh.us.root / "data" / "audit")
+        denied = [asyncio.create_task(mesh.deny(region, STREAM)) for region in ("us-east", "eu-west")]
+        await mesh.publish([flight(number) for number in range(100, 200)])
+        await until(lambda: full.refused > 6, "writes that found no room")
+        await until(lambda: all(mesh.documents(region, "deny") for region in mesh.nodes), "denials that are stored")
+    async with asyncio.timeout(WAIT_S):
+        for region in ("us-east", "eu-west"):
+            await mesh.stop(region)
+    await asyncio.gather(*denied, return_exceptions=True)
+    full.folders = ()
+    for region in ("us-east", "eu-west"):
+        await mesh.start(region)
+    async with mesh.agent() as agent:
+        await until(lambda: bool(agent.links()) and agent.links()[0].state == "denied", "a link that is denied")
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    for report in (mesh.verify_egress(), mesh.verify_ingress()):
+        assert report.ok, report.findings
 
 
 async def crossed(agent: Agent, offset: int) -> None:
