@@ -238,8 +238,10 @@ class DocumentLog:
 
     async def append(self, document: bytes, leaf: Callable[[], Leaf]) -> bool:
         """Append a document's leaf, made when its turn comes; durable on return. False where it stands in the log already."""
+        if sha256(document).digest() in self._documents:
+            return False
         failure = None if self._trail.copied else self._trail.failure
-        if failure is not None and sha256(document).digest() not in self._documents:
+        if failure is not None:
             # Behind what waits for room on a full disk nobody waits, who can be told at once.
             raise failure.with_traceback(None)
         # The caller may be cancelled: an accepted leaf becomes durable all the same, and is recorded here.

@@ -46,6 +46,11 @@ async def test_brokers_and_an_agent_stop_while_what_they_write_waits_for_room(
 ) -> None:
     """What a broker was asked for is in its store, and gets its leaf at the next start."""
     full = Full(monkeypatch)
+
+    def waits(region: str) -> bool:
+        status = mesh.nodes[region].services.governance.trail.status()
+        return status.size > status.durable
+
     await mesh.create()
     await mesh.grant()
     async with mesh.agent() as agent:
@@ -55,7 +60,10 @@ async def test_brokers_and_an_agent_stop_while_what_they_write_waits_for_room(
         denied = [asyncio.create_task(mesh.deny(region, STREAM)) for region in ("us-east", "eu-west")]
         await mesh.publish([flight(number) for number in range(100, 200)])
         await until(lambda: full.refused > 6, "writes that found no room")
-        await until(lambda: all(mesh.documents(region, "deny") for region in mesh.nodes), "denials that are stored")
+        await until(
+            lambda: all(mesh.documents(region, "deny") for region in mesh.nodes), "denials that are stored"
+        )
+        await until(lambda: all(map(waits, mesh.nodes)), "leaves that wait for room")
     async with asyncio.timeout(WAIT_S):
         for region in ("us-east", "eu-west"):
             await mesh.stop(region)
@@ -64,7 +72,9 @@ async def test_brokers_and_an_agent_stop_while_what_they_write_waits_for_room(
     for region in ("us-east", "eu-west"):
         await mesh.start(region)
     async with mesh.agent() as agent:
-        await until(lambda: bool(agent.links()) and agent.links()[0].state == "denied", "a link that is denied")
+        await until(
+            lambda: bool(agent.links()) and agent.links()[0].state == "denied", "a link that is denied"
+        )
     for region in ("us-east", "eu-west"):
         await mesh.stop(region)
     for report in (mesh.verify_egress(), mesh.verify_ingress()):
