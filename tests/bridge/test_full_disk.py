@@ -46,11 +46,6 @@ async def test_brokers_and_an_agent_stop_while_what_they_write_waits_for_room(
 ) -> None:
     """What a broker was asked for is in its store, and gets its leaf at the next start."""
     full = Full(monkeypatch)
-
-    def waits(region: str) -> bool:
-        status = mesh.nodes[region].services.governance.trail.status()
-        return status.size > status.durable
-
     await mesh.create()
     await mesh.grant()
     async with mesh.agent() as agent:
@@ -63,7 +58,6 @@ async def test_brokers_and_an_agent_stop_while_what_they_write_waits_for_room(
         await until(
             lambda: all(mesh.documents(region, "deny") for region in mesh.nodes), "denials that are stored"
         )
-        await until(lambda: all(map(waits, mesh.nodes)), "leaves that wait for room")
     async with asyncio.timeout(WAIT_S):
         for region in ("us-east", "eu-west"):
             await mesh.stop(region)
