@@ -51,7 +51,7 @@ class PublishedTree:
         return max(0, self.tree.size - self._checkpoints.newest.size)
 
     def take(self, leaf: bytes, header: Header | None) -> None:
-        """One leaf into the tree. Raises RolledBackError where it is not the one under the checkpoint."""
+        """One leaf into the tree. Raises RolledBackError where it is not the one under the checkpoint; OSError as `TreeFiles.take`."""
         self._positions.apply(self.tree.size, header)
         self.tree.take(leaf, header)
         if self.lacks_newest and self.tree.size == self._checkpoints.newest.size:
@@ -59,6 +59,10 @@ class PublishedTree:
             self._check_root(self._checkpoints.newest)
             self.tree.write_edge()
             self.lacks_newest = False
+
+    def write_full(self) -> None:
+        """What `take` found no room for. Raises OSError."""
+        self.tree.write_full()
 
     def sign(self, now_s: int) -> SignedCheckpoint:
         """A checkpoint of all that is in the tree, which is durable then. POSIX seconds."""

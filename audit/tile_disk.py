@@ -1,14 +1,15 @@
 """A log's folder: read by path, write whole files atomically and durably.
 
 Invariants: a file is either whole or not there (written beside, synced, renamed); after `flush` returned, every
-`write` before it survives a power failure, names included. A failed sync raises OSError and is never retried:
-the caller stops. Blocking: never call from an event loop. Callers: audit.trail, audit.witness, cli.
+`write` before it survives a power failure, names included; what failed for want of room (`is_full`) has left nothing, and may be tried
+again. A failed sync raises OSError and is never retried: the caller stops. Blocking: never call from an event loop. Callers: audit.trail, audit.witness, cli.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -69,7 +70,7 @@ class Folder:
         return [name for name in names if not name.endswith(_TEMPORARY)]
 
     def write(self, path: str, data: bytes) -> None:
-        """Replace the file. Its bytes are durable on return; its name is after `flush`."""
+        """Replace the file. Its bytes are durable on return; its name is after `flush`. Raises OSError, and leaves the old one."""
         target, storage = self.path / path, self.storage
         self._make(target.parent)
         beside = target.with_name(target.name + _TEMPORARY)
@@ -77,23 +78,39 @@ class Folder:
         try:
             write_all(storage, descriptor, (data,), 0)
             storage.sync(descriptor)
+        except OSError:
+            # What there was room for would keep it from others.
+            with suppress(OSError):
+                storage.remove(beside)
+            raise
         finally:
             storage.close(descriptor)
         storage.rename(beside, target)
         self._dirty.add(target.parent)
 
     def append(self, path: str, data: bytes) -> None:
-        """Add to the end of a file. Not durable: for what is derived from other files."""
+        """Add to the end of a file, all or nothing. Not durable: for what is derived from other files."""
         descriptor = self.storage.open(self.path / path, os.O_WRONLY | os.O_CREAT)
         try:
-            write_all(self.storage, descriptor, (data,), self.storage.size(descriptor))
+            end = self.storage.size(descriptor)
+            try:
+                write_all(self.storage, descriptor, (data,), end)
+            except OSError:
+                self.storage.truncate(descriptor, end)
+                raise
         finally:
             self.storage.close(descriptor)
 
     def flush(self) -> None:
         """Make the names of all files written so far durable."""
         for folder in sorted(self._dirty, key=lambda path: -len(path.parts)):
-            self.storage.sync_folder(folder)
+            try:
+                self.storage.sync_folder(folder)
+            except OSError as error:
+                # Also for want of room: nobody may try it again and believe it.
+                raise OSError(
+                    errno.EIO, f"The names in it could not be synced: {error}", str(folder)
+                ) from error
         self._dirty.clear()
 
     def remove(self, path: str) -> None:

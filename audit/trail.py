@@ -12,6 +12,8 @@ Invariants:
 - every checkpoint continues the ones before (audit.published_disk and audit.checkpoint_disk write them);
 - what waits is bounded by `pending_bytes_max`; beyond it, and after any failure of disk or signer, an append is
   refused with AuditUnavailableError, so that nothing crosses. A failed sync is never retried.
+- a full disk is no failure: what was accepted waits for room, in its order, and is tried again; meanwhile an append is refused, and `status` says why. A
+  log that has copies stops, and is opened again (`reopen`).
 - a leaf that cannot be read (none is written any more) stays what it is: hashed, in the tree, named in `positions.unreadable`.
   It moves no position, and stops neither opening (audit.opening) nor appending.
 
@@ -37,6 +39,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
@@ -54,12 +57,12 @@ from audit.opening import Opened, Opening
 from audit.published_disk import PublishedTree
 from audit.tile import WAL_FOLDER, read_entries
 from audit.tile_disk import Folder
-from audit.wal_disk import SEGMENT_BYTES_MAX, Torn, Wal
+from audit.wal_disk import SEGMENT_BYTES_MAX, Torn, Wal, WalFullError
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
-from felix.storage.port import Files, FolderLock
+from felix.storage.port import Files, FolderLock, is_full
 
 log = logging.getLogger("felix.audit.trail")
 
@@ -69,6 +72,12 @@ COPIED_APPEND_BYTES_MAX: Final = 16_000_000
 """Of one append to a log that has copies: a batch of 65,536 records has 4.5 MB of leaves."""
 _RETRY_MS: Final = 50
 _REFUSED_RETRY_MS: Final = 1_000
+FULL_RETRY_MS: Final = 250
+"""A full disk is tried again after this."""
+FULL_TOLD_S: Final = 60.0
+"""One that is full, has room for a moment and is full again, is said again after this."""
+_LEAVES: Final = "leaves"
+_TREE: Final = "tiles"
 
 Done = Callable[[int, AuditUnavailableError | None], None]
 """Called with the index of the append's first leaf, and the reason where it did not become durable."""
@@ -163,6 +172,13 @@ class Trail:
         self._publish_wanted = state.tree.size > state.checkpoints.newest.checkpoint.size
         self._writer_ended = False
         self._failure: AuditUnavailableError | None = None
+        self._full: AuditUnavailableError | None = None
+        """of what waits for room on the disk"""
+        self._waits_for_room = True
+        self._lacking_room: set[str] = set()
+        self._full_told, self._full_told_s = False, -math.inf
+        # The writer's own: what finds no room.
+        self._unwritten: list[_Waiting] = []
         # Of a log that has copies.
         self._copies: Copies | None = None
         self._admits = False
@@ -337,14 +353,14 @@ class Trail:
                 self.checkpoints.newest.size,
                 self.checkpoints.cosigned_size,
                 self._pending_bytes,
-                "" if self._failure is None else str(self._failure),
+                str(self._failure or self._full or ""),
             )
 
     @property
     def failure(self) -> AuditUnavailableError | None:
         """Why the log takes no leaves, where it has stopped or may not be written now: then nothing may cross. For every
         decision, so cheap."""
-        return self._failure or self.held_back()
+        return self._failure or self._full or self.held_back()
 
     @property
     def stopped(self) -> AuditUnavailableError | None:
@@ -551,6 +567,12 @@ class Trail:
         """The log's files, for finding leaves in it (audit.proof.find_leaves)."""
         return self._folder
 
+    def end_waiting(self) -> None:
+        """The process ends: what waits for room on a full disk is refused from now on, so that nobody who closes before the log waits for it."""
+        with self._lock:
+            self._waits_for_room = False
+        self._writer.wake()
+
     def close(self) -> None:
         """Make everything accepted durable, checkpoint it, and let go of the folder. Blocks. Safe to call twice."""
         with self._lock:
@@ -567,10 +589,11 @@ class Trail:
     def _write(self) -> float | None:
         """A step: make all that waits durable, and say so."""
         with self._lock:
-            taken, self._queue = self._queue, []
-            ends = self._closing and not taken
-        if self._failure is None and taken:
-            self._write_group(taken)
+            taken, self._queue = self._unwritten + self._queue, []
+            self._unwritten, ends = [], self._closing and not taken
+        if self._failure is None and taken and not self._write_group(taken):
+            self._unwritten = taken
+            return FULL_RETRY_MS / 1000
         if self._failure is None and not ends:
             with self._lock:
                 more = bool(self._queue) or self._closing
@@ -585,26 +608,35 @@ class Trail:
         self._publisher.wake()
         return None
 
-    def _write_group(self, taken: list[_Waiting]) -> None:
+    def _write_group(self, taken: list[_Waiting]) -> bool:
+        """False where the disk has no room for it yet."""
         if self._wal is None:
             self._hand_over(taken)
             taken.clear()
-            return
+            return True
         try:
             self._wal.append([waiting.leaves for waiting in taken])
+        except WalFullError as error:
+            if self._closing or not self._waits_for_room:
+                self._fail("it ends while its disk is full", error)
+                return True
+            self._wait_for_room(_LEAVES, error)
+            return False
         except Exception as error:  # a leaf that may not be durable must never count
             self._fail("its disk failed", error)
-            return
+            return True
+        self._has_room(_LEAVES)
         try:
             with self._lock:
                 for waiting in taken:
                     self._take_in(waiting.first, waiting.leaves, waiting.headers)
         except Exception as error:  # a writer that ended without a word would keep everybody waiting
             self._fail("its positions failed", error)
-            return
+            return True
         self._publisher.wake()
         _call_done(taken, None)
         taken.clear()
+        return True
 
     def _take_in(self, first: int, leaves: Sequence[bytes], headers: Sequence[Header | None]) -> None:
         """They are durable. Under the lock."""
@@ -662,12 +694,52 @@ class Trail:
         self._writer.wake()
         self._publisher.wake()
 
+    def _wait_for_room(self, what: str, error: BaseException) -> None:
+        """The disk had none for `what`: it is tried again."""
+        with self._lock:
+            self._lacking_room.add(what)
+            if self._full is not None:
+                # One sentence for as long as it lasts: whoever asks again and again says it once.
+                return
+            self._full = AuditUnavailableError(
+                f"The audit log {self.key.name} waits for room on its disk ({error}). Nothing crosses.",
+                hint="Make room; it goes on by itself.",
+                retry_after_ms=FULL_RETRY_MS,
+            )
+            now_s = self._clock.monotonic()
+            self._full_told = now_s - self._full_told_s >= FULL_TOLD_S
+            if self._full_told:
+                self._full_told_s = now_s
+        if self._full_told:
+            log.error("%s", self._full)
+
+    def _has_room(self, what: str) -> None:
+        if what not in self._lacking_room:
+            return
+        with self._lock:
+            self._lacking_room.discard(what)
+            if self._lacking_room:
+                return
+            self._full = None
+        if self._full_told:
+            log.warning("the audit log %s has room again, and goes on", self.key.name)
+
     # The publisher
 
     def _publish_due(self) -> float | None:
         """A step: what is durable into the tree, and a checkpoint where one is due."""
         try:
-            return self._take_and_publish()
+            wait_s = self._take_and_publish()
+            self._has_room(_TREE)
+            return wait_s
+        except OSError as error:
+            if self._wal is None or self._writer_ended or not is_full(error):
+                self._fail("it cannot be checkpointed", error)
+                return None
+            # What was to be signed is, as soon as it can be.
+            self._checkpoint_due = self._clock.monotonic() if self._published.uncovered else None
+            self._wait_for_room(_TREE, error)
+            return FULL_RETRY_MS / 1000
         except Exception as error:  # whatever it was, no checkpoint is better than a wrong one
             self._fail("it cannot be checkpointed", error)
             return None
@@ -679,15 +751,12 @@ class Trail:
             if self._failure is not None:
                 return None
             ended, shown, copies = self._writer_ended, self._shown, self._copies
-        for leaf, header in taken:
-            self._published.take(leaf, header)
+        self._take_all(taken)
         if shown is not None:
             self._write_shown(shown)
         uncovered = self._published.uncovered
         if uncovered and self._checkpoint_due is None:
             self._put_off()
-        with self._lock:
-            self._pending_bytes -= sum(len(leaf) for leaf, _ in taken)
         due_s = self._checkpoint_due
         overdue = due_s is not None and self._clock.monotonic() >= due_s
         if uncovered and (wanted or overdue or ended or uncovered >= self._settings.checkpoint_leaves):
@@ -703,6 +772,21 @@ class Trail:
         if ended:
             return 0.0
         return math.inf if self._checkpoint_due is None else self._checkpoint_due - self._clock.monotonic()
+
+    def _take_all(self, taken: deque[tuple[bytes, Header | None]]) -> None:
+        """Into the tree; what is not there when this raises is taken again."""
+        begin, count = self._published.size, len(taken)
+        try:
+            self._published.write_full()
+            for leaf, header in taken:
+                self._published.take(leaf, header)
+        except OSError:
+            count = self._published.size - begin
+            raise
+        finally:
+            with self._lock:
+                self._pending_bytes -= sum(len(leaf) for leaf, _ in islice(taken, count))
+                self._synced.extendleft(reversed(list(islice(taken, count, None))))
 
     def _put_off(self) -> None:
         self._checkpoint_due = self._clock.monotonic() + self._settings.checkpoint_interval_ms / 1000

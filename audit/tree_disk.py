@@ -1,17 +1,28 @@
 """A log's tree on disk: its leaves in entry bundles, and the tiles above them.
 
-Invariants: a bundle and the tiles that a leaf fills are written when it comes, their rows of the index behind them; what is not full is written by
-`write_edge`, and durable on its return; partial files that full ones have replaced are removed by `tidy`, which the caller calls behind a
+Invariants: a bundle and the tiles that a leaf fills are written when it comes, their rows of the index behind them; where the disk has no room, before
+anything else is written (`write_full`); what is not full is written by `write_edge`, and durable on its return; partial files that full ones have replaced are removed by `tidy`, which the caller calls behind a
 checkpoint. Blocks; one thread at a time. Caller: audit.trail.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from audit.leaf import Header, read_header
-from audit.merkle import TILE_WIDTH, Tree, leaf_hash
+from audit.merkle import TILE_WIDTH, Tile, Tree, leaf_hash
 from audit.range_index import INDEX_PATH, bundle_rows
 from audit.tile import TileHashes, bundle_path, encode_bundle, index_path, tile_path
 from audit.tile_disk import Folder
+
+
+class _Full(NamedTuple):
+    number: int
+    leaves: list[bytes]
+    headers: list[Header | None]
+    tiles: Sequence[Tile]
 
 
 class TreeFiles:
@@ -27,6 +38,7 @@ class TreeFiles:
         # Of the last checkpoint that was shown.
         self._shown_bundle = self._partial_bundles[0] if bundle else ""
         self._obsolete: list[str] = []
+        self._unwritten: deque[_Full] = deque()
 
     @property
     def size(self) -> int:
@@ -38,25 +50,32 @@ class TreeFiles:
         return self._tree.root()
 
     def take(self, leaf: bytes, header: Header | None) -> None:
-        """One leaf into the tree; full tiles and bundles onto the disk."""
+        """One leaf into the tree; full tiles and bundles onto the disk. Raises OSError: it is in the tree then, and `write_full` is to be called again."""
         self.last_leaf_hash = leaf_hash(leaf)
         self._bundle.append(leaf)
         self._headers.append(header)
         full = self._tree.add(self.last_leaf_hash)
-        if not full:
-            return
-        number = full[0].number
-        self._folder.write(bundle_path(number), encode_bundle(self._bundle))
-        self._obsolete.append(f"entries/{index_path(number)}")
-        for tile in full:
-            self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
-            self._obsolete.append(f"{tile.level}/{index_path(tile.number)}")
-        self._folder.append(INDEX_PATH, bundle_rows(number, self._headers))
-        self._bundle, self._headers = [], []
+        if full:
+            self._unwritten.append(_Full(full[0].number, self._bundle, self._headers, full))
+            self._bundle, self._headers = [], []
+            self.write_full()
+
+    def write_full(self) -> None:
+        """What is full and has not found room yet, onto the disk. Raises OSError."""
+        while self._unwritten:
+            number, leaves, headers, tiles = self._unwritten[0]
+            self._folder.write(bundle_path(number), encode_bundle(leaves))
+            for tile in tiles:
+                self._folder.write(tile_path(tile.level, tile.number), tile.hashes)
+            self._folder.append(INDEX_PATH, bundle_rows(number, headers))
+            self._obsolete.append(f"entries/{index_path(number)}")
+            self._obsolete += [f"{tile.level}/{index_path(tile.number)}" for tile in tiles]
+            self._unwritten.popleft()
 
     def write_edge(self) -> None:
         """The tiles and the bundle that are not full, durable, names included."""
         folder = self._folder
+        self.write_full()
         if self._bundle:
             path = bundle_path(self.size // TILE_WIDTH, len(self._bundle))
             folder.write(path, encode_bundle(self._bundle))

@@ -12,7 +12,8 @@ Segments `wal/<first index, 20 digits>.wal`, records behind each other, big-endi
     36  leaf
 
 Invariants: records of one append are all there after a crash, or none of them; `append` returns after
-`fdatasync`; a failed write or sync raises OSError and the file is never used again. Recovery cuts what follows
+`fdatasync`; a failed write or sync raises OSError and the file is never used again, but for a write that finds no room: what there was
+room for is cut off, and the same appends may be tried again. Recovery cuts what follows
 the last whole append only where nothing shows that it was durable: a later record that names it as durable,
 or a checkpoint above it, makes it damage (CorruptionError, RolledBackError) and not a torn tail.
 Callers: audit.trail, audit.verify (reading).
@@ -33,7 +34,7 @@ import xxhash
 from audit.errors import VERIFY_HINT
 from audit.leaf import LEAF_BYTES_MAX
 from felix.errors import CorruptionError
-from felix.storage.port import Files, write_all
+from felix.storage.port import Files, is_full, write_all
 from felix.storage.small_file import read_file
 
 SEGMENT_BYTES_MAX: Final = 64 << 20
@@ -60,6 +61,10 @@ def encode_append(leaves: Sequence[bytes], first: int, durable: int) -> bytes:
         checksum.update(leaf)
         parts += (head, checksum.digest(), leaf)
     return b"".join(parts)
+
+
+class WalFullError(Exception):
+    """The disk has no room for the appends: nothing of them is in the file, which is as it was."""
 
 
 class Record(NamedTuple):
@@ -176,14 +181,47 @@ class Wal:
     def _open(self, first: int) -> None:
         path = self._folder / segment_name(first)
         fresh = not self._files.exists(path)
-        self._file: int | None = self._files.open(path, os.O_RDWR | os.O_CREAT)
-        self._bytes = self._files.size(self._file)
+        self._begin(self._files.open(path, os.O_RDWR | os.O_CREAT), fresh=fresh)
+
+    def _begin(self, file: int, *, fresh: bool) -> None:
+        self._file: int | None = file
+        self._bytes = self._files.size(file)
         if fresh:
             self._files.sync_folder(self._folder)
             self._files.sync_folder(self._folder.parent)
 
     def append(self, appends: Sequence[Sequence[bytes]]) -> None:
-        """Write these appends and return once they are durable. Raises OSError; then this object is done for."""
+        """Write these appends and return once they are durable. Raises WalFullError, with which the same, and more behind them, may be tried
+        again; OSError, with which this object is done for."""
+        size, end = self.size, self._bytes
+        try:
+            self._write_all(appends)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self.size, self._bytes = size, end
+            assert self._file is not None
+            self._files.truncate(self._file, end)
+            raise WalFullError(str(error)) from error
+        assert self._file is not None
+        self._files.sync(self._file)
+        if self._bytes >= self._segment_bytes_max:
+            self._roll()
+
+    def _roll(self) -> None:
+        path = self._folder / segment_name(self.size)
+        try:
+            file = self._files.open(path, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            if is_full(error):
+                # It goes on in this one, and is rolled behind a later append.
+                return
+            raise
+        assert self._file is not None
+        self._files.close(self._file)
+        self._begin(file, fresh=True)
+
+    def _write_all(self, appends: Sequence[Sequence[bytes]]) -> None:
         durable, group, group_bytes = self.size, list[bytes](), 0
         for leaves in appends:
             data = encode_append(leaves, self.size, durable)
@@ -194,11 +232,6 @@ class Wal:
                 self._write(b"".join(group))
                 group, group_bytes = [], 0
         self._write(b"".join(group))
-        assert self._file is not None
-        self._files.sync(self._file)
-        if self._bytes >= self._segment_bytes_max:
-            self._files.close(self._file)
-            self._open(self.size)
 
     def _write(self, data: bytes) -> None:
         assert self._file is not None

@@ -22,7 +22,7 @@ from audit.note import Note, NoteSigner, Verified, encode_note, encode_signature
 from audit.tree_head import parse_tree_head
 from audit.witness_protocol import SIZE_TYPE, decode_request, encode_size
 from audit.witness_sqlite import ConflictError, Held, WitnessState
-from felix.errors import RequestError, TamperError, UnavailableError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
 
 log = logging.getLogger("felix.audit.witness")
 
@@ -46,6 +46,8 @@ class WitnessService:
         """`now_s`: POSIX seconds. `signers`: those of the state, unless a test gives others."""
         self._state, self._now_s = state, now_s
         self._signers = signers or state.signers
+        self._is_full = False
+        """its disk, as was said"""
 
     def add_checkpoint(self, body: bytes) -> Answer:
         """Check, store, cosign. Never raises for what a client sent."""
@@ -92,14 +94,23 @@ class WitnessService:
         try:
             if (head.size, head.root) != held:
                 self._state.advance(head.origin, held, head.size, head.root, encode_note(bare))
+            # 9. Cosigned.
+            now_s = self._now_s()
+            lines = [signer.cosign(bare.text, now_s) for signer in self._signers]
+            self._state.keep_cosigned(
+                head.origin, head.size, head.root, encode_note(bare.with_signatures(lines))
+            )
         except ConflictError as error:
             return _conflict(error.held)
         except UnavailableError as error:
+            if error.code is Code.DISK_FULL and not self._is_full:
+                # Once: each log asks again and again.
+                self._is_full = True
+                log.error("%s", error)
             return _refuse(503, error.sentence)
-        # 9. Cosigned.
-        now_s = self._now_s()
-        lines = [signer.cosign(bare.text, now_s) for signer in self._signers]
-        self._state.keep_cosigned(head.origin, head.size, head.root, encode_note(bare.with_signatures(lines)))
+        if self._is_full:
+            self._is_full = False
+            log.warning("there is room on the disk again: checkpoints are cosigned")
         return Answer(200, encode_signatures(lines))
 
     def checkpoint(self, origin_hash: str) -> Answer:

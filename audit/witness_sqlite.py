@@ -195,7 +195,7 @@ class WitnessState:
         """Open a witness's folder; `serve`: to cosign, as the only process. Blocks.
 
         Raises RequestError(NOT_FOUND) where there is no witness, RequestError(CONFLICT) where another process serves,
-        CorruptionError(ROLLED_BACK) where the state is not the one of these keys as it was last.
+        CorruptionError(ROLLED_BACK) where the state is not the one of these keys as it was last, UnavailableError(DISK_FULL).
         """
         folder = WitnessFolder(root)
         name, state_id = _read_about(folder)
@@ -261,14 +261,26 @@ class WitnessState:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
+            if _is_full(error):
+                raise self._no_room() from error
             raise UnavailableError(f"The witness's state is busy: {error}.", retry_after_ms=1_000) from error
         try:
             yield
             self._connection.execute("COMMIT")
-        except BaseException:
+        except BaseException as error:
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
+            if isinstance(error, sqlite3.OperationalError) and _is_full(error):
+                raise self._no_room() from error
             raise
+
+    def _no_room(self) -> UnavailableError:
+        return UnavailableError(
+            f"The disk of the witness {self.name} is full: {self.folder.state} cannot be written.",
+            code=Code.DISK_FULL,
+            hint="Make room. What it has cosigned is kept, and it goes on by itself.",
+            retry_after_ms=1_000,
+        )
 
     # -- logs ------------------------------------------------------------------------------------------
 
@@ -321,7 +333,8 @@ class WitnessState:
     def advance(self, origin: str, start: Held, size: int, root: bytes, note: bytes) -> None:
         """Store this checkpoint in place of `start`; durable on return. `note`: verified lines alone.
 
-        Raises ConflictError where something else than `start` is stored by now, sqlite3.Error where the disk fails.
+        Raises ConflictError where something else than `start` is stored by now, UnavailableError where the disk is full, sqlite3.Error where it
+        fails.
         """
         assert size >= start.size
         with self._transaction():
@@ -351,6 +364,10 @@ class WitnessState:
         self._connection.close()
         if self._lock is not None:
             self._lock.close()
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
 def origin_hash(origin: str) -> str:

@@ -384,7 +384,11 @@ class Agent:
             if self._submissions is not None:
                 await asyncio.to_thread(self._submissions.stop)
             await asyncio.to_thread(trail.close)
-            await asyncio.to_thread(save_ledger, trail, at_once=True)
+            try:
+                await asyncio.to_thread(save_ledger, trail, at_once=True)
+            except OSError as error:
+                # A shortcut of the next start, which reads the log without it.
+                log.warning("the ledger's snapshot was not written: %s", error)
         for endpoint in self._endpoints.values():
             await endpoint.close()
         if self.health is not None:
@@ -480,8 +484,10 @@ class Agent:
                     log.warning("the egress log cannot be opened: %s", error)
                 context.trail_reason = str(error)
             except OSError as error:
-                context.trail_reason = f"The egress log {self.paths.egress} cannot be opened: {error}."
-                log.warning("%s", context.trail_reason)
+                sentence = f"The egress log {self.paths.egress} cannot be opened: {error}."
+                if sentence != context.trail_reason:
+                    log.warning("%s", sentence)
+                context.trail_reason = sentence
             await self._close_opened()
             await asyncio.sleep(TRAIL_AGAIN_S)
 
@@ -757,7 +763,7 @@ class Agent:
             try:
                 await asyncio.to_thread(save_ledger, trail)
             except (FelixError, OSError) as error:
-                log.warning("the ledger's snapshot was not written: %s", error)
+                self._say("the ledger's snapshot was not written", error)
 
     async def _look_for_quorum(self) -> None:
         assert self._quorum is not None

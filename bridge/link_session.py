@@ -62,6 +62,8 @@ DRAIN_S: Final = 3.0
 """How long receipts are waited for when a link ends in order."""
 DATA_KEYS_MAX: Final = 64
 """Data keys of one link in memory: one per leader epoch and rotation, and old ones are seldom read again."""
+SETTLE_S: Final = 0.02
+"""How soon a session that begins looks again whether what was announced before is durable."""
 IDLE_S: Final = 0.25
 """How soon a link that nothing wakes looks at clock and plan: a grant that expires stops within this."""
 
@@ -76,6 +78,18 @@ _GAP_KINDS: Final = {
 
 class LeftError(Exception):
     """The plan no longer says that the link runs."""
+
+
+async def _settled(trail: Trail) -> None:
+    """What an earlier session of the link announced is durable: the ledger has it from when the log accepted it, the log's positions only from then on, and
+    a session that begins in between would not know its envelopes again. Raises AuditUnavailableError where the log takes nothing now."""
+    accepted = trail.status().size
+    while True:
+        if (failure := trail.failure) is not None:
+            raise failure.with_traceback(None)
+        if trail.status().durable >= accepted:
+            return
+        await asyncio.sleep(SETTLE_S)
 
 
 class LinkSession:
@@ -119,6 +133,7 @@ class LinkSession:
         """Raises what ends it; LeftError where the plan does."""
         context, opening = self._context, self._opening
         source = context.source
+        await _settled(trail)
         await context.check_history(self._endpoint)
         await context.log_grant(row)  # 1
         stream = await opening.describe()

@@ -12,7 +12,6 @@ import signal
 import stat
 import sys
 from collections.abc import Sequence
-from errno import ENOSPC
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Literal
@@ -24,6 +23,7 @@ from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, exit_code
 from cli.form import DATA_FORMS, read_off
 from felix import __version__
 from felix.errors import Code, FelixError
+from felix.storage.port import is_full
 from felix.visible import VisibleFormatter
 
 app = typer.Typer(
@@ -149,8 +149,8 @@ def main(command: typer.Typer = app) -> None:
     except OSError as error:
         ended = EXIT_FAILED
         where, hint = f"{error.filename}: " if error.filename else "", _about_home(error)
-        if not where and error.errno == ENOSPC:
-            if _is_stdout_full():
+        if is_full(error):
+            if not where and _is_stdout_full():
                 where = "Standard output: "
             else:
                 hint = "Make room on the disk that this command writes to."

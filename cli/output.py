@@ -30,6 +30,7 @@ from cli.exits import UnwritableError
 from cli.form import chosen
 from cli.kinds import DATA_FIELDS, kind_of, name_in
 from felix.collector import collector_paused
+from felix.storage.port import is_full
 from felix.visible import visible, visible_json
 
 if TYPE_CHECKING:
@@ -363,5 +364,9 @@ def progress(*, counted: bool = True) -> Progress:
 
 
 def note(text: str) -> None:
-    """A line on standard error."""
-    err.print(text)
+    """A line on standard error; lost where that is a file on a full disk: no process ends for want of it."""
+    try:
+        err.print(text)
+    except OSError as error:
+        if not is_full(error):
+            raise

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from felix.errors import Code, RequestError, UnavailableError
+from felix.storage.port import is_full
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
@@ -27,6 +29,8 @@ FAILURE_LINES_MAX: Final = 8
 """How many such lines there are at most."""
 LAST_BYTES_MAX: Final = 64 << 10
 """Of a log, where a process's last words are looked for."""
+RECORD_BYTES: Final = 512
+"""What a process says of itself, filled up with spaces, has as a rule less."""
 LOCK_TIMEOUT_S: Final = 0.5
 """Longer than anybody who asks whether a process runs holds its lock."""
 START_REFUSED_S: Final = 15.0
@@ -39,7 +43,7 @@ class PidFile:
     def __init__(self, path: Path, what: str, how_to_stop: str, *, wait_s: float = LOCK_TIMEOUT_S) -> None:
         """Raises RequestError(CONFLICT), with the command `how_to_stop`, where another process runs after `wait_s`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file: IO[str] = path.open("a+")
+        self._file: IO[str] = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
         try:
             self._lock(wait_s)
         except OSError as error:
@@ -51,6 +55,7 @@ class PidFile:
                 hint=f"Stop it first: {how_to_stop}.",
             ) from error
         self.path = path
+        self._write("")
 
     def _lock(self, wait_s: float) -> None:
         """Raises OSError where another process keeps the lock; one that only looks lets go at once."""
@@ -65,17 +70,30 @@ class PidFile:
                 time.sleep(0.01)
 
     def announce(self, **state: Any) -> None:
-        """Say that the process serves now, and where."""
-        self._file.seek(0)
-        self._file.truncate()
-        json.dump({"pid": os.getpid(), **state}, self._file)
-        self._file.flush()
+        """Say that the process serves now, and where. On a disk with no room for it, which a later start has where an earlier one had it, the
+        process serves all the same."""
+        if not self._write(json.dumps({"pid": os.getpid(), **state})):
+            logging.getLogger("felix.cli.process").warning(
+                "%s cannot be written, its disk is full: `status` and `down` do not find this process.",
+                self.path,
+            )
 
     def close(self) -> None:
         """The process is about to end."""
-        self._file.seek(0)
-        self._file.truncate()
+        self._write("")
         self._file.close()
+
+    def _write(self, text: str) -> bool:
+        """In place: the next process needs the room, also on a disk that is full by then."""
+        data = text.ljust(RECORD_BYTES).encode()
+        try:
+            os.pwrite(self._file.fileno(), data, 0)
+            os.ftruncate(self._file.fileno(), len(data))
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return False
+        return True
 
 
 def read_state(path: Path) -> dict[str, Any] | None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal
@@ -77,7 +79,7 @@ def found_region(
     health: Address | None,
     now_ms: int,
 ) -> SignedBundle:
-    """Make a new region in its folder. Raises RequestError(ALREADY_EXISTS, NAME_INVALID, CONFIG_INVALID)."""
+    """Make a new region in its folder. Raises RequestError(ALREADY_EXISTS, NAME_INVALID, CONFIG_INVALID); OSError, with the folder as empty as it was."""
     parse_region(region)
     parse_region(mesh)
     if not _COUNTRY.fullmatch(country):
@@ -91,6 +93,48 @@ def found_region(
             code=Code.ALREADY_EXISTS,
             hint=f"Start it with felix region up {region}, or remove the folder, keys and data with it.",
         )
+    try:
+        return _make(
+            folder,
+            region=region,
+            mesh=mesh,
+            country=country,
+            jurisdiction=jurisdiction,
+            entity=entity,
+            contact=contact,
+            listen=listen,
+            health=health,
+            now_ms=now_ms,
+        )
+    except OSError:
+        # A part of a region would be taken for one the next time. Nobody knows any of its keys.
+        _empty(folder.root)
+        raise
+
+
+def _empty(root: Path) -> None:
+    """What can be removed of what is in the folder, which was empty before."""
+    for each in root.iterdir() if root.exists() else ():
+        if each.is_dir():
+            shutil.rmtree(each, ignore_errors=True)
+        else:
+            with suppress(OSError):
+                each.unlink()
+
+
+def _make(
+    folder: RegionFolder,
+    *,
+    region: str,
+    mesh: str,
+    country: str,
+    jurisdiction: str,
+    entity: str,
+    contact: str,
+    listen: Address,
+    health: Address | None,
+    now_ms: int,
+) -> SignedBundle:
     for path in (folder.root, folder.secrets, folder.identities, folder.trusted, folder.run):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     authority = create_authority(region, mesh, now_ms)

@@ -35,6 +35,7 @@ from felix.errors import UnavailableError
 from felix.news import News
 from felix.runtime.port import Clock
 from felix.runtime.real import REAL
+from felix.storage.port import is_full
 from felix.storage.small_file import read_file, replace_durably
 from keys.bundle import RegionBundle
 from region.changed_log_key import says_changed
@@ -237,6 +238,12 @@ class DocumentLog:
 
     async def append(self, document: bytes, leaf: Callable[[], Leaf]) -> bool:
         """Append a document's leaf, made when its turn comes; durable on return. False where it stands in the log already."""
+        if sha256(document).digest() in self._documents:
+            return False
+        failure = None if self._trail.copied else self._trail.failure
+        if failure is not None:
+            # Behind what waits for room on a full disk nobody waits, who can be told at once.
+            raise failure.with_traceback(None)
         # The caller may be cancelled: an accepted leaf becomes durable all the same, and is recorded here.
         return await asyncio.shield(asyncio.ensure_future(self._append(document, leaf)))
 
@@ -265,7 +272,12 @@ class DocumentLog:
         """Finish the pending appends; accept no more."""
         async with self._appending:
             self._closed = True
-        await asyncio.to_thread(self.save, at_once=True)
+        try:
+            await asyncio.to_thread(self.save, at_once=True)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            log.warning("the next start reads more of the audit log: its snapshot found no room (%s)", error)
 
     def save(self, *, at_once: bool = False) -> None:
         """Bring the snapshot up to the newest checkpoint, where it is far behind. Raises OSError, CorruptionError."""

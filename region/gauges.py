@@ -123,6 +123,7 @@ class BrokerGauges:
                     "compaction_removed_records": counters.compaction_removed_records,
                     "compaction_seconds": counters.compaction_ns / 1e9,
                     "stopped": float(shard.failure is not None),
+                    "full": float(shard.is_full),
                     **self._caches.stats(stream, number),
                 }
                 if self._broker.clustered is not None:

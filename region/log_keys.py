@@ -601,6 +601,8 @@ def append_waiting(trail: Trail, leaf: Leaf) -> None:
         failed.extend([error] if error is not None else [])
         done.set()
 
+    # Whoever runs the command hears of a full disk at once.
+    trail.end_waiting()
     trail.append_nowait([leaf], ended)
     if not done.wait(APPEND_S):
         raise UnavailableError(f"The audit log {trail.key.name} was not synced within {APPEND_S:.0f} s.")

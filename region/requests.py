@@ -608,7 +608,10 @@ class Requests:
             bridges,
             brokers,
             # Each has room of its own: of either there may be very many.
-            [*told([*found.problems, *unreadable(self._mirror.faults)]), *told(self._governance.problems)],
+            [
+                *told([*found.problems, *broker.streams.problems(), *unreadable(self._mirror.faults)]),
+                *told(self._governance.problems),
+            ],
             0 if several is None else broker.default_replicas,
             0 if several is None else several.moving,
             told(found.remarks),

@@ -45,6 +45,7 @@ from felix.messages import (
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
+from felix.storage.port import is_full
 from felix.tasks import TaskSet
 from felix.transport.port import Connection
 from policy.access import Verb
@@ -72,6 +73,8 @@ REQUESTS_MAX: Final = 64
 """Requests of one session under way at once."""
 SUBSCRIPTIONS_MAX: Final = 64
 """Below the transport's own limit of streams per connection, so that the refusal is ours and has a sentence."""
+FULL_AGAIN_MS: Final = 1_000
+"""Whoever asked for what found no room on the disk asks again after this."""
 STREAMS_MAX: Final = 96
 """Client-opened streams of one session, for the same reason."""
 PUBLISH_WINDOW_BYTES_MIN: Final = 2 * (FRAME_HEADER_BYTES + BATCH_BYTES_MAX)
@@ -147,6 +150,8 @@ class ClientSession:
         self._release: asyncio.TimerHandle | None = None
         self._publish_idle = True
         self._told_throttled_s = 0.0
+        self._refused_full: set[str] = set()
+        """requests that found no room on the disk, as far as it was said"""
         self._timeout: asyncio.TimerHandle | None = None
         self._is_wide = False
         self._control_held = 0
@@ -603,10 +608,28 @@ class ClientSession:
         except FelixError as error:
             self.refuse(correlation, error)
         except Exception as error:
+            if isinstance(error, OSError) and is_full(error):
+                self._refuse_full(correlation, type(request).__name__, error)
+                return
             log.exception("request %s failed", type(request).__name__)
             self.refuse(
                 correlation, FelixError(f"The broker failed: {type(error).__name__}.", code=Code.INTERNAL)
             )
+
+    def _refuse_full(self, correlation: int, request: str, error: OSError) -> None:
+        """For what could not be written. It is asked again and again, and said once."""
+        if request not in self._refused_full:
+            self._refused_full.add(request)
+            log.error("request %s found no room on the disk: %s", request, error)
+        self.refuse(
+            correlation,
+            UnavailableError(
+                "The broker's disk is full: what was asked for is not done, or not all of it.",
+                code=Code.DISK_FULL,
+                hint="Make room, and ask again.",
+                retry_after_ms=FULL_AGAIN_MS,
+            ),
+        )
 
     def answer(self, correlation: int, answer: Answer) -> None:
         self.send_control(encode_message(FrameType.ANSWER, answer, correlation))

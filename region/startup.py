@@ -552,7 +552,7 @@ async def open_broker(
 
     async def open_stream(record: Stream) -> None:
         try:
-            await streams.open(record)
+            follower.opened(await streams.open(record))
         except FelixError as error:
             # One stream that does not fit must not keep the others from being served.
             log.error("stream %s cannot be opened: %s", record.name, error)

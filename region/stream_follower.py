@@ -15,7 +15,7 @@ from felix.errors import FelixError, RequestError
 from felix.names import StreamName
 from region.at_once import at_once
 from region.metadata.mirror import CatalogMirror, MirrorChange
-from region.streams import StreamTable
+from region.streams import HostedStream, StreamTable
 
 log = logging.getLogger("felix.region.stream_follower")
 
@@ -45,6 +45,11 @@ class StreamFollower:
     def retry(self, name: StreamName) -> None:
         """A stream that could not be opened: try again later."""
         self._wanted.add(name)
+
+    def opened(self, stream: HostedStream) -> None:
+        """A stream was opened: what there was no room for is tried again later."""
+        if stream.lacks_room:
+            self.retry(stream.name)
 
     def assigned(self, name: str) -> None:
         """A stream's leader may be another one."""
@@ -94,7 +99,7 @@ class StreamFollower:
             if record is None:
                 continue
             try:
-                await self._streams.open(record)
+                self.opened(await self._streams.open(record))
                 # What is led here and could not be served is tried again below, and later.
                 self._assigned.add(name)
             except RequestError as error:
@@ -111,4 +116,8 @@ class StreamFollower:
         except FelixError as error:
             log.error("stream %s is led here, and cannot be opened: %s", name, error)
             # With the next change, which may be what makes room.
+            self._assigned.add(name)
+            return
+        held = self._streams.get(name)
+        if held is not None and held.lacks_room:
             self._assigned.add(name)

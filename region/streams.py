@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterator
@@ -119,6 +120,10 @@ class Altering(Protocol):
         """Go by the settings in the stream's record from now on."""
 
 
+FULL_TOLD_S: Final = 60.0
+"""A disk that is full again is said again after this."""
+FULL_AGAIN_MS: Final = 1_000
+"""A client that asks for a shard that had no room to be opened retries after this."""
 ELSEWHERE_RETRY_MS: Final = 100
 """A client that asked the wrong broker retries after this: the shard may be on its way here."""
 
@@ -160,6 +165,13 @@ def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableEr
         )
     if why.code is Code.SHUTTING_DOWN:
         return UnavailableError(why.sentence, code=why.code, hint=why.hint, retry_after_ms=ELSEWHERE_RETRY_MS)
+    if why.code is Code.DISK_FULL:
+        return UnavailableError(
+            f"Shard {number} of {name} does not serve yet: there was no room on the disk to open it.",
+            code=why.code,
+            hint="Make room; it is opened by itself within seconds.",
+            retry_after_ms=FULL_AGAIN_MS,
+        )
     return UnavailableError(f"Shard {number} of {name} does not serve: {why}", code=Code.SHARD_STOPPED)
 
 
@@ -281,6 +293,20 @@ class HostedStream:
         """Whether this broker serves all of its shards now, also by what it has heard since it began to."""
         leads = self._leading is None or self._leading.epochs(self.record) == self.epochs
         return leads and len(self.serving) == self.shard_count
+
+    @property
+    def lacks_room(self) -> bool:
+        """Whether a shard could not be opened for want of room on the disk: it is to be tried again."""
+        return bool(self.without_room)
+
+    @property
+    def without_room(self) -> list[int]:
+        """The shards that could not be opened for want of room on the disk."""
+        return [
+            number
+            for number, each in self.replicas.items()
+            if isinstance(each, FelixError) and each.code is Code.DISK_FULL
+        ]
 
     @property
     def elsewhere(self) -> FelixError | None:
@@ -433,6 +459,9 @@ class StreamTable:
         self._counts: Counter[tuple[str, ...]] = Counter()
         # Bytes on the disk, by tenant, as far as streams were measured; and those that are to be measured again.
         self._stored: Counter[str] = Counter()
+        self._full: dict[ShardLog, None] = {}
+        """those that found no room on the disk when they were written to last"""
+        self._full_told, self._full_told_s = False, -math.inf
         self._unmeasured: dict[HostedStream, None] = {}
         # The streams that each round-robin pass processed last.
         self._swept: list[HostedStream] = []
@@ -523,6 +552,8 @@ class StreamTable:
                     if record.revision >= held.record.revision:
                         held.alter(record)
                         self._work.place(held, record.config)
+                    if self._leading is None and (held.lacks_room or not held.replicas):
+                        await self._serve_again(held, {})
                     return held
                 if held.record.revision > record.revision:
                     return held  # the record is older than what is served
@@ -573,7 +604,11 @@ class StreamTable:
             return
         async with self._busy.setdefault(name, asyncio.Lock()):
             held = self._streams.get(name)
-            if held is None or (epochs := leading.epochs(held.record)) == held.epochs:
+            if held is None:
+                return
+            if (epochs := leading.epochs(held.record)) == held.epochs:
+                if held.lacks_room:
+                    await self._serve_again(held, epochs)
                 return
             if held.replicas:
                 await self._cease(held)
@@ -583,6 +618,23 @@ class StreamTable:
                 await self._serve(held, epochs)
                 self._begin_measuring(held)
             self._changed(held)
+
+    async def _serve_again(self, stream: HostedStream, epochs: dict[int, int]) -> None:
+        """Serve all of its shards, where those have room by now that had none. Raises as `open`."""
+        for number in stream.without_room:
+            # Those that serve are not disturbed before it is of use.
+            found = await self._open_shard(
+                stream.name, stream.record, number, epochs.get(number, 0), is_again=True
+            )
+            if isinstance(found, FelixError):
+                return
+            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+        if stream.replicas:
+            await self._cease(stream)
+        await self._serve(stream, epochs)
+        self._begin_measuring(stream)
+        self._changed(stream)
+        log.info("stream %s found room on the disk, and is served", stream.name)
 
     async def _cease(self, stream: HostedStream) -> None:
         """Serve none of the stream's shards any more: what comes is refused from here on, what is under way is answered."""
@@ -632,9 +684,10 @@ class StreamTable:
         return wanted
 
     async def _open_shard(
-        self, name: StreamName, record: Stream, number: int, epoch: int
+        self, name: StreamName, record: Stream, number: int, epoch: int, *, is_again: bool = False
     ) -> ShardLog | FelixError:
-        """`epoch`: to lead it in; 0: a new one, that this broker chooses."""
+        """`epoch`: to lead it in; 0: a new one, that this broker chooses. `is_again`: what keeps it from being opened was said."""
+        level = logging.DEBUG if is_again else logging.ERROR
         incarnation = bytes.fromhex(record.incarnation)
         config = record.config
         settings = shard_settings(
@@ -658,13 +711,13 @@ class StreamTable:
         try:
             shard = await self._directory.open_shard(name, incarnation, number, settings, hooks)
         except FelixError as error:
-            log.error("%s shard %d does not serve: %s", name, number, error)
+            log.log(level, "%s shard %d does not serve: %s", name, number, error)
             return error
         if epoch:
             try:
                 await shard.begin_epoch(epoch)
             except FelixError as error:
-                log.error("%s shard %d does not serve in epoch %d: %s", name, number, epoch, error)
+                log.log(level, "%s shard %d does not serve in epoch %d: %s", name, number, epoch, error)
                 await self._directory.close_shard(name, incarnation, number)
                 return error
             return shard
@@ -762,10 +815,48 @@ class StreamTable:
                 self._measure(stream)
         return dict(self._stored)
 
+    def _room_changed(self, shard: ShardLog) -> None:
+        """A shard found the disk full, or room on it. Of all shards it is said once, and not with each change of a disk that is nearly full."""
+        if shard.has_copies:
+            return
+        if shard.is_full:
+            self._full[shard] = None
+            now_s = self._runtime.clock.monotonic()
+            if not self._full_told and now_s - self._full_told_s >= FULL_TOLD_S:
+                self._full_told, self._full_told_s = True, now_s
+                log.error("%s", self.problems()[0])
+            return
+        self._full.pop(shard, None)
+        if self._full_told and not self._found_full():
+            self._full_told = False
+            log.warning("there is room on the disk again, and what is published is taken")
+
+    def _found_full(self) -> list[ShardLog]:
+        for shard in [each for each in self._full if not each.is_full]:
+            del self._full[shard]
+        return list(self._full)
+
+    def problems(self) -> list[str]:
+        """That the disk is full, in one line, where shards wait for room on it. Those that have copies say so themselves."""
+        full = [each.identity for each in self._found_full()]
+        unopened = [
+            (each.text, number) for each in self._ordered if each.lacks_room for number in each.without_room
+        ]
+        places = [*((each.stream, each.shard) for each in full), *unopened]
+        if not places:
+            return []
+        shards = "1 shard takes" if len(places) == 1 else f"{len(places)} shards take"
+        name, number = places[0]
+        more = ", …" if len(places) > 1 else ""
+        return [
+            f"The disk is full: {shards} nothing that is published ({name} shard {number}{more}). Reading goes on; publishing does once there is room."
+        ]
+
     def _begin_measuring(self, stream: HostedStream) -> None:
         """Its shards are others than before."""
         for shard in stream.serving:
             shard.disk_bytes_changed = partial(self._unmeasured.__setitem__, stream, None)
+            shard.room_changed = partial(self._room_changed, shard)
         self._measure(stream)
 
     def _measure(self, stream: HostedStream) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, Self
 
@@ -116,8 +117,10 @@ class FileLock:
                 code=Code.CONFLICT,
                 hint="Stop that one first, or give this one another folder.",
             ) from error
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+        # It is for people: on a full disk the folder is locked without it.
+        with suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         self._descriptor: int | None = descriptor
 
     @property

@@ -206,6 +206,7 @@ class DocumentLeaves:
         return held
 
     async def _write(self, document: Document) -> None:
+        told = ""
         while not self._closed:
             try:
                 await self.log(document)
@@ -215,12 +216,14 @@ class DocumentLeaves:
                 self._forget(document, digest_of(document))
                 break
             except (FelixError, OSError) as error:
-                log.error(
-                    "the audit log did not take a %s of %s: %s", document.purpose, document.region, error
-                )
+                if str(error) != told:
+                    told = str(error)
+                    log.error(
+                        "the audit log did not take a %s of %s: %s", document.purpose, document.region, error
+                    )
                 if (
                     self._neighbours.writes_here
-                    and self._trail.failure is not None
+                    and self._trail.stopped is not None
                     and not self._trail.copied
                 ):
                     return  # nothing crosses any more

@@ -34,12 +34,15 @@ async def until_taken(
     append: Callable[[], Awaitable[object]], what: str, trail: Trail, writes_here: Callable[[], bool]
 ) -> bool:
     """Call `append` until the audit log takes it; False where the log is written here no more, or by nobody."""
+    told = ""
     while writes_here():
         try:
             await append()
         except (FelixError, OSError) as error:
-            log.error("the audit log did not take %s: %s", what, error)
-            if trail.failure is not None and not trail.copied:
+            if str(error) != told:
+                told = str(error)
+                log.error("the audit log did not take %s: %s", what, error)
+            if trail.stopped is not None and not trail.copied:
                 return False  # nothing crosses any more
             await asyncio.sleep(AGAIN_S)
         else:

@@ -223,10 +223,13 @@ class Governance:
 
     @property
     def problems(self) -> list[str]:
-        """Keys of before in this region's folder; a policy that is not believed; regions that the store names and this broker does not believe, with the command to go on with; and what stands
+        """An audit log that has stopped, or waits for room; keys of before in this region's folder; a policy that is not believed; regions that the store names and this broker does not believe, with the command to go on with; and what stands
         beside the audit log and is no document of it."""
         stale = self._judgement.changed_keys.problem
+        # What is wrong with copies of the log is said of each.
+        stopped = "" if self.trail.copied else self.trail.status().failure
         return [
+            *filter(None, [stopped]),
             *([stale] if stale else []),
             *filter(
                 None, [self._judgement.changed_keys.unread, unnamed(self._own, self.witnessing.witness.key)]
@@ -451,7 +454,8 @@ class Governance:
         return self.trail.key.name, self.audit.status().durable
 
     async def close(self) -> None:
-        """Leaves that are being written are written; the next start reads on from here."""
+        """Leaves that are being written are written, unless they wait for room on a full disk; the next start reads on from here."""
+        self.trail.end_waiting()
         await self._judgement.close()
         await self.arrivals.close()
         await self.logged.close()

@@ -160,7 +160,7 @@ class DiskLog:
                 if recovered.report.epochs_rebuilt:
                     log.save_epochs(recovered.epochs)
                 if recovered.offload.pending_deletion:
-                    log.save_offload(recovered.offload)
+                    log._save_offload_unless_full(recovered.offload)
         except OSError:
             log.abandon()
             raise
@@ -512,12 +512,27 @@ class DiskLog:
         )
 
     def delete_old(self, retention: Retention, now_ms: int, *, below: int, hold: int | None = None) -> int:
-        """Delete the segments that `retention` lets go, all of them wholly below offset `below`; how many."""
-        if self._outlived(retention, now_ms):
+        """Delete the segments that `retention` lets go, all of them wholly below offset `below`; how many. Raises as `write` does."""
+        no_room = self._roll_unless_full(now_ms) if self._outlived(retention, now_ms) else None
+        return self._delete_closed(
+            self._segments.deletable(retention, now_ms, below=below, hold=hold), no_room
+        )
+
+    def _roll_unless_full(self, now_ms: int) -> OSError | None:
+        """`roll`, before something is deleted. Why there was no room for it: what is closed already goes all the same, and makes room."""
+        try:
             self.roll(now_ms)
-        count = self._segments.deletable(retention, now_ms, below=below, hold=hold)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return error
+        return None
+
+    def _delete_closed(self, count: int, no_room: OSError | None) -> int:
         if count:
             self._delete_first(count)
+        elif no_room is not None:
+            raise no_room
         return count
 
     def _outlived(self, retention: Retention, now_ms: int) -> bool:
@@ -529,13 +544,11 @@ class DiskLog:
         return self._aged(self._segments.active, now_ms, age_ms)
 
     def trim(self, offset: int, now_ms: int) -> int:
-        """Delete the segments that end at or below `offset`, the active one rolled before where it begins below; how many."""
+        """Delete the segments that end at or below `offset`, the active one rolled before where it begins below; how many. Raises as `write` does."""
+        no_room = None
         if self._segments.active.base_offset < offset and not self._note_is_open:
-            self.roll(now_ms)
-        count = sum(one.next_offset <= offset for one in self._segments.now[:-1])
-        if count:
-            self._delete_first(count)
-        return count
+            no_room = self._roll_unless_full(now_ms)
+        return self._delete_closed(sum(one.next_offset <= offset for one in self._segments.now[:-1]), no_room)
 
     def _delete_first(self, count: int) -> None:
         self._open_files()
@@ -546,7 +559,7 @@ class DiskLog:
         copies = [segment.remote for segment in gone if segment.remote]
         if copies:
             doomed = () if self.shares_offload else tuple(one.url for one in copies)
-            self.save_offload(
+            self._save_offload_unless_full(
                 msgspec.structs.replace(
                     self.offload,
                     segments=tuple(one for one in self.offload.segments if one not in copies),
@@ -641,6 +654,16 @@ class DiskLog:
         """Make what is known of offloaded segments durable. Raises OSError."""
         save_checked(self._files, self.folder / OFFLOADED_NAME, encode_offload(state))
         self.offload = state
+
+    def _save_offload_unless_full(self, state: OffloadState) -> None:
+        """What follows from the log's start, which the mark has: recovery tells it again, so that files go though there is no room to say so. The
+        next change writes it."""
+        try:
+            self.save_offload(state)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self.offload = state
 
     def begin_in_store(self, entries: Sequence[Offloaded]) -> None:
         """Have these, which follow each other, stand before a log that was just begun behind them: its local segments are to come. Raises

@@ -126,6 +126,8 @@ class ShardLog:
         self.observer: AppendObserver | None = None
         self.disk_bytes_changed: Callable[[], None] = _nobody
         """Called on the loop once `disk_bytes` may be another: after each group that was written, and after what lets go of segments."""
+        self.room_changed: Callable[[], None] = _nobody
+        """Called on the loop once `is_full` is another."""
         self._hooks = hooks
         self._copies = copies
         self._commit_pool = commit_pool
@@ -715,6 +717,8 @@ class ShardLog:
             self._group_commit.resume()
         was_full = self.is_full
         self._happened(event)
+        if self.is_full is not was_full:
+            self.room_changed()
         if isinstance(event, core.Written):
             assert self._disk is not None
             self._epochs = self._disk.epochs
@@ -965,10 +969,16 @@ class ShardLog:
         snapshot = self.producers_snapshot() if known else b""
 
         def work() -> int:
-            if snapshot:
-                # On a full disk it is more urgent that something goes.
+            if not snapshot:
+                return delete()
+            try:
+                disk.save_producers(snapshot, offset)
+            except OSError:
+                # On a full disk it is more urgent that something goes; then there may be room.
+                count = delete()
                 with suppress(OSError):
                     disk.save_producers(snapshot, offset)
+                return count
             return delete()
 
         count = await self._folder_writer.change(work)

@@ -24,6 +24,7 @@ from typing import Final, Self, TypeVar
 from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.port import is_full
 from region.metadata.local import (
     BATCH_BYTES_MAX,
     BATCH_EVENTS_MAX,
@@ -90,8 +91,10 @@ def _lock(path: Path) -> int:
             hint="Stop that broker first, or give this one its own state folder. "
             "Several brokers of one region need etcd (docs/metadata.md).",
         ) from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    # It is for people: on a full disk the store is locked without it.
+    with contextlib.suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
     return descriptor
 
 
@@ -386,9 +389,7 @@ class EmbeddedStore(LocalStore):
         except sqlite3.OperationalError as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
             if code == sqlite3.SQLITE_FULL:
-                raise unavailable(
-                    self.where, "the disk is full", "Make room; it goes on by itself.", Code.DISK_FULL
-                ) from error
+                raise self._full() from error
             if code == sqlite3.SQLITE_BUSY:
                 raise unavailable(
                     self.where, "another program holds its file", "Close what has the file open."
@@ -405,9 +406,14 @@ class EmbeddedStore(LocalStore):
                 hint="Stop, keep the file, and put back a backup (docs/metadata.md).",
             ) from error
         except OSError as error:
+            if is_full(error):
+                raise self._full() from error
             raise unavailable(
                 self.where, str(error), "Check that the folder exists and that this user may write to it."
             ) from error
+
+    def _full(self) -> Exception:
+        return unavailable(self.where, "the disk is full", "Make room; it goes on by itself.", Code.DISK_FULL)
 
     def _stopped(self) -> Exception:
         return unavailable(

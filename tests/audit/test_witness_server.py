@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import logging
 import os
 import shutil
 import signal
 import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
@@ -29,8 +31,9 @@ from audit.tree_head import TreeHead
 from audit.witness_admission import parse_clients
 from audit.witness_protocol import REQUEST_BYTES_MAX, AddCheckpoint, decode_request, encode_request
 from audit.witness_server import HEAD_BYTES_MAX, ServerLimits
+from audit.witness_service import WitnessService
 from audit.witness_sqlite import WitnessState, init_witness
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from keys.signing import SigningKey
 
 SECRET = b"SSN-078-05-1120"
@@ -568,3 +571,60 @@ def test_arbitrary_bytes_are_a_request_or_refused(data: bytes, before: bytes) ->
     except RequestError:
         return
     assert encode_request(request) == before + data
+
+
+class FullDisk(sqlite3.Connection):
+    """What changes something finds no room, as long as `is_full`."""
+
+    is_full = True
+
+    def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:
+        if FullDisk.is_full and sql.startswith(("UPDATE", "COMMIT")):
+            error = sqlite3.OperationalError("database or disk is full")
+            error.sqlite_errorcode = sqlite3.SQLITE_FULL
+            raise error
+        return super().execute(sql, *parameters)  # type: ignore[arg-type]
+
+
+def full_state(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "audit.witness_sqlite._connect",
+        lambda path: sqlite3.connect(path, isolation_level=None, check_same_thread=False, factory=FullDisk),
+    )
+
+
+def test_one_that_starts_on_a_full_disk_is_not_told_to_be_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init_witness(tmp_path / "w", NAME)
+    full_state(tmp_path / "w", monkeypatch)
+    monkeypatch.setattr(FullDisk, "is_full", True)
+    with pytest.raises(UnavailableError, match="is full") as caught:
+        WitnessState.open(tmp_path / "w", serve=True)
+    assert caught.value.code is Code.DISK_FULL
+    monkeypatch.setattr(FullDisk, "is_full", False)
+    WitnessState.open(tmp_path / "w", serve=True).close()
+
+
+def test_a_full_disk_cosigns_nothing_is_told_once_and_goes_on_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_witness(tmp_path / "w", NAME)
+    full_state(tmp_path / "w", monkeypatch)
+    monkeypatch.setattr(FullDisk, "is_full", False)
+    state, log = WitnessState.open(tmp_path / "w", serve=True), Log()
+    state.add_log(log.origin, log.signer.key)
+    service = WitnessService(state, lambda: NOW_S)
+    assert service.add_checkpoint(log.request(0, 3)).status == 200
+    monkeypatch.setattr(FullDisk, "is_full", True)
+    with caplog.at_level(logging.INFO, logger="felix.audit.witness"):
+        for _ in range(5):
+            answer = service.add_checkpoint(log.request(3, 7))
+            assert (answer.status, b"is full" in answer.body) == (503, True)
+        held = state.log(log.origin)
+        assert held is not None
+        assert held.held.size == 3
+        monkeypatch.setattr(FullDisk, "is_full", False)
+        assert service.add_checkpoint(log.request(3, 7)).status == 200
+    assert len(caplog.records) == 2
+    state.close()

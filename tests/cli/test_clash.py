@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client.registry import CollectorRegistry
 from region_home import make_region
+from rich.console import Console
 
 from bridge.config import BridgeConfig, DestinationConfig
 from cli.agent import moved
 from cli.clash import _inodes, holder, told
-from cli.process import PidFile, last_words
+from cli.output import note
+from cli.process import PidFile, last_words, read_state
 from felix.address import Address
 from felix.errors import AddressInUseError, Code, RequestError
 from felix.health import HealthServer
@@ -130,3 +133,39 @@ def write_profile_of(home: Path, region: str, port: int) -> None:
     from region.folder import RegionFolder
 
     write_profile(RegionFolder.of(region, home), region, "acme", Address("127.0.0.1", port))
+
+
+def test_a_process_says_of_itself_what_has_the_room_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it starts, and is found, on a disk that is full by then."""
+    path = tmp_path / "broker.pid"
+    sizes = set()
+    for _ in range(2):
+        pid = PidFile(path, "The broker", "")
+        sizes.add(path.stat().st_size)
+        assert read_state(path) is None, "it does not serve yet"
+        pid.announce(address="127.0.0.1:7443")
+        sizes.add(path.stat().st_size)
+        assert (read_state(path) or {})["address"] == "127.0.0.1:7443"
+        pid.close()
+        sizes.add(path.stat().st_size)
+        assert read_state(path) is None
+    assert len(sizes) == 1
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("cli.process.os.pwrite", full)
+    pid = PidFile(tmp_path / "first.pid", "The broker", "")
+    pid.announce(address="127.0.0.1:7443")
+    pid.close()
+
+
+def test_a_note_that_finds_no_room_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server's log is often on the disk that it writes to."""
+    with Path("/dev/full").open("w") as full:
+        monkeypatch.setattr("cli.output.err", Console(file=full, stderr=True))
+        note("us-east serves")
+        with suppress(OSError):
+            full.close()

@@ -8,12 +8,14 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from log.building import batch_of, open_disk, write_batches
+from log.building import SMALL, batch_of, open_disk, write_batches
 
 from felix.batch import decode_batch, decode_records
+from felix.settings import Retention
 from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog
 from region.log.errors import StorageFailedError
+from region.log.offload import Offloaded
 
 FOLDER = Path("/shard")
 SEEDS = range(40)
@@ -75,3 +77,74 @@ def test_what_recovery_serves_after_a_failed_sync_outlasts_a_loss_of_power() -> 
         assert served == [b"first", b"second" * 300]
         disk.lose_power(Random(seed))
         assert payloads(opened(disk)) == served
+
+
+HOUR_MS = 3_600_000
+
+
+def several(disk: MemoryDisk) -> DiskLog:
+    """A log of several closed segments, and one that is written to."""
+    files = disk.mount()
+    log = open_disk(FOLDER, files, limits=SMALL)
+    for _ in range(12):
+        write_batches(log, [batch_of(b"x" * 700)])
+        log.sync()
+    assert log.segment_count > 3
+    return log
+
+
+@pytest.mark.parametrize("room", [0, 20])
+@pytest.mark.parametrize("how", ["retention", "trim"])
+def test_a_full_disk_lets_go_of_closed_segments_though_none_can_be_begun(room: int, how: str) -> None:
+    """All that is in the newest one is too old as well: it would be closed first, for which there is no room."""
+    disk = MemoryDisk()
+    log = several(disk)
+    disk.room_bytes = room
+    end, now_ms = log.end_offset, 1_000 + 2 * HOUR_MS
+
+    def let_go() -> int:
+        if how == "trim":
+            return log.trim(end, now_ms)
+        return log.delete_old(Retention(age_ms=HOUR_MS), now_ms, below=end)
+
+    assert let_go() > 2
+    assert disk.room_bytes > 5_000
+    assert let_go() == 1, "there is room to close the newest one by now"
+    assert (log.start_offset, log.end_offset) == (end, end)
+    disk.kill()
+    again = opened(disk)
+    assert (again.start_offset, again.end_offset) == (end, end)
+
+
+def test_a_full_disk_with_nothing_to_let_go_of_says_so() -> None:
+    disk = MemoryDisk()
+    log = opened(disk)
+    write_batches(log, [batch_of(b"x" * 700)])
+    log.sync()
+    disk.room_bytes = 0
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        log.delete_old(Retention(age_ms=HOUR_MS), 1_000 + 2 * HOUR_MS, below=log.end_offset)
+    assert payloads(log) == [b"x" * 700]
+
+
+def test_a_full_disk_lets_go_of_segments_that_are_in_a_store_as_well() -> None:
+    """What is in the store is to be deleted there: for saying so there is no room, and the files go all the same."""
+    disk = MemoryDisk()
+    log = several(disk)
+    urls = []
+    for segment in log.segments[:-1]:
+        url = f"memory://full/{segment.path.name}"
+        urls.append(url)
+        header, end = segment.header.encode(), segment.next_offset
+        entry = Offloaded(url, header, end, segment.segment_bytes, segment.last_time_ms, "00" * 32)
+        log.add_offloaded(segment, entry)
+    disk.room_bytes = 0
+    first = log.segments[2].base_offset
+    assert log.trim(first, 1_000) == 2
+    assert disk.room_bytes > 3_000
+    assert (log.start_offset, log.offload.pending_deletion) == (first, tuple(urls[:2]))
+    disk.room_bytes = 0
+    disk.kill()
+    again = open_disk(FOLDER, disk.mount(), limits=SMALL)
+    assert (again.start_offset, again.offload.pending_deletion) == (first, tuple(urls[:2]))
+    assert [one.url for one in again.offload.segments] == urls[2:]

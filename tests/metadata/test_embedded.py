@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import sqlite3
@@ -238,3 +239,21 @@ async def test_a_cancelled_writer_leaves_the_store_whole(tmp_path: Path) -> None
                 await store.transact([], [Put("/a", b"1")])
             assert (await waiting).revision == 2, "watchers hear of it although its writer went away"
         await changes.aclose()
+
+
+async def test_a_start_on_a_full_disk_lets_go_of_the_lock_and_says_what_is_the_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("region.metadata.embedded.os.pwrite", full)
+        store = await EmbeddedStore.open(tmp_path / "metadata.db")
+        await store.close()
+        patched.setattr("region.metadata.embedded.os.open", full)
+        with pytest.raises(UnavailableError, match="the disk is full") as caught:
+            await EmbeddedStore.open(tmp_path / "metadata.db")
+        assert caught.value.code is Code.DISK_FULL
+    async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
+        await store.transact([], [Put("/a", b"1")])

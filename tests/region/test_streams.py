@@ -15,15 +15,20 @@ import pytest
 from log.building import batch_of
 
 from felix.batch import Batch
-from felix.errors import FelixError
+from felix.errors import Code, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.storage.memory import MemoryDisk, MemoryFiles
+from felix.tasks import end_tasks
 from region.budget import Budgets
 from region.log.directory import LogDirectory
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardLog
+from region.metadata.catalog import Catalog
+from region.metadata.memory import MemoryStore
+from region.metadata.mirror import CatalogMirror
 from region.metadata.records import Stream, StreamConfig
+from region.stream_follower import StreamFollower
 from region.streams import SHARDS_AT_ONCE, HostedStream, StreamTable
 
 pytestmark = pytest.mark.timeout(300)
@@ -210,5 +215,91 @@ async def test_what_was_deleted_while_a_broker_was_down_goes_at_its_start_howeve
     assert [str(stored.name) for stored in directory.stored()] == [kept.name]
     with pytest.raises(FelixError, match="was deleted"):
         await streams.open(gone)
+    await streams.close()
+    await directory.close()
+
+
+@pytest.mark.parametrize("room", [0, 300])
+async def test_a_stream_for_which_there_was_no_room_serves_once_there_is(room: int) -> None:
+    """300 bytes: for one of its shards."""
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    told: list[tuple[int, bool]] = []
+    streams.on_change(lambda stream: told.append((len(stream.serving), stream.ceased)))
+    whole, disk.room_bytes = disk.room_bytes, room
+    stream = await opened(streams, 2)
+    assert stream.lacks_room
+    assert len(stream.serving) == bool(room)
+    refused = stream.find(stream.without_room[0])
+    assert isinstance(refused, UnavailableError)
+    assert (refused.code, bool(refused.retry_after_ms)) == (Code.DISK_FULL, True)
+    assert await opened(streams, 2) is stream, "there is none yet"
+    serving = stream.serving
+    disk.room_bytes = 0
+    assert (await opened(streams, 2)).serving == serving, "what serves is not disturbed for nothing"
+    told.clear()
+    disk.room_bytes = whole
+    assert await opened(streams, 2) is stream
+    assert not stream.lacks_room
+    assert told[-1] == (2, False)
+    for number in range(2):
+        await stream.shard(number).append(batch_of(b"here"))
+    await streams.close()
+    await directory.close()
+
+
+async def test_the_follower_tries_a_stream_again_for_which_there_was_no_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("region.stream_follower.RETRY_S", 0.01)
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    store = MemoryStore()
+    catalog, mirror = Catalog(store, "us-east"), CatalogMirror(store, "us-east")
+    follower = StreamFollower(streams, mirror, lambda name: None)
+    whole, disk.room_bytes = disk.room_bytes, 0
+    record = await catalog.create_stream(NAME, StreamConfig(), incarnation=b"i" * 16, created_ms=1)
+    await mirror.start()
+    stream = await streams.open(record)
+    follower.opened(stream)
+    running = asyncio.create_task(follower.run())
+    await asyncio.sleep(0.1)
+    assert stream.lacks_room
+    disk.room_bytes = whole
+    async with asyncio.timeout(WAIT_S):
+        while stream.lacks_room or not stream.serving:  # noqa: ASYNC110 - what is waited for is not an event
+            await asyncio.sleep(0.01)
+    await end_tasks(running)
+    await mirror.close()
+    await streams.close()
+    await directory.close()
+
+
+async def test_a_full_disk_is_a_problem_that_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    stream = await opened(streams, 3)
+    whole, disk.room_bytes = disk.room_bytes, 0
+    with caplog.at_level("INFO", logger="felix.region.streams"):
+        for _ in range(3):
+            for number in range(3):
+                with suppress(UnavailableError):
+                    await stream.shard(number).append(batch_of(b"no room" * 99))
+        (problem,) = streams.problems()
+        assert "3 shards take nothing" in problem
+        disk.room_bytes = whole
+        async with asyncio.timeout(WAIT_S):
+            for number in range(3):
+                while True:
+                    try:
+                        await stream.shard(number).append(batch_of(b"room"))
+                        break
+                    except UnavailableError as error:
+                        assert error.code is Code.DISK_FULL
+                        await asyncio.sleep((error.retry_after_ms or 1) / 1_000)
+    assert not streams.problems()
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2, said
+    assert said[0].startswith("The disk is full")
     await streams.close()
     await directory.close()

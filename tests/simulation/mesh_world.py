@@ -319,14 +319,6 @@ class MeshWorld(World):
                 self.note(f"refused: {error.code.name}")
                 await asyncio.sleep(LOOK_S)
 
-    async def fault(self, step: Step) -> None:
-        await super().fault(step)
-        if step.what == "full":
-            # An audit log whose disk was full takes no more leaves, and nothing crosses: an operator starts the process again.
-            host = self.hosts[step.where]
-            host.crash(power=False)
-            host.later(step.lasts_s)
-
     # -- what must hold --------------------------------------------------------------------------------
 
     async def check(self) -> None:

@@ -193,3 +193,19 @@ def test_the_twin_answers_every_call_as_the_disk_does(seed: int, tmp_path: Path)
         assert outcome(call, memory) == outcome(call, disk)
     for name in ("a", "b", "c/d", "c/e"):
         assert content(memory, tmp_path / name) == content(disk, tmp_path / name)
+
+
+def test_a_folder_is_locked_on_a_full_disk_and_nobody_has_it_after_a_start_that_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who holds it stands in the file for people: a lock that stayed behind would keep out the next try of the same process."""
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("felix.storage.disk.os.pwrite", full)
+    lock = DiskFiles().lock(tmp_path / "data")
+    with pytest.raises(UnavailableError):
+        DiskFiles().lock(tmp_path / "data")
+    lock.release()
+    DiskFiles().lock(tmp_path / "data").release()

@@ -1,0 +1,54 @@
+"""A region that is made on a disk without room: nothing is left of it, and it can be made once there is."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from felix.address import Address
+from region.bootstrap import found_region
+from region.folder import RegionFolder
+
+
+def found(folder: RegionFolder) -> None:
+    found_region(
+        folder,
+        region="eu-west",
+        mesh="acme",
+        country="DE",
+        jurisdiction="EU",
+        entity="Acme Ltd.",
+        listen=Address("127.0.0.1", 7443),
+        health=None,
+        now_ms=1_800_000_000_000,
+    )
+
+
+def test_a_region_that_found_no_room_leaves_nothing_and_is_made_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever file it was for which there was none."""
+    sync, left = os.fsync, [0]
+
+    def full(descriptor: int) -> None:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    folder, tries = RegionFolder(tmp_path / "eu-west"), 0
+    monkeypatch.setattr("os.fsync", full)
+    while True:
+        tries += 1
+        left[0] = tries
+        try:
+            found(folder)
+            break
+        except OSError as error:
+            assert error.errno == errno.ENOSPC
+            assert not list(folder.root.iterdir()), tries
+    assert tries > 20
+    assert folder.bundle.exists()
