@@ -158,6 +158,11 @@ class Subscription:
         self._unlisten = {number: stream.shard(number).subscribe_tail(self.pump) for number in starts}
 
     @property
+    def meter(self) -> Meter:
+        """What is delivered is charged to it."""
+        return self._meter
+
+    @property
     def stream(self) -> HostedStream:
         return self._stream
 

@@ -100,6 +100,10 @@ class PendingHandler:
         frames = FrameDecoder(frozenset({FrameType.REQUEST})).feed(self._held[: FRAME_HEADER_BYTES + length])
         return frames[0] if frames else None
 
+    @property
+    def meter(self) -> None:
+        """It uses no stream yet."""
+
     def pump(self) -> None: ...
 
     def rights_changed(self) -> None: ...

@@ -281,16 +281,22 @@ class IngestStream:
                 f"{held} bytes of a frame came where {limit} were granted.", code=Code.CREDIT_EXCEEDED
             )
 
+    @property
+    def meter(self) -> None:
+        """What arrives is charged to its bridge alone."""
+
     def pump(self) -> None: ...
 
     def rights_changed(self) -> None:
-        """Grants are asked for with every envelope; an idle stream learns of a revocation here."""
+        """Grants are asked for with every envelope; an idle stream learns here of a revocation, and that another broker leads its destination."""
         if not self._is_open or self._ended:
             return
         try:
             self._check_grant()
         except FelixError as error:
             self._refuse_next(error)
+            return
+        self._leave_led()
 
     def replaced(self) -> None:
         """A newer ingest stream took over this link."""
@@ -800,14 +806,25 @@ class IngestStream:
         self._window.finish(way.size)
         self._window.announce()
         self._send(encode_frame(FrameType.RECEIPT, _RECEIPT.pack(way.header.next_offset) + receipt))
-        if self._refusal is not None and not self._in_flight:
+        if self._in_flight:
+            return
+        if self._refusal is not None:
             self._refuse(self._refusal)
+        else:
+            self._leave_led()
 
     # -- endings ---------------------------------------------------------------------------------------
 
     def _send(self, data: bytes, *, end: bool = False) -> None:
         if not self._ended:
             self._session.send(self._stream_id, data, end=end)
+
+    def _leave_led(self) -> None:
+        """End where another broker leads the destination, once what was taken is answered: an idle stream would keep its window of this broker's
+        budget until something crosses."""
+        elsewhere = self._hosted.elsewhere
+        if elsewhere is not None and not self._in_flight:
+            self._fail(elsewhere)
 
     def _refuse_next(self, error: FelixError) -> None:
         """Take nothing more. What was taken before is answered first: a receipt that is lost now is never asked for."""

@@ -164,6 +164,10 @@ class Exchanging(Ingesting, Protocol):
 class Role(Protocol):
     """What one client-opened stream is."""
 
+    @property
+    def meter(self) -> Meter | None:
+        """What its use of a stream is charged to; None where it uses none."""
+
     def data(self, data: bytes, end: bool) -> None:
         """The stream's next bytes."""
 

@@ -212,6 +212,11 @@ class PublishStream:
         elif window.announcement_due:
             session.send_publish_credit()
 
+    @property
+    def meter(self) -> Meter | None:
+        """What is published is charged to it."""
+        return self._meter
+
     def pump(self) -> None: ...
 
     def rights_changed(self) -> None:

@@ -222,6 +222,10 @@ class Relay:
         if end and not self._over:
             self._end()
 
+    @property
+    def meter(self) -> None:
+        """It uses no stream."""
+
     def pump(self) -> None:
         """Nothing waits."""
 

@@ -197,6 +197,7 @@ class ClientSession:
             role.data(data, end)
         if end:
             self._roles.pop(stream_id, None)
+            self._leave_tenants()
 
     def _check_backlog(self) -> None:
         connection = self.connection
@@ -215,6 +216,7 @@ class ClientSession:
         role = self._roles.pop(stream_id, None)
         if role is not None:
             role.closed()
+            self._leave_tenants()
         if not stream_id & 2:
             # Its other half is ours to end: an open one would keep its place among the session's streams.
             with contextlib.suppress(ValueError):
@@ -575,6 +577,7 @@ class ClientSession:
             subscription = self.subscriptions.pop(request.subscription, None)
             if subscription is not None:
                 subscription.finish()
+                self._leave_tenants()
             self.answer(correlation, Done())
             return
         if len(self._tasks) >= self._requests_max:
@@ -736,6 +739,22 @@ class ClientSession:
             if error is not None:
                 del self.subscriptions[number]
                 subscription.fail(error)
+        self._leave_tenants()
+
+    def _leave_tenants(self) -> None:
+        """Of one of several brokers: a session counts for a tenant while it uses a stream of it here. What moves away with its leader counts where that
+        is, and clients keep their sessions for what comes back: two sessions of each would be held, or the second refused."""
+        if self.broker.clustered is None or not self._meters:
+            return
+        used = {
+            each.meter
+            for each in (*self.subscriptions.values(), *self._roles.values())
+            if each is not None and each.meter is not None
+        }
+        for tenant, meter in list(self._meters.items()):
+            if meter not in used:
+                del self._meters[tenant]
+                meter.close()
 
     @property
     def subscription_count(self) -> int:
@@ -745,12 +764,14 @@ class ClientSession:
     def drop_subscription(self, number: int) -> None:
         """The subscription has ended by itself."""
         self.subscriptions.pop(number, None)
+        self._leave_tenants()
 
     def end_role(self, role: Role) -> None:
         """The role is over; bytes that still come for it are ignored."""
         for stream_id, held in self._roles.items():
             if held is role:
                 self._roles[stream_id] = None
+                self._leave_tenants()
                 return
 
     def fail(self, error: FelixError) -> None:

@@ -543,6 +543,7 @@ async def open_broker(
         for record in records.values():
             if clustered.may_hold_arrivals(record):
                 landings.unopened(StreamName.parse(record.name))
+        _follow_arrivals(clustered, mirror, landings)
     # Committed transactions are applied before their streams serve.
     system = records.pop(TRANSACTIONS_STREAM, None)
     if system is not None:
@@ -557,7 +558,8 @@ async def open_broker(
             # One stream that does not fit must not keep the others from being served.
             log.error("stream %s cannot be opened: %s", record.name, error)
             name = StreamName.parse(record.name)
-            landings.unopened(name)
+            if clustered is None:
+                landings.unopened(name)  # of several brokers, what may be here alone is waited for already
             follower.retry(name)
         else:
             follower.assigned(record.name)
@@ -748,6 +750,23 @@ def _may_hold_arrivals(clustered: Clustered, mirror: CatalogMirror, broker: str)
     for record in mirror.streams.values():
         if clustered.may_hold_arrivals(record, broker):
             yield StreamName.parse(record.name)
+
+
+def _follow_arrivals(clustered: Clustered, mirror: CatalogMirror, landings: Landings) -> None:
+    """What may have arrived in a stream and has no leaf yet is no longer waited for here once another broker has its records, too, or alone: whoever leads
+    it writes the leaves before it is served, and is waited for."""
+
+    def look(name: StreamName) -> None:
+        record = mirror.streams.get(name)
+        if record is not None and clustered.placed_on(record) and not clustered.may_hold_arrivals(record):
+            landings.opened(name)
+
+    def changed(change: MirrorChange) -> None:
+        if change.section == "streams":
+            look(StreamName.parse(change.name))
+
+    clustered.member.on_assigned(lambda name: look(StreamName.parse(name)))
+    mirror.on_change(changed)
 
 
 def _follow_wishes(clustered: Clustered, mirror: CatalogMirror, follower: StreamFollower) -> None:

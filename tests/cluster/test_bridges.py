@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from bridge_mesh import flight, until
+from bridge_mesh import STREAM, flight, until
 from cluster.clustered_mesh import two_clusters
 
 from audit.leaf import Kind
@@ -138,3 +138,26 @@ async def test_a_link_that_has_read_all_goes_on_at_the_next_leader_of_its_source
             await mesh.publish([flight(number) for number in range(50, 100)])
             await mesh.crossed(100)
             assert mesh.numbers(await mesh.read("eu-west", 100)) == list(range(100))
+
+
+async def test_a_link_that_has_nothing_to_send_leaves_nothing_at_a_leader_of_before_of_its_destination(
+    tmp_path: Path,
+) -> None:
+    async with two_clusters(tmp_path, 3, source=1) as mesh:
+        await mesh.create()
+        async with mesh.operator("eu-west") as client:
+            await client.create_stream(STREAM, replicas=2)
+        await mesh.publish([flight(number) for number in range(50)])
+        await mesh.grant()
+        async with mesh.agent():
+            await mesh.crossed(50)
+            leader, cluster = mesh.leader("eu-west"), mesh.clusters["eu-west"]
+            windows = cluster.nodes[leader].broker.budgets.ingest
+            assert windows.used_bytes
+            await cluster.drain(leader)
+            await until(lambda: not windows.used_bytes, "the window of before")
+            await mesh.publish([flight(number) for number in range(50, 100)])
+            await mesh.crossed(100)
+            assert mesh.leader("eu-west") != leader
+            assert mesh.numbers(await mesh.read("eu-west", 100)) == list(range(100))
+    assert mesh.verify_egress().ok and mesh.verify_ingress().ok

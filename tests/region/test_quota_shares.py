@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from itertools import chain
 from math import inf, isclose
 from pathlib import Path
@@ -206,3 +207,34 @@ async def test_brokers_tell_each_other_and_a_publisher_gets_most_of_its_limit_at
             await until(lambda: shares().get(region.leader("b1", "acme/ops/orders"), 0) > 0.9, 60)
         # Whatever the other one tells, together they have the limit.
         await until(lambda: sum(shares().values()) < 1.1, 60)
+
+
+@pytest.mark.etcd
+async def test_a_stream_that_moves_takes_its_clients_sessions_along(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """As many clients as the tenant may have sessions: where their stream moved from, they stay connected, and none of them is a session of the tenant any more."""
+    stream = "acme/ops/orders"
+    async with serving(tmp_path, etcd, 3) as region, region.client("b1") as operator:
+        await operator.create_stream(stream)
+        await operator.put_quota("tenant", "acme", QuotaLimits(sessions=3))
+        leader = region.leader("b1", stream)
+        async with AsyncExitStack() as clients:
+            publisher, reader, consumer = [
+                (await clients.enter_async_context(region.client(leader))).stream(stream) for _ in range(3)
+            ]
+            read = aiter(reader.subscribe("earliest"))
+            durable = await clients.enter_async_context(consumer.consumer("crew", start="earliest"))
+            for number in range(2):
+                await publisher.publish(b"%d" % number)
+                assert (await anext(read)).payload == b"%d" % number
+                record = await anext(durable)
+                assert record.payload == b"%d" % number and await durable.ack(record)
+                if not number:
+                    await region.drain(leader)
+                    await until(lambda: region.leader("b1", stream) not in ("", leader), 60)
+            held = {name: node.broker.quotas.find("tenant", "acme") for name, node in region.nodes.items()}
+            sessions = {
+                name: account.held["sessions"] for name, account in held.items() if account is not None
+            }
+            assert sessions.get(leader, 0) == 0 and sum(sessions.values()) == 3
