@@ -237,12 +237,13 @@ class LinkOpening:
     def _truncated(
         self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut
     ) -> CorruptionError:
-        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. Without an
-        account another bridge carried before, and this one's log has nothing to say of it."""
+        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. What this log does not
+        account for, another bridge carried, and this one's log has nothing to say of it."""
         context, row = self._context, self._link.row
         self._memory.truncation = said
         self._memory.cut = CutState(self.source.live.incarnation, cut.epoch, cut.offset)
-        if account is not None and (cut.offset, last := account.accounted_to - 1) not in account.truncated:
+        last = -1 if account is None else account.accounted_to - 1
+        if account is not None and cut.offset <= last and (cut.offset, last) not in account.truncated:
             log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
             self._memory.stats.gaps += last + 1 - cut.offset
             template = msgspec.structs.replace(

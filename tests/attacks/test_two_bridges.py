@@ -5,10 +5,12 @@ A link's place at the destination is that of its stream, whoever carries it. So 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from attacks.test_f08_truncation import accept
 from bridge_mesh import BRIDGE, STREAM, Mesh, flight, now_ms, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
 
@@ -162,3 +164,50 @@ async def test_two_honest_agents_account_for_what_the_other_one_brought(mesh: Me
         assert report.ok, report.findings
     crossed = [ack.records for ack in mesh.headers(mesh.ingress_folder, Kind.ACK)]
     assert sum(crossed) == 5
+
+
+async def test_a_bridge_stops_where_the_destination_lost_what_another_one_brought_behind_its_own(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """The first one carries three records, the second three more, and the destination's streams are put back to where they had three: the first one
+    takes over again. Its log has nothing to say of what it did not carry, and an operator decides as for any other."""
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(3)])
+    grant = await mesh.grant()
+    async with mesh.agent():
+        await mesh.crossed(3)
+        await until(lambda: mesh.headers(mesh.egress_folder, Kind.ACK), "the receipt")
+    await mesh.stop("eu-west")
+    streams = mesh.eu.root / "data" / "streams"
+    shutil.copytree(streams, tmp_path / "older")
+    await mesh.start("eu-west")
+    for region in ("us-east", "eu-west"):
+        await mesh.stand(region, grant, StandingAction.REVOKE)
+    other = f"spiffe://us-east.acme/bridge/{OTHER}"
+    async with mesh.operator("us-east") as client:
+        await client.put_rights(other, [f"bridge-read {STREAM}"])
+    grant = await mesh.grant(bridge=other)
+    await mesh.publish([flight(number) for number in range(3, 6)])
+    async with mesh.agent(name=OTHER):
+        await mesh.crossed(6)
+    for region in ("us-east", "eu-west"):
+        await mesh.stand(region, grant, StandingAction.REVOKE)
+    await mesh.stop("eu-west")
+    shutil.rmtree(streams)
+    shutil.copytree(tmp_path / "older", streams)
+    await mesh.start("eu-west")
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        held = await until(
+            lambda: next((each for each in agent.links() if each.reason.startswith("eu-west had")), None),
+            "the stop",
+        )
+        assert (held.state, held.cut and held.cut.offset) == ("truncated", 3), held
+        assert "cannot be written" not in held.reason
+        await accept(mesh, held)
+        await mesh.crossed(6)
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    assert mesh.headers(mesh.egress_folder, Kind.GAP) == []
+    for report in (mesh.verify_egress(), mesh.verify_ingress()):
+        assert report.ok, report.findings
