@@ -199,6 +199,9 @@ class LinkOpening:
             f"{row.destination_region} had {row.stream} shard {row.shard} up to offset {had - 1}, and now has what lies below "
             f"{at}: {row.destination_stream} was deleted there, restored from an older copy, or lost records."
         )
+        if LOGGED_UNTOLD < opened.logged < received:
+            # Whoever accepts that decides about more than records.
+            said += f" Its audit log was rolled back with them: it has what lies below {opened.logged}, and there are receipts for more."
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut)
 
