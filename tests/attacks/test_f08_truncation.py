@@ -392,8 +392,8 @@ async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothi
 async def test_a_destination_that_is_put_back_with_its_log_says_so_to_who_accepts_it(
     mesh: Mesh, tmp_path: Path, tally: Tally
 ) -> None:
-    """All that eu-west's broker has, and all that was remembered of its log elsewhere: the receipts are left. Who accepts it is told that leaves are gone, and so is who reads the egress
-    log later."""
+    """eu-west's audit log, and all that was remembered of it elsewhere: the receipts are left, and stop the link. Then its streams of the same instant as well: who accepts that is told that
+    leaves are gone, and so is who reads the egress log later."""
     await mesh.create()
     await mesh.grant()
     await mesh.publish(numbered(0, 5))
@@ -402,12 +402,9 @@ async def test_a_destination_that_is_put_back_with_its_log_says_so_to_who_accept
     data, others, kept = mesh.eu.root / "data", mesh.us.root / "data", mesh.egress_folder.parent / "regions"
     forgets = ("streams", "audit")
 
-    def memory(into: Path) -> None:
-        shutil.copytree(others, into, ignore=shutil.ignore_patterns(*forgets))
-
     def forget() -> None:
-        put_back(tmp_path / "data", data)
-        put_back(tmp_path / "kept", kept)
+        put_back(tmp_path / "data" / "audit", data / "audit")
+        shutil.rmtree(kept, ignore_errors=True)
         for path in others.iterdir():
             if path.name not in forgets:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -415,14 +412,16 @@ async def test_a_destination_that_is_put_back_with_its_log_says_so_to_who_accept
 
     def keep_all() -> None:
         keep(data, tmp_path / "data")
-        keep(kept, tmp_path / "kept")
-        memory(tmp_path / "memory")
+        shutil.copytree(others, tmp_path / "memory", ignore=shutil.ignore_patterns(*forgets))
 
     await restart(mesh, keep_all)
     await mesh.publish(numbered(100, 5))
     async with mesh.agent() as agent:
         await link(agent, "active", 10)
     await restart(mesh, forget)
+    async with mesh.agent() as agent:
+        assert "eu-west gave receipts for" in (await link(agent, "denied")).reason
+    await restart(mesh, lambda: put_back(tmp_path / "data" / "streams", data / "streams"))
     async with mesh.agent() as agent:
         held = await link(agent, "truncated")
         assert "Its audit log was rolled back with them: it has what lies below 5" in held.reason
