@@ -57,12 +57,21 @@ class SourceShard(NamedTuple):
         return self.statement.log_start if accepted is None else accepted.truncation.offset
 
 
+class _Between(NamedTuple):
+    """Offsets that this log does not account for, below those with which the shard goes on by what was accepted."""
+
+    incarnation: bytes
+    """which ended there"""
+    first: int
+
+
 class LinkOpening:
     """Of one session; the calls come in the order of the methods."""
 
     def __init__(self, link: Link, context: LinkContext, memory: LinkMemory) -> None:
         self._link, self._context, self._memory = link, context, memory
         self._source: SourceShard | None = None
+        self._between: _Between | None = None
 
     @property
     def source(self) -> SourceShard:
@@ -135,7 +144,7 @@ class LinkOpening:
 
     def check_source(self) -> None:
         """Raises CorruptionError(TRUNCATED) where the source no longer has what was read of it, after the GAP leaf of that; TRUNCATION_UNKNOWN where it crossed on under a word
-        that does not count any more."""
+        that does not count any more. Where it was accepted on behalf of another bridge, which carried further, that the shard goes on, this one goes on with it."""
         source, ledger, live = self.source, self._context.ledger, self.source.live
         for each in reversed(source.lives):
             account = ledger.shard(self._link.link_shard, each.incarnation)
@@ -150,6 +159,11 @@ class LinkOpening:
             goes_on = cut is None or live.accepted is None or not live.accepted.is_resend
             if source.begins_at <= most and goes_on:
                 return
+            if cut is None:
+                # Another bridge carried what lies between, and was stopped: the destination knows, and passes over nothing that it has not.
+                self._require_known()
+                self._between = _Between(each.incarnation, most)
+                return
             cut = Cut(source.statement.epoch_at(most), most)
         if cut is None:
             return
@@ -160,6 +174,11 @@ class LinkOpening:
             f"{cut.offset} to {last}, the newest of epoch {account.read[-1].epoch}, had been announced, and are not there as they crossed."
         )
         raise self._truncated(said, each.incarnation, account, cut)
+
+    @property
+    def goes_back_to(self) -> int:
+        """Where the link goes on if only the destination knows that offsets are lacking there."""
+        return self.source.statement.log_start if self._between is None else self._between.first
 
     def _require_known(self) -> None:
         """Raises CorruptionError(TRUNCATION_UNKNOWN) where the log has leaves of this history of the stream under a word that does not count any more: its region gave up the key that
@@ -199,6 +218,9 @@ class LinkOpening:
             f"{row.destination_region} had {row.stream} shard {row.shard} up to offset {had - 1}, and now has what lies below "
             f"{at}: {row.destination_stream} was deleted there, restored from an older copy, or lost records."
         )
+        if LOGGED_UNTOLD < opened.logged < received:
+            # Whoever accepts that decides about more than records.
+            said += f" Its audit log was rolled back with them: it has what lies below {opened.logged}, and there are receipts for more."
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut)
 
@@ -218,6 +240,8 @@ class LinkOpening:
         one announced, or the destination goes back into what this one has as a gap, it begins where that batch or gap does: none counts
         in part (`audit.accounting`)."""
         source, context, row = self.source, self._context, self._link.row
+        if self._between is not None:
+            self._log_brought(self._between.incarnation, self._between.first, source.begins_at)
         account = context.ledger.shard(self._link.link_shard, source.live.incarnation)
         position, live = opened.position, source.live.incarnation
         announced = (
@@ -227,22 +251,27 @@ class LinkOpening:
         # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
         if position <= known or (account is not None and account.grant_id == row.grant):
             return
+        self._log_brought(source.live.incarnation, known, position)
+
+    def _log_brought(self, incarnation: bytes, first: int, end: int) -> None:
+        """By another bridge, as the destination says."""
         template = msgspec.structs.replace(
-            self._template(source.live.incarnation),
-            sentence=f"{row.destination_region} says that it has them; this bridge did not bring them.",
+            self._template(incarnation),
+            sentence=f"{self._link.row.destination_region} says that it has them; this bridge did not bring them.",
         )
-        leaf = gap_leaf(template, GapKind.ELSEWHERE, known, position - 1, context.clock_ms())
-        context.append([leaf], lambda index, error: None)
+        leaf = gap_leaf(template, GapKind.ELSEWHERE, first, end - 1, self._context.clock_ms())
+        self._context.append([leaf], lambda index, error: None)
 
     def _truncated(
         self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut
     ) -> CorruptionError:
-        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. Without an
-        account another bridge carried before, and this one's log has nothing to say of it."""
+        """The link stops until an operator decides: alarm, GAP leaf (once), and the error that ends the session. What this log does not
+        account for, another bridge carried, and this one's log has nothing to say of it."""
         context, row = self._context, self._link.row
         self._memory.truncation = said
         self._memory.cut = CutState(self.source.live.incarnation, cut.epoch, cut.offset)
-        if account is not None and (cut.offset, last := account.accounted_to - 1) not in account.truncated:
+        last = -1 if account is None else account.accounted_to - 1
+        if account is not None and cut.offset <= last and (cut.offset, last) not in account.truncated:
             log.error("link %s %s/%d: %s", row.grant, row.stream, row.shard, said)
             self._memory.stats.gaps += last + 1 - cut.offset
             template = msgspec.structs.replace(

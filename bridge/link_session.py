@@ -249,7 +249,7 @@ class LinkSession:
         except CorruptionError as error:
             if error.code is Code.TRUNCATED:
                 # Only the destination knows of it (another agent carried before): all that is held would cross again.
-                at = source.statement.log_start
+                at = self._opening.goes_back_to
                 self._memory.cut = CutState(source.live.incarnation, source.statement.epoch_at(at), at)
                 self._memory.truncation = str(error)
             elif error.code is Code.TRUNCATION_UNKNOWN:

@@ -861,6 +861,7 @@ class OpenIngest(Request["IngestOpened"], frozen=True, tag="open_ingest"):
 
 LOGGED_UNTOLD: Final = -1
 """What is read of a broker that does not say how far its ingress log goes: no offset."""
+Logged = Annotated[int, msgspec.Meta(ge=LOGGED_UNTOLD, le=(1 << 63) - 1)]
 
 
 class IngestOpened(Message, frozen=True, tag="ingest_opened"):
@@ -871,12 +872,12 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     """
 
     destination: Name
-    position: int
+    position: Natural
     credit_bytes: int
     envelopes_max: int
-    logged: int = LOGGED_UNTOLD
+    logged: Logged = LOGGED_UNTOLD
     """source offsets below stand in the ingress log; where that is more than `position`, records are gone here. LOGGED_UNTOLD: a broker of before does not say"""
-    crossed_from: int = 0
+    crossed_from: Natural = 0
     crossed: bytes = b""
     """after a resend: a bit for each source offset from `crossed_from` on, lowest first, set where the record crossed before and
     must not cross again

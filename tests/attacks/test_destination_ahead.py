@@ -61,6 +61,37 @@ async def test_what_a_destination_says_that_it_has_stands_in_the_egress_log_as_i
     tally("offsets that a destination claims", CLAIMED)
 
 
+NO_OFFSETS: tuple[dict[str, int], ...] = (
+    {"position": -5},
+    {"position": 1 << 63, "logged": (1 << 63) + 1},
+    {"logged": -2},
+    {"logged": (1 << 64) - 1},
+    {"crossed_from": -1},
+)
+
+
+@pytest.mark.parametrize("said", NO_OFFSETS)
+async def test_what_a_destination_answers_that_is_no_offset_opens_no_link_and_writes_no_leaf(
+    mesh: Mesh, tally: Tally, monkeypatch: pytest.MonkeyPatch, said: dict[str, int]
+) -> None:
+    told = IngestStream._told
+    monkeypatch.setattr(
+        IngestStream, "_told", lambda stream, opened: msgspec.structs.replace(told(stream, opened), **said)
+    )
+    await mesh.create()
+    await mesh.publish([flight(1)])
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        stopped = await until(
+            lambda: next((each for each in agent.links() if "Expected `int`" in each.reason), None),
+            f"the refusal; now {agent.links()}",
+        )
+        assert stopped.cut is None
+    assert await mesh.arrived() == 0
+    assert mesh.headers(mesh.egress_folder, Kind.GAP, Kind.INTENT) == []
+    tally("answers of a destination that are no offsets", 1)
+
+
 class Log:
     """An egress log, what an agent knows of it, and what a verifier finds about how it accounts for offsets."""
 

@@ -389,6 +389,58 @@ async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothi
     tally("logs put back with what the other region remembers of them", 1)
 
 
+async def test_a_destination_that_is_put_back_with_its_log_says_so_to_who_accepts_it(
+    mesh: Mesh, tmp_path: Path, tally: Tally
+) -> None:
+    """eu-west's audit log, and all that was remembered of it elsewhere: the receipts are left, and stop the link. Then its streams of the same instant as well: who accepts that is told that
+    leaves are gone, and so is who reads the egress log later."""
+    await mesh.create()
+    await mesh.grant()
+    await mesh.publish(numbered(0, 5))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 5)
+    data, others, kept = mesh.eu.root / "data", mesh.us.root / "data", mesh.egress_folder.parent / "regions"
+    forgets = ("streams", "audit")
+
+    def forget() -> None:
+        put_back(tmp_path / "data" / "audit", data / "audit")
+        shutil.rmtree(kept, ignore_errors=True)
+        for path in others.iterdir():
+            if path.name not in forgets:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.copytree(tmp_path / "memory", others, dirs_exist_ok=True)
+
+    def keep_all() -> None:
+        keep(data, tmp_path / "data")
+        shutil.copytree(others, tmp_path / "memory", ignore=shutil.ignore_patterns(*forgets))
+
+    await restart(mesh, keep_all)
+    await mesh.publish(numbered(100, 5))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 10)
+    await restart(mesh, forget)
+    async with mesh.agent() as agent:
+        assert "eu-west gave receipts for" in (await link(agent, "denied")).reason
+    await restart(mesh, lambda: put_back(tmp_path / "data" / "streams", data / "streams"))
+    async with mesh.agent() as agent:
+        held = await link(agent, "truncated")
+        assert "Its audit log was rolled back with them: it has what lies below 5" in held.reason
+        await accept(mesh, held)
+        await link(agent, "active", 10)
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    (gap,) = mesh.headers(mesh.egress_folder, Kind.GAP)
+    assert "Its audit log was rolled back with them" in gap.sentence
+    assert mesh.verify_egress().ok
+    # What was received before, and is in no leaf of the destination any more, stays a difference between the logs.
+    egress, ingress = (
+        mesh.entries(folder, kind)
+        for folder, kind in ((mesh.egress_folder, Kind.INTENT), (mesh.ingress_folder, Kind.ACK))
+    )
+    assert sum(map(len, egress.values())) - sum(map(len, ingress.values())) == 5
+    tally("destinations put back with their logs", 1)
+
+
 @pytest.mark.parametrize("engine", ENGINE_NAMES)
 async def test_a_history_that_was_cut_is_refused_by_the_destination_alone(
     mesh: Mesh, engine: str, tally: Tally

@@ -5,10 +5,13 @@ A link's place at the destination is that of its stream, whoever carries it. So 
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from attacks.test_f08_truncation import accept, link
 from bridge_mesh import BRIDGE, STREAM, Mesh, flight, now_ms, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
 
@@ -16,7 +19,7 @@ from audit.leaf import GapKind, Kind
 from audit.trust import Trust
 from audit.verify import verify_log
 from felix.errors import Code, CorruptionError, RequestError
-from felix.messages import LinkState
+from felix.messages import CutState, LinkState
 from policy.grant import StandingAction
 from region.bootstrap import issue_identity
 from region.config import load_config
@@ -162,3 +165,136 @@ async def test_two_honest_agents_account_for_what_the_other_one_brought(mesh: Me
         assert report.ok, report.findings
     crossed = [ack.records for ack in mesh.headers(mesh.ingress_folder, Kind.ACK)]
     assert sum(crossed) == 5
+
+
+async def test_a_bridge_stops_where_the_destination_lost_what_another_one_brought_behind_its_own(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """The first one carries three records, the second three more, and the destination's streams are put back to where they had three: the first one
+    takes over again. Its log has nothing to say of what it did not carry, and an operator decides as for any other."""
+    await mesh.create()
+    await mesh.publish([flight(number) for number in range(3)])
+    grant = await mesh.grant()
+    async with mesh.agent():
+        await mesh.crossed(3)
+        await until(lambda: mesh.headers(mesh.egress_folder, Kind.ACK), "the receipt")
+    await mesh.stop("eu-west")
+    streams = mesh.eu.root / "data" / "streams"
+    shutil.copytree(streams, tmp_path / "older")
+    await mesh.start("eu-west")
+    for region in ("us-east", "eu-west"):
+        await mesh.stand(region, grant, StandingAction.REVOKE)
+    other = f"spiffe://us-east.acme/bridge/{OTHER}"
+    async with mesh.operator("us-east") as client:
+        await client.put_rights(other, [f"bridge-read {STREAM}"])
+    grant = await mesh.grant(bridge=other)
+    await mesh.publish([flight(number) for number in range(3, 6)])
+    async with mesh.agent(name=OTHER):
+        await mesh.crossed(6)
+    for region in ("us-east", "eu-west"):
+        await mesh.stand(region, grant, StandingAction.REVOKE)
+    await mesh.stop("eu-west")
+    shutil.rmtree(streams)
+    shutil.copytree(tmp_path / "older", streams)
+    await mesh.start("eu-west")
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        held = await until(
+            lambda: next((each for each in agent.links() if each.reason.startswith("eu-west had")), None),
+            "the stop",
+        )
+        assert (held.state, held.cut and held.cut.offset) == ("truncated", 3), held
+        assert "cannot be written" not in held.reason
+        await accept(mesh, held)
+        await mesh.crossed(6)
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    assert mesh.headers(mesh.egress_folder, Kind.GAP) == []
+    for report in (mesh.verify_egress(), mesh.verify_ingress()):
+        assert report.ok, report.findings
+
+
+async def test_a_bridge_takes_over_where_another_one_was_stopped_and_a_truncation_was_accepted(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """The first one carries five records, the second five more. The source loses the last two, and an operator accepts that for the second one. Then the first one takes over:
+    it has read nothing that is gone, and nothing crosses twice."""
+    other = f"spiffe://us-east.acme/bridge/{OTHER}"
+    streams = mesh.us.root / "data" / "streams"
+
+    async def end(grant: str) -> None:
+        for region in ("us-east", "eu-west"):
+            await mesh.stand(region, grant, StandingAction.REVOKE)
+
+    await mesh.create()
+    async with mesh.operator("us-east") as client:
+        await client.put_rights(other, [f"bridge-read {STREAM}"])
+    await mesh.publish([flight(number) for number in range(5)])
+    grant = await mesh.grant()
+    async with mesh.agent() as agent:
+        await link(agent, "active", 5)
+    await end(grant)
+    grant = await mesh.grant(bridge=other)
+    await mesh.publish([flight(number) for number in range(5, 8)])
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 8)
+    await mesh.stop("us-east")
+    shutil.copytree(streams, tmp_path / "older")
+    await mesh.start("us-east")
+    await mesh.publish([flight(number) for number in range(100, 102)])
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 10)
+    await mesh.stop("us-east")
+    shutil.rmtree(streams)
+    shutil.copytree(tmp_path / "older", streams)
+    await mesh.start("us-east")
+    await mesh.publish([flight(number) for number in range(200, 204)])
+    async with mesh.agent(name=OTHER) as agent:
+        await accept(mesh, await link(agent, "truncated"))
+        await link(agent, "active", 12)
+    await end(grant)
+    await mesh.grant()
+    async with mesh.agent() as agent:
+        await link(agent, "active", 12)
+    await mesh.publish([flight(number) for number in range(300, 302)])
+    async with mesh.agent() as agent:
+        await link(agent, "active", 14)
+    crossed = [*range(8), 100, 101, *range(200, 204), 300, 301]
+    assert mesh.numbers(await mesh.read("eu-west", len(crossed))) == crossed
+    assert await mesh.arrived() == len(crossed)
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    gaps = mesh.headers(mesh.egress_folder, Kind.GAP)
+    assert {(gap.gap, gap.first_offset, gap.last_offset) for gap in gaps} == {
+        (GapKind.ELSEWHERE, 5, 7), (GapKind.ELSEWHERE, 8, 11),
+    }  # fmt: skip
+    assert len(gaps) == len({gap.incarnation for gap in gaps}) == 2
+    for folder in (mesh.egress_folder, mesh.us.root / "bridges" / OTHER / "egress", mesh.ingress_folder):
+        report = verify_log(mesh.log_files(folder), mesh.trust, cosignatures_min=0)
+        assert report.ok, report.findings
+
+
+async def test_where_it_was_accepted_to_go_on_behind_what_any_bridge_carried_nothing_is_passed_over(
+    mesh: Mesh,
+) -> None:
+    """A truncation is accepted at offset 8, and the destination has what lies below 5: it refuses, and the operator is shown where to accept it."""
+    await mesh.create()
+    grant = await mesh.grant()
+    await mesh.publish([flight(number) for number in range(5)])
+    async with mesh.agent() as agent:
+        stands = await link(agent, "active", 5)
+    await mesh.publish([flight(number) for number in range(5, 10)])
+    stream = await mesh.describe("us-east")
+    cut = CutState(stream.incarnation, stream.state[0].leader_epoch, 8)
+    await accept(mesh, msgspec.structs.replace(stands, grant=grant, cut=cut))
+    async with mesh.agent() as agent:
+        held = await link(agent, "truncated")
+        assert held.cut is not None and held.cut.offset == 5, held
+        assert await mesh.arrived() == 5
+        await accept(mesh, held)
+        await link(agent, "active", 10)
+    assert mesh.numbers(await mesh.read("eu-west", 10)) == list(range(10))
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+    assert mesh.headers(mesh.egress_folder, Kind.GAP) == []
+    assert mesh.verify_egress().ok and mesh.verify_ingress().ok
