@@ -71,7 +71,7 @@ async def test_copies_of_one_stream_and_of_several_are_opened_side_by_side() -> 
 async def test_what_is_led_here_now_is_served_side_by_side() -> None:
     meeting = Meeting(len(STREAMS))
     mirror: Any = SimpleNamespace(on_change=lambda listener: None, streams={}, deleted_streams={})
-    streams: Any = SimpleNamespace(reassign=meeting.come)
+    streams: Any = SimpleNamespace(reassign=meeting.come, get=lambda name: None)
     follower = StreamFollower(streams, mirror, lambda name: None)
     for stream in STREAMS:
         follower.assigned(str(stream))

@@ -42,6 +42,9 @@ class Clock:
 class Trail:
     """Takes leaves, or keeps them waiting, or says that it is not known whether it took them."""
 
+    copied = False
+    failure = None
+
     def __init__(self) -> None:
         self.takes = asyncio.Event()
         self.takes.set()
