@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Final, Literal
@@ -93,115 +94,89 @@ def found_region(
             code=Code.ALREADY_EXISTS,
             hint=f"Start it with felix region up {region}, or remove the folder, keys and data with it.",
         )
-    try:
-        return _make(
-            folder,
-            region=region,
-            mesh=mesh,
-            country=country,
-            jurisdiction=jurisdiction,
-            entity=entity,
-            contact=contact,
-            listen=listen,
-            health=health,
-            now_ms=now_ms,
-        )
-    except OSError:
-        # A part of a region would be taken for one the next time. Nobody knows any of its keys.
-        _empty(folder.root)
-        raise
-
-
-def _empty(root: Path) -> None:
-    """What can be removed of what is in the folder, which was empty before."""
-    for each in root.iterdir() if root.exists() else ():
-        if each.is_dir():
-            shutil.rmtree(each, ignore_errors=True)
-        else:
-            with suppress(OSError):
-                each.unlink()
-
-
-def _make(
-    folder: RegionFolder,
-    *,
-    region: str,
-    mesh: str,
-    country: str,
-    jurisdiction: str,
-    entity: str,
-    contact: str,
-    listen: Address,
-    health: Address | None,
-    now_ms: int,
-) -> SignedBundle:
-    for path in (folder.root, folder.secrets, folder.identities, folder.trusted, folder.run):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    authority = create_authority(region, mesh, now_ms)
-    save_authority(authority, folder.authority)
-    create_keyring(folder.keys, region)
-    policy_key = SigningKey.generate()
-    made: dict[Path, SigningKey] = {
-        folder.policy_key: policy_key,
-        folder.receipt_key: SigningKey.generate(),
-        folder.audit_key: SigningKey.generate(),
-        folder.witness_key: SigningKey.generate(),
-    }
-    for path, key in made.items():
-        save_signing_key(key, path)
-    post_quantum = {
-        path: MlDsaKey.generate() for path in (folder.audit_ml_dsa_key, folder.witness_ml_dsa_key)
-    }
-    for path, ml_dsa_key in post_quantum.items():
-        save_ml_dsa_key(ml_dsa_key, path)
-    log_name, cosigner_name = region_origin(region, mesh), witness_name(region, mesh)
-    import_key = HybridKeyPair.generate()
-    save_key_pair(import_key, folder.import_key)
-    bundle = sign_bundle(
-        RegionBundle(
-            region=region,
-            mesh=mesh,
-            country=country,
-            jurisdiction=jurisdiction,
-            issued_ms=now_ms,
-            root_pem=authority.anchor().root_pem.decode(),
-            policy_keys=(policy_key.verify_key.public,),
-            receipt_keys=(made[folder.receipt_key].verify_key.public,),
-            audit_keys=(
-                AuditKey(log_name, "log", made[folder.audit_key].verify_key.public),
-                AuditKey(log_name, "log", post_quantum[folder.audit_ml_dsa_key].public, "ml-dsa-44"),
-                AuditKey(cosigner_name, "cosigner", made[folder.witness_key].verify_key.public),
-                AuditKey(
-                    cosigner_name, "cosigner", post_quantum[folder.witness_ml_dsa_key].public, "ml-dsa-44"
+    with _all_or_nothing(folder.root):
+        for path in (folder.root, folder.secrets, folder.identities, folder.trusted, folder.run):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        authority = create_authority(region, mesh, now_ms)
+        save_authority(authority, folder.authority)
+        create_keyring(folder.keys, region)
+        policy_key = SigningKey.generate()
+        made: dict[Path, SigningKey] = {
+            folder.policy_key: policy_key,
+            folder.receipt_key: SigningKey.generate(),
+            folder.audit_key: SigningKey.generate(),
+            folder.witness_key: SigningKey.generate(),
+        }
+        for path, key in made.items():
+            save_signing_key(key, path)
+        post_quantum = {
+            path: MlDsaKey.generate() for path in (folder.audit_ml_dsa_key, folder.witness_ml_dsa_key)
+        }
+        for path, ml_dsa_key in post_quantum.items():
+            save_ml_dsa_key(ml_dsa_key, path)
+        log_name, cosigner_name = region_origin(region, mesh), witness_name(region, mesh)
+        import_key = HybridKeyPair.generate()
+        save_key_pair(import_key, folder.import_key)
+        bundle = sign_bundle(
+            RegionBundle(
+                region=region,
+                mesh=mesh,
+                country=country,
+                jurisdiction=jurisdiction,
+                issued_ms=now_ms,
+                root_pem=authority.anchor().root_pem.decode(),
+                policy_keys=(policy_key.verify_key.public,),
+                receipt_keys=(made[folder.receipt_key].verify_key.public,),
+                audit_keys=(
+                    AuditKey(log_name, "log", made[folder.audit_key].verify_key.public),
+                    AuditKey(log_name, "log", post_quantum[folder.audit_ml_dsa_key].public, "ml-dsa-44"),
+                    AuditKey(cosigner_name, "cosigner", made[folder.witness_key].verify_key.public),
+                    AuditKey(
+                        cosigner_name, "cosigner", post_quantum[folder.witness_ml_dsa_key].public, "ml-dsa-44"
+                    ),
                 ),
+                import_key=import_key.public.encoded,
             ),
-            import_key=import_key.public.encoded,
-        ),
-        policy_key,
-    )
-    create_file(folder.bundle, bundle.encode(), PUBLIC)
-    operator = IdentitiesConfig().operator
-    save_identity(
-        authority.issue_identity(
-            SpiffeId(region, mesh, "operator", OPERATOR),
-            now_ms,
-            renewal=RenewalTerms(now_ms + operator.renewable_for, operator.lifetime),
-        ),
-        folder.identity(OPERATOR),
-    )
-    text = _CONFIG.format(
-        region=region,
-        mesh=mesh,
-        country=country,
-        entity=json.dumps(entity),
-        contact=json.dumps(contact),
-        listen=json.dumps(str(listen)),
-        health=json.dumps(str(health)) if health else "null",
-        operator=OPERATOR,
-    )
-    create_file(folder.config, text.encode(), PUBLIC)
-    write_profile(folder, region, mesh, listen)
-    return bundle
+            policy_key,
+        )
+        create_file(folder.bundle, bundle.encode(), PUBLIC)
+        operator = IdentitiesConfig().operator
+        save_identity(
+            authority.issue_identity(
+                SpiffeId(region, mesh, "operator", OPERATOR),
+                now_ms,
+                renewal=RenewalTerms(now_ms + operator.renewable_for, operator.lifetime),
+            ),
+            folder.identity(OPERATOR),
+        )
+        text = _CONFIG.format(
+            region=region,
+            mesh=mesh,
+            country=country,
+            entity=json.dumps(entity),
+            contact=json.dumps(contact),
+            listen=json.dumps(str(listen)),
+            health=json.dumps(str(health)) if health else "null",
+            operator=OPERATOR,
+        )
+        create_file(folder.config, text.encode(), PUBLIC)
+        write_profile(folder, region, mesh, listen)
+        return bundle
+
+
+@contextmanager
+def _all_or_nothing(root: Path) -> Iterator[None]:
+    """What finds no room or fails leaves the folder as empty as it was: a part of a region would be taken for one the next time. Nobody knows any of its keys yet."""
+    try:
+        yield
+    except OSError:
+        for each in root.iterdir() if root.exists() else ():
+            if each.is_dir():
+                shutil.rmtree(each, ignore_errors=True)
+            else:
+                with suppress(OSError):
+                    each.unlink()
+        raise
 
 
 def keep_contact(folder: RegionFolder, contact: str) -> None:
