@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from felix.address import Address
+from felix.errors import RequestError
 from region.bootstrap import found_region
 from region.folder import RegionFolder
 
@@ -52,3 +53,22 @@ def test_a_region_that_found_no_room_leaves_nothing_and_is_made_the_next_time(
             assert not list(folder.root.iterdir()), tries
     assert tries > 20
     assert folder.bundle.exists()
+
+
+def test_what_somebody_else_founds_at_the_same_time_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RegionFolder(tmp_path / "eu-west")
+    sync, begun = os.fsync, [False]
+
+    def beaten(descriptor: int) -> None:
+        """The other one comes in between, and is quicker."""
+        if not begun[0]:
+            begun[0] = True
+            folder.bundle.write_bytes(b"theirs")
+        sync(descriptor)
+
+    monkeypatch.setattr("os.fsync", beaten)
+    with pytest.raises(RequestError, match="exists already"):
+        found(folder)
+    assert begun[0] and folder.bundle.read_bytes() == b"theirs"
