@@ -63,6 +63,7 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files, FolderLock, is_full
+from felix.told import Told
 
 log = logging.getLogger("felix.audit.trail")
 
@@ -74,8 +75,6 @@ _RETRY_MS: Final = 50
 _REFUSED_RETRY_MS: Final = 1_000
 FULL_RETRY_MS: Final = 250
 """A full disk is tried again after this."""
-FULL_TOLD_S: Final = 60.0
-"""One that is full, has room for a moment and is full again, is said again after this."""
 _LEAVES: Final = "leaves"
 _TREE: Final = "tiles"
 
@@ -176,7 +175,7 @@ class Trail:
         """of what waits for room on the disk"""
         self._waits_for_room = True
         self._lacking_room: set[str] = set()
-        self._full_told, self._full_told_s = False, -math.inf
+        self._full_told = Told(self._clock.monotonic)
         # The writer's own: what finds no room.
         self._unwritten: list[_Waiting] = []
         # Of a log that has copies.
@@ -706,11 +705,8 @@ class Trail:
                 hint="Make room; it goes on by itself.",
                 retry_after_ms=FULL_RETRY_MS,
             )
-            now_s = self._clock.monotonic()
-            self._full_told = now_s - self._full_told_s >= FULL_TOLD_S
-            if self._full_told:
-                self._full_told_s = now_s
-        if self._full_told:
+            is_said = self._full_told.begins()
+        if is_said:
             log.error("%s", self._full)
 
     def _has_room(self, what: str) -> None:
@@ -721,7 +717,8 @@ class Trail:
             if self._lacking_room:
                 return
             self._full = None
-        if self._full_told:
+            is_said = self._full_told.ends()
+        if is_said:
             log.warning("the audit log %s has room again, and goes on", self.key.name)
 
     # The publisher

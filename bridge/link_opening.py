@@ -209,30 +209,26 @@ class LinkOpening:
         received = 0
         if last is not None and last.incarnation == source.live.incarnation:
             received = last.last_offset + 1
-        had = max(opened.logged, received)
+        had, row = max(opened.logged, received), self._link.row
+        # Receipts are given once their leaves are durable: a destination's log that has fewer was put back, whoever else has forgotten what it had.
+        lacks_leaves = LOGGED_UNTOLD < opened.logged < received
         if had <= at:
-            self._require_logged(opened.logged, received)
+            if lacks_leaves:
+                raise CorruptionError(
+                    f"{row.destination_region} gave receipts for {row.stream} shard {row.shard} up to offset {received - 1}, and its audit log has what lies below {opened.logged}: the log was rolled back.",
+                    code=Code.ROLLED_BACK,
+                    hint=f"Have {row.destination_region} restore its log's newest copy; nothing crosses until then. Where there is none, docs/operations.md says how to go on.",
+                )
             return
-        row = self._link.row
         said = (
             f"{row.destination_region} had {row.stream} shard {row.shard} up to offset {had - 1}, and now has what lies below "
             f"{at}: {row.destination_stream} was deleted there, restored from an older copy, or lost records."
         )
-        if LOGGED_UNTOLD < opened.logged < received:
+        if lacks_leaves:
             # Whoever accepts that decides about more than records.
             said += f" Its audit log was rolled back with them: it has what lies below {opened.logged}, and there are receipts for more."
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut)
-
-    def _require_logged(self, logged: int, received: int) -> None:
-        """Receipts are given once their leaves are durable: a destination's log that has fewer was put back, whoever else has forgotten what it had. Raises CorruptionError(ROLLED_BACK)."""
-        row = self._link.row
-        if LOGGED_UNTOLD < logged < received:
-            raise CorruptionError(
-                f"{row.destination_region} gave receipts for {row.stream} shard {row.shard} up to offset {received - 1}, and its audit log has what lies below {logged}: the log was rolled back.",
-                code=Code.ROLLED_BACK,
-                hint=f"Have {row.destination_region} restore its log's newest copy; nothing crosses until then. Where there is none, docs/operations.md says how to go on.",
-            )
 
     def log_elsewhere(self, trail: Trail, opened: IngestOpened) -> None:
         """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.

@@ -61,6 +61,7 @@ from region.quota import Account, Meter, Throttle
 from region.relay import RelayService
 from region.renewal import IdentityRenewal
 from region.requests import Requests
+from region.streams import FULL_AGAIN_MS
 
 log = logging.getLogger("felix.region.session")
 
@@ -73,8 +74,6 @@ REQUESTS_MAX: Final = 64
 """Requests of one session under way at once."""
 SUBSCRIPTIONS_MAX: Final = 64
 """Below the transport's own limit of streams per connection, so that the refusal is ours and has a sentence."""
-FULL_AGAIN_MS: Final = 1_000
-"""Whoever asked for what found no room on the disk asks again after this."""
 STREAMS_MAX: Final = 96
 """Client-opened streams of one session, for the same reason."""
 PUBLISH_WINDOW_BYTES_MIN: Final = 2 * (FRAME_HEADER_BYTES + BATCH_BYTES_MAX)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterator
@@ -32,6 +31,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Views
+from felix.told import Told
 from region.at_once import at_once
 from region.budget import Budget
 from region.log.companions import shard_of
@@ -120,10 +120,8 @@ class Altering(Protocol):
         """Go by the settings in the stream's record from now on."""
 
 
-FULL_TOLD_S: Final = 60.0
-"""A disk that is full again is said again after this."""
 FULL_AGAIN_MS: Final = 1_000
-"""A client that asks for a shard that had no room to be opened retries after this."""
+"""Whoever asked for what found no room on the disk, or for a shard that had none to be opened, asks again after this."""
 ELSEWHERE_RETRY_MS: Final = 100
 """A client that asked the wrong broker retries after this: the shard may be on its way here."""
 
@@ -461,7 +459,7 @@ class StreamTable:
         self._stored: Counter[str] = Counter()
         self._full: dict[ShardLog, None] = {}
         """those that found no room on the disk when they were written to last"""
-        self._full_told, self._full_told_s = False, -math.inf
+        self._full_told = Told(runtime.clock.monotonic)
         self._unmeasured: dict[HostedStream, None] = {}
         # The streams that each round-robin pass processed last.
         self._swept: list[HostedStream] = []
@@ -821,14 +819,11 @@ class StreamTable:
             return
         if shard.is_full:
             self._full[shard] = None
-            now_s = self._runtime.clock.monotonic()
-            if not self._full_told and now_s - self._full_told_s >= FULL_TOLD_S:
-                self._full_told, self._full_told_s = True, now_s
+            if self._full_told.begins():
                 log.error("%s", self.problems()[0])
             return
         self._full.pop(shard, None)
-        if self._full_told and not self._found_full():
-            self._full_told = False
+        if not self._found_full() and self._full_told.ends():
             log.warning("there is room on the disk again, and what is published is taken")
 
     def _found_full(self) -> list[ShardLog]:

@@ -97,6 +97,30 @@ class DiskFiles:
         return FileLock(folder)
 
 
+class HeldError(Exception):
+    """Another process has the lock; `holder`: its number, as far as it could be written."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(holder)
+        self.holder = holder
+
+
+def lock_file(path: Path) -> int:
+    """Make the file where there is none, and lock it for this process: a descriptor, which has the lock until it is closed. Raises HeldError, OSError."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
+        os.close(descriptor)
+        raise HeldError(holder) from error
+    # It is for people: on a full disk the file is locked without it.
+    with suppress(OSError):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+    return descriptor
+
+
 class FileLock:
     """A folder's lock, held from construction to `release` (or the process's end). Raises UnavailableError where another holds it.
 
@@ -106,22 +130,14 @@ class FileLock:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._path = folder / LOCK_NAME
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            os.close(descriptor)
+            self._descriptor: int | None = lock_file(self._path)
+        except HeldError as error:
             raise UnavailableError(
-                f"The folder {folder} is in use by another process, pid {holder}.",
+                f"The folder {folder} is in use by another process, pid {error.holder}.",
                 code=Code.CONFLICT,
                 hint="Stop that one first, or give this one another folder.",
             ) from error
-        # It is for people: on a full disk the folder is locked without it.
-        with suppress(OSError):
-            os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-        self._descriptor: int | None = descriptor
 
     @property
     def identity(self) -> str:

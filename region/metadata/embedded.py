@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Final, Self, TypeVar
 from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.disk import HeldError, lock_file
 from felix.storage.port import is_full
 from region.metadata.local import (
     BATCH_BYTES_MAX,
@@ -77,25 +77,16 @@ CREATE TABLE leases (id INTEGER PRIMARY KEY, ttl_ms INTEGER NOT NULL);
 def _lock(path: Path) -> int:
     """Take the lock beside the database. Raises RequestError(CONFLICT) that names who has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lock_path = path.with_name(path.name + ".lock")
-    descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-        os.close(descriptor)
+        return lock_file(path.with_name(path.name + ".lock"))
+    except HeldError as error:
         raise RequestError(
-            f"The metadata store {path} is in use by another process (pid {holder}); "
+            f"The metadata store {path} is in use by another process (pid {error.holder}); "
             "an embedded store serves one broker.",
             code=Code.CONFLICT,
             hint="Stop that broker first, or give this one its own state folder. "
             "Several brokers of one region need etcd (docs/metadata.md).",
         ) from None
-    # It is for people: on a full disk the store is locked without it.
-    with contextlib.suppress(OSError):
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
-    return descriptor
 
 
 class _Database:
