@@ -4,7 +4,9 @@ Invariants:
 - an acknowledged transaction is on the disk: WAL mode with `synchronous=FULL` syncs the log at every commit;
 - one process at a time: a lock file beside the database is held for as long as the store is open;
 - all SQLite work happens in one worker thread; the event loop never waits for the disk;
-- after a failed read or write of the disk the store stops. It does not retry a sync and then acknowledge.
+- after a failed read or write of the disk the store stops. It does not retry a sync and then acknowledge;
+- a full disk takes small writes all the same (room is kept in the file, and old history is given up), so that streams can be
+  deleted, and retentions shortened, to make room.
 
 Put the file on a local disk: file locks and syncs of network file systems do not keep these promises.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -58,6 +61,11 @@ _APPLICATION_ID: Final = 0x46454C58  # "FELX", in the file's header, so that `fi
 _FORMAT: Final = 1
 _BUSY_MS: Final = 5_000
 """How long a commit waits for somebody who reads the file with another program, such as a backup."""
+ROOM_PAGES: Final = 128
+"""Pages that the file keeps free for writes on a full disk, with which an operator makes room: some hundred of them."""
+DISK_ROOM_BYTES: Final = 4 << 20
+"""A disk with less room than this counts as full: the file does not grow on it."""
+_PAGE_BYTES: Final = 4_096
 _SCHEMA: Final = """
 CREATE TABLE state (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE TABLE entries (
@@ -72,6 +80,14 @@ CREATE TABLE history (
 );
 CREATE TABLE leases (id INTEGER PRIMARY KEY, ttl_ms INTEGER NOT NULL);
 """
+
+
+def _full_disk() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _lacks_room(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
 def _lock(path: Path) -> int:
@@ -107,6 +123,7 @@ class _Database:
         self._events, self._bytes = self._db.execute(
             "SELECT count(*), coalesce(sum(length(value)), 0) FROM history"
         ).fetchone()
+        self._keep_room()
 
     def _prepare(self) -> None:
         db = self._db
@@ -199,9 +216,60 @@ class _Database:
     def transact(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TransactResult:
         if not all(compare.holds(self.get(compare.key)) for compare in compares):
             return TransactResult(False, self._revision)
-        with self._counted(), self._transaction():
-            self._write(writes)
+        self._change(lambda: self._write(writes))
         return TransactResult(True, self._revision)
+
+    def _keep_room(self) -> None:
+        """Give the database free pages, and the write-ahead log as many: on a full disk, writes go where these are."""
+        with contextlib.suppress(sqlite3.OperationalError):
+            self._db.execute("DROP TABLE IF EXISTS room")
+            (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
+            if free >= ROOM_PAGES or self._is_tight():
+                return
+            with self._transaction():
+                self._db.execute("CREATE TABLE room (bytes BLOB)")
+                self._db.execute("INSERT INTO room VALUES (zeroblob(?))", (2 * ROOM_PAGES * _PAGE_BYTES,))
+            # Only here does the file take its place on the disk.
+            self._start_log_anew()
+            self._db.execute("DROP TABLE room")
+
+    def _is_tight(self) -> bool:
+        """Whether the disk is full, or so nearly that what the write-ahead log holds might not fit into the database."""
+        disk = os.statvfs(self._path)
+        return disk.f_bavail * disk.f_frsize < DISK_ROOM_BYTES
+
+    def _start_log_anew(self) -> None:
+        """Bring what the write-ahead log holds into the database: the log is then written from its start, in its own place."""
+        with contextlib.suppress(sqlite3.OperationalError):
+            self._db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
+
+    def _change(self, change: Callable[[], None]) -> None:
+        """Commit `change`; on a full disk in the room that is kept for that, or else where older history was."""
+        if not (self._commit(change) or self._commit(change)):
+            self._commit(lambda: self._compact(self._events // 2, self._bytes_max))
+            if not self._commit(change):
+                raise _full_disk()
+        self._keep_room()
+
+    def _commit(self, change: Callable[[], None]) -> bool:
+        """Whether there was room for `change`."""
+        try:
+            with self._counted(), self._transaction():
+                change()
+                (pages,) = self._db.execute("PRAGMA page_count").fetchone()
+                if pages * _PAGE_BYTES > self._path.stat().st_size and self._is_tight():
+                    # The write-ahead log may have room for it, and would then never get it into the database.
+                    raise _full_disk()
+        except OSError as error:
+            if not is_full(error):
+                raise
+        except sqlite3.OperationalError as error:
+            if not _lacks_room(error):
+                raise
+        else:
+            return True
+        self._start_log_anew()
+        return False
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
@@ -239,15 +307,15 @@ class _Database:
             self._revision = revision
             self._events += position
             self._db.execute("UPDATE state SET value = ? WHERE name = 'revision'", (revision,))
-            self._compact()
+            # Once a bound is exceeded by a tenth: one large deletion instead of one per write.
+            if (
+                self._events > self._events_max + self._events_max // HISTORY_SLACK
+                or self._bytes > self._bytes_max + self._bytes_max // HISTORY_SLACK
+            ):
+                self._compact(self._events_max, self._bytes_max)
 
-    def _compact(self) -> None:
-        """Drop the oldest revisions once a bound is exceeded by a tenth; the newest revision always stays."""
-        if (
-            self._events <= self._events_max + self._events_max // HISTORY_SLACK
-            and self._bytes <= self._bytes_max + self._bytes_max // HISTORY_SLACK
-        ):
-            return
+    def _compact(self, events_max: int, bytes_max: int) -> None:
+        """Drop the oldest revisions, until no more is left than that; the newest revision always stays."""
         compacted = self._compacted
         rows = self._db.execute(
             "SELECT revision, count(*), coalesce(sum(length(value)), 0) FROM history "
@@ -255,7 +323,7 @@ class _Database:
             (self._revision,),
         )
         for revision, events, size in rows:
-            if self._events <= self._events_max and self._bytes <= self._bytes_max:
+            if self._events <= events_max and self._bytes <= bytes_max:
                 break
             compacted = revision
             self._events -= events
@@ -296,17 +364,21 @@ class _Database:
         return self._db.execute("SELECT id, ttl_ms FROM leases").fetchall()
 
     def add_lease(self, lease_id: int, ttl_ms: int) -> None:
-        with self._transaction():
-            self._db.execute("INSERT INTO leases VALUES (?, ?)", (lease_id, ttl_ms))
+        self._change(lambda: self._remember(lease_id, ttl_ms))
+
+    def _remember(self, lease_id: int, ttl_ms: int) -> None:
+        self._db.execute("INSERT INTO leases VALUES (?, ?)", (lease_id, ttl_ms))
 
     def expire(self, lease_ids: Sequence[int]) -> None:
-        with self._counted(), self._transaction():
+        def forget() -> None:
             for lease_id in lease_ids:
                 keys = self._db.execute(
                     "SELECT key FROM entries WHERE lease = ? AND lease != 0 ORDER BY key", (lease_id,)
                 ).fetchall()
                 self._write([Delete(key.decode()) for (key,) in keys])
                 self._db.execute("DELETE FROM leases WHERE id = ?", (lease_id,))
+
+        self._change(forget)
 
     def copy_to(self, target: Path) -> None:
         try:
@@ -379,7 +451,7 @@ class EmbeddedStore(LocalStore):
             raise
         except sqlite3.OperationalError as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code == sqlite3.SQLITE_FULL:
+            if _lacks_room(error):
                 raise self._full() from error
             if code == sqlite3.SQLITE_BUSY:
                 raise unavailable(

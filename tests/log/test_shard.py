@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import os
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -25,6 +24,7 @@ from log.building import (
 )
 from msgspec.structs import replace
 from runtimes import with_wall
+from small_disk import small_disk
 
 from felix.batch import BATCH_BYTES_MAX, Batch, BatchHeader, body_checksum
 from felix.errors import (
@@ -204,14 +204,8 @@ async def test_full_disk_refuses_rolls_back_reads_on_and_resumes(tmp_path: Path)
 
 @pytest.fixture
 def small_file_system(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB; mounting one takes root."""
-    if (
-        os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "felix", tmp_path]).returncode
-    ):
-        pytest.skip("this machine does not let us mount")
-    yield tmp_path
-    subprocess.run(["umount", tmp_path], check=True)
+    with small_disk(tmp_path, "256k") as folder:
+        yield folder
 
 
 def grow(file_system: Path) -> None:

@@ -13,11 +13,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_disk import fill, small_disk
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from region.metadata.embedded import EmbeddedStore
 from region.metadata.port import CompactedError
-from region.metadata.transaction import Put
+from region.metadata.transaction import Delete, Put
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +39,7 @@ WRITE = """
 import asyncio, sys
 from pathlib import Path
 from region.metadata.embedded import EmbeddedStore
-from region.metadata.transaction import Put
+from region.metadata.transaction import Delete, Put
 
 async def write():
     store = await EmbeddedStore.open(Path(sys.argv[1]), history_events_max=100)
@@ -206,6 +207,37 @@ async def test_a_full_disk_refuses_writes_keeps_reads_and_goes_on_once_there_is_
         await store._in_worker(lambda: database.execute("PRAGMA max_page_count=100000").fetchone())
         after = await store.transact([], [Put("/c", bytes(50_000))])
         assert after.revision == before.revision + 1, "the refused write left no trace"
+
+
+async def test_a_full_disk_takes_small_writes_as_long_as_it_is_full(tmp_path: Path) -> None:
+    kept: dict[str, bytes] = {}
+    with small_disk(tmp_path / "disk", "16m") as disk:
+        path = disk / "metadata.db"
+        async with await EmbeddedStore.open(path, history_events_max=500) as store:
+            for number in range(500):
+                kept[f"/s/{number}"] = bytes(300)
+                await store.transact([], [Put(f"/s/{number}", bytes(300))])
+            ballast = fill(disk)
+            for number in range(3_000):
+                key = f"/s/{number % 500}"
+                if number % 3:
+                    kept[key] = b"%d" % number * 50
+                    await store.transact([], [Put(key, kept[key])])
+                else:
+                    kept.pop(key, None)
+                    await store.transact([], [Delete(key)])
+            with pytest.raises(UnavailableError, match="the disk is full"):
+                await store.transact([], [Put(f"/large/{number}", bytes(50_000)) for number in range(25)])
+            kept["/last"] = b"1"
+            await store.transact([], [Put("/last", b"1")])
+        async with await EmbeddedStore.open(path) as store:
+            found = await store.load("")
+            assert {entry.key: bytes(entry.value) for entry in found.entries} == kept
+            for key in list(kept):
+                await store.transact([], [Delete(key)])
+            assert not (await store.load("")).entries
+            ballast.unlink()
+            await store.transact([], [Put(f"/large/{number}", bytes(50_000)) for number in range(25)])
 
 
 async def test_a_transaction_that_fails_at_its_end_leaves_no_trace(tmp_path: Path) -> None:

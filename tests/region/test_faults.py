@@ -8,7 +8,6 @@ import errno
 import json
 import os
 import socket
-import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +19,10 @@ import pytest
 from ports import claim_port
 from region_home import make_region, running
 from region_peer import batch_frame, client, raw_peer, take, until
+from small_disk import fill, small_disk
 
 import felix
-from felix import Code, Durability, RequestError, UnavailableError
+from felix import Code, Durability, RequestError, Retention, UnavailableError
 from felix.address import Address
 from felix.errors import AddressInUseError
 from felix.messages import OpenPublisher
@@ -31,6 +31,7 @@ from region.folder import RegionFolder
 from region.node import Node
 
 CREW = "acme/ops/crew"
+OTHER = "acme/ops/plan"
 
 
 def fetch(node: Node, path: str) -> tuple[int, str]:
@@ -154,23 +155,17 @@ async def test_a_flipped_bit_stops_its_shard_and_no_other(folder: RegionFolder, 
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 24 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True)
-    if made.returncode:
-        pytest.skip("a file system can only be mounted by root")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "24m") as folder:
+        yield folder
 
 
-async def test_a_full_disk_refuses_writes_and_serves_reads(folder: RegionFolder, small_disk: Path) -> None:
-    async with running(folder, data=str(small_disk / "data")) as node, client(folder) as region:
+async def test_a_full_disk_refuses_writes_and_serves_reads(folder: RegionFolder, disk: Path) -> None:
+    async with running(folder, data=str(disk / "data")) as node, client(folder) as region:
         await region.create_stream(CREW)
         written = 0
         refusals: list[felix.FelixError] = []
-        ballast = small_disk / "ballast"
+        ballast = disk / "ballast"
         ballast.write_bytes(bytes(10 << 20))
         publisher = region.stream(CREW).publisher(deadline_ms=700)
         await publisher.open()
@@ -203,6 +198,33 @@ async def test_a_full_disk_refuses_writes_and_serves_reads(folder: RegionFolder,
         assert offset >= written
         async with region.stream(CREW).subscribe(offset) as reader:
             assert bytes((await take(reader, 1))[0].payload) == b"there is room"
+
+
+async def test_on_a_full_disk_streams_are_altered_and_deleted_which_makes_room(
+    folder: RegionFolder, disk: Path
+) -> None:
+    async with running(folder, data=str(disk / "data")) as node, client(folder) as region:
+        await region.create_stream(CREW)
+        await region.create_stream(OTHER)
+        async with region.stream(CREW).publisher() as publisher:
+            for _ in range(8):
+                await publisher.publish(bytes(500_000))
+        fill(disk)
+        publisher = region.stream(OTHER).publisher(deadline_ms=700)
+        await publisher.open()
+        with pytest.raises(UnavailableError):
+            for _ in range(200):
+                await publisher.publish(bytes(100_000))
+        publisher.abort()
+        for hours in range(1, 200):
+            changed = await region.alter_stream(CREW, retention=Retention(age_ms=hours * 3_600_000))
+        assert changed.retention.age_ms == 199 * 3_600_000
+        await region.delete_stream(CREW)
+        async with region.stream(OTHER).publisher(deadline_ms=30_000) as again:
+            assert await again.publish(b"there is room") >= 0
+        assert node.address
+    async with running(folder, data=str(disk / "data")), client(folder) as region:
+        assert [state.stream async for state in region.list_streams()] == [OTHER]
 
 
 CANARY = b"canary:7f3a9c51-de41-4b0e-9f64-4f3d0c5a11aa"
