@@ -14,6 +14,8 @@ BROKERS ?= 1
 KILLS   ?= 100
 # How many faults `make faults` plays, and how many times it kills the leader, stops it for longer than its lease, and kills all brokers.
 ROUNDS  ?= 10
+# The commit from which `make upgrade` begins.
+FROM    ?= HEAD~100
 # How long `make attack` repeats what draws random cases; it plays everything once before, however long that takes.
 MINUTES ?= 20
 # How many random sequences of operations `make ordinary` plays, and from which seed on.
@@ -32,7 +34,7 @@ SLOW = $(shell grep -rlE --include='test_*.py' '^(from|import) slow_runs\b' test
 # Tests start hundreds of processes: each would read the sources anew where the environment forbids compiled files.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo faults runbooks test test-slow test-long sync wheels attack ordinary lock soak check format bench clean help
+.PHONY: demo faults upgrade runbooks test test-slow test-long sync wheels attack ordinary lock soak check format bench clean help
 
 help: ## show this list
 	@grep -E '^[a-z%-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -101,6 +103,9 @@ soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile 
 faults: $(STAMP) ## ROUNDS faults of 29 kinds (kills, stops, partitions, power cuts, restarts in turn, etcd away or put back, full disks) over brokers on machines of their own, and kills of views' leaders, of the audit log's home, of bridges and of transactions' coordinator, under load (root, minutes)
 	@FELIX_FAULT_ROUNDS=$(ROUNDS) $(BIN)/python -m pytest -s --timeout 86400 tests/cluster/test_faults.py tests/cluster/test_replicated_processes.py \
 	  tests/cluster/test_copied_views_processes.py tests/cluster/test_audit_failover.py tests/cluster/test_kill_bridges.py tests/cluster/test_transactions_processes.py
+
+upgrade: $(STAMP) ## a rolling upgrade from the commit FROM on: two regions of three brokers and their bridge, under load, with kills beside each step (minutes)
+	@FELIX_UPGRADE_FROM=$(FROM) $(BIN)/python -m pytest -s --timeout 3600 tests/cluster/test_upgrade.py
 
 runbooks: $(STAMP) ## the commands of docs/runbooks, each page against a mesh that was broken so (minutes)
 	@FELIX_RUNBOOKS=1 $(BIN)/python -m pytest --timeout 1800 tests/docs/test_runbooks.py
