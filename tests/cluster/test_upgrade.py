@@ -79,6 +79,34 @@ def found(tree: Path, home: Path) -> tuple[RegionFolder, RegionFolder]:
     return RegionFolder.of("us-east", home), RegionFolder.of("eu-west", home)
 
 
+def clients_of_before_are_served(tree: Path, home: Path) -> None:
+    """By the earlier code's commands, at brokers of today's."""
+
+    def felix(*words: str, given: bytes = b"") -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", "cli.main", *words],
+            cwd=tree,
+            env={**environment(tree, home), "FELIX_REGION": "us-east"},
+            input=given,
+            capture_output=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, f"{words}: {done.stdout.decode()}{done.stderr.decode()}"
+        return done.stdout.decode()
+
+    felix("stream", "create", "acme/ops/before", "--replicas", "3")
+    felix("stream", "publish", "acme/ops/before", given=b"one\ntwo\nthree\n")
+    read = felix("stream", "subscribe", "acme/ops/before", "--from", "earliest", "--count", "3")
+    assert [word in read for word in ("one", "two", "three")] == [True] * 3
+    felix("queue", "create", "acme/ops/before-jobs", "--replicas", "3")
+    felix("queue", "put", "acme/ops/before-jobs", "a job")
+    assert "a job" in felix("queue", "consume", "acme/ops/before-jobs", "--count", "1")
+    felix("cache", "create", "acme/ops/before-prices", "--replicas", "3")
+    felix("cache", "put", "acme/ops/before-prices", "tea", "4")
+    assert "4" in felix("cache", "get", "acme/ops/before-prices", "tea")
+    assert "b3" in felix("region", "status", "us-east")
+
+
 @dataclass
 class Upgraded:
     """Processes by region and broker; which tree each is of."""
@@ -260,6 +288,7 @@ async def test_two_regions_and_their_bridge_are_upgraded_one_process_after_the_o
             await transactions.check(one)
             await views.check(one)
             print(f"{len(history.acknowledged)} records, {transactions}, {views}")
+            await asyncio.to_thread(clients_of_before_are_served, earlier, home)
             flights = await mesh.read("eu-west", published)
             assert mesh.numbers(flights) == list(range(published)), "each once, and in order"
 
