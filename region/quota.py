@@ -527,13 +527,20 @@ class Quotas:
             self.idle(account)
         limit = account.limits.streams
         if limit and count + self._creating[tenant] >= limit:
-            raise _refused(
-                account,
-                Code.LIMIT_STREAMS,
-                f"{account} has {count + self._creating[tenant]} streams, and {limit} are allowed.",
-                "Delete some, or have streams raised: felix quota set.",
-                STORED_RETRY_MS,
-            )
+            raise self.streams_refused(tenant, count + self._creating[tenant])
+
+    def streams_refused(self, tenant: str, count: int) -> UnavailableError:
+        """What is answered where the tenant has so many streams and may have no more."""
+        account = self._account("tenant", tenant)
+        if not account.users:
+            self.idle(account)
+        return _refused(
+            account,
+            Code.LIMIT_STREAMS,
+            f"{account} has {count} streams, and {account.limits.streams} are allowed.",
+            "Delete some, or have streams raised: felix quota set.",
+            STORED_RETRY_MS,
+        )
 
     def creating(self, tenant: str, change: int) -> None:
         """A stream of the tenant is being made (+1), or that is over (-1)."""

@@ -21,7 +21,14 @@ from felix.quota import QuotaLimits
 from felix.runtime.real import now_ms
 from region.bootstrap import issue_identity
 from region.quota import Account, Meter, Quotas
-from region.quota_shares import ACCOUNTS_TOLD_MAX, CLIENTS_TOLD_MAX, FLOOR_PARTS, SILENT_S, Region, fair_shares
+from region.quota_shares import (
+    ACCOUNTS_TOLD_MAX,
+    CLIENTS_TOLD_MAX,
+    FLOOR_PARTS,
+    SILENT_S,
+    Region,
+    fair_shares,
+)
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -336,16 +343,15 @@ async def test_an_identity_that_may_have_one_session_uses_streams_of_three_broke
                     found[name] = node.broker.quotas.used(account).get("sessions", 0)
             return found
 
-        async with region.client("b1", identity="ann") as first:
-            async with AsyncExitStack() as publishers:
-                for stream in streams:
-                    publisher = await publishers.enter_async_context(first.stream(stream).publisher())
-                    await publisher.publish(b"1")
-                await until(lambda: sessions() == dict.fromkeys(region.names, 1.0))
-                for name in region.names:
-                    with pytest.raises(UnavailableError, match="1 sessions open"):
-                        async with region.client(name, identity="ann", connect_timeout_s=0.2):
-                            pass
+        async with region.client("b1", identity="ann") as first, AsyncExitStack() as publishers:
+            for stream in streams:
+                publisher = await publishers.enter_async_context(first.stream(stream).publisher())
+                await publisher.publish(b"1")
+            await until(lambda: sessions() == dict.fromkeys(region.names, 1.0))
+            for name in region.names:
+                with pytest.raises(UnavailableError, match="1 sessions open"):
+                    async with region.client(name, identity="ann", connect_timeout_s=0.2):
+                        pass
         async with region.client("b2", identity="ann") as second:
             for stream in streams:
                 await second.stream(stream).publish(b"2")
