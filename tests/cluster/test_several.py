@@ -710,21 +710,3 @@ def test_a_process_that_is_made_collects_no_garbage_of_ours_before_it_is_another
     run(make())  # on the event loop of commands, which does not see to that itself
     is_now = False
     assert seen.read_text() == "False False " and gc.isenabled()
-
-
-@pytest.mark.etcd
-async def test_a_full_namespace_is_looked_up_before_it_refuses(tmp_path: Path, etcd: EtcdProcess) -> None:
-    """Another broker may have made the stream a moment ago, and have led its client here."""
-    async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
-        await client.put_namespace("acme/web", NamespaceSettings(auto_create=True, streams_max=1))
-        await client.stream("acme/web/one").publish(b"x")
-        broker = region.nodes["b2"].broker
-        await until(lambda: broker.streams.get(felix.StreamName.parse("acme/web/one")))
-
-        def use() -> str:
-            with pytest.raises(UnavailableError) as refused:
-                broker.use_stream(felix.StreamName.parse("acme/web/two"))
-            return refused.value.sentence
-
-        assert "looked up" in use()
-        await until(lambda: "no more than 1" in use())
