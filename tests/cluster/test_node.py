@@ -347,7 +347,6 @@ async def test_an_ephemeral_stream_begins_anew_with_each_election_and_its_reader
             assert (await client.describe_stream(name)).incarnation != incarnation
 
 
-@pytest.mark.etcd
 async def test_a_full_namespace_is_looked_up_before_it_refuses(tmp_path: Path, etcd: EtcdProcess) -> None:
     """Another broker may have made the stream a moment ago, and have led its client here."""
     async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
