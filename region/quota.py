@@ -202,11 +202,11 @@ class Meter:
     def __init__(
         self, quotas: Quotas, accounts: tuple[Account, ...], now: Callable[[], float], client: bytes = b""
     ) -> None:
-        """The first account counts one session more; none, where the same `client` (an id; empty: unknown) has one at another broker.
-        Raises UnavailableError(LIMIT_SESSIONS)."""
+        """The first account counts one session more; none, where the same `client` (an id; empty: unknown) has one at another broker: it goes on here, also
+        where the limit was lowered since. Raises UnavailableError(LIMIT_SESSIONS)."""
         first = accounts[0]
-        is_elsewhere = client in first.clients_elsewhere and client not in first.clients
-        _check_room(first, "sessions", 0 if is_elsewhere else 1)
+        if client not in first.clients_elsewhere or client in first.clients:
+            _check_room(first, "sessions", 1)
         first.held["sessions"] += 1
         if client:
             first.clients[client] += 1

@@ -195,6 +195,20 @@ def test_a_client_with_sessions_at_several_brokers_is_one_client_of_its_tenant_a
         assert refused.value.code is Code.LIMIT_SESSIONS
 
 
+def test_a_client_that_was_let_in_goes_on_at_other_brokers_where_its_limit_was_lowered() -> None:
+    brokers = Brokers(sessions=2)
+    b1, b2, _ = (brokers.quotas[name] for name in NAMES)
+    for client in (b"first", b"second"):
+        b1.use(b1.enter("ann", client), "acme")
+    brokers.turn()
+    brokers.turn()
+    for quotas in brokers.quotas.values():
+        quotas.set_limits({("tenant", "acme"): QuotaLimits(sessions=1)})
+    b2.use(b2.enter("ann", b"first"), "acme")
+    with pytest.raises(UnavailableError, match="has 2 sessions open"):
+        b2.use(b2.enter("ann", b"third"), "acme")
+
+
 def test_clients_that_are_not_named_count_with_each_session() -> None:
     brokers = Brokers()
     for quotas in brokers.quotas.values():
