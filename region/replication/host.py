@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,7 +113,7 @@ FULL_AGAIN_MS: Final = 60_000
 class Links(CopierLinks, Protocol):
     """What the host needs of `links.PeerLinks`."""
 
-    def know(self, addresses: Mapping[str, str]) -> None: ...
+    def know(self, addresses: Mapping[str, str], brokers: Collection[str]) -> None: ...
 
 
 class OffloadNews(NamedTuple):

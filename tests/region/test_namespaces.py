@@ -100,14 +100,18 @@ async def test_what_is_made_elsewhere_takes_no_place_in_a_namespace(
     node: Node, operator: felix.RegionClient
 ) -> None:
     await operator.put_namespace("acme/web", NamespaceSettings(auto_create=True, streams_max=1))
-    never = asyncio.Event()
-    waiting = [asyncio.ensure_future(never.wait()) for _ in range(3)]
+    over = asyncio.Event()
+
+    async def look_up() -> None:
+        await over.wait()
+
+    waiting = [asyncio.ensure_future(look_up()) for _ in range(3)]
     node.broker._making |= {
         felix.StreamName.parse(f"globex/ops/s{number}"): task for number, task in enumerate(waiting)
-    }  # type: ignore[assignment]
-    async with asyncio.timeout(10):
+    }
+    async with asyncio.timeout(30):
         await operator.stream("acme/web/one").publish(b"x")
-    never.set()
+    over.set()
     await asyncio.gather(*waiting)
 
 

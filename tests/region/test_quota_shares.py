@@ -185,8 +185,7 @@ def test_a_client_with_sessions_at_several_brokers_is_one_client_of_its_tenant_a
     brokers.turn()
     brokers.turn()
     for quotas in (b1, b2, b3):
-        for scope, name in (("tenant", "acme"), ("identity", "ann")):
-            account = quotas.find(scope, name)
+        for account in (quotas.find("tenant", "acme"), quotas.find("identity", "ann")):
             assert account is not None and quotas.used(account)["sessions"] == 2
     # A third client has none, nor a second session of one where two are.
     for quotas, client in ((b1, b"third"), (b3, b"first"), (b1, b"")):
