@@ -58,6 +58,8 @@ from felix.transport.port import (
 
 CONNECT_TIMEOUT_S: Final = 10.0
 """Until the first session stands: covers a broker that is just starting, short enough for a person to wait."""
+CLIENT_BYTES: Final = 8
+"""Of a client's id: it is compared with those of the same identity or tenant alone."""
 ATTEMPT_TIMEOUT_S: Final = 5.0
 """For one address, transport and session handshake together; then the next address is tried."""
 REQUEST_TIMEOUT_S: Final = 30.0
@@ -162,6 +164,7 @@ class RegionConnection:
         self._task: asyncio.Task[None] | None = None
         self._first = first
         self._relay = relay
+        self._client = b""
         self._relayed: BoundedMap[str, float] = BoundedMap(LEADERS_MAX)
         """leaders' addresses that did not answer, until when they are asked for through this connection first"""
         known = [str(address) for address in profile.parsed_addresses()]
@@ -255,6 +258,12 @@ class RegionConnection:
 
     def _address(self) -> str:
         return "" if self._info is None else str(self._info.address)
+
+    def _client_id(self, nonce: bytes) -> bytes:
+        """The same on all links of this client, to whichever brokers: the beginning of the first nonce that it drew."""
+        first = self._first or self
+        first._client = first._client or nonce[:CLIENT_BYTES]
+        return first._client
 
     def _to_leader(self, address: str) -> RegionConnection:
         """A connection to one broker of the region, as this one is made."""
@@ -508,6 +517,7 @@ class RegionConnection:
             over=self._link_over,
             moved=lambda error: self._routes.learned(error, str(address)),
             is_of_several=self._first is not None or len(self.profile.addresses) > 1,
+            client=self._client_id,
         )
         tls = ClientTls(credentials.root_pem, self.profile.tls_name)
         try:

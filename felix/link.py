@@ -151,8 +151,9 @@ class Link:
         over: Callable[[Link, FelixError], None],
         moved: Callable[[NotLeaderError], None] = lambda error: None,
         is_of_several: bool = False,
+        client: Callable[[bytes], bytes] = lambda nonce: b"",
     ) -> None:
-        """`over` is called with the error that ended the session, once everybody who waits on this link was told; `moved` with
+        """`client`: its client's id (messages.ClientHello), given this link's nonce. `over` is called with the error that ended the session, once everybody who waits on this link was told; `moved` with
         each word of the broker that another one leads a stream. `is_of_several`: the region has several brokers."""
         self._loop = asyncio.get_running_loop()
         self._told_over = over
@@ -160,6 +161,7 @@ class Link:
         self._region = region
         self._prove = prove
         self._random = random
+        self._client = client
         self._backlog_high_bytes = limits.backlog_high_bytes
         self._connection: Connection | None = None
         self._session: ClientSession | None = None
@@ -189,12 +191,14 @@ class Link:
 
     def connected(self, connection: Connection) -> None:
         self._connection = connection
+        nonce = self._random.randbytes(NONCE_BYTES)
         self._session = ClientSession(
             region=self._region,
             software=SOFTWARE,
-            nonce=self._random.randbytes(NONCE_BYTES),
+            nonce=nonce,
             leaf_sha256=connection.server_leaf_sha256,
             prove=self._prove,
+            client=self._client(nonce),
         )
         self._control = connection.open_stream(bidirectional=True)
         self._flush()

@@ -51,6 +51,7 @@ GrantName = Annotated[str, msgspec.Meta(pattern=r"\Ag-[a-z2-7]{16}\Z")]
 OptionalGrant = Annotated[str, msgspec.Meta(pattern=r"\A(g-[a-z2-7]{16})?\Z")]
 RegionName = Annotated[str, msgspec.Meta(pattern=r"\A[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?\Z")]
 Revision = Annotated[bytes, msgspec.Meta(max_length=64)]
+ClientId = Annotated[bytes, msgspec.Meta(max_length=16)]
 Correlated = Annotated[int, msgspec.Meta(ge=1, le=(1 << 32) - 1)]
 
 
@@ -80,13 +81,15 @@ class Repeatable(Request[AnswerT], Generic[AnswerT], frozen=True):
 
 class ClientHello(Message, frozen=True, tag="client_hello"):
     """First frame of a session: what the client speaks, which region it means to reach, and 32 random bytes that make its
-    proof one of this session alone. (`nonce` is empty in version 1, which is refused by its version.)"""
+    proof one of this session alone. (`nonce` is empty in version 1, which is refused by its version.) `client`: the same in all sessions of one
+    client, so that one with sessions at several brokers counts once where clients are limited; random, empty from who counts with each session."""
 
     versions: list[int]
     region: Name
     nonce: bytes = b""
     software: Name = ""
     features: list[Name] = []
+    client: ClientId = b""
 
 
 class Challenge(Message, frozen=True, tag="challenge"):

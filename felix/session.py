@@ -381,8 +381,10 @@ class ClientSession(_Control):
         nonce: bytes,
         leaf_sha256: bytes,
         prove: Callable[[Challenge, Binding], Proof],
+        client: bytes = b"",
     ) -> None:
-        """`nonce`: random bytes of this session alone. `leaf_sha256`: of the certificate that TLS verified (port.Connection)."""
+        """`nonce`: random bytes of this session alone. `leaf_sha256`: of the certificate that TLS verified (port.Connection). `client`: see
+        messages.ClientHello."""
         super().__init__(State.HELLO_SENT, _TO_CLIENT)
         assert len(nonce) == NONCE_BYTES
         self._leaf_sha256 = leaf_sha256
@@ -390,7 +392,8 @@ class ClientSession(_Control):
         self._prove = prove
         self._challenge: Challenge | None = None
         frame = encode_message(
-            FrameType.HANDSHAKE, ClientHello(list(PROTOCOL_VERSIONS), region, nonce, software)
+            FrameType.HANDSHAKE,
+            ClientHello(list(PROTOCOL_VERSIONS), region, nonce, software, client=client),
         )
         self._hello = frame[FRAME_HEADER_BYTES:]
         self._out.append(frame)

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import Final, NoReturn
 
 import msgspec
 
@@ -33,7 +33,7 @@ from region.budget import Budgets
 from region.clustered import Clustered
 from region.config import RegionConfig
 from region.erasure import Erasure
-from region.metadata.catalog import Catalog
+from region.metadata.catalog import Catalog, StreamsFullError
 from region.metadata.records import StreamConfig, check_stream_config, is_replicated, one_copy_since
 from region.metrics import BrokerMetrics
 from region.offload import check_offload
@@ -57,6 +57,8 @@ DELIVERY_WAIT_S: Final = 0.02
 
 MADE_AGAIN_MS: Final = 20
 """A stream that is being made is there by then, as a rule."""
+MAKING_MAX: Final = 1_000
+"""Streams that are made or looked up at once for who uses them: more only where the metadata store does not answer, and each is a task."""
 NOT_MADE_MAX: Final = 1_000
 """Reasons kept for who asks again, why a stream could not be made."""
 OF_THE_LOG: Final = frozenset((Code.SEQUENCE_GAP, Code.OFFSET_MISMATCH, Code.PRODUCER_FENCED))
@@ -395,31 +397,41 @@ class Broker:
         failed = self._not_made.pop(name, None)
         if failed is not None:
             raise failed
+        if len(self._making) >= MAKING_MAX and name not in self._making:
+            raise UnavailableError(
+                f"{MAKING_MAX} streams are being made or looked up, the most at once.",
+                retry_after_ms=10 * MADE_AGAIN_MS,
+            )
         is_made = settings is not None and settings.auto_create and name.tenant != RESERVED_TENANT
         if not is_made:
             what = "stream" if views is NO_VIEWS else "cache" if views.cache is not None else "queue"
             error = not_found_or_forbidden(verb, name, what)
-            if self.clustered is None:
-                raise error
-            if name not in self._making:
-                self._making[name] = asyncio.ensure_future(self._look_up(name, error))
-            raise UnavailableError(
-                f"Whether another broker has made {name} is being looked up.", retry_after_ms=MADE_AGAIN_MS
-            )
+            self._look_up_or_raise(name, error)
         assert settings is not None
         if name not in self._making:
-            there = self.streams.count(name.tenant, name.namespace)
-            if there + len(self._making) >= settings.streams_max:
-                raise UnavailableError(
-                    f"{namespace} has {there} streams, and no more than {settings.streams_max} are made by their first use.",
-                    code=Code.LIMIT_STREAMS,
-                    hint="Delete some, create it by hand, or raise --streams-max of the namespace.",
-                    retry_after_ms=60_000,
-                )
+            # Those of others, and names that are being looked up, are not of this namespace.
+            there = self.streams.count(name.tenant, name.namespace) + sum(
+                (each.tenant, each.namespace) == (name.tenant, name.namespace)
+                for each in self._making
+                if self.streams.get(each) is None
+            )
+            if there >= settings.streams_max:
+                self._look_up_or_raise(name, _namespace_full(namespace, there, settings.streams_max))
             task = asyncio.ensure_future(self._make(name, settings, views))
             self._making[name] = task
         raise UnavailableError(
             f"{name} is being made by its first use.", code=Code.UNAVAILABLE, retry_after_ms=MADE_AGAIN_MS
+        )
+
+    def _look_up_or_raise(self, name: StreamName, missing: FelixError) -> NoReturn:
+        """For a stream that is not here: `missing`, once the catalog has none of its name either, where other brokers may have made it a moment ago. Whoever made it
+        leads its client here before it is heard of here."""
+        if self.clustered is None:
+            raise missing
+        if name not in self._making:
+            self._making[name] = asyncio.ensure_future(self._look_up(name, missing))
+        raise UnavailableError(
+            f"Whether another broker has made {name} is being looked up.", retry_after_ms=MADE_AGAIN_MS
         )
 
     async def find_stream(self, name: StreamName, verb: Verb = Verb.SUBSCRIBE) -> HostedStream:
@@ -435,7 +447,7 @@ class Broker:
             await self.find_stream(name)
         return self.use_stream(name)
 
-    async def _look_up(self, name: StreamName, missing: RequestError) -> None:
+    async def _look_up(self, name: StreamName, missing: FelixError) -> None:
         try:
             await self.find_stream(name)
         except RequestError:
@@ -452,7 +464,9 @@ class Broker:
 
     async def _make(self, name: StreamName, settings: NamespaceSettings, views: Views) -> None:
         try:
-            await self.ensure_stream(name, auto_config(settings, views))
+            await self.ensure_stream(
+                name, auto_config(settings, views), in_namespace_max=settings.streams_max
+            )
             log.info("stream %s was made by its first use", name)
         except FelixError as error:
             self._refused_making(name, error)
@@ -463,8 +477,11 @@ class Broker:
         """The wall clock that streams go by, and the jobs, values and subscriptions that live with them."""
         return self.clock_ms() if self._streams_clock is None else self._streams_clock.now_ms()
 
-    async def create_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
-        """Write a new stream into the catalog and open it; `config.replicas` 0: as many copies as the region has it. Raises
+    async def create_stream(
+        self, name: StreamName, config: StreamConfig, *, in_namespace_max: int = 0
+    ) -> HostedStream:
+        """Write a new stream into the catalog and open it; `config.replicas` 0: as many copies as the region has it. `in_namespace_max`: how many streams its
+        namespace may have; 0: any number. Raises
         RequestError(ALREADY_EXISTS, CONFIG_INVALID), UnavailableError(LIMIT_MEMORY, LIMIT_STREAMS)."""
         # Asked before anything is written: the catalog must not name a stream that cannot be opened.
         config = self.with_copies(config)
@@ -476,14 +493,32 @@ class Broker:
         self.quotas.creating(name.tenant, 1)
         try:
             record = await self.catalog.create_stream(
-                name, config, incarnation=self.runtime.random.randbytes(16), created_ms=self.clock_ms()
+                name,
+                config,
+                incarnation=self.runtime.random.randbytes(16),
+                created_ms=self.clock_ms(),
+                most=self._streams_max(name, in_namespace_max),
             )
             stream = await self.streams.open(record)
             if self.clustered is not None:
                 await self.clustered.placed(record)
             return stream
+        except StreamsFullError as full:
+            # Other brokers made some at the same time.
+            namespace = f"{name.tenant}/{name.namespace}"
+            if full.prefix == f"{namespace}/":
+                raise _namespace_full(namespace, full.count, in_namespace_max) from full
+            raise self.quotas.streams_refused(name.tenant, full.count) from full
         finally:
             self.quotas.creating(name.tenant, -1)
+
+    def _streams_max(self, name: StreamName, in_namespace: int) -> dict[str, int]:
+        """How many streams may have names that begin so, where other brokers make some, too."""
+        if self.clustered is None:
+            return {}
+        of_tenant = self.quotas.limits("tenant", name.tenant).streams or 0
+        found = {f"{name.tenant}/": of_tenant, f"{name.tenant}/{name.namespace}/": in_namespace}
+        return {prefix: most for prefix, most in found.items() if most}
 
     @property
     def default_replicas(self) -> int:
@@ -532,13 +567,15 @@ class Broker:
         if offload is not None:
             await asyncio.to_thread(check_offload, offload.url, self.config.storage.offload_allow)
 
-    async def ensure_stream(self, name: StreamName, config: StreamConfig) -> HostedStream:
-        """The stream, made where it does not exist; of several that ask at once, one makes it."""
+    async def ensure_stream(
+        self, name: StreamName, config: StreamConfig, *, in_namespace_max: int = 0
+    ) -> HostedStream:
+        """The stream, made as by `create_stream` where it does not exist; of several that ask at once, one makes it."""
         held = self.streams.get(name)
         if held is not None:
             return held
         try:
-            return await self.create_stream(name, config)
+            return await self.create_stream(name, config, in_namespace_max=in_namespace_max)
         except RequestError as error:
             if error.code is not Code.ALREADY_EXISTS:
                 raise
@@ -603,6 +640,15 @@ class Broker:
             found[f"{budget.name}_bytes"] = budget.used_bytes
             found[f"{budget.name}_bytes_limit"] = budget.limit_bytes
         return found
+
+
+def _namespace_full(namespace: str, there: int, most: int) -> UnavailableError:
+    return UnavailableError(
+        f"{namespace} has {there} streams, and no more than {most} are made by their first use.",
+        code=Code.LIMIT_STREAMS,
+        hint="Delete some, create it by hand, or raise --streams-max of the namespace.",
+        retry_after_ms=60_000,
+    )
 
 
 def _copies_differ(target: StreamName, copies: int, others: int) -> str:

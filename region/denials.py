@@ -48,7 +48,8 @@ class _Denied:
         self, refusal: tuple[str, str, str, int], now_ms: int, leaves_max: int = DENY_LEAVES_MAX
     ) -> bool:
         """True where this refusal gets a leaf."""
-        if now_ms - self.begun_ms >= DENY_QUIET_MS:
+        # A wall clock that was set back since must not keep refusals out of the log until it is there again.
+        if not 0 <= now_ms - self.begun_ms < DENY_QUIET_MS:
             self.begun_ms = now_ms
             self.written.clear()
         if refusal in self.written or len(self.written) >= leaves_max:

@@ -162,6 +162,7 @@ class Exchange:
         self._is_open = False
         self._over = False
         self.meter: Meter | None = None
+        self._stream = ""
         self._handler = make_handler(self)
 
     @property
@@ -197,8 +198,9 @@ class Exchange:
             self.end()
 
     def _begin(self, correlation: int, request: Request[Any]) -> None:
+        self._stream = getattr(request, "stream", "")
         try:
-            self.meter = self.session.meter_for(getattr(request, "stream", ""))
+            self.charge()
         except (RequestError, UnavailableError) as error:
             self.fail(error, correlation)
             return
@@ -284,6 +286,12 @@ class Exchange:
         self._handler.closed()
 
     # -- what a handler does ---------------------------------------------------------------------------
+
+    def charge(self) -> Meter:
+        """What it is charged to. A handler that waits while it opens asks again once it has the stream: where the exchange began before the stream was here, its tenant would be
+        charged nothing until the end. Raises UnavailableError(LIMIT_SESSIONS)."""
+        self.meter = meter = self.session.meter_for(self._stream)
+        return meter
 
     def opened(self, correlation: int, answer: Message) -> None:
         """Answer the first request: calls may come now."""

@@ -20,7 +20,8 @@ from typing import Final
 from msgspec.structs import replace
 
 from audit.stream_statement import Epoch, StreamStatement, sign_statement
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.bounded import BoundedMap
+from felix.errors import Code, FelixError, RequestError
 from felix.frames import FrameType, frame_header
 from felix.messages import (
     DataKeySealed,
@@ -46,9 +47,10 @@ from region.log.shard import ShardLog
 from region.streams import HostedStream
 
 LINKS_MAX: Final = 10_000
-"""Link shards on the board, per agent: each reports its own, and none can take the place of another's."""
+"""Link shards on the board, per agent: each reports its own, and none can take the place of another's. Then the one that was reported longest ago goes: its link has
+ended."""
 BRIDGES_MAX: Final = 1_000
-"""Agents on the board."""
+"""Agents on the board. Then the one goes that reported longest ago: bridges come and go under other names."""
 
 
 class SealedReader:
@@ -109,7 +111,7 @@ class ExportService:
         self._governance = governance
         self._keyring = keyring
         self._receipt_key = receipt_key
-        self._links: dict[str, dict[tuple[str, str, int], LinkState]] = {}
+        self._links: BoundedMap[str, BoundedMap[tuple[str, str, int], LinkState]] = BoundedMap(BRIDGES_MAX)
 
     def reader(self, bridge: SpiffeId, stream: StreamName, grant_id: str) -> SealedReader:
         """For a subscription that asks for sealed batches. Raises the refusal."""
@@ -216,15 +218,12 @@ class ExportService:
                 raise RequestError(f"{bridge} cannot report for another bridge.", code=Code.FORBIDDEN)
         if not links:
             return
-        if str(bridge) not in self._links and len(self._links) >= BRIDGES_MAX:
-            raise UnavailableError(
-                f"{BRIDGES_MAX} bridges report already, the most that are kept.", code=Code.LIMIT_MEMORY
-            )
-        board = self._links.setdefault(str(bridge), {})
+        board = self._links.use(str(bridge))
+        if board is None:
+            board = BoundedMap(LINKS_MAX)
+            self._links.put(str(bridge), board)
         for link in links:
-            key = (link.grant, link.stream, link.shard)
-            if key in board or len(board) < LINKS_MAX:
-                board[key] = link
+            board.put((link.grant, link.stream, link.shard), link)
 
     def links(self) -> list[LinkState]:
         """All links, by grant, stream and shard."""

@@ -24,13 +24,15 @@ import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Final
+
+from msgspec.structs import replace
 
 from felix.errors import Code, UnavailableError
 from felix.quota import NO_LIMITS, RATES, QuotaLimits, Scope
 from felix.rate import TokenBucket
-from region.quota_shares import ACCOUNTS_TOLD_MAX, Region, Use
+from region.quota_shares import ACCOUNTS_TOLD_MAX, CLIENTS_TOLD_MAX, Region, Use
 
 BURST_S: Final = 1.0
 """The burst allowed after a pause, in seconds of the rate."""
@@ -60,7 +62,7 @@ class Account:
     """One tenant or one identity: its limits, its buckets, what it holds, and what it has done since the start."""
 
     __slots__ = (
-        "buckets", "debt_s", "elsewhere", "held", "is_limited", "last", "limits", "name", "rates", "refused", "scope", "shares", "stored_bytes",
+        "buckets", "clients", "clients_elsewhere", "debt_s", "elsewhere", "held", "is_limited", "last", "limits", "name", "rates", "refused", "scope", "shares", "stored_bytes",
         "stored_limit", "told_debt_s", "told_refused", "totals", "users", "was_share",
     )  # fmt: skip
 
@@ -85,7 +87,10 @@ class Account:
         self.was_share: dict[str, float] = {}
         """what it would have been a turn ago"""
         self.elsewhere: Mapping[str, int] = {}
-        """what other brokers hold"""
+        """what other brokers hold; of sessions, beyond one of each of `clients_elsewhere`"""
+        self.clients: Counter[bytes] = Counter()
+        """sessions here, by the ids of their clients, where those have one"""
+        self.clients_elsewhere: frozenset[bytes] = frozenset()
         self.told_debt_s: dict[str, float] = {}
         self.told_refused = 0
 
@@ -124,13 +129,14 @@ class Account:
         held = {name: count for name, count in self.held.items() if count and self.limits.of(name)}
         if self.stored_limit and self.stored_bytes:
             held["stored_bytes"] = self.stored_bytes
-        return Use(self.scope, self.name, rates, held) if rates or held else None
+        clients = list(self.clients) if "sessions" in held else []
+        return Use(self.scope, self.name, rates, held, clients) if rates or held else None
 
     def take_shares(self, region: Region, now: float, *, at_once: bool) -> bool:
         """Its part of each rate, as the brokers told; whether one rose by much. What rises does so a turn later than it falls elsewhere, but `at_once` for
         an account that is new here."""
         key = self.scope, self.name
-        self.elsewhere = region.elsewhere(key)
+        self.elsewhere, self.clients_elsewhere = region.elsewhere(key), region.clients_elsewhere(key)
         rose, shares = False, dict[str, float]()
         for name in RATES:
             if limit := self.limits.of(name):
@@ -158,6 +164,15 @@ class Account:
         self.rates = {name: (totals[name] - last[name]) / passed_s for name in RATES if totals[name]}
         self.last = Counter(totals)
 
+    def amount_elsewhere(self, what: str) -> int:
+        """How much of it other brokers say that they hold; of sessions, those of clients that have none here."""
+        amount = self.elsewhere.get(what, 0)
+        if what == "sessions" and self.clients_elsewhere:
+            amount += len(self.clients_elsewhere) - sum(
+                client in self.clients_elsewhere for client in self.clients
+            )
+        return amount
+
     def used(self) -> dict[str, float]:
         """What is used, by the limits' names: rates per second as last measured, the rest as it is now."""
         found: dict[str, float] = {name: round(rate, 1) for name, rate in self.rates.items() if rate}
@@ -182,13 +197,20 @@ class Throttle:
 class Meter:
     """The accounts that one use concerns; charge it for what it does, and `close` it at the end."""
 
-    __slots__ = ("_closed", "_held", "_now", "_quotas", "_session_of", "accounts")
+    __slots__ = ("_closed", "_held", "_now", "_quotas", "_session_of", "accounts", "client")
 
-    def __init__(self, quotas: Quotas, accounts: tuple[Account, ...], now: Callable[[], float]) -> None:
-        """The first account counts one session more. Raises UnavailableError(LIMIT_SESSIONS)."""
+    def __init__(
+        self, quotas: Quotas, accounts: tuple[Account, ...], now: Callable[[], float], client: bytes = b""
+    ) -> None:
+        """The first account counts one session more; none, where the same `client` (an id; empty: unknown) has one at another broker: it goes on here, also
+        where the limit was lowered since. Raises UnavailableError(LIMIT_SESSIONS)."""
         first = accounts[0]
-        _check_room(first, "sessions", 1)
+        if client not in first.clients_elsewhere or client in first.clients:
+            _check_room(first, "sessions", 1)
         first.held["sessions"] += 1
+        if client:
+            first.clients[client] += 1
+        self.client = client
         self.accounts = accounts
         self._session_of = first
         self._quotas = quotas
@@ -313,7 +335,12 @@ class Meter:
             for account in self.accounts:
                 account.held[what] -= amount
         self._closed = True
-        self._session_of.held["sessions"] -= 1
+        first = self._session_of
+        first.held["sessions"] -= 1
+        if self.client:
+            first.clients[self.client] -= 1
+            if not first.clients[self.client]:
+                del first.clients[self.client]
         for account in self.accounts:
             account.users -= 1
             if not account.users:
@@ -378,9 +405,16 @@ class Quotas:
         return [use for each in accounts if each.users and (use := each.use(now)) is not None]
 
     def told(self, uses: list[Use]) -> list[Use]:
-        """What is told, of all that is used and of what is stored where nobody uses it: ACCOUNTS_TOLD_MAX accounts, those that wait first."""
+        """What is told, of all that is used and of what is stored where nobody uses it: ACCOUNTS_TOLD_MAX accounts, those that wait first, and
+        CLIENTS_TOLD_MAX clients."""
         if len(uses) > ACCOUNTS_TOLD_MAX:
-            return sorted(uses, key=lambda use: -max(use.rates.values(), default=0.0))[:ACCOUNTS_TOLD_MAX]
+            uses = sorted(uses, key=lambda use: -max(use.rates.values(), default=0.0))[:ACCOUNTS_TOLD_MAX]
+        clients = list(accumulate(len(use.clients) for use in uses))
+        if clients and clients[-1] > CLIENTS_TOLD_MAX:
+            uses = [
+                use if count <= CLIENTS_TOLD_MAX else replace(use, clients=[])
+                for use, count in zip(uses, clients, strict=True)
+            ]
         keys = {(use.scope, use.name) for use in uses}
         stored = (
             Use("tenant", name, {}, {"stored_bytes": size})
@@ -406,11 +440,10 @@ class Quotas:
         found = account.used()
         if self.region is not None:
             key = account.scope, account.name
-            for name, amount in (
-                *self.region.elsewhere(key).items(),
-                *self.region.rates_elsewhere(key).items(),
-            ):
-                found[name] = round(found.get(name, 0) + amount, 1)
+            held = {what: account.amount_elsewhere(what) for what in {*account.elsewhere, "sessions"}}
+            for name, amount in (*held.items(), *self.region.rates_elsewhere(key).items()):
+                if amount:
+                    found[name] = round(found.get(name, 0) + amount, 1)
         return found
 
     def own_limits(self, scope: Scope, name: str) -> QuotaLimits:
@@ -468,18 +501,18 @@ class Quotas:
             key, _ = self._idle.popitem(last=False)
             del self._accounts[key]
 
-    def enter(self, identity: str) -> Meter:
-        """The meter of a new session, which is one of its identity's sessions. Raises UnavailableError(LIMIT_SESSIONS)."""
-        return self._meter((self._account("identity", identity),))
+    def enter(self, identity: str, client: bytes = b"") -> Meter:
+        """The meter of a new session of this client, which is one of its identity's sessions. Raises UnavailableError(LIMIT_SESSIONS)."""
+        return self._meter((self._account("identity", identity),), client)
 
     def use(self, meter: Meter, tenant: str) -> Meter:
         """The meter of a session's use of one tenant's streams; counts as one of the tenant's sessions, and charges the
         session's identity as well. Raises UnavailableError(LIMIT_SESSIONS)."""
-        return self._meter((self._account("tenant", tenant), *meter.accounts))
+        return self._meter((self._account("tenant", tenant), *meter.accounts), meter.client)
 
-    def _meter(self, accounts: tuple[Account, ...]) -> Meter:
+    def _meter(self, accounts: tuple[Account, ...], client: bytes) -> Meter:
         try:
-            return Meter(self, accounts, self._now)
+            return Meter(self, accounts, self._now, client)
         except UnavailableError:
             if not accounts[0].users:
                 self.idle(accounts[0])
@@ -494,13 +527,20 @@ class Quotas:
             self.idle(account)
         limit = account.limits.streams
         if limit and count + self._creating[tenant] >= limit:
-            raise _refused(
-                account,
-                Code.LIMIT_STREAMS,
-                f"{account} has {count + self._creating[tenant]} streams, and {limit} are allowed.",
-                "Delete some, or have streams raised: felix quota set.",
-                STORED_RETRY_MS,
-            )
+            raise self.streams_refused(tenant, count + self._creating[tenant])
+
+    def streams_refused(self, tenant: str, count: int) -> UnavailableError:
+        """What is answered where the tenant has so many streams and may have no more."""
+        account = self._account("tenant", tenant)
+        if not account.users:
+            self.idle(account)
+        return _refused(
+            account,
+            Code.LIMIT_STREAMS,
+            f"{account} has {count} streams, and {account.limits.streams} are allowed.",
+            "Delete some, or have streams raised: felix quota set.",
+            STORED_RETRY_MS,
+        )
 
     def creating(self, tenant: str, change: int) -> None:
         """A stream of the tenant is being made (+1), or that is over (-1)."""
@@ -522,7 +562,7 @@ class Quotas:
 
 def _check_room(account: Account, what: str, amount: int) -> None:
     limit = account.limits.of(what)
-    held = account.held[what] + account.elsewhere.get(what, 0)
+    held = account.held[what] + account.amount_elsewhere(what)
     if limit and held + amount > limit:
         raise _refused(
             account,
@@ -535,7 +575,7 @@ def _check_room(account: Account, what: str, amount: int) -> None:
 
 def _of_others(account: Account, what: str) -> str:
     """How much of it other brokers say that they hold: this one takes their word."""
-    amount = account.elsewhere.get(what, 0)
+    amount = account.amount_elsewhere(what)
     return f" ({amount} of them at other brokers, as those say)" if amount else ""
 
 

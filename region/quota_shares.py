@@ -12,6 +12,7 @@ from typing import Annotated, Final
 
 import msgspec
 
+from felix.messages import ClientId
 from felix.quota import Scope
 
 ACCOUNTS_TOLD_MAX: Final = 2_000
@@ -22,6 +23,8 @@ FLOOR_PARTS: Final = 20
 """What nobody uses keeps a twentieth of an even share, so that who begins there is slow for two turns, and does not stand."""
 HEADROOM: Final = 1.25
 """Who does not wait wants a quarter more than it uses, so that it may grow."""
+CLIENTS_TOLD_MAX: Final = 20_000
+"""Clients that one broker names, over all accounts: some 200 KB. Of accounts beyond that each session counts, as of clients without an id."""
 SILENT_S: Final = 3.0
 """A broker that is alive and was not heard for so long may have its even share, or more: everybody goes back to that."""
 
@@ -30,12 +33,14 @@ Key = tuple[Scope, str]
 
 class Use(msgspec.Struct, frozen=True, array_like=True):
     """Of one tenant or identity at one broker: what it uses of limited rates, each second, `inf` where it waits for more; and what it holds of
-    limited counts."""
+    limited counts. `clients`: the ids of those whose sessions it holds, where they are limited and not too many: who has sessions at several brokers is one
+    client."""
 
     scope: Scope
     name: Annotated[str, msgspec.Meta(max_length=NAME_CHARS_MAX)]
     rates: dict[str, float]
     held: dict[str, int]
+    clients: list[ClientId] = []
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -104,13 +109,23 @@ class Region:
         return fair_shares(wants)[self._brokers.index(self.own)]
 
     def elsewhere(self, key: Key) -> dict[str, int]:
-        """What the other brokers hold, as they said last."""
+        """What the other brokers hold, as they said last; of sessions those that are beyond one of each client that they name (`clients_elsewhere`)."""
         found: dict[str, int] = {}
         for broker, told in self._told.items():
             if broker != self.own and (use := told.uses.get(key)) is not None:
                 for what, amount in use.held.items():
-                    found[what] = found.get(what, 0) + max(0, amount)
+                    named = len(set(use.clients)) if what == "sessions" else 0
+                    found[what] = found.get(what, 0) + max(0, amount - named)
         return found
+
+    def clients_elsewhere(self, key: Key) -> frozenset[bytes]:
+        """The clients that have sessions at the other brokers, as far as those name them."""
+        return frozenset(
+            client
+            for broker, told in self._told.items()
+            if broker != self.own and (use := told.uses.get(key)) is not None
+            for client in use.clients
+        )
 
     def rates_elsewhere(self, key: Key) -> dict[str, float]:
         """What passes each second at the others, as far as they do not wait."""

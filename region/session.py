@@ -331,7 +331,9 @@ class ClientSession:
     def _welcome(self, peer: Peer) -> None:
         broker, identity = self.broker, peer.spiffe_id
         broker.admit(self, peer)
-        self._standing = broker.quotas.enter(str(identity))
+        hello = self._control.hello
+        assert hello is not None
+        self._standing = broker.quotas.enter(str(identity), hello.client)
         self.publish_window = CreditWindow(PUBLISH_WINDOW_BYTES_MIN)
         self.identity, self.peer = identity, peer
         if self._timeout is not None:

@@ -109,8 +109,10 @@ def wrong_clock(broker: str, ahead_ms: Mapping[str, int]) -> str:
         return ""
     nearest = min(off.values(), key=abs)
     way = "ahead of" if nearest > 0 else "behind"
+    # Of two, nobody can say which.
+    which = ". Set it right" if len(ahead_ms) > 1 else ", and one of the two is wrong. Set that one right"
     return (
-        f"The clock of broker {broker} is {abs(nearest) // 1_000:,} s {way} that of {', '.join(sorted(off))}. Set it right: by it, certificates and "
+        f"The clock of broker {broker} is {abs(nearest) // 1_000:,} s {way} that of {', '.join(sorted(off))}{which}: by it, certificates and "
         "grants begin and end at the wrong time, and clients may be refused there; "
         + (
             "its streams go by the others' clocks meanwhile."

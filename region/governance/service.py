@@ -178,6 +178,7 @@ class Governance:
         self._own = own
         self._mirror = mirror
         self._cut_off_ms: int | None = None
+        """since when the metadata store cannot be followed, by the clock that counts from the boot"""
 
     async def put(self, actor: SpiffeId, kind: str, body: bytes) -> str:
         """Take a signed document that somebody brings. Raises the refusal."""
@@ -345,7 +346,8 @@ class Governance:
         if self._mirror.is_current:
             self._cut_off_ms = None
             return
-        now = self.broker.clock_ms()
+        # Not by the wall clock: set back, it would have grants judged so for longer.
+        now = self.broker.runtime.clock.boot_ms()
         if self._cut_off_ms is None:
             self._cut_off_ms = now
         if now - self._cut_off_ms > CUT_OFF_MS_MAX:

@@ -13,8 +13,9 @@ Invariants:
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Final
 
@@ -57,6 +58,16 @@ _SWAPS_MAX: Final = 16
 """Tries of a compare-and-swap against other writers of the same record."""
 
 
+class StreamsFullError(UnavailableError):
+    """There are as many streams of this prefix (`acme/`, `acme/ops/`) as there may be."""
+
+    default_code = Code.LIMIT_STREAMS
+
+    def __init__(self, prefix: str, count: int) -> None:
+        super().__init__(f"There are {count} streams {prefix}…, as many as there may be.")
+        self.prefix, self.count = prefix, count
+
+
 class _Keyed(msgspec.Struct, frozen=True):
     """Which key the record of a stream's key is of (keys.stream_key): 16 bytes in hex."""
 
@@ -79,14 +90,23 @@ class Catalog:
     def __init__(self, store: MetadataStore, region: str) -> None:
         self.store = store
         self.keys = Keys(region)
+        self._counting = asyncio.Lock()
+        """One stream after the other is made where they are counted: each needs the count to stay as it is."""
 
     # Streams
 
     async def create_stream(
-        self, name: StreamName, config: StreamConfig, *, incarnation: bytes, created_ms: int
+        self,
+        name: StreamName,
+        config: StreamConfig,
+        *,
+        incarnation: bytes,
+        created_ms: int,
+        most: Mapping[str, int] | None = None,
     ) -> Stream:
-        """Create a stream; `incarnation`: 16 fresh random bytes. Raises RequestError(ALREADY_EXISTS,
-        CONFIG_INVALID), UnavailableError while the store is known to have gone back: what is created in it would go with it. Safe to
+        """Create a stream; `incarnation`: 16 fresh random bytes. `most`: of streams of several brokers, how many there may be whose names begin so
+        (`acme/`), however many brokers make some at once. Raises RequestError(ALREADY_EXISTS,
+        CONFIG_INVALID), StreamsFullError, UnavailableError while the store is known to have gone back: what is created in it would go with it. Safe to
         try again with the same incarnation where the first answer was lost."""
         check_stream_config(name, config)
         if len(incarnation) != INCARNATION_BYTES:
@@ -94,12 +114,19 @@ class Catalog:
         key = self.keys.stream(name)
         stream = Stream(name=str(name), incarnation=incarnation.hex(), created_ms=created_ms, config=config)
         value = self._encode_stream(stream)
-        compares = [Absent(key), Absent(self.keys.deleted(stream.incarnation)), Absent(self.keys.frozen())]
-        try:
-            result = await self.store.transact(compares, [Put(key, value)])
-            revision = result.revision if result.succeeded else 0
-        except OutcomeUnknownError:
-            revision = 0
+        compares: list[Compare] = [
+            Absent(key),
+            Absent(self.keys.deleted(stream.incarnation)),
+            Absent(self.keys.frozen()),
+        ]
+        revision = 0
+        with suppress(OutcomeUnknownError):
+            if most:
+                async with self._counting:
+                    revision = await self._create_counted(name, compares, Put(key, value), most)
+            else:
+                result = await self.store.transact(compares, [Put(key, value)])
+                revision = result.revision if result.succeeded else 0
         if not revision:
             found = await self.store.get(key)
             if found is None and await self.store.get(self.keys.frozen()) is not None:
@@ -117,6 +144,26 @@ class Catalog:
                 )
             return decode_stream(found.value, key, found.mod_revision)
         return msgspec.structs.replace(stream, revision=revision)
+
+    async def _create_counted(
+        self, name: StreamName, compares: Sequence[Compare], put: Put, most: Mapping[str, int]
+    ) -> int:
+        """The revision of the new stream, 0 where something else than the count stood against it. Whoever makes a stream of a tenant whose streams are
+        counted writes the tenant's key `made`, so the count that was read still holds where that key is as it was before."""
+        guard = self.keys.made(name.tenant)
+        for _ in range(_SWAPS_MAX):
+            before = await self.store.get(guard)
+            for prefix, count_max in most.items():
+                count = len((await self.store.load(self.keys.prefix + "streams/" + prefix)).entries)
+                if count >= count_max and await self.store.get(put.key) is None:
+                    raise StreamsFullError(prefix, count)
+            unchanged = ModRevision(guard, 0 if before is None else before.mod_revision)
+            result = await self.store.transact([*compares, unchanged], [put, Put(guard, str(name).encode())])
+            if result.succeeded:
+                return result.revision
+            if await self.store.get(guard) == before:
+                return 0
+        raise _contended(guard)
 
     async def describe_stream(self, name: StreamName) -> Stream:
         """Raises RequestError(NOT_FOUND)."""

@@ -378,6 +378,10 @@ class Keys:
         """Of a stream's record."""
         return f"{self.prefix}streams/{name}"
 
+    def made(self, tenant: str) -> str:
+        """Of the name of the stream of a tenant that was made last, where its streams are counted."""
+        return f"{self.prefix}made/{tenant}"
+
     def deleted(self, incarnation: str) -> str:
         """Of the mark of a deleted stream."""
         if len(incarnation) != 2 * INCARNATION_BYTES:

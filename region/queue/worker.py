@@ -139,6 +139,7 @@ class QueueWorker:
                 raise stream.elsewhere or UnavailableError(
                     f"The queue {name} is opened anew.", retry_after_ms=ELSEWHERE_RETRY_MS
                 )
+            self._exchange.charge()
         except FelixError as error:
             self._exchange.fail(error, correlation)
             return

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
@@ -113,7 +113,7 @@ FULL_AGAIN_MS: Final = 60_000
 class Links(CopierLinks, Protocol):
     """What the host needs of `links.PeerLinks`."""
 
-    def know(self, addresses: Mapping[str, str]) -> None: ...
+    def know(self, addresses: Mapping[str, str], brokers: Collection[str]) -> None: ...
 
 
 class OffloadNews(NamedTuple):
@@ -1195,7 +1195,7 @@ class ReplicaHost:
             return
         names = {event.key for event in known.events}
         self._hear_records([keys.shard_of(name) for name in names if name.startswith(keys.shards)])
-        if any(name.startswith(keys.brokers) for name in names):
+        if any(name.startswith((keys.brokers, keys.nodes)) for name in names):
             self._know_peers()
 
     def _hear_records(self, shards: Sequence[ShardId]) -> None:
@@ -1211,7 +1211,9 @@ class ReplicaHost:
 
     def _know_peers(self) -> None:
         view = self._mirror.view
-        self._links.know({broker: record.peer_address for broker, record in view.alive.items()})
+        self._links.know(
+            {broker: record.peer_address for broker, record in view.alive.items()}, view.nodes.keys()
+        )
         living = view.brokers.registrations()
         if living == self._living:
             # What a broker says of itself changes its record, too.

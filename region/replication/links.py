@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -139,7 +139,8 @@ class PeerLinks:
         """By peer: its wall clock less this broker's `boot_ms`, with each of its last beats."""
         self._known_clocks: dict[str, int] = {}
         self.clock_offsets: Sequence[int] = ()
-        """The same of every peer that was heard, in order, also where its link is down: clocks go on. Made anew, so that any thread may read it."""
+        """The same of every peer that was heard, in order, also where its link is down: clocks go on. Without those that are no brokers of the region any more. Made anew, so that
+        any thread may read it."""
         self._engine = engine
         self._identity = identity
         self._bundle = bundle
@@ -164,8 +165,12 @@ class PeerLinks:
         """For whoever listens: what is done with a connection that speaks PEER_ALPN."""
         return Link(self, None, self._accept_limits)
 
-    def know(self, addresses: Mapping[str, str]) -> None:
-        """The brokers that are alive, each with its address for peers (`host:port`)."""
+    def know(self, addresses: Mapping[str, str], brokers: Collection[str]) -> None:
+        """The brokers that are alive, each with its address for peers (`host:port`), and all that are registered: nothing is kept of others."""
+        self._known_clocks = {
+            broker: clock for broker, clock in self._known_clocks.items() if broker in brokers
+        }
+        self.clock_offsets = sorted(self._known_clocks.values())
         self._addresses = {
             broker: address for broker, address in addresses.items() if broker != self.me.broker
         }

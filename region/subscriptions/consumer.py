@@ -106,9 +106,8 @@ class Consumer:
             if refused is not None:
                 exchange.fail(refused, correlation)
             return
-        meter = exchange.meter
-        assert meter is not None
         try:
+            meter = exchange.charge()
             meter.hold("subscriptions")
         except FelixError as error:
             exchange.fail(error, correlation)

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from etcd_process import EtcdProcess
@@ -92,12 +93,12 @@ class ClusteredRegion:
         """Place nothing more on a running broker."""
         await self.clustered(name).drain(name, on=True)
 
-    def client(self, name: str) -> felix.RegionClient:
-        """An operator's client whose profile names one broker alone."""
+    def client(self, name: str, **options: Any) -> felix.RegionClient:
+        """A client, an operator's unless `options` say whose, whose profile names one broker alone."""
         place = self.config.of_broker(name).own_place
         assert place is not None
         write_profile(self.folder, self.config.region, self.config.mesh, place.client_address)
-        return client(self.folder)
+        return client(self.folder, **options)
 
 
 @asynccontextmanager

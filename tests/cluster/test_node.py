@@ -17,7 +17,7 @@ import felix
 from felix.batch import decode_batch, decode_payloads
 from felix.errors import RequestError, UnavailableError
 from felix.messages import DescribeMesh, DescribeStream
-from felix.settings import Durability
+from felix.settings import Durability, NamespaceSettings
 from keys.shared import SharedKeyring
 from region import stream_follower
 from region.cluster.audit_home import AuditHome
@@ -345,3 +345,20 @@ async def test_an_ephemeral_stream_begins_anew_with_each_election_and_its_reader
             assert bytes((await anext(records)).payload) == b"after"
             assert [gap.reason.name for gap in gaps] == ["RECREATED"]
             assert (await client.describe_stream(name)).incarnation != incarnation
+
+
+async def test_a_full_namespace_is_looked_up_before_it_refuses(tmp_path: Path, etcd: EtcdProcess) -> None:
+    """Another broker may have made the stream a moment ago, and have led its client here."""
+    async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
+        await client.put_namespace("acme/web", NamespaceSettings(auto_create=True, streams_max=1))
+        await client.stream("acme/web/one").publish(b"x")
+        broker = region.nodes["b2"].broker
+        await until(lambda: broker.streams.get(felix.StreamName.parse("acme/web/one")))
+
+        def use() -> str:
+            with pytest.raises(UnavailableError) as refused:
+                broker.use_stream(felix.StreamName.parse("acme/web/two"))
+            return refused.value.sentence
+
+        assert "looked up" in use()
+        await until(lambda: "no more than 1" in use())

@@ -13,11 +13,11 @@ from felix.names import SpiffeId, StreamName
 from felix.quota import QuotaLimits
 from felix.settings import Durability, Retention, Retries, SubscriptionSettings
 from region.cluster.records import ClusterKeys, FrozenRecord, encode
-from region.metadata.catalog import Catalog
+from region.metadata.catalog import Catalog, StreamsFullError
 from region.metadata.memory import MemoryStore
 from region.metadata.port import OutcomeUnknownError
 from region.metadata.records import Policy, StreamConfig, Subscription
-from region.metadata.transaction import Compare, Delete, Put, TransactResult, Write
+from region.metadata.transaction import Compare, Delete, Entry, Put, TransactResult, Write
 
 ORDERS = StreamName.parse("acme/payments/orders")
 CLIENT = SpiffeId.parse("spiffe://us-east.acme/client/orders-svc")
@@ -51,6 +51,52 @@ async def create(catalog: Catalog, name: StreamName, number: int = 1, **settings
         created_ms=1_700_000_000_000,
     )
     return made.incarnation
+
+
+class Slow(MemoryStore):
+    """A store that others write to between any two requests."""
+
+    async def _get(self, key: str) -> Entry | None:
+        await asyncio.sleep(0)
+        return await super()._get(key)
+
+    async def _transact(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TransactResult:
+        await asyncio.sleep(0)
+        return await super()._transact(compares, writes)
+
+
+async def test_of_brokers_that_make_streams_at_once_as_many_succeed_as_there_may_be() -> None:
+    store = Slow()
+    brokers = [Catalog(store, "us-east") for _ in range(3)]
+
+    async def make(number: int) -> str:
+        name = StreamName.parse(f"acme/{('ops', 'ops', 'web')[number // 3 % 3]}/s{number}")
+        most = {"acme/": 6} | ({"acme/ops/": 4} if name.namespace == "ops" else {})
+        try:
+            made = await brokers[number % 3].create_stream(
+                name, StreamConfig(), incarnation=bytes([number] * 16), created_ms=1, most=most
+            )
+        except StreamsFullError as full:
+            assert full.code is Code.LIMIT_STREAMS and full.count == most[full.prefix]
+            return ""
+        return made.name
+
+    made = [name for name in await asyncio.gather(*(make(number) for number in range(24))) if name]
+    assert sorted(made) == sorted(stream.name for stream in await brokers[0].list_streams())
+    assert len(made) == 6 and sum(name.startswith("acme/ops/") for name in made) <= 4
+    # What is there is there, also where nothing more may be; and what goes makes room.
+    with pytest.raises(RequestError) as caught:
+        await brokers[0].create_stream(
+            StreamName.parse(made[0]),
+            StreamConfig(),
+            incarnation=bytes([99] * 16),
+            created_ms=1,
+            most={"acme/": 6},
+        )
+    assert caught.value.code is Code.ALREADY_EXISTS
+    await brokers[1].delete_stream(StreamName.parse(made[0]), deleted_ms=1)
+    assert await make(24)
+    assert not await make(25)
 
 
 async def test_a_stream_is_created_once_described_listed_changed_and_deleted(catalog: Catalog) -> None:

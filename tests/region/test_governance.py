@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -27,7 +28,7 @@ from felix.messages import (
     Subscribe,
 )
 from felix.names import SpiffeId, StreamName
-from felix.runtime.real import now_ms
+from felix.runtime.real import REAL, now_ms
 from keys.bundle import decode_bundle
 from keys.hybrid import HybridKeyPair
 from keys.key_file import load_signing_key
@@ -36,7 +37,8 @@ from policy.residency import parse_policy, sign_policy
 from policy.signed import Purpose, SignedDocument, decode_body
 from region.bootstrap import issue_identity
 from region.config import load_config
-from region.denials import DENY_LEAVES_MAX
+from region.denials import DENY_LEAVES_MAX, _Denied
+from region.export import ExportService
 from region.governance.held_documents import HeldDocuments
 from region.governance.service import CUT_OFF_MS_MAX, Governance
 from region.metadata.catalog import Catalog
@@ -167,16 +169,40 @@ async def test_documents_that_cannot_be_taken_in_allow_nothing(
     assert refusal(mesh, grant).code in (Code.GRANT_MISSING, Code.RESIDENCY_DENIED)
 
 
+class Clock:
+    """The real clock, of which so many ms more have passed since the boot."""
+
+    def __init__(self, passed_ms: Callable[[], int]) -> None:
+        self._passed_ms = passed_ms
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(REAL.clock, name)
+
+    def boot_ms(self) -> int:
+        return REAL.clock.boot_ms() + self._passed_ms()
+
+
+def test_refusals_have_leaves_after_the_wall_clock_was_set_back() -> None:
+    denied, hour_ms = _Denied(0), 3_600_000
+    refusal = ("read", STREAM, "", 0)
+    assert denied.is_due(refusal, hour_ms)
+    assert not denied.is_due(refusal, hour_ms + 1)
+    assert denied.is_due(refusal, 1), "and not in an hour"
+
+
 async def test_a_store_that_is_cut_off_stops_what_it_might_have_revoked(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     grant = await granted(mesh)
     broker, mirror = mesh.nodes["us-east"].broker, mesh.nodes["us-east"].services.requests._mirror
-    now = broker.clock_ms()
-    monkeypatch.setattr(broker, "clock_ms", lambda: now)
+    passed, wall = 0, broker.clock_ms()
+    clock: Any = Clock(lambda: passed)
+    monkeypatch.setattr(broker, "runtime", msgspec.structs.replace(broker.runtime, clock=clock))
+    monkeypatch.setattr(broker, "clock_ms", lambda: wall)
     mirror._follower.is_current = False
     governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
-    now += CUT_OFF_MS_MAX + 1
+    # The wall clock may be set back meanwhile.
+    passed, wall = CUT_OFF_MS_MAX + 1, wall - 1_000
     assert isinstance(refusal(mesh, grant), UnavailableError)
     mirror._follower.is_current = True
     governance(mesh).check_export(mesh.bridge_id, grant, NAME, "read")
@@ -414,3 +440,27 @@ async def test_one_bridge_cannot_report_for_the_link_of_another(mesh: Mesh) -> N
     assert link in export.links()
     with pytest.raises(RequestError):
         export.report(other, [link])
+
+
+async def test_who_reported_longest_ago_makes_room_on_the_board_of_links(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("region.export.BRIDGES_MAX", 2)
+    monkeypatch.setattr("region.export.LINKS_MAX", 2)
+    node = mesh.nodes["us-east"]
+    export = ExportService(node.broker, node.services.governance, *[cast(Any, None)] * 2)
+    for number in (1, 2, 1, 3):
+        bridge = SpiffeId("us-east", "acme", "bridge", f"b{number}")
+        export.report(
+            bridge,
+            [
+                LinkState(
+                    grant="g", stream=STREAM, shard=shard, from_region="us-east", to_region="eu-west",
+                    bridge=str(bridge), state="active",
+                )
+                for shard in range(3)
+            ],
+        )  # fmt: skip
+    assert [(link.bridge[-2:], link.shard) for link in export.links()] == [
+        ("b1", 1), ("b3", 1), ("b1", 2), ("b3", 2),
+    ]  # fmt: skip

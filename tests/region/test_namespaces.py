@@ -96,6 +96,25 @@ async def test_the_number_is_bounded_and_settings_are_checked(operator: felix.Re
             await operator.put_namespace(name, NamespaceSettings(auto_create=True))
 
 
+async def test_what_is_made_elsewhere_takes_no_place_in_a_namespace(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    await operator.put_namespace("acme/web", NamespaceSettings(auto_create=True, streams_max=1))
+    over = asyncio.Event()
+
+    async def look_up() -> None:
+        await over.wait()
+
+    waiting = [asyncio.ensure_future(look_up()) for _ in range(3)]
+    node.broker._making |= {
+        felix.StreamName.parse(f"globex/ops/s{number}"): task for number, task in enumerate(waiting)
+    }
+    async with asyncio.timeout(30):
+        await operator.stream("acme/web/one").publish(b"x")
+    over.set()
+    await asyncio.gather(*waiting)
+
+
 async def test_settings_outlast_a_restart_and_are_cleared(folder: RegionFolder, tmp_path: Path) -> None:
     data = str(tmp_path / "data")
     async with running(folder, data=data), client(folder) as region:

@@ -16,9 +16,19 @@ from hypothesis import strategies as st
 from region_peer import until
 
 from felix.errors import Code, UnavailableError
+from felix.identity_file import load_identity
 from felix.quota import QuotaLimits
+from felix.runtime.real import now_ms
+from region.bootstrap import issue_identity
 from region.quota import Account, Meter, Quotas
-from region.quota_shares import ACCOUNTS_TOLD_MAX, FLOOR_PARTS, SILENT_S, Region, fair_shares
+from region.quota_shares import (
+    ACCOUNTS_TOLD_MAX,
+    CLIENTS_TOLD_MAX,
+    FLOOR_PARTS,
+    SILENT_S,
+    Region,
+    fair_shares,
+)
 
 __all__ = ["etcd_of_each_test"]  # the fixture
 
@@ -159,6 +169,87 @@ def test_what_is_held_is_counted_over_all_brokers() -> None:
     assert quotas.used(brokers.account("b1"))["sessions"] == 3
 
 
+def test_a_client_with_sessions_at_several_brokers_is_one_client_of_its_tenant_and_identity() -> None:
+    brokers = Brokers(sessions=2)
+    b1, b2, b3 = (brokers.quotas[name] for name in NAMES)
+    for quotas in (b1, b2, b3):
+        quotas.set_limits({("identity", "ann"): QuotaLimits(sessions=2)})
+    b1.use(b1.enter("ann", b"first"), "acme")
+    b2.use(b2.enter("ann", b"second"), "acme")
+    brokers.turn()
+    brokers.turn()
+    # Each may have one at each broker.
+    b2.use(b2.enter("ann", b"first"), "acme")
+    for client in (b"first", b"second"):
+        b3.use(b3.enter("ann", client), "acme")
+    brokers.turn()
+    brokers.turn()
+    for quotas in (b1, b2, b3):
+        for account in (quotas.find("tenant", "acme"), quotas.find("identity", "ann")):
+            assert account is not None and quotas.used(account)["sessions"] == 2
+    # A third client has none, nor a second session of one where two are.
+    for quotas, client in ((b1, b"third"), (b3, b"first"), (b1, b"")):
+        with pytest.raises(UnavailableError, match="Identity ann has 2 sessions open") as refused:
+            quotas.enter("ann", client)
+        assert refused.value.code is Code.LIMIT_SESSIONS
+
+
+def test_a_client_that_was_let_in_goes_on_at_other_brokers_where_its_limit_was_lowered() -> None:
+    brokers = Brokers(sessions=2)
+    b1, b2, _ = (brokers.quotas[name] for name in NAMES)
+    for client in (b"first", b"second"):
+        b1.use(b1.enter("ann", client), "acme")
+    brokers.turn()
+    brokers.turn()
+    for quotas in brokers.quotas.values():
+        quotas.set_limits({("tenant", "acme"): QuotaLimits(sessions=1)})
+    b2.use(b2.enter("ann", b"first"), "acme")
+    with pytest.raises(UnavailableError, match="has 2 sessions open"):
+        b2.use(b2.enter("ann", b"third"), "acme")
+
+
+def test_clients_that_are_not_named_count_with_each_session() -> None:
+    brokers = Brokers()
+    for quotas in brokers.quotas.values():
+        quotas.set_limits({("identity", "ann"): QuotaLimits(sessions=3)})
+    b1, b2, b3 = (brokers.quotas[name] for name in NAMES)
+    b1.enter("ann")
+    b2.enter("ann")
+    b2.enter("ann", b"named")
+    brokers.turn()
+    brokers.turn()
+    with pytest.raises(UnavailableError, match="has 3 sessions open"):
+        b3.enter("ann")
+    b3.enter("ann", b"named")
+
+
+def test_so_many_clients_are_named_to_other_brokers_and_of_further_accounts_each_session_counts() -> None:
+    brokers = Brokers()
+    quotas = brokers.quotas["b1"]
+    quotas.set_limits({("identity", name): QuotaLimits(sessions=CLIENTS_TOLD_MAX) for name in ("ann", "bob")})
+    for number in range(CLIENTS_TOLD_MAX):
+        quotas.enter("ann", b"%d" % number)
+    quotas.enter("bob", b"one")
+    told = {use.name: use for use in quotas.told(quotas.uses(chain(*quotas.parts())))}
+    assert len(told["ann"].clients) == CLIENTS_TOLD_MAX and not told["bob"].clients
+    assert told["bob"].held == {"sessions": 1}
+
+
+def test_a_client_that_has_gone_is_told_of_no_more() -> None:
+    brokers = Brokers(sessions=1)
+    b1, b2, _ = (brokers.quotas[name] for name in NAMES)
+    meter = b1.use(b1.enter("ann", b"first"), "acme")
+    brokers.turn()
+    brokers.turn()
+    with pytest.raises(UnavailableError, match="has 1 sessions open"):
+        b2.use(b2.enter("bob", b"second"), "acme")
+    meter.close()
+    assert not brokers.account("b1").clients
+    brokers.turn()
+    brokers.turn()
+    b2.use(b2.enter("bob", b"second"), "acme")
+
+
 def test_what_is_stored_where_nobody_uses_it_counts_too() -> None:
     brokers = Brokers(stored_bytes=100)
     brokers.quotas["b2"].sweep({"acme": 90})
@@ -238,3 +329,42 @@ async def test_a_stream_that_moves_takes_its_clients_sessions_along(
                 name: account.held["sessions"] for name, account in held.items() if account is not None
             }
             assert sessions.get(leader, 0) == 0 and sum(sessions.values()) == 3
+
+
+@pytest.mark.etcd
+async def test_an_identity_that_may_have_one_session_uses_streams_of_three_brokers(
+    tmp_path: Path, etcd: EtcdProcess
+) -> None:
+    """Its one client has a session at each leader. Another client of it has none, at whichever broker, until the first one has gone."""
+    async with serving(tmp_path, etcd, 3) as region, region.client("b1") as operator:
+        streams = [f"acme/ops/s{number}" for number in range(3)]
+        for stream in streams:
+            await operator.create_stream(stream, replicas=1)
+        leaders = {region.leader("b1", stream) for stream in streams}
+        assert leaders == set(region.names)
+        issue_identity(region.folder, region.config, "client", "ann", now_ms())
+        ann = str(load_identity(region.folder.identity("ann")).spiffe_id)
+        await operator.put_rights(ann, ["publish acme/ops/*"])
+        await operator.put_quota("identity", ann, QuotaLimits(sessions=1))
+        await operator.put_quota("tenant", "acme", QuotaLimits(sessions=1))
+
+        def sessions() -> dict[str, float]:
+            found = {}
+            for name, node in region.nodes.items():
+                account = node.broker.quotas.find("tenant", "acme")
+                if account is not None:
+                    found[name] = node.broker.quotas.used(account).get("sessions", 0)
+            return found
+
+        async with region.client("b1", identity="ann") as first, AsyncExitStack() as publishers:
+            for stream in streams:
+                publisher = await publishers.enter_async_context(first.stream(stream).publisher())
+                await publisher.publish(b"1")
+            await until(lambda: sessions() == dict.fromkeys(region.names, 1.0))
+            for name in region.names:
+                with pytest.raises(UnavailableError, match="1 sessions open"):
+                    async with region.client(name, identity="ann", connect_timeout_s=0.2):
+                        pass
+        async with region.client("b2", identity="ann") as second:
+            for stream in streams:
+                await second.stream(stream).publish(b"2")

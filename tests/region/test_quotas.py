@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from region.config import IdentityQuota, QuotasConfig, TenantQuota
 from region.folder import RegionFolder
 from region.metrics import BrokerCollector
 from region.node import Node
-from region.quota import Throttle
+from region.quota import Meter, Throttle
 from region.session import ClientSession
 
 CREW = "acme/ops/crew"
@@ -366,3 +367,29 @@ def test_a_delivery_that_waits_for_less_than_a_timer_of_the_loop_may_be_told_to_
 
     with asyncio.Runner(loop_factory=loop) as runner:
         runner.run(waits())
+
+
+@pytest.mark.parametrize("opens", ["queue", "consumer"])
+async def test_a_stream_that_comes_while_it_is_opened_is_charged_to_its_tenant(
+    node: Node, operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch, opens: str
+) -> None:
+    """As one that another broker made a moment ago: where an exchange begins, it is not here yet."""
+    await operator.create_queue("acme/ops/jobs")
+    await operator.create_stream("acme/ops/orders")
+    meter_for, begun = ClientSession.meter_for, list[str]()
+
+    def not_yet(session: ClientSession, stream: str) -> Meter:
+        begun.append(stream)
+        standing = session._standing
+        assert standing is not None
+        return meter_for(session, stream) if begun.count(stream) > 1 else standing
+
+    monkeypatch.setattr(ClientSession, "meter_for", not_yet)
+    if opens == "queue":
+        assert await operator.queue("acme/ops/jobs").lease(1, wait=0.01) == []
+        opened: AbstractAsyncContextManager[object] = nullcontext()
+    else:
+        opened = operator.stream("acme/ops/orders").consumer("crew", start="earliest")
+    async with opened:
+        account = node.broker.quotas.find("tenant", "acme")
+        assert account is not None and account.held["sessions"] == 1

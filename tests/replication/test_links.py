@@ -36,6 +36,8 @@ from region.replication.wire import Said, frames_from
 
 SHARD = ShardId("ab" * 16, 0)
 ELECTION = "00000000000000a1"
+NAMES = ("x", "y")
+"""The brokers of the region."""
 
 
 class End:
@@ -94,7 +96,7 @@ async def joined(region: SimulatedRegion, *ends: End) -> None:
     for end in ends:
         await end.listen()
     for end in ends:
-        end.links.know({other.name: f"{other.host}:7443" for other in ends})
+        end.links.know({other.name: f"{other.host}:7443" for other in ends}, NAMES)
 
 
 def alone(scene: Callable[[SimulatedRegion], object]) -> None:
@@ -252,17 +254,33 @@ def test_frames_that_wait_are_bounded_and_what_is_short_passes_them(monkeypatch:
     alone(scene)
 
 
+def test_the_clock_of_a_broker_that_is_away_counts_and_of_one_that_is_gone_for_good_does_not() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        a, b = End(region, "x"), End(region, "y")
+        await joined(region, a, b)
+        await region.until(lambda: a.links.clock_offsets)
+        a.links.know({}, NAMES)
+        await b.links.close()
+        await region.until(lambda: not a.links.peers)
+        assert len(a.links.clock_offsets) == 1
+        a.links.know({}, ["x"])
+        assert not a.links.clock_offsets
+        await a.links.close()
+
+    alone(scene)
+
+
 def test_a_broker_that_comes_back_quickly_takes_the_place_of_its_older_link() -> None:
     async def scene(region: SimulatedRegion) -> None:
         a, b = End(region, "x"), End(region, "y")
         await joined(region, a, b)
         await region.until(lambda: a.links.peers and b.links.peers)
         again = End(region, "x")
-        again.links.know({"y": f"{b.host}:7443"})
+        again.links.know({"y": f"{b.host}:7443"}, NAMES)
         await region.until(lambda: again.links.peers)
         assert b.linked == [("x", True), ("x", False), ("x", True)]
         for end in (a, again, b):
-            end.links.know({})
+            end.links.know({}, NAMES)
             await end.links.close()
 
     alone(scene)
