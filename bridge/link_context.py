@@ -40,6 +40,7 @@ class LinkContext:
     runtime: Runtime
     log_grant: Callable[[PlannedLink], Awaitable[None]]
     check_history: Callable[[RegionEndpoint], Awaitable[None]]
+    check_receipts: Callable[[RegionEndpoint], Awaitable[None]]
     require_allowed: Callable[[PlannedLink, int], None]
     tracing: CrossingTracing | None = None
     held: Callable[[], str] = lambda: ""

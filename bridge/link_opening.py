@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import msgspec
 
 from audit.crossed import OffsetSet, crossed_before
-from audit.leaf import GapKind, Header, Kind, Side
+from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
 from audit.trail import Trail
 from bridge.crossing import gap_leaf
@@ -34,6 +35,9 @@ from felix.messages import (
 from policy.truncation import TRUNCATIONS_MAX, Accepted, Live, chain, other_chain
 
 log = logging.getLogger("felix.bridge.link_opening")
+
+EPOCHS_MAX: Final = 63
+"""Beginnings of epochs that are told apart in what another bridge brought: as many as the ledger remembers (bridge.ledger.SPANS_MAX)."""
 
 
 class SourceShard(NamedTuple):
@@ -154,8 +158,12 @@ class LinkOpening:
             return
         cut = cut_of(source.statement, account.read)
         if each is not live:
-            # It was accepted that the link goes on, and it has not begun to: no later than where the histories part.
-            most = account.accounted_to if cut is None else min(cut.offset, account.accounted_to)
+            # It was accepted that the link goes on, and it has not begun to: no later than where the histories part. Where another bridge carried below what this one read,
+            # this log may know none of the epochs that the source has: then the word says where they part, and the destination holds the source to what it took since.
+            knows = any(source.statement.has_epoch(span.epoch) for span in account.read)
+            most = account.accounted_to
+            if cut is not None and (knows or live.accepted is None):
+                most = min(cut.offset, most)
             goes_on = cut is None or live.accepted is None or not live.accepted.is_resend
             if source.begins_at <= most and goes_on:
                 return
@@ -164,6 +172,7 @@ class LinkOpening:
                 self._require_known()
                 self._between = _Between(each.incarnation, most)
                 return
+            most = min(cut.offset, account.accounted_to)
             cut = Cut(source.statement.epoch_at(most), most)
         if cut is None:
             return
@@ -177,8 +186,20 @@ class LinkOpening:
 
     @property
     def goes_back_to(self) -> int:
-        """Where the link goes on if only the destination knows that offsets are lacking there."""
-        return self.source.statement.log_start if self._between is None else self._between.first
+        """Where the link goes on if only the destination knows that offsets are lacking there, or that the source was cut back: what this log read and got answered, and
+        the source still has, does not cross again."""
+        if self._between is not None:
+            return self._between.first
+        source, context, shard = self.source, self._context, self._link.link_shard
+        account = context.ledger.shard(shard, source.live.incarnation)
+        if account is None or not account.read or cut_of(source.statement, account.read) is not None:
+            return source.statement.log_start
+        open_from = (
+            each.first_offset
+            for each in context.open_trail().positions.unanswered(shard)
+            if each.incarnation == source.live.incarnation
+        )
+        return max(source.statement.log_start, min([account.read[-1].read_to, *open_from]))
 
     def _require_known(self) -> None:
         """Raises CorruptionError(TRUNCATION_UNKNOWN) where the log has leaves of this history of the stream under a word that does not count any more: its region gave up the key that
@@ -250,13 +271,22 @@ class LinkOpening:
         self._log_brought(source.live.incarnation, known, position)
 
     def _log_brought(self, incarnation: bytes, first: int, end: int) -> None:
-        """By another bridge, as the destination says."""
+        """By another bridge, as the destination says. A leaf for each of the source's newest epochs there, by its statement, to which the destination held what it took: else this log could not say where
+        histories part that part below what this bridge reads itself."""
         template = msgspec.structs.replace(
             self._template(incarnation),
             sentence=f"{self._link.row.destination_region} says that it has them; this bridge did not bring them.",
         )
-        leaf = gap_leaf(template, GapKind.ELSEWHERE, first, end - 1, self._context.clock_ms())
-        self._context.append([leaf], lambda index, error: None)
+        starts = [
+            each.first_offset for each in self.source.statement.epochs if first < each.first_offset < end
+        ]
+        bounds, leaves = [first, *starts[-EPOCHS_MAX:], end], list[Leaf]()
+        for at, after in pairwise(bounds):
+            # The earliest range may be of many epochs: of the last of these.
+            epoch = self.source.statement.epoch_at(after - 1)
+            of_epoch = msgspec.structs.replace(template, source_epoch=epoch)
+            leaves.append(gap_leaf(of_epoch, GapKind.ELSEWHERE, at, after - 1, self._context.clock_ms()))
+        self._context.append(leaves, lambda index, error: None)
 
     def _truncated(
         self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut

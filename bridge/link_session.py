@@ -145,6 +145,8 @@ class LinkSession:
         await self._open_channel(opening.first_epoch(trail))  # 3
         assert self._channel is not None
         opening.check_destination(trail, self._channel.opened)
+        # What this link lost is said first: there an operator decides.
+        await context.check_receipts(self._endpoint)
         opening.log_elsewhere(trail, self._channel.opened)
         self._window = self._begin(trail)
         self._memory.stats.position = self._window.position

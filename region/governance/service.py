@@ -231,6 +231,7 @@ class Governance:
         stopped = "" if self.trail.copied else self.trail.status().failure
         return [
             *filter(None, [stopped]),
+            *filter(None, [self.logged.put_back]),
             *([stale] if stale else []),
             *filter(
                 None, [self._judgement.changed_keys.unread, unnamed(self._own, self.witnessing.witness.key)]
@@ -245,6 +246,10 @@ class Governance:
             # Last: whoever can write the store makes as many as he likes.
             *self._judgement.regions.problems.values(),
         ]
+
+    def trusts(self, region: str) -> bool:
+        """Whether identities of this region may have sessions here: its own, and regions whose trust was not taken back."""
+        return region not in self._judgement.regions.withdrawn
 
     def trust_of(self, region: str) -> RegionTrust:
         """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""
