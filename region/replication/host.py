@@ -29,7 +29,7 @@ import msgspec
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.settings import Compaction
-from felix.storage.port import Files
+from felix.storage.port import Files, is_exhausted
 from felix.tasks import TaskSet, end_tasks
 from region.cluster.election import JournalEnd, LogEnd, has_yielded
 from region.cluster.membership import with_yield
@@ -40,7 +40,7 @@ from region.cluster.transactions import Refusal, change, leave_sets
 from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
 from region.log.companions import RECORDS
-from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError
+from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError, too_many_files
 from region.log.offload import ListPointer, OffloadList
 from region.log.offloader import drop_local
 from region.log.open_logs import OpenLogs
@@ -1101,13 +1101,17 @@ class ReplicaHost:
                 return await self._loop.run_in_executor(
                     self._read_pool, disk.read_placed, read.begin, read.size, read.end, read.beside
                 )
-            except (SegmentDamagedError, NotLocalError) as error:
+            except (SegmentDamagedError, NotLocalError, OSError) as error:
+                if isinstance(error, OSError) and not is_exhausted(error):
+                    raise
                 follower = hosted.core.leader.followers.get(read.peer)
                 if hosted.core.replica.logs[number].cuts != cuts or not hosted.leads:
                     raise
                 if follower is None or follower.ask != read.ask:
                     raise UnavailableError(f"Broker {read.peer} asks anew.") from None
                 try:
+                    if isinstance(error, OSError):
+                        raise too_many_files(error, disk.plan.folder)
                     if isinstance(error, NotLocalError):
                         await self._fetch(hosted, number, error.segment)
                     else:

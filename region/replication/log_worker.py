@@ -24,9 +24,9 @@ from typing import Any, Final, TypeVar
 from felix.errors import CorruptionError, FelixError
 from felix.lazy_event import LazyEvent
 from felix.runtime.port import Runtime
-from felix.storage.port import is_full
+from felix.storage.port import is_exhausted, is_full
 from region.cluster.records import YieldReason
-from region.log.errors import FULL_RETRY_MS
+from region.log.errors import FULL_RETRY_MS, TooManyFilesError
 from region.log.frame import Frame as LogFrame
 from region.log.group_commit import GROUP_BYTES_MAX
 from region.replication.copying import Collect, Piece, Replace
@@ -205,7 +205,7 @@ class LogWorker:
             self._running = more
         self._soon(self._done, size - sum(map(_size, left)), not more)
         if more and left:
-            # The disk is full: soon it may have room.
+            # The disk is full, or too many files are open: soon it may be otherwise.
             self._soon(self._loop.call_later, FULL_RETRY_MS / 1_000, self._again)
         elif more:
             self._pool.submit(self._run)
@@ -256,10 +256,16 @@ class LogWorker:
             try:
                 self._do(job)
             except OSError as error:
-                if not is_full(error):
+                if is_full(error):
+                    self._note_full(error)
+                    self._waiting = job
+                elif not self._passes(job, error):
                     raise
-                self._note_full(error)
-                self._waiting = job
+                self._sync(sync)
+                return group[at:]
+            except TooManyFilesError as error:
+                if not self._passes(job, error):
+                    raise
                 self._sync(sync)
                 return group[at:]
             if isinstance(job, Write) or job is self._waiting:
@@ -267,6 +273,13 @@ class LogWorker:
             at += 1
         self._sync(sync)
         return []
+
+    def _passes(self, job: Job, error: OSError | TooManyFilesError) -> bool:
+        """Whether the process had too many files open for it, so that nothing of it was done, and it is tried again."""
+        if not isinstance(job, Write | Begin) or (isinstance(error, OSError) and not is_exhausted(error)):
+            return False
+        log.warning("log %s waits: %s", self.disk.plan.folder, error)
+        return True
 
     def _sync(self, sync: Sync | None) -> None:
         if sync is not None:
@@ -289,9 +302,10 @@ class LogWorker:
         try:
             self.disk.keep(keep.point)
         except OSError as error:
-            if not is_full(error):
+            if is_full(error):
+                self._note_full(error)
+            elif not is_exhausted(error):
                 raise
-            self._note_full(error)
             self._unkept = keep
             self._soon(self._loop.call_later, FULL_RETRY_MS / 1_000, self.put, _KeepAgain(keep))
         else:
