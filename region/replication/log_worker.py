@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -132,6 +133,8 @@ class LogWorker:
         # In a thread.
         self._waiting: Job | None = None
         self._unkept: Keep | None = None
+        self._asked_s = math.inf
+        """when the oldest of what is not done was put, or the last group before it was done"""
         # Shared with the thread.
         self._lock = Lock()
         self._jobs: list[Job] = []
@@ -153,6 +156,7 @@ class LogWorker:
                 return
             self._running = True
             self._idle.clear()
+            self._asked_s = self._runtime.clock.monotonic()
         self._pool.submit(self._run)
 
     def halt(self, why: str) -> None:
@@ -163,6 +167,11 @@ class LogWorker:
             jobs = list(self._jobs)
             self._jobs.clear()
         self._refuse_calls(jobs)
+
+    @property
+    def unanswered_s(self) -> float:
+        """For how long the disk has not answered what it was asked; 0 while nothing waits for it. What waits for room is asked again and again."""
+        return max(0.0, self._runtime.clock.monotonic() - self._asked_s)
 
     async def idle(self) -> None:
         """Return once no thread is at it."""
@@ -203,6 +212,7 @@ class LogWorker:
             self._jobs[:0] = left
             more = bool(self._jobs) and not self._halted
             self._running = more
+            self._asked_s = self._runtime.clock.monotonic() if more else math.inf
         self._soon(self._done, size - sum(map(_size, left)), not more)
         if more and left:
             # The disk is full, or too many files are open: soon it may be otherwise.
