@@ -34,7 +34,8 @@ START_MS: Final = 1_800_000_000_000
 FAULTS_MAX: Final = 5
 BAD_DISKS: Final = 0.2
 """In so many seeds a sync fails once and the next ones do not, or a disk does not answer for a while."""
-HANGS_S: Final = 60.0
+HANGS_S: Final = 0.9
+"""At most; two may come after each other, and no consumer may be taken for one that does not acknowledge, nor a worker for one that does not finish."""
 RUN_S_MAX: Final = 600.0
 """Of simulated time: five times what a publisher tries for."""
 JOINS: Final = "joins"
@@ -440,7 +441,7 @@ def script_of(seed: int, world: type[World]) -> Script:
             at = random.randint(0, sum(step.who == "fault" for step in script))
             after_s = random.choice((0.002, 0.02, 0.5)) * random.random()
             what, where = random.choice(("sync once", "hang")), random.choice(world.targets())
-            lasts_s = random.choice((0.2, 1.0, HANGS_S if what == "hang" else 2.0)) * random.random()
+            lasts_s = random.choice((0.1, HANGS_S)) * random.random()
             steps.insert(at, Step("fault", what, after_s, where, lasts_s, random.getrandbits(8)))
         script = tuple(steps)
     return script
