@@ -32,8 +32,6 @@ from region.budget import Budget
 
 START_MS: Final = 1_800_000_000_000
 FAULTS_MAX: Final = 5
-BAD_DISKS: Final = 0.2
-"""In so many seeds a sync fails once and the next ones do not, or a disk does not answer for a while."""
 HANGS_S: Final = 0.9
 """At most; two may come after each other, and no consumer may be taken for one that does not acknowledge, nor a worker for one that does not finish."""
 RUN_S_MAX: Final = 600.0
@@ -204,6 +202,8 @@ class World:
     faults: ClassVar[tuple[str, ...]] = (
         "power", "power", "kill", "part", "deaf", "path", "full", "sync", "clock", "slow",
     )  # fmt: skip
+    bad_disks: ClassVar[float] = 0.2
+    """In so many seeds a sync fails once and the next ones do not, or a disk does not answer for a while."""
     jumps_ms: ClassVar[tuple[int, ...]] = (-60_000, -1, 1_000, 86_400_000)
     """Of a wall clock."""
     files: ClassVar[type[MemoryFiles]] = MemoryFiles
@@ -435,7 +435,7 @@ def script_of(seed: int, world: type[World]) -> Script:
     script = world.draw(Random(f"{world.__name__} {seed}"))
     # From another chance, so that seeds without these are what they were before there were any.
     random = Random(f"{world.__name__} {seed} bad disks")
-    if random.random() < BAD_DISKS:
+    if random.random() < world.bad_disks:
         steps = list(script)
         for _ in range(random.randint(1, 2)):
             at = random.randint(0, sum(step.who == "fault" for step in script))
