@@ -41,8 +41,8 @@ KEY_FILE_BYTES_MAX: Final = 1 << 30
 """Some three million data keys; read whole at opening."""
 ENTRY_BYTES_MAX: Final = 16_384
 """The largest entry is a wrapped key of a few hundred bytes with its names."""
-APPEND_BYTES_MAX: Final = 1 << 20
-"""Of one append, which is written again at the next opening."""
+UNSYNCED_BYTES_MAX: Final = 1 << 20
+"""Appended at most before a sync: what is written again at the next opening."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _ENTRY: Final = struct.Struct(">IIQ")
@@ -165,8 +165,8 @@ class KeyStore:
 
     def _make_durable(self, data: bytes, end: int) -> None:
         """All that was read up to `end` is on the disk on return, and what follows is cut away. Every opening has done so, and nothing is appended
-        behind a sync that failed: so it is in doubt of the last append alone."""
-        begin = max(0, end - APPEND_BYTES_MAX)
+        behind a sync that failed: so only the last bytes are in doubt."""
+        begin = max(0, end - UNSYNCED_BYTES_MAX)
         # Not the one that is kept open: what is written to that one goes to the end.
         file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -190,12 +190,9 @@ class KeyStore:
         """Add entries; they are durable when this returns. Raises UnavailableError(DISK_FULL), KeyProviderError."""
         self._require_sound()
         frames = b"".join(map(_frame, bodies))
-        assert len(frames) <= APPEND_BYTES_MAX
         before = os.fstat(self._file).st_size
         try:
-            written = os.write(self._file, frames)
-            if written == len(frames):
-                os.fdatasync(self._file)
+            if self._write(frames):
                 return
         except OSError as error:
             if error.errno not in _FULL:
@@ -211,6 +208,15 @@ class KeyStore:
             code=Code.DISK_FULL,
             hint="Make room; no new data key can be made until then.",
         )
+
+    def _write(self, frames: bytes) -> bool:
+        """At the end, and durable; False where there was room for a part. Raises OSError."""
+        for start in range(0, len(frames), UNSYNCED_BYTES_MAX):
+            part = frames[start : start + UNSYNCED_BYTES_MAX]
+            if os.write(self._file, part) != len(part):
+                return False
+            os.fdatasync(self._file)
+        return True
 
     def rewrite(self, bodies: Iterable[bytes]) -> None:
         """Put a file with these entries in place of the old one, in one step.

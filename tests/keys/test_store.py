@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from keys.errors import KeyProviderError
-from keys.store import KEY_FILE, KeyStore, _frame, create_store, decode_entries
+from keys.store import KEY_FILE, UNSYNCED_BYTES_MAX, KeyStore, _frame, create_store, decode_entries
 
 BODIES = [b"first entry", b"the second one, a bit longer" * 10, b"third"]
 
@@ -244,3 +245,27 @@ def test_a_key_file_that_cannot_be_made_durable_is_not_used(
             KeyStore(folder, "us-east")
     assert caught.value.code is code
     assert read(folder) == (BODIES, 0)
+
+
+def test_many_entries_at_once_are_synced_in_parts_and_all_taken_back_where_there_is_no_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what is in doubt after a sync that failed is never more than what the next opening writes again."""
+    many = [b"%06d" % number * 2_000 for number in range(300)]
+    store, whole = KeyStore(folder, "us-east"), (folder / KEY_FILE).read_bytes()
+    syncs: list[int] = []
+
+    def fdatasync(file: int) -> None:
+        syncs.append(os.fstat(file).st_size)
+        if len(syncs) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with pytest.raises(UnavailableError):
+        store.append(many)
+    assert (folder / KEY_FILE).read_bytes() == whole
+    store.append(many)
+    store.close()
+    ends = [len(whole), *syncs[3:]]
+    assert len(ends) == 5 and max(b - a for a, b in itertools.pairwise(ends)) <= UNSYNCED_BYTES_MAX
+    assert read(folder) == ([*BODIES, *many], 0)
