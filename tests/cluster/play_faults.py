@@ -656,12 +656,12 @@ async def _a_sync_fails(play: Play, names: Sequence[str], what: str = "") -> Non
     for name in names:
         play.failing(name).write_text(what)
     async with asyncio.timeout(WAIT_S):
-        while play.failing(names[0]).exists():  # noqa: ASYNC110 - no event is set for it
+        while all(play.failing(name).exists() for name in names):  # noqa: ASYNC110 - no event is set for it
             await asyncio.sleep(0.05)
     if len(names) == 1:
         await play.load.goes_on(GOES_ON)
     else:
-        # Where two have stopped, the third has perhaps nothing to sync.
+        # Where one or two have stopped, the others have perhaps nothing to sync.
         await asyncio.sleep(5 * play.random.random())
     await asyncio.to_thread(cut_power, [play.brokers[name] for name in names])
     await play.start_again(*names)
