@@ -12,7 +12,7 @@ Invariants:
 - every checkpoint continues the ones before (audit.published_disk and audit.checkpoint_disk write them);
 - what waits is bounded by `pending_bytes_max`; beyond it, and after any failure of disk or signer, an append is
   refused with AuditUnavailableError, so that nothing crosses. A failed sync is never retried.
-- a full disk is no failure: what was accepted waits for room, in its order, and is tried again; meanwhile an append is refused, and `status` says why. A
+- a full disk, or too many open files, is no failure: what was accepted waits for room, in its order, and is tried again; meanwhile an append is refused, and `status` says why. A
   log that has copies stops, and is opened again (`reopen`).
 - a leaf that cannot be read (none is written any more) stays what it is: hashed, in the tree, named in `positions.unreadable`.
   It moves no position, and stops neither opening (audit.opening) nor appending.
@@ -62,7 +62,7 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
-from felix.storage.port import Files, FolderLock, is_full
+from felix.storage.port import Files, FolderLock, is_exhausted, is_full
 from felix.told import Told
 
 log = logging.getLogger("felix.audit.trail")
@@ -694,15 +694,17 @@ class Trail:
         self._publisher.wake()
 
     def _wait_for_room(self, what: str, error: BaseException) -> None:
-        """The disk had none for `what`: it is tried again."""
+        """The disk had none for `what`, or the process too many files open: it is tried again."""
         with self._lock:
             self._lacking_room.add(what)
             if self._full is not None:
                 # One sentence for as long as it lasts: whoever asks again and again says it once.
                 return
             self._full = AuditUnavailableError(
-                f"The audit log {self.key.name} waits for room on its disk ({error}). Nothing crosses.",
-                hint="Make room; it goes on by itself.",
+                f"The audit log {self.key.name} waits for {'more files to open' if _is_exhausted(error) else 'room on its disk'} ({error}). Nothing crosses.",
+                hint="Let the process open more files (LimitNOFILE= of its service, ulimit -n); it goes on by itself."
+                if _is_exhausted(error)
+                else "Make room; it goes on by itself.",
                 retry_after_ms=FULL_RETRY_MS,
             )
             is_said = self._full_told.begins()
@@ -730,7 +732,8 @@ class Trail:
             self._has_room(_TREE)
             return wait_s
         except OSError as error:
-            if self._wal is None or self._writer_ended or not is_full(error):
+            passes = is_full(error) or is_exhausted(error)
+            if self._wal is None or self._writer_ended or not passes:
                 self._fail("it cannot be checkpointed", error)
                 return None
             # What was to be signed is, as soon as it can be.
@@ -840,3 +843,7 @@ def _run_done(group: list[_Waiting], error: AuditUnavailableError | None) -> Non
             waiting.done(waiting.first, error)
         except Exception:
             log.exception("the receiver of an append's answer failed")
+
+
+def _is_exhausted(error: BaseException) -> bool:
+    return isinstance(error, OSError) and is_exhausted(error)

@@ -47,6 +47,12 @@ _NEW_WITNESS: Final = (
     "Do not put an old state back. Make a new witness, under another name, with `felix witness init`, and have those who "
     "trust the old one trust it instead."
 )
+_PASSING: Final = frozenset(
+    {
+        sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_INTERRUPT,
+    }
+)  # fmt: skip
 _SCHEMA: Final = """
 CREATE TABLE witness (
     one INTEGER PRIMARY KEY CHECK (one = 1), name TEXT NOT NULL, keys TEXT NOT NULL,
@@ -195,7 +201,8 @@ class WitnessState:
         """Open a witness's folder; `serve`: to cosign, as the only process. Blocks.
 
         Raises RequestError(NOT_FOUND) where there is no witness, RequestError(CONFLICT) where another process serves,
-        CorruptionError(ROLLED_BACK) where the state is not the one of these keys as it was last, UnavailableError(DISK_FULL).
+        CorruptionError(ROLLED_BACK) where the state is not the one of these keys as it was last, UnavailableError where it cannot be read or
+        written now.
         """
         folder = WitnessFolder(root)
         name, state_id = _read_about(folder)
@@ -220,6 +227,8 @@ class WitnessState:
                 connection.close()
             if lock is not None:
                 lock.close()
+            if isinstance(error, sqlite3.Error) and _passes(error):
+                raise _unusable(name, folder, error) from error
             if isinstance(error, sqlite3.Error):
                 raise CorruptionError(
                     f"The state of the witness {name} cannot be read: {error}.",
@@ -272,6 +281,9 @@ class WitnessState:
                 self._connection.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError) and _is_full(error):
                 raise self._no_room() from error
+            if isinstance(error, sqlite3.Error) and _passes(error):
+                # Undone from the journal, by this connection or by the next one that opens the file: nothing was cosigned.
+                raise _unusable(self.name, self.folder, error) from error
             raise
 
     def _no_room(self) -> UnavailableError:
@@ -364,6 +376,21 @@ class WitnessState:
         self._connection.close()
         if self._lock is not None:
             self._lock.close()
+
+
+def _passes(error: sqlite3.Error) -> bool:
+    """Whether it is the disk, its room, its rights or too many open files, and says nothing of what the state holds."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
+
+
+def _unusable(name: str, folder: WitnessFolder, error: sqlite3.Error) -> UnavailableError:
+    return UnavailableError(
+        f"The state of the witness {name} cannot be used now: {error}.",
+        code=Code.DISK_FULL if _is_full(error) else Code.UNAVAILABLE,
+        hint=f"Look after the disk that {folder.state} is on, who may read the file, and how many files the process may open. "
+        "What it has cosigned is kept.",
+        retry_after_ms=1_000,
+    )
 
 
 def _is_full(error: sqlite3.Error) -> bool:

@@ -10,6 +10,8 @@ Invariants:
 - `append` returns only after `fdatasync`; `rewrite` puts a whole new file in place in one step;
 - an entry that a crash cut off was never acknowledged, so it is cut away at opening and reported (`cut_bytes`);
   damage anywhere else is CorruptionError: a key is never dropped silently;
+- what is read at opening is on the disk before anybody uses it: a killed process leaves entries and the file's name in the page cache alone, and where
+  a sync failed the kernel calls pages clean that it could not write. So the last of them are written once more and synced, with the folder;
 - after a failed write or sync nothing more is written: what is on the disk is no longer known.
 
 Blocks on the disk. One process, one thread at a time: the keyring serializes.
@@ -30,7 +32,7 @@ import xxhash
 
 from felix.context import bind
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
-from felix.files import PRIVATE, commit_file, create_file, read_file, stage_file
+from felix.files import PRIVATE, commit_file, create_file, read_file, stage_file, sync_folder
 from keys.errors import KeyProviderError
 
 KEY_FILE: Final = "keys.log"
@@ -39,6 +41,8 @@ KEY_FILE_BYTES_MAX: Final = 1 << 30
 """Some three million data keys; read whole at opening."""
 ENTRY_BYTES_MAX: Final = 16_384
 """The largest entry is a wrapped key of a few hundred bytes with its names."""
+UNSYNCED_BYTES_MAX: Final = 1 << 20
+"""Appended at most before a sync: what is written again at the next opening."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _ENTRY: Final = struct.Struct(">IIQ")
@@ -147,10 +151,11 @@ class KeyStore:
                 raise _foreign(self._path, region, data)
             self.bodies, end = decode_entries(data, len(prefix), str(self._path))
             self.cut_bytes = len(data) - end
-            self._open()
-            if self.cut_bytes:
-                os.ftruncate(self._file, end)
-                os.fsync(self._file)
+            try:
+                self._make_durable(data, end)
+                self._open()
+            except OSError as error:
+                raise self._unwritable(error) from error
         except BaseException:
             self.close()
             raise
@@ -158,15 +163,36 @@ class KeyStore:
     def _open(self) -> None:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
+    def _make_durable(self, data: bytes, end: int) -> None:
+        """All that was read up to `end` is on the disk on return, and what follows is cut away. Every opening has done so, and nothing is appended
+        behind a sync that failed: so only the last bytes are in doubt."""
+        begin = max(0, end - UNSYNCED_BYTES_MAX)
+        # Not the one that is kept open: what is written to that one goes to the end.
+        file = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if end < len(data):
+                os.ftruncate(file, end)
+            while begin < end:
+                begin += os.pwrite(file, data[begin:end], begin)
+            os.fsync(file)
+        finally:
+            os.close(file)
+        sync_folder(self._path.parent)
+
+    def _unwritable(self, error: OSError) -> UnavailableError:
+        return UnavailableError(
+            f"{self._path} cannot be written: {error}.",
+            code=Code.DISK_FULL if error.errno in _FULL else Code.UNAVAILABLE,
+            hint="Nothing was changed. Make room or repair the disk, then try again.",
+        )
+
     def append(self, bodies: Iterable[bytes]) -> None:
         """Add entries; they are durable when this returns. Raises UnavailableError(DISK_FULL), KeyProviderError."""
         self._require_sound()
         frames = b"".join(map(_frame, bodies))
         before = os.fstat(self._file).st_size
         try:
-            written = os.write(self._file, frames)
-            if written == len(frames):
-                os.fdatasync(self._file)
+            if self._write(frames):
                 return
         except OSError as error:
             if error.errno not in _FULL:
@@ -183,6 +209,15 @@ class KeyStore:
             hint="Make room; no new data key can be made until then.",
         )
 
+    def _write(self, frames: bytes) -> bool:
+        """At the end, and durable; False where there was room for a part. Raises OSError."""
+        for start in range(0, len(frames), UNSYNCED_BYTES_MAX):
+            part = frames[start : start + UNSYNCED_BYTES_MAX]
+            if os.write(self._file, part) != len(part):
+                return False
+            os.fdatasync(self._file)
+        return True
+
     def rewrite(self, bodies: Iterable[bytes]) -> None:
         """Put a file with these entries in place of the old one, in one step.
 
@@ -194,11 +229,7 @@ class KeyStore:
         try:
             staged = stage_file(self._path, data, PRIVATE)
         except OSError as error:
-            raise UnavailableError(
-                f"{self._path} cannot be written anew: {error}.",
-                code=Code.DISK_FULL if error.errno in _FULL else Code.UNAVAILABLE,
-                hint="Nothing was changed. Make room or repair the disk, then try again.",
-            ) from error
+            raise self._unwritable(error) from error
         try:
             commit_file(staged, self._path)
             os.close(self._file)

@@ -76,6 +76,8 @@ COMPANION_RING_BYTES: Final = 128 << 10
 
 MEASURED_AT_ONCE: Final = 2_000
 """Streams whose bytes on the disk are summed up in one go, of those that were written to since: where there are more, the others the next time."""
+UNANSWERED_S: Final = 10.0
+"""A disk that has not answered for so long is said to, as of copies (region.replication.leader.HUNG_MS)."""
 TENDED_AT_ONCE: Final = 250
 """Streams that are looked at in one go for what hardly ever is to be done, so that idle ones cost a broker the same however many there are:
 a segment without a retention that has grown old, producers that were silent for a week, objects of a stream that is no longer offloaded."""
@@ -820,7 +822,7 @@ class StreamTable:
         if shard.is_full:
             self._full[shard] = None
             if self._full_told.begins():
-                log.error("%s", self.problems()[0])
+                log.error("%s", self._no_room()[0])
             return
         self._full.pop(shard, None)
         if not self._found_full() and self._full_told.ends():
@@ -832,7 +834,26 @@ class StreamTable:
         return list(self._full)
 
     def problems(self) -> list[str]:
-        """That the disk is full, in one line, where shards wait for room on it. Those that have copies say so themselves."""
+        """That the disk is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
+        return [*self._no_room(), *self._unanswered()]
+
+    def _unanswered(self) -> list[str]:
+        waiting = [
+            (shard.unanswered_s, shard.identity)
+            for stream in self._ordered
+            for shard in stream.serving
+            if not shard.has_copies and shard.unanswered_s > UNANSWERED_S
+        ]
+        if not waiting:
+            return []
+        longest_s, first = max(waiting, key=lambda each: each[0])
+        shards, more = ("1 shard waits", "") if len(waiting) == 1 else (f"{len(waiting)} shards wait", ", …")
+        return [
+            f"The disk has not answered for {longest_s:.0f} s: {shards} for it ({first.stream} shard {first.shard}{more}). What is published there is answered "
+            "once it does."
+        ]
+
+    def _no_room(self) -> list[str]:
         full = [each.identity for each in self._found_full()]
         unopened = [
             (each.text, number) for each in self._ordered if each.lacks_room for number in each.without_room

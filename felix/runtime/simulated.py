@@ -205,12 +205,39 @@ class SimulatedLoop(asyncio.BaseEventLoop):
         return future
 
 
+class Standstill:
+    """Of all blocking work of a machine, as where its disk does not answer."""
+
+    def __init__(self) -> None:
+        self._is_there = 0
+        self._waiting: list[Callable[[], object]] = []
+
+    def begin(self) -> None:
+        """No work is begun from now on, until `end` was called as often."""
+        self._is_there += 1
+
+    def end(self) -> None:
+        """What waits goes on."""
+        self._is_there -= 1
+        if not self._is_there:
+            waiting, self._waiting = self._waiting, []
+            for go_on in waiting:
+                go_on()
+
+    def holds(self, work: Callable[[], None], loop: SimulatedLoop) -> bool:
+        """Whether `work` is to wait; the loop calls it later then, unless its process has ended."""
+        if self._is_there:
+            self._waiting.append(partial(loop.call_soon, work, context=contextvars.copy_context()))
+        return bool(self._is_there)
+
+
 class SimulatedPool(Executor):
     """So many workers; each takes the oldest piece of work and does it, in one step, after a wait by chance."""
 
-    def __init__(self, loop: SimulatedLoop, workers: int) -> None:
+    def __init__(self, loop: SimulatedLoop, workers: int, standstill: Standstill | None = None) -> None:
         self._loop = loop
         self._workers = workers
+        self._standstill = standstill or Standstill()
         self._coming = 0
         """workers that will take something"""
         self._queue: deque[tuple[Future[Any] | asyncio.Future[Any], Callable[[], object]]] = deque()
@@ -240,6 +267,8 @@ class SimulatedPool(Executor):
             self._loop.call_later(self._loop.random.random() * self._loop.work_s_max, self._work)
 
     def _work(self) -> None:
+        if self._standstill.holds(self._work, self._loop):
+            return
         self._coming -= 1
         if self._queue:
             _do(*self._queue.popleft())
@@ -264,9 +293,10 @@ def _do(future: Future[Any] | asyncio.Future[Any], work: Callable[[], object]) -
 class SimulatedWorker:
     """Runs its steps in the loop, each after a random wait; a caller that waits for them has them run at once."""
 
-    def __init__(self, loop: SimulatedLoop, step: Step) -> None:
+    def __init__(self, loop: SimulatedLoop, step: Step, standstill: Standstill | None = None) -> None:
         self._loop = loop
         self._step = step
+        self._standstill = standstill or Standstill()
         self._due: asyncio.TimerHandle | None = None
         self._soon = False
         self._ended = False
@@ -294,7 +324,11 @@ class SimulatedWorker:
     def _call_later(self, after_s: float) -> None:
         if self._due is not None:
             self._due.cancel()
-        self._due = self._loop.call_later(after_s, self._run)
+        self._due = self._loop.call_later(after_s, self._come)
+
+    def _come(self) -> None:
+        if not self._standstill.holds(self._come, self._loop):
+            self._run()
 
     def _run(self) -> None:
         if self._ended:
@@ -338,12 +372,12 @@ def _ask(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop, timeout_
         return ended.value  # type: ignore[no-any-return]
 
 
-def simulated(loop: SimulatedLoop, start_ms: int) -> Runtime:
-    """A runtime on this loop; its chance is the loop's."""
+def simulated(loop: SimulatedLoop, start_ms: int, standstill: Standstill | None = None) -> Runtime:
+    """A runtime on this loop; its chance is the loop's. `standstill`: of all its blocking work."""
     return Runtime(
         SimulatedClock(loop, start_ms),
         loop.random,
-        lambda workers, _: SimulatedPool(loop, workers),
-        lambda step, _: SimulatedWorker(loop, step),
+        lambda workers, _: SimulatedPool(loop, workers, standstill),
+        lambda step, _: SimulatedWorker(loop, step, standstill),
         _ask,
     )

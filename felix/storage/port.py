@@ -16,11 +16,17 @@ BUFFERS_PER_WRITE_MAX: Final = 1_000
 """Under IOV_MAX, which is 1,024 on Linux."""
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE})
 
 
 def is_full(error: OSError) -> bool:
     """True where a write failed for want of room (device, quota or file-size limit) and nothing else is wrong."""
     return error.errno in _FULL
+
+
+def is_exhausted(error: OSError) -> bool:
+    """True where a file could not be opened because the process, or the machine, has too many open: nothing was done, and it passes."""
+    return error.errno in _EXHAUSTED
 
 
 class FolderLock(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -19,7 +20,8 @@ _MAGIC: Final = b"FELIXSML"
 def create_durably(files: Files, path: Path, buffers: Sequence[bytes | memoryview]) -> int:
     """Write a new file, sync it, then give it its name and sync the folder: it exists whole or not at all.
 
-    Returns the open descriptor. On OSError nothing is left under `path` that was not there before.
+    Returns the open descriptor. On OSError nothing is left under `path` that was not there before; with EIO it may be there all the same,
+    whatever kept the folder from being synced, so that nobody goes on as if it were not.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     descriptor = files.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
@@ -27,12 +29,22 @@ def create_durably(files: Files, path: Path, buffers: Sequence[bytes | memoryvie
         write_all(files, descriptor, buffers, 0)
         files.sync(descriptor)
         files.rename(temporary, path)
-        files.sync_folder(path.parent)
+        sync_name(files, path)
     except OSError:
         files.close(descriptor)
-        files.remove(temporary)
+        with suppress(OSError):
+            files.remove(temporary)
         raise
     return descriptor
+
+
+def sync_name(files: Files, path: Path) -> None:
+    """Make the name of a file durable. Raises OSError (EIO), also where it is for want of room or of descriptors: what the caller could take for
+    undone is there."""
+    try:
+        files.sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(errno.EIO, f"The name could not be synced: {error}", str(path)) from error
 
 
 def replace_durably(files: Files, path: Path, data: bytes) -> None:

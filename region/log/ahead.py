@@ -138,12 +138,15 @@ class Ahead:
         if half.descriptor >= 0:
             return
         path = self._folder / half.name
-        fresh = not self._files.exists(path)
-        half.descriptor = self._files.open(path, os.O_RDWR | os.O_CREAT)
-        if fresh:
+        descriptor = self._files.open(path, os.O_RDWR | os.O_CREAT)
+        try:
+            # Also where it was there: whoever made it may not have come to sync its name.
             self._files.sync_folder(self._folder)
-        else:
-            half.size_bytes = self._files.size(half.descriptor)
+            half.size_bytes = self._files.size(descriptor)
+        except OSError:
+            self._files.close(descriptor)
+            raise
+        half.descriptor = descriptor
 
     def _empty(self, half: _Half) -> None:
         if half.size_bytes:

@@ -27,7 +27,7 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Retention
 from felix.storage.disk import DiskFiles
-from felix.storage.port import Files, is_full
+from felix.storage.port import Files, is_exhausted, is_full
 from felix.storage.small_file import create_durably, read_file, save_checked
 from region.log.beginning import beginning, encode_beginning
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
@@ -233,7 +233,7 @@ class DiskLog:
         """Write all of `frames` after each other, rolling the segment first where it is due: by this log's limits, or where the first says
         that it begins one of its leader's.
 
-        Raises OSError for want of room: nothing of them is left, the log is as it was. Raises
+        Raises OSError for want of room or of descriptors: nothing of them is left, the log is as it was. Raises
         StorageFailedError where the caller must stop using the log.
         """
         self._written.require_sound()
@@ -382,7 +382,7 @@ class DiskLog:
             self._create_segment(active.end_point, now_ms)
         except OSError as error:
             with self._written.fatal("Creating a segment", self.folder):
-                if not is_full(error):
+                if not (is_full(error) or is_exhausted(error)):
                     raise
             raise
         self._write_mark()
@@ -407,7 +407,7 @@ class DiskLog:
         try:
             make_durable()
         except OSError as error:
-            if is_full(error):
+            if is_full(error) or is_exhausted(error):
                 raise
             with self._written.fatal("Writing down what frames rest on", self.folder):
                 raise
@@ -790,12 +790,17 @@ class DiskLog:
         self._reader.forget_indexes()
         self._write_mark()
         self.sync_mark()
-        for segment in reversed(later):
-            self._files.remove(segment.path)
-            self._files.remove(segment.index_path)
-        self._files.remove(target.index_path)
-        self._files.sync_folder(self.folder)
-        self._written.cut(target.path, index.segment_bytes)
+        try:
+            for segment in reversed(later):
+                self._files.remove(segment.path)
+                self._files.remove(segment.index_path)
+            self._files.remove(target.index_path)
+            self._files.sync_folder(self.folder)
+            self._written.cut(target.path, index.segment_bytes)
+        except OSError:
+            # Halfway: what is written next would go to a file that is gone.
+            with self._written.fatal("Cutting the log", self.folder):
+                raise
         self.annotations, self._note_is_open = annotations, is_note
         history = EpochHistory(list(self.epochs.starts))
         history.truncate(end, epoch)

@@ -27,7 +27,7 @@ from felix.storage.port import Files
 from region.log.compactor import ROOM_BYTES_MIN
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog
-from region.log.errors import NotLocalError, SegmentDamagedError, storage_error
+from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError, storage_error
 from region.log.frame import SealedBatch
 from region.log.offloader import Throttle, fetch
 from region.log.segment_state import SegmentState
@@ -155,7 +155,8 @@ class DiskReader:
             raise
         except OSError as error:
             failure = storage_error(error, self._folder)
-            self._failed(failure)
+            if isinstance(failure, StorageFailedError):
+                self._failed(failure)
             raise failure from error
 
     async def fetch(self, segment: SegmentState) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
-from felix.storage.port import is_full
+from felix.storage.port import is_exhausted, is_full
 from region.log.segment_state import SegmentState
 
 FULL_RETRY_MS: Final = 250
@@ -67,10 +67,25 @@ def disk_full() -> UnavailableError:
     )
 
 
+class TooManyFilesError(UnavailableError):
+    """A file could not be opened because the process has too many open: nothing was done, and it passes."""
+
+
+def too_many_files(error: OSError, folder: Path) -> TooManyFilesError:
+    """The answer to whoever needed another one."""
+    return TooManyFilesError(
+        f"{folder} cannot be used now: {error.strerror}.",
+        hint="Let the broker open more files: LimitNOFILE= of its service, ulimit -n.",
+        retry_after_ms=FULL_RETRY_MS,
+    )
+
+
 def storage_error(error: OSError, folder: Path) -> UnavailableError:
-    """What an OSError in a shard's folder means to the callers above."""
+    """What an OSError in a shard's folder means to the callers above: StorageFailedError where it does not pass."""
     if is_full(error):
         return disk_full()
+    if is_exhausted(error):
+        return too_many_files(error, folder)
     return StorageFailedError(
         f"{error.filename or folder} cannot be used: {error.strerror or error}.",
         hint="Look after the disk or its permissions, then restart the broker.",

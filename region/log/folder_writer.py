@@ -14,7 +14,6 @@ from threading import Lock
 from typing import TypeVar
 
 from felix.errors import CorruptionError, FelixError
-from felix.storage.port import is_full
 from region.log.errors import StorageFailedError, storage_error
 
 _T = TypeVar("_T")
@@ -54,7 +53,7 @@ class FolderWriter:
         self._pool.submit(run)
 
     async def change(self, work: Callable[..., _T], *arguments: object) -> _T:
-        """What `work` returns. Raises UnavailableError where the disk is full; StorageFailedError, CorruptionError, which stop the log; and
+        """What `work` returns. Raises UnavailableError where the disk is full, or too many files are open; StorageFailedError, CorruptionError, which stop the log; and
         what else `work` raises."""
 
         def run() -> _T:
@@ -65,7 +64,7 @@ class FolderWriter:
             return await self._loop.run_in_executor(self._pool, run)
         except OSError as error:
             failure = storage_error(error, self._folder)
-            if not is_full(error):
+            if isinstance(failure, StorageFailedError):
                 self._stop(failure)
             raise failure from error
         except (StorageFailedError, CorruptionError) as error:

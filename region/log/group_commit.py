@@ -18,7 +18,7 @@ from threading import Lock
 from typing import Final
 
 from felix.errors import FelixError
-from felix.storage.port import is_full
+from felix.storage.port import is_exhausted, is_full
 from region.log.core import Pending, WriteRefused, Written
 from region.log.errors import StorageFailedError, disk_full, storage_error
 
@@ -94,7 +94,8 @@ class GroupCommit:
             if is_full(error):
                 event = WriteRefused(disk_full(), no_room=True)
             else:
-                event = WriteRefused(storage_error(error, self._folder), failed=True)
+                # Without descriptors nothing was written, as where the seal refuses.
+                event = WriteRefused(storage_error(error, self._folder), failed=not is_exhausted(error))
         except FelixError as error:
             # The seal refused (a key is gone, a provider does not answer): nothing was written.
             event = WriteRefused(error)

@@ -137,6 +137,8 @@ class ShardLog:
         self._tail = Tail(self._loop, self._report)
         self._start_scheduled = False
         self._drained = LazyEvent(is_set=True)
+        self._answered_s = 0.0
+        """when the disk wrote a group last, or was asked for the first one (loop time)"""
         self._sync_timer: asyncio.TimerHandle | None = None
         self._mark_timer: asyncio.TimerHandle | None = None
         self._epoch_due = False
@@ -649,6 +651,8 @@ class ShardLog:
 
     def _hand_over(self, item: Pending) -> None:
         assert self._group_commit is not None
+        if self._drained.is_set():
+            self._answered_s = self._loop.time()
         self._drained.clear()
         self._group_commit.put(item)
         if not self._start_scheduled:
@@ -712,6 +716,7 @@ class ShardLog:
         self._folder_writer.tell(lambda: self._group_ended(event))
 
     def _group_ended(self, event: core.Written | core.WriteRefused) -> None:
+        self._answered_s = self._loop.time()
         if isinstance(event, core.WriteRefused):
             assert self._group_commit is not None
             self._group_commit.resume()
@@ -1053,6 +1058,11 @@ class ShardLog:
     def is_full(self) -> bool:
         """Whether the last append found no room on the disk."""
         return self.state is State.FULL
+
+    @property
+    def unanswered_s(self) -> float:
+        """For how long what is to be written has waited for the disk; 0 where nothing does."""
+        return self._loop.time() - self._answered_s if self._core.writing else 0.0
 
     def no_room(self) -> FelixError | None:
         """Why every append is refused at once: the disk was full a moment ago. None where one may find out whether it still is."""

@@ -6,17 +6,15 @@ asks; what a full disk took a part of is cut off again before anything else is w
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from felix.errors import UnavailableError
-from felix.storage.port import Files, is_full, write_all
+from felix.storage.port import Files, is_exhausted, is_full, write_all
 from felix.storage.small_file import create_durably
 from region.log.durable_mark import MARK_NAME, Mark
-from region.log.errors import FULL_RETRY_MS, StorageFailedError
+from region.log.errors import StorageFailedError, too_many_files
 
 
 class WrittenFiles:
@@ -67,13 +65,9 @@ class WrittenFiles:
             if self._mark < 0:
                 self._mark = self._files.open(self._mark_path, os.O_RDWR)
         except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE):
+            if not is_exhausted(error):
                 raise
-            raise UnavailableError(
-                f"{self._folder} cannot be written to: {error.strerror}.",
-                hint="Let the broker open more files: LimitNOFILE= of its service, ulimit -n.",
-                retry_after_ms=FULL_RETRY_MS,
-            ) from error
+            raise too_many_files(error, self._folder) from error
 
     def append(self, segment: Path, buffers: Sequence[bytes | memoryview], end: int) -> int:
         """Write behind position `end` of the segment; where it ends then. Raises OSError for want of room, with the segment as it was,

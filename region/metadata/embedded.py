@@ -6,7 +6,8 @@ Invariants:
 - all SQLite work happens in one worker thread; the event loop never waits for the disk;
 - after a failed read or write of the disk the store stops. It does not retry a sync and then acknowledge;
 - a full disk takes small writes all the same (room is kept in the file, and old history is given up), so that streams can be
-  deleted, and retentions shortened, to make room.
+  deleted, and retentions shortened, to make room;
+- what is read at a start is on the disk before anybody is told of it.
 
 Put the file on a local disk: file locks and syncs of network file systems do not keep these promises.
 """
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Final, Self, TypeVar
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError
+from felix.files import sync_folder
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import HeldError, lock_file
@@ -59,6 +61,7 @@ _HistoryRow = tuple[int, int, bytes, bytes | None, int, int]
 
 _APPLICATION_ID: Final = 0x46454C58  # "FELX", in the file's header, so that `file` and we can tell
 _FORMAT: Final = 1
+_WRITE_BYTES: Final = 1 << 20
 _BUSY_MS: Final = 5_000
 """How long a commit waits for somebody who reads the file with another program, such as a backup."""
 ROOM_PAGES: Final = 128
@@ -103,6 +106,21 @@ def _lock(path: Path) -> int:
             hint="Stop that broker first, or give this one its own state folder. "
             "Several brokers of one region need etcd (docs/metadata.md).",
         ) from None
+
+
+def _write_again(path: Path) -> None:
+    """Have what SQLite takes from its write-ahead log on the disk before it does. A process that was killed between a write and its sync left it in
+    the page cache alone, and where a sync failed the kernel calls pages clean that it could not write: they reach the disk only if they are
+    written once more. Overwriting takes no room. Blocks; nobody has the file open. Raises OSError."""
+    log = path.with_name(path.name + "-wal")
+    if not log.exists():
+        return
+    with log.open("r+b", buffering=0) as file:
+        position = 0
+        while data := os.pread(file.fileno(), _WRITE_BYTES, position):
+            position += os.pwrite(file.fileno(), data, position)
+        os.fsync(file.fileno())
+    sync_folder(path.parent)
 
 
 class _Database:
@@ -420,6 +438,7 @@ class EmbeddedStore(LocalStore):
 
         def start() -> tuple[_Database, list[tuple[int, int]]]:
             store._lock_descriptor = _lock(path)
+            _write_again(path)
             database = _Database(path, history_events_max, history_bytes_max)
             return database, database.leases()
 

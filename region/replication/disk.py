@@ -30,7 +30,7 @@ from felix.lazy_event import LazyThreadEvent
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Compaction
-from felix.storage.port import Files, write_all
+from felix.storage.port import Files, is_full, write_all
 from felix.storage.small_file import TEMPORARY_SUFFIX, load_checked, save_checked
 from region.cluster.records import ShardId
 from region.log.adoption import adopt_segments
@@ -39,7 +39,7 @@ from region.log.compactor import Compactor, PassSettings, Transform, WorkEndedEr
 from region.log.companions import shard_of
 from region.log.disk import DiskLog
 from region.log.durable_mark import MARK_NAME, decode_mark
-from region.log.errors import NotLocalError
+from region.log.errors import NotLocalError, StorageFailedError
 from region.log.frame import Frame as LogFrame
 from region.log.frame import Place
 from region.log.maintenance import COMPACTION_SHARE, CompactionPace
@@ -168,8 +168,11 @@ class ReplicaDisk:
 
         Raises CorruptionError where the log, or what is known of its elections, must not be used; OSError.
         """
-        open_logs = OpenLogs() if open_logs is None else open_logs
         _finish_copy(files, plan.folder)
+        return cls._open(plan, files, runtime, OpenLogs() if open_logs is None else open_logs)
+
+    @classmethod
+    def _open(cls, plan: LogPlan, files: Files, runtime: Runtime, open_logs: OpenLogs) -> ReplicaDisk:
         had_log = files.exists(plan.folder) and any(
             name.endswith(SEGMENT_SUFFIX) for name in files.names(plan.folder)
         )
@@ -419,9 +422,10 @@ class ReplicaDisk:
         """The log that takes this one's place, begun where the leader's begins, with the closed segments that have come, or behind those
         that are in a store alone (`listed`); frames follow. This one is closed.
 
-        Raises CorruptionError (of the snapshot of producers, or of a segment), OSError, with the old log in its place.
+        Raises CorruptionError (of the snapshot of producers, or of a segment), OSError, with the old log in its place; StorageFailedError where
+        that is not known.
         """
-        folder, aside = self.plan.folder, self._aside
+        aside = self._aside
         if beginning.closed:
             adopt_segments(
                 aside,
@@ -454,15 +458,53 @@ class ReplicaDisk:
         log.close()
         save_checked(self._files, aside / ELECTIONS_NAME, msgspec.json.encode(beginning.starts))
         self.close()
-        self._files.rename(folder, folder.with_name(folder.name + OLD_SUFFIX))
-        self._files.rename(aside, folder)
-        self._files.sync_folder(folder.parent)
+        # What is committed here from now on, and what was: of the two the lower one, whichever log is found after a crash.
+        kept = beginning.origin.point
+        if self.kept > kept:
+            self._keep(kept)
+        begun = self._take_place(aside)
         # Retention, and a store, take what is committed alone; closed segments may end behind it.
-        kept = min(self.kept, beginning.origin.point) if beginning.closed else beginning.origin.point
-        save_checked(self._files, self.plan.kept_file, msgspec.json.encode(kept))
-        return ReplicaDisk.open(
-            self.plan, files=self._files, runtime=self._runtime, open_logs=self._open_logs
-        )
+        if not beginning.closed and kept > begun.kept:
+            try:
+                begun.keep(kept)
+            except OSError as error:
+                # An old one is only lower.
+                if not is_full(error):
+                    raise
+        return begun
+
+    def _take_place(self, aside: Path) -> ReplicaDisk:
+        """Open the log in `aside`, under this one's name. Raises as `begin_anew`."""
+        files, folder = self._files, self.plan.folder
+        old = folder.with_name(folder.name + OLD_SUFFIX)
+        # Of a copy that took this one's place, where that could not be removed.
+        files.remove_folder(old)
+        files.rename(folder, old)
+        try:
+            files.rename(aside, folder)
+            files.sync_folder(folder.parent)
+            begun = ReplicaDisk._open(self.plan, files, self._runtime, self._open_logs)
+        except (CorruptionError, OSError):
+            self._put_back(old, aside)
+            raise
+        with suppress(OSError):
+            files.remove_folder(old)
+        return begun
+
+    def _put_back(self, old: Path, aside: Path) -> None:
+        """What goes on writes to the old log, so it has its name again. Raises StorageFailedError."""
+        files, folder = self._files, self.plan.folder
+        try:
+            if files.exists(folder):
+                files.rename(folder, aside)
+            files.rename(old, folder)
+            files.sync_folder(folder.parent)
+        except OSError as error:
+            raise StorageFailedError(
+                f"{folder} could not be put back where it was: {error}.",
+                hint="Look after the disk, then restart the broker: it finds out which of both logs is whole.",
+            ) from error
+        self._ending = LazyThreadEvent()
 
     def limit_segments(self, limits: SegmentLimits) -> None:
         """Close segments by these limits from now on."""

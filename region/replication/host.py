@@ -29,7 +29,7 @@ import msgspec
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.settings import Compaction
-from felix.storage.port import Files
+from felix.storage.port import Files, is_exhausted
 from felix.tasks import TaskSet, end_tasks
 from region.cluster.election import JournalEnd, LogEnd, has_yielded
 from region.cluster.membership import with_yield
@@ -40,7 +40,7 @@ from region.cluster.transactions import Refusal, change, leave_sets
 from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
 from region.log.companions import RECORDS
-from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError
+from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError, too_many_files
 from region.log.offload import ListPointer, OffloadList
 from region.log.offloader import drop_local
 from region.log.open_logs import OpenLogs
@@ -58,7 +58,7 @@ from region.replication.copy_pace import COPY_RATE_BYTES, CopyPace
 from region.replication.core import ReplicaCore
 from region.replication.disk import Aside, LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
-from region.replication.leader import DETACHED_MS, TICK_MS, Phase
+from region.replication.leader import DETACHED_MS, HUNG_MS, TICK_MS, Phase
 from region.replication.log_worker import Collected, DiskFull, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
@@ -106,6 +106,8 @@ CUT_SHOWN_MS: Final = 24 * 3_600_000
 """That records were cut which publishers may have been told of needs a person, who looks once a day; then the log has it."""
 RETRY_MS: Final = 250
 """How soon a refused append may be tried again."""
+HUNG_LOOK_MS: Final = 1_000
+"""Between two looks at whether disks answer."""
 FULL_AGAIN_MS: Final = 60_000
 """A leader whose disk is full lets another one lead once in so long: where all are full, the shard does not go round among them."""
 
@@ -156,6 +158,8 @@ class Hosted:
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
     full_again_ms: int = 0
+    hangs: bool = False
+    """its disk has not answered for HUNG_MS"""
     """from when on a full disk has another one lead"""
     broken: str = ""
     """why nothing is done any more: our own mistake"""
@@ -221,6 +225,7 @@ class ReplicaHost:
         self.unopened: dict[ShardId, str] = {}
         """copies that are here and cannot be opened: why"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
+        self._hung_looked_ms = 0
         self.cut_records = 0
         """records that a leader before had written here and that were cut, since its successor did not have them"""
         self._broker = broker
@@ -1101,13 +1106,17 @@ class ReplicaHost:
                 return await self._loop.run_in_executor(
                     self._read_pool, disk.read_placed, read.begin, read.size, read.end, read.beside
                 )
-            except (SegmentDamagedError, NotLocalError) as error:
+            except (SegmentDamagedError, NotLocalError, OSError) as error:
+                if isinstance(error, OSError) and not is_exhausted(error):
+                    raise
                 follower = hosted.core.leader.followers.get(read.peer)
                 if hosted.core.replica.logs[number].cuts != cuts or not hosted.leads:
                     raise
                 if follower is None or follower.ask != read.ask:
                     raise UnavailableError(f"Broker {read.peer} asks anew.") from None
                 try:
+                    if isinstance(error, OSError):
+                        raise too_many_files(error, disk.plan.folder)
                     if isinstance(error, NotLocalError):
                         await self._fetch(hosted, number, error.segment)
                     else:
@@ -1258,6 +1267,10 @@ class ReplicaHost:
             self._read_lease(now)
             for shard in list(self._over):
                 self._look_at_alarm(shard)
+            if now >= self._hung_looked_ms + HUNG_LOOK_MS:
+                self._hung_looked_ms = now
+                for hosted in list(self._hosted.values()):
+                    self._look_whether_hung(hosted)
             is_detached = now > self._broker_lease.until_ms + DETACHED_MS
             for hosted in list((self._hosted if is_detached else self._ticking).values()):
                 if now < hosted.core.rests_until_ms and not is_detached:
@@ -1265,6 +1278,21 @@ class ReplicaHost:
                 hosted.copier.fail_late(now)
                 if not hosted.is_settling:
                     self._step(hosted, Tick())
+
+    def _look_whether_hung(self, hosted: Hosted) -> None:
+        """A write, too, may never return, of which the core knows nothing before it does: whoever leads gives way as where a sync does not."""
+        hung, hangs = any(map(_is_hung, hosted.workers.values())), hosted.hangs
+        hosted.hangs = hung
+        if hosted.broken or not hung:
+            return
+        if not hangs:
+            self._alarm(
+                hosted,
+                f"its disk has not answered for {HUNG_MS // 1_000} s: what it is to write waits, and goes on if it does",
+                lambda: not any(map(_is_hung, hosted.workers.values())),
+            )
+        if hosted.core.leader.leads:
+            self.let_lead(hosted.shard, "hung")
 
     def _read_lease(self, now: int) -> None:
         known = self._broker_lease
@@ -1279,6 +1307,10 @@ class ReplicaHost:
                 if hosted.answers_early:
                     for copies in hosted.led.values():
                         copies.moved()
+
+
+def _is_hung(worker: LogWorker) -> bool:
+    return worker.unanswered_s * 1_000 > HUNG_MS
 
 
 def _end_of(segments: Sequence[SegmentState]) -> int:

@@ -95,7 +95,7 @@ EXPAND_BACKOFF_MS: Final = 5_000
 """A member that left is let in again after this, times how often it left; a link that flaps would change the record each second."""
 EXPAND_BACKOFF_MS_MAX: Final = 60_000
 HUNG_MS: Final = 10_000
-"""A sync that has not returned for so long never will."""
+"""A disk that has not answered for so long may never do."""
 BELOW_MIN_MS: Final = 5_000
 """A leader below `min`, which has not reached a missing member for so long since that is alive, gives somebody else the chance."""
 UNREACHABLE_PAUSE_MS: Final = 60_000
@@ -427,6 +427,13 @@ class LeaderCore:
         assert self.standing is not None
         others = without(self.standing.record.members(), [self.replica.broker])
         return {member: number for member, number in others.items() if self._living.get(member) == number}
+
+    def _hangs(self, now: int, ready: Ready) -> None:
+        """The disk does not answer. Who is alone stays: it goes on once the disk does, and of several whose disks hang the last one leads then."""
+        assert self.standing is not None
+        failed = self.standing.record.failed
+        if any(failed.get(member) != number for member, number in self._others_alive().items()):
+            self._stop("hung", now, ready)
 
     def _depose(self, ready: Ready) -> None:
         """The epoch is lost, or given up and known to be: nothing of it is answered any more."""
@@ -926,7 +933,7 @@ class LeaderCore:
                     follower.down_since = now
         self._ticked_ms = now
         if any(0 <= log.syncing_since < now - HUNG_MS for log in self.replica.logs.values()):
-            self._stop("hung", now, ready)
+            self._hangs(now, ready)
         if self.commits:
             if now > self.replica.lease.until_ms + DETACHED_MS:
                 self._stop("unreachable", now, ready)
@@ -1029,7 +1036,11 @@ class LeaderCore:
         """With nobody else eligible it stays, unless it cannot serve anyway."""
         if self.standing is None or self.phase is Phase.YIELDED:
             return
-        if event.why in CANNOT_SERVE:
+        if event.why == "hung":
+            # Who has just been elected may have waited for its disk before.
+            if now >= self._elected_ms + HUNG_MS:
+                self._hangs(now, ready)
+        elif event.why in CANNOT_SERVE:
             self._stop(event.why, now, ready)
         elif self._others_alive():
             self._give_up(event.why, now, ready)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -24,9 +25,9 @@ from typing import Any, Final, TypeVar
 from felix.errors import CorruptionError, FelixError
 from felix.lazy_event import LazyEvent
 from felix.runtime.port import Runtime
-from felix.storage.port import is_full
+from felix.storage.port import is_exhausted, is_full
 from region.cluster.records import YieldReason
-from region.log.errors import FULL_RETRY_MS
+from region.log.errors import FULL_RETRY_MS, TooManyFilesError
 from region.log.frame import Frame as LogFrame
 from region.log.group_commit import GROUP_BYTES_MAX
 from region.replication.copying import Collect, Piece, Replace
@@ -132,6 +133,8 @@ class LogWorker:
         # In a thread.
         self._waiting: Job | None = None
         self._unkept: Keep | None = None
+        self._asked_s = math.inf
+        """when the oldest of what is not done was put, or the last group before it was done"""
         # Shared with the thread.
         self._lock = Lock()
         self._jobs: list[Job] = []
@@ -153,6 +156,7 @@ class LogWorker:
                 return
             self._running = True
             self._idle.clear()
+            self._asked_s = self._runtime.clock.monotonic()
         self._pool.submit(self._run)
 
     def halt(self, why: str) -> None:
@@ -163,6 +167,11 @@ class LogWorker:
             jobs = list(self._jobs)
             self._jobs.clear()
         self._refuse_calls(jobs)
+
+    @property
+    def unanswered_s(self) -> float:
+        """For how long the disk has not answered what it was asked; 0 while nothing waits for it. What waits for room is asked again and again."""
+        return max(0.0, self._runtime.clock.monotonic() - self._asked_s)
 
     async def idle(self) -> None:
         """Return once no thread is at it."""
@@ -203,9 +212,10 @@ class LogWorker:
             self._jobs[:0] = left
             more = bool(self._jobs) and not self._halted
             self._running = more
+            self._asked_s = self._runtime.clock.monotonic() if more else math.inf
         self._soon(self._done, size - sum(map(_size, left)), not more)
         if more and left:
-            # The disk is full: soon it may have room.
+            # The disk is full, or too many files are open: soon it may be otherwise.
             self._soon(self._loop.call_later, FULL_RETRY_MS / 1_000, self._again)
         elif more:
             self._pool.submit(self._run)
@@ -256,10 +266,16 @@ class LogWorker:
             try:
                 self._do(job)
             except OSError as error:
-                if not is_full(error):
+                if is_full(error):
+                    self._note_full(error)
+                    self._waiting = job
+                elif not self._passes(job, error):
                     raise
-                self._note_full(error)
-                self._waiting = job
+                self._sync(sync)
+                return group[at:]
+            except TooManyFilesError as error:
+                if not self._passes(job, error):
+                    raise
                 self._sync(sync)
                 return group[at:]
             if isinstance(job, Write) or job is self._waiting:
@@ -267,6 +283,13 @@ class LogWorker:
             at += 1
         self._sync(sync)
         return []
+
+    def _passes(self, job: Job, error: OSError | TooManyFilesError) -> bool:
+        """Whether the process had too many files open for it, so that nothing of it was done, and it is tried again."""
+        if not isinstance(job, Write | Begin) or (isinstance(error, OSError) and not is_exhausted(error)):
+            return False
+        log.warning("log %s waits: %s", self.disk.plan.folder, error)
+        return True
 
     def _sync(self, sync: Sync | None) -> None:
         if sync is not None:
@@ -289,9 +312,10 @@ class LogWorker:
         try:
             self.disk.keep(keep.point)
         except OSError as error:
-            if not is_full(error):
+            if is_full(error):
+                self._note_full(error)
+            elif not is_exhausted(error):
                 raise
-            self._note_full(error)
             self._unkept = keep
             self._soon(self._loop.call_later, FULL_RETRY_MS / 1_000, self.put, _KeepAgain(keep))
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -214,3 +215,31 @@ def test_it_is_said_once_that_there_is_no_room(caplog: pytest.LogCaptureFixture)
     assert "waits for room" in said[0]
     assert "goes on" in said[1]
     trail.close()
+
+
+@pytest.mark.parametrize("at", range(1, 12))
+def test_too_many_open_files_hold_it_up_and_stop_nothing(at: int) -> None:
+    """Wherever it would open one, for three tries."""
+    disk = MemoryDisk()
+    trail = opened(disk)
+    opens = refused = 0
+
+    def exhausted(call: str, path: Path) -> None:
+        nonlocal opens, refused
+        if call == "open":
+            opens += 1
+            if at <= opens < at + 3:
+                refused += 1
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    disk.on_call = exhausted
+    appends, count = Appends(trail), 0
+    while refused < 3:
+        count += appends.put(7)
+        appends.wait()
+        assert trail.stopped is None
+    until(lambda: trail.failure is None)
+    disk.on_call = None
+    assert not any(error for _, error in appends.told)
+    trail.close()
+    check(disk, 7 * count)

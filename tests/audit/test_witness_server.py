@@ -606,6 +606,49 @@ def test_one_that_starts_on_a_full_disk_is_not_told_to_be_lost(
     WitnessState.open(tmp_path / "w", serve=True).close()
 
 
+class FailingDisk(sqlite3.Connection):
+    """The disk fails what begins so."""
+
+    fails: tuple[str, ...] = ()
+
+    def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:
+        if sql.startswith(FailingDisk.fails or "-"):
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR_FSYNC
+            raise error
+        return super().execute(sql, *parameters)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fails", ["SELECT", "UPDATE", "COMMIT", "BEGIN"])
+def test_a_disk_that_fails_for_a_moment_is_not_taken_for_a_lost_state_and_cosigns_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    init_witness(tmp_path / "w", NAME)
+    monkeypatch.setattr(
+        "audit.witness_sqlite._connect",
+        lambda path: sqlite3.connect(
+            path, isolation_level=None, check_same_thread=False, factory=FailingDisk
+        ),
+    )
+    monkeypatch.setattr(FailingDisk, "fails", (fails,))
+    with pytest.raises(UnavailableError) as caught:
+        WitnessState.open(tmp_path / "w", serve=True)
+    assert caught.value.code is Code.UNAVAILABLE
+    monkeypatch.setattr(FailingDisk, "fails", ())
+    state, log = WitnessState.open(tmp_path / "w", serve=True), Log()
+    state.add_log(log.origin, log.signer.key)
+    service = WitnessService(state, lambda: NOW_S)
+    assert service.add_checkpoint(log.request(0, 3)).status == 200
+    if fails != "SELECT":
+        monkeypatch.setattr(FailingDisk, "fails", (fails,))
+        assert service.add_checkpoint(log.request(3, 7)).status == 503
+        monkeypatch.setattr(FailingDisk, "fails", ())
+    held = state.log(log.origin)
+    assert held is not None and held.held.size == 3
+    assert service.add_checkpoint(log.request(3, 7)).status == 200
+    state.close()
+
+
 def test_a_full_disk_cosigns_nothing_is_told_once_and_goes_on_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -5,7 +5,7 @@ All of it lives in namespaces (network, mounts, processes) that `in_namespaces` 
 
 - What one machine sends to another is dropped by giving it a hardware address for the other that nobody has: in one direction, without a word
   to either, also for connections that stand.
-- A disk is an ext4 of its own in a file, which a file beside what a process writes fills to the last block. A power cut is EXT4_IOC_SHUTDOWN without writing its journal out: what was not synced is gone at
+- A disk is an ext4 of its own in a file, which a file beside what a process writes fills to the last block, and which hangs while it is frozen. A power cut is EXT4_IOC_SHUTDOWN without writing its journal out: what was not synced is gone at
   the next mount, as on a disk whose power failed.
 """
 
@@ -46,7 +46,7 @@ def why_not() -> str:
     """Why machines cannot be made here; empty where they can."""
     if sys.platform != "linux" or os.getuid() != 0:
         return "machines with networks and disks of their own need root on Linux"
-    for name in ("ip", "nsenter", "unshare", "mkfs.ext4", "mount"):
+    for name in ("ip", "nsenter", "unshare", "mkfs.ext4", "mount", "fsfreeze"):
         if shutil.which(name) is None:
             return f"machines with networks and disks of their own need the command {name}"
     tried = subprocess.run(
@@ -81,6 +81,7 @@ class Machine:
         self.folder: Final = folder
         self._image: Final = image
         self._cut: set[str] = set()
+        self._hangs = False
         self.process: subprocess.Popen[bytes] | None = None
         self._holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
         self._await_namespace()
@@ -145,6 +146,17 @@ class Machine:
     def make_room(self) -> None:
         """Its disk has room again, if it was full."""
         (self.folder / FILLER).unlink(missing_ok=True)
+
+    def hang(self) -> None:
+        """What is written to its disk waits from now on, syncs too; what is read is answered."""
+        _run("fsfreeze", "--freeze", str(self.folder))
+        self._hangs = True
+
+    def go_on(self) -> None:
+        """Its disk goes on, if it hung."""
+        if self._hangs:
+            _run("fsfreeze", "--unfreeze", str(self.folder))
+            self._hangs = False
 
     # -- its process -----------------------------------------------------------------------------------
 

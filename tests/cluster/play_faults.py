@@ -28,13 +28,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from cluster.failing_syncs import TOLD_BY
 from cluster.history import History
 from cluster.load import Load, stored_in
 from cluster.machines import Machine, begin_network, cut_power
 from cluster.processes import write_cluster
 from cluster.transaction_load import TransactionLoad
 from cluster.view_load import ViewLoad
-from e2e.command_mesh import command, environment
+from e2e.command_mesh import ROOT, command, environment
 from etcd_process import etcd_binary
 from region_home import make_region
 from region_peer import client
@@ -66,6 +67,9 @@ OF_VIEWS: Final = 20
 """Jobs, records of a subscription and values of a cache that are confirmed after a fault, before the next one."""
 FULL_S: Final = 2.0
 """How long a disk is full at least."""
+HANGS_S: Final = 12.0
+"""How long a disk hangs at most, where that has to end by itself: longer than a leader waits for a sync."""
+FAILING: Final = "cluster.failing_syncs"
 PAUSE_S: Final = 0.01
 """Between a writer's answers: a few hundred records a second in all, of which a long run can hold the history."""
 WAIT_S: Final = 120.0
@@ -213,11 +217,21 @@ class Play:
         for name in names or BROKERS:
             said = log_file(self.folder, name)
             said.parent.mkdir(parents=True, exist_ok=True)
+            self.failing(name).unlink(missing_ok=True)
+            felix_words = command("--log-level", "info", "region", "up", "us-east", "--broker", name)
             self.brokers[name].start(
-                command("--log-level", "info", "region", "up", "us-east", "--broker", name),
-                environment(self.home),
+                [FAILING if word == "cli.main" else word for word in felix_words],
+                environment(
+                    self.home,
+                    PYTHONPATH=f"{ROOT}:{ROOT / 'tests'}",
+                    **{TOLD_BY: str(self.failing(name))},
+                ),
                 said,
             )
+
+    def failing(self, name: str) -> Path:
+        """The file that makes the next sync of this broker fail."""
+        return self.home / f"{name}.fails"
 
     def is_serving(self, name: str) -> bool:
         process = self.brokers[name].process
@@ -293,6 +307,7 @@ class Play:
         for machine in (*self.brokers.values(), *self.etcd.machines.values()):
             machine.heal()
             machine.make_room()
+            machine.go_on()
 
     # -- a play ----------------------------------------------------------------------------------------
 
@@ -600,6 +615,72 @@ async def all_disks_are_full_and_a_broker_is_killed(play: Play) -> None:
     await _disks_are_full(play, BROKERS, kill=play.random.choice(BROKERS))
 
 
+async def the_leaders_disk_hangs(play: Play) -> None:
+    """Until somebody else leads, and beyond: it gives way, though its lease goes on."""
+    leader, _ = await play.led()
+    await asyncio.to_thread(play.brokers[leader].hang)
+    await play.load.goes_on(GOES_ON)
+    await asyncio.to_thread(play.brokers[leader].go_on)
+
+
+async def a_followers_disk_hangs(play: Play) -> None:
+    _, others = await play.led()
+    machine = play.brokers[play.random.choice(others)]
+    await asyncio.to_thread(machine.hang)
+    await play.load.goes_on(GOES_ON)
+    await asyncio.to_thread(machine.go_on)
+
+
+async def the_queues_leaders_disk_hangs_and_it_loses_power(play: Play) -> None:
+    """Its processes are gone while writes and syncs of theirs wait."""
+    machine = play.brokers[leader := await play.leader(QUEUE)]
+    await asyncio.to_thread(machine.hang)
+    await asyncio.sleep(HANGS_S * play.random.random())
+    machine.signal(signal.SIGSTOP)
+    await asyncio.to_thread(machine.go_on)
+    await asyncio.to_thread(cut_power, [machine])
+    await play.start_again(leader)
+
+
+async def all_disks_hang(play: Play) -> None:
+    for machine in play.brokers.values():
+        await asyncio.to_thread(machine.hang)
+    await asyncio.sleep(HANGS_S * play.random.random())
+    for machine in play.brokers.values():
+        await asyncio.to_thread(machine.go_on)
+
+
+async def _a_sync_fails(play: Play, names: Sequence[str], what: str = "") -> None:
+    """The next one of each, of a path with `what` in it. Then the power goes, and with it all that was not synced: also what a later sync of the
+    same file is taken for."""
+    for name in names:
+        play.failing(name).write_text(what)
+    async with asyncio.timeout(WAIT_S):
+        while all(play.failing(name).exists() for name in names):  # noqa: ASYNC110 - no event is set for it
+            await asyncio.sleep(0.05)
+    if len(names) == 1:
+        await play.load.goes_on(GOES_ON)
+    else:
+        # Where one or two have stopped, the others have perhaps nothing to sync.
+        await asyncio.sleep(5 * play.random.random())
+    await asyncio.to_thread(cut_power, [play.brokers[name] for name in names])
+    await play.start_again(*names)
+
+
+async def a_sync_of_the_leader_fails(play: Play) -> None:
+    leader, _ = await play.led()
+    await _a_sync_fails(play, [leader], ".seg")
+
+
+async def a_sync_fails(play: Play) -> None:
+    """Whatever is synced next, by whichever broker."""
+    await _a_sync_fails(play, [play.random.choice(BROKERS)])
+
+
+async def a_sync_of_each_broker_fails(play: Play) -> None:
+    await _a_sync_fails(play, BROKERS)
+
+
 FAULTS: Final[dict[str, Fault]] = {
     fault.__name__: fault
     for fault in (
@@ -610,6 +691,8 @@ FAULTS: Final[dict[str, Fault]] = {
         a_member_of_the_store_stands_still, the_store_loses_its_quorum, the_store_is_away, the_store_is_away_and_the_leader_killed,
         the_store_is_away_for_a_minute, the_stores_members_restart_in_turn, the_brokers_restart_in_turn, the_store_goes_back,
         a_disk_is_full, two_disks_are_full, all_disks_are_full, all_disks_are_full_and_a_broker_is_killed,
+        the_leaders_disk_hangs, a_followers_disk_hangs, the_queues_leaders_disk_hangs_and_it_loses_power, all_disks_hang,
+        a_sync_of_the_leader_fails, a_sync_fails, a_sync_of_each_broker_fails,
     )
 }  # fmt: skip
 

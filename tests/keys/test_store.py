@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from keys.errors import KeyProviderError
-from keys.store import KEY_FILE, KeyStore, _frame, create_store, decode_entries
+from keys.store import KEY_FILE, UNSYNCED_BYTES_MAX, KeyStore, _frame, create_store, decode_entries
 
 BODIES = [b"first entry", b"the second one, a bit longer" * 10, b"third"]
 
@@ -188,3 +189,83 @@ def test_creating_never_overwrites(folder: Path) -> None:
         create_store(folder, "us-east", [])
     assert caught.value.code is Code.ALREADY_EXISTS
     assert read(folder)[0] == BODIES
+
+
+def test_what_a_failed_sync_left_in_the_page_cache_is_on_the_disk_before_it_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Records are sealed with it, and acknowledged: with the power it would go, and they could not be read."""
+    entry = b"a data key"
+    with monkeypatch.context() as failing:
+
+        def fails(_: int) -> None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        failing.setattr(os, "fdatasync", fails)
+        store = KeyStore(folder, "us-east")
+        with pytest.raises(KeyProviderError):
+            store.append([entry])
+        store.close()
+    path = folder / KEY_FILE
+    whole, unsynced, names = path.read_bytes(), set(range(path.stat().st_size)), True
+
+    def pwrite(file: int, data: bytes, position: int, write=os.pwrite) -> int:  # type: ignore[no-untyped-def]
+        written.extend(range(position, position + len(data)))
+        return int(write(file, data, position))
+
+    def fsync(file: int, sync=os.fsync) -> None:  # type: ignore[no-untyped-def]
+        nonlocal names
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            names = False
+        unsynced.difference_update(written)
+        sync(file)
+
+    written: list[int] = []
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "fsync", fsync)
+    store = KeyStore(folder, "us-east")
+    assert store.bodies == [*BODIES, entry]
+    # The kernel calls the pages clean: a sync alone does nothing for them.
+    assert not unsynced & set(range(whole.index(entry) - 16, len(whole))) and not names
+    store.append([b"another"])
+    store.close()
+    assert read(folder) == ([*BODIES, entry, b"another"], 0)
+
+
+@pytest.mark.parametrize(("error", "code"), [(errno.EIO, Code.UNAVAILABLE), (errno.ENOSPC, Code.DISK_FULL)])
+def test_a_key_file_that_cannot_be_made_durable_is_not_used(
+    folder: Path, error: int, code: Code, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(_: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fsync", fails)
+        with pytest.raises(UnavailableError) as caught:
+            KeyStore(folder, "us-east")
+    assert caught.value.code is code
+    assert read(folder) == (BODIES, 0)
+
+
+def test_many_entries_at_once_are_synced_in_parts_and_all_taken_back_where_there_is_no_room(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that what is in doubt after a sync that failed is never more than what the next opening writes again."""
+    many = [b"%06d" % number * 2_000 for number in range(300)]
+    store, whole = KeyStore(folder, "us-east"), (folder / KEY_FILE).read_bytes()
+    syncs: list[int] = []
+
+    def fdatasync(file: int) -> None:
+        syncs.append(os.fstat(file).st_size)
+        if len(syncs) == 3:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with pytest.raises(UnavailableError):
+        store.append(many)
+    assert (folder / KEY_FILE).read_bytes() == whole
+    store.append(many)
+    store.close()
+    ends = [len(whole), *syncs[3:]]
+    assert len(ends) == 5 and max(b - a for a, b in itertools.pairwise(ends)) <= UNSYNCED_BYTES_MAX
+    assert read(folder) == ([*BODIES, *many], 0)

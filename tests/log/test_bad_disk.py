@@ -11,11 +11,13 @@ import pytest
 from log.building import SMALL, batch_of, open_disk, write_batches
 
 from felix.batch import decode_batch, decode_records
+from felix.errors import UnavailableError
 from felix.settings import Retention
 from felix.storage.memory import MemoryDisk
 from region.log.disk import DiskLog
 from region.log.errors import StorageFailedError
 from region.log.offload import Offloaded
+from region.log.point import LogPoint
 
 FOLDER = Path("/shard")
 SEEDS = range(40)
@@ -148,3 +150,92 @@ def test_a_full_disk_lets_go_of_segments_that_are_in_a_store_as_well() -> None:
     again = open_disk(FOLDER, disk.mount(), limits=SMALL)
     assert (again.start_offset, again.offload.pending_deletion) == (first, tuple(urls[:2]))
     assert [one.url for one in again.offload.segments] == urls[2:]
+
+
+def test_a_segment_whose_name_could_not_be_synced_ends_the_log_and_not_what_it_holds() -> None:
+    """Also for want of room: a log that went on in the segment before would have the next one's offsets twice, and open no more."""
+    disk = MemoryDisk()
+    log = opened(disk)
+    write_batches(log, [batch_of(b"first")])
+    log.sync()
+
+    def fail(call: str, path: Path) -> None:
+        if call == "sync_folder":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    disk.on_call = fail
+    with pytest.raises(StorageFailedError):
+        log.roll(2_000)
+    disk.on_call = None
+    with pytest.raises(StorageFailedError):
+        write_batches(log, [batch_of(b"second")])
+    disk.kill()
+    again = opened(disk)
+    write_batches(again, [batch_of(b"second")])
+    again.sync()
+    disk.kill()
+    assert payloads(opened(disk)) == [b"first", b"second"]
+
+
+def test_a_log_without_descriptors_takes_nothing_and_goes_on_once_there_are_some() -> None:
+    """Wherever they run out as it writes, closes a segment, or lets go of one."""
+    at = 0
+    while True:
+        disk = MemoryDisk()
+        files = disk.mount()
+        log = open_disk(FOLDER, files, limits=SMALL)
+        files.sync_folder(FOLDER.parent)
+        opens, failed = 0, False
+
+        def exhausted(call: str, path: Path, fails: int = at) -> None:
+            nonlocal opens, failed
+            if call == "open":
+                opens += 1
+                if opens == fails + 1:
+                    failed = True
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+        disk.on_call = exhausted
+        expected: list[bytes] = []
+        for number in range(8):
+            payload = b"%d" % number * 700
+            for _ in range(2):
+                try:
+                    log.begin_epoch(1 + number // 3)
+                    write_batches(log, [batch_of(payload)])
+                    break
+                except (OSError, UnavailableError) as error:
+                    assert not isinstance(error, StorageFailedError), (at, error)
+            log.sync()
+            expected.append(payload)
+        disk.on_call = None
+        assert payloads(log) == expected
+        disk.lose_power(Random(at))
+        assert payloads(opened(disk)) == expected
+        if not failed:
+            assert at > 5
+            return
+        at += 1
+
+
+def test_a_cut_without_descriptors_halfway_ends_the_log() -> None:
+    """What is written next would go to the file of a segment that is gone."""
+    disk = MemoryDisk()
+    log = several(disk)
+    cut = LogPoint(2)
+
+    def exhausted(call: str, path: Path) -> None:
+        if call == "open" and not path.name.endswith((".tmp", "producers")) and log.end_offset == cut.offset:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    disk.on_call = exhausted
+    with pytest.raises(StorageFailedError):
+        log.truncate(cut)
+    disk.on_call = None
+    disk.kill()
+    again = opened(disk)
+    write_batches(again, [batch_of(b"after")])
+    again.sync()
+    disk.kill()
+    # What was to be cut may be found again.
+    assert payloads(opened(disk)) in [[*[b"x" * 700] * number, b"after"] for number in (2, 3)]

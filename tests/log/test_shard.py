@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import resource
 import subprocess
 from collections.abc import Iterator
@@ -37,11 +38,13 @@ from felix.errors import (
 )
 from felix.names import StreamName
 from felix.settings import EPHEMERAL, Durability, Retention
+from felix.storage.disk import DiskFiles
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import KeyKind, new_key_id
 from region.log.errors import OffsetOutOfRangeError
 from region.log.point import LogPoint
 from region.log.segment import ANNOTATION_BYTES_MAX, ANNOTATION_SLOTS_MAX
+from region.log.segment_limits import SegmentLimits
 from region.log.shard import TRANSITIONS, Appended, Event, ShardHooks, ShardLog, ShardSettings, State
 
 pytestmark = pytest.mark.timeout(60)
@@ -590,6 +593,35 @@ async def test_epoch_is_durable_before_its_first_batch_and_survives(tmp_path: Pa
     (tmp_path / "epochs").unlink()
     async with serving(tmp_path) as shard:
         assert [tuple(start) for start in shard.epochs.starts] == [(3, 1)], "rebuilt from the batches"
+
+
+async def test_too_many_open_files_refuse_what_needs_one_and_stop_nothing(tmp_path: Path) -> None:
+    class Exhausted(DiskFiles):
+        is_exhausted = False
+
+        def open(self, path: Path, flags: int) -> int:
+            if self.is_exhausted:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+            return super().open(path, flags)
+
+    files = Exhausted()
+    settings = ShardSettings(segments=SegmentLimits(segment_bytes_max=400), ring_bytes_max=100)
+    async with serving(tmp_path, settings, files=files) as shard:
+        for number in range(4):
+            await shard.append(batch_of(b"%d" % number * 200))
+        files.is_exhausted = True
+        for _ in range(2):
+            with pytest.raises(UnavailableError, match="Too many open files") as read:
+                await shard.read(0, 100)
+            with pytest.raises(UnavailableError, match="Too many open files") as appended:
+                # It would close the segment first.
+                await shard.append(batch_of(b"refused" * 50))
+            assert read.value.code is appended.value.code is Code.UNAVAILABLE
+            assert read.value.retry_after_ms and appended.value.retry_after_ms
+        assert shard.state is State.SERVING
+        files.is_exhausted = False
+        assert payloads_of(await shard.read(0, 1)) == [b"0" * 200]
+        assert (await shard.append(batch_of(b"4"))).base_offset == 4
 
 
 async def test_damage_found_while_reading_stops_the_shard(tmp_path: Path) -> None:

@@ -289,3 +289,43 @@ async def test_a_start_on_a_full_disk_lets_go_of_the_lock_and_says_what_is_the_m
         assert caught.value.code is Code.DISK_FULL
     async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
         await store.transact([], [Put("/a", b"1")])
+
+
+async def test_what_a_killed_process_left_in_the_page_cache_is_written_again_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where its sync had failed the kernel calls the pages clean, and a sync alone would do nothing."""
+    path = tmp_path / "metadata.db"
+    writer = spawn(WRITE, path)
+    assert writer.stdout is not None
+    for _ in range(20):
+        await asyncio.to_thread(writer.stdout.readline)
+    end(writer)
+    log = path.with_name("metadata.db-wal")
+    size = log.stat().st_size
+    assert size
+    written, synced = 0, list[int]()
+
+    def pwrite(file: int, data: bytes, position: int, write=os.pwrite) -> int:  # type: ignore[no-untyped-def]
+        nonlocal written
+        if os.path.samestat(os.fstat(file), log.stat()):
+            assert position == written and not synced
+            written += len(data)
+        return int(write(file, data, position))
+
+    def fsync(file: int, sync=os.fsync) -> None:  # type: ignore[no-untyped-def]
+        if log.exists() and os.path.samestat(os.fstat(file), log.stat()):
+            synced.append(written)
+        sync(file)
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "fsync", fsync)
+    connect = sqlite3.connect
+
+    def connected(*arguments: object, **named: object) -> sqlite3.Connection:
+        assert synced[:1] == [size]
+        return connect(*arguments, **named)  # type: ignore[call-overload,no-any-return]
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+    async with await EmbeddedStore.open(path) as store:
+        assert await store.get("/last") is not None

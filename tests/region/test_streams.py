@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from threading import Barrier, Lock
+from threading import Barrier, Event, Lock
 
 import pytest
 from log.building import batch_of
@@ -19,6 +19,7 @@ from felix.errors import Code, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.tasks import end_tasks
+from region import streams as streams_module
 from region.budget import Budgets
 from region.log.directory import LogDirectory
 from region.log.point import LogPoint
@@ -301,5 +302,36 @@ async def test_a_full_disk_is_a_problem_that_is_said_once(caplog: pytest.LogCapt
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 2, said
     assert said[0].startswith("The disk is full")
+    await streams.close()
+    await directory.close()
+
+
+async def test_a_disk_that_does_not_answer_is_a_problem_and_holds_up_no_other_shards_readers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(streams_module, "UNANSWERED_S", 0.0)
+    disk, goes_on = MemoryDisk(), Event()
+    streams, directory = table(mounted(disk))
+    stream = await opened(streams, 2)
+    await stream.shard(1).append(batch_of(b"before"))
+    assert not streams.problems()
+
+    def hang(call: str, path: Path) -> None:
+        if call == "sync":
+            goes_on.wait(WAIT_S)
+
+    disk.on_call = hang
+    waiting = asyncio.create_task(stream.shard(0).append(batch_of(b"waits")))
+    async with asyncio.timeout(WAIT_S):
+        while not streams.problems():  # noqa: ASYNC110 - it is asked for
+            await asyncio.sleep(0.01)
+    (problem,) = streams.problems()
+    assert problem.startswith(
+        "The disk has not answered for 0 s: 1 shard waits for it (acme/payments/orders shard 0)"
+    )
+    assert len(await stream.shard(1).read(0, 100)) == 1 and not waiting.done()
+    goes_on.set()
+    await waiting
+    assert not streams.problems()
     await streams.close()
     await directory.close()

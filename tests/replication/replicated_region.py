@@ -27,7 +27,7 @@ from felix.names import SpiffeId
 from felix.peer import TrustBundle
 from felix.runtime.port import Runtime
 from felix.runtime.real import now_ms
-from felix.runtime.simulated import WORK_S_MAX, SimulatedLoop, simulated
+from felix.runtime.simulated import WORK_S_MAX, SimulatedLoop, Standstill, simulated
 from felix.storage.memory import MemoryDisk
 from felix.storage.port import Files
 from felix.tasks import end_tasks
@@ -100,6 +100,8 @@ class Machine:
     boots: int = 1
     lives: int = 0
     disk: MemoryDisk | None = None
+    standstill: Standstill = field(default_factory=Standstill)
+    """of what blocks in its processes: its disk does not answer"""
 
 
 class Broker:
@@ -576,7 +578,8 @@ class SimulatedRegion(Region):
         assert machine.disk is not None
         with self.loop.process(f"{name}{machine.lives}"):
             broker = Broker(
-                machine, self.store, MemoryEngine(self.network, name), machine.disk.mount(), simulated(self.loop, START_MS),
+                machine, self.store, MemoryEngine(self.network, name), machine.disk.mount(),
+                simulated(self.loop, START_MS, machine.standstill),
                 len(self.shards), (name, PORT), answers_early=self.answers_early, scrub=self.scrub,
             )  # fmt: skip
             task = asyncio.get_running_loop().create_task(broker.start())
@@ -634,7 +637,20 @@ def play(
         loop.close()
 
 
-FAULTS = ("kill", "power", "all power", "part", "deaf", "slow", "store", "fail", "trim", "full", "yield")
+FAULTS = (
+    "kill",
+    "power",
+    "all power",
+    "part",
+    "deaf",
+    "slow",
+    "store",
+    "fail",
+    "trim",
+    "full",
+    "yield",
+    "hang",
+)
 
 
 async def go_wrong(region: SimulatedRegion, seconds: float) -> None:
@@ -708,6 +724,11 @@ async def _fault(region: SimulatedRegion, what: str, name: str, other: str) -> N
                 assert replica is not None
                 with suppress(FelixError):
                     await leader.log(shard, 0).trim(replica.logs[0].commit.offset // 2)
+        case "hang":
+            # Longer than a leader waits for its disk, or not.
+            standstill = region.machines[name].standstill
+            standstill.begin()
+            region.loop.call_later(random.choice((0.5, 3.0, 15.0)), standstill.end)
         case "yield":
             if name in running:
                 running[name].host.give_up("drain")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +20,7 @@ from felix.errors import CorruptionError, RequestError
 from felix.settings import Compaction
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
+from felix.storage.port import is_full
 from region.log.compactor import WorkEndedError
 from region.log.disk import DiskLog
 from region.log.frame import Frame as LogFrame
@@ -579,3 +582,51 @@ def test_a_segment_that_is_gone_is_told_as_nothing() -> None:
     assert leader.read_piece(first.base_offset, first.generation + 1, 0, 100) == b""
     assert leader.read_piece(first.base_offset, first.generation, first.size, 100) == b""
     assert len(leader.read_piece(first.base_offset, first.generation, first.size - 10, 100)) == 10
+
+
+def test_a_copy_that_finds_no_room_as_it_takes_the_place_of_the_log_leaves_that_in_use() -> None:
+    """Wherever: frames go to the log that is there, and the next copy takes its place."""
+    at, failed = 0, True
+    while failed:
+        leader, follower = opened(MemoryDisk()), opened(disk := MemoryDisk())
+        write(follower, entry(0, 1), entry(1, 1), starts=(begun(1, 0),))
+        follower.sync()
+        follower.keep(LogPoint(1))
+        write(leader, entry(0, 1), starts=(begun(1, 0),))
+        write(leader, entry(1, 2), starts=(begun(2, 1),))
+        beginning = decode_beginning(encode_beginning(leader.told_beginning()))
+        failed, calls = False, 0
+
+        def no_room(call: str, path: Path, fails: int = at) -> None:
+            nonlocal failed, calls
+            if call in ("open", "pwritev", "sync", "rename"):
+                calls += 1
+                if calls == fails + 1:
+                    failed = True
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+        disk.on_call = no_room
+        took_place = False
+        try:
+            follower = follower.begin_anew(beginning)
+            took_place = True
+        except OSError as error:
+            assert is_full(error), at
+        disk.on_call = None
+        if not took_place:
+            write(follower, entry(2, 1))
+            follower.sync()
+            assert [frame.base_offset for frame in entries(follower)] == [0, 1, 2]
+            follower = follower.begin_anew(beginning)
+        write(follower, *entries(leader), starts=leader.history.starts)
+        follower.sync()
+        disk.lose_power(Random(at))
+        again = opened(disk)
+        assert frames(again) == frames(leader) and not again.is_short, at
+        assert not disk.mounted.exists(FOLDER.with_name(FOLDER.name + OLD_SUFFIX))
+        at += 1
+    assert at > 20
+
+
+def entries(log: ReplicaDisk) -> list[LogFrame]:
+    return [frame.body for frame in frames(log) if isinstance(frame.body, LogFrame)]

@@ -27,7 +27,7 @@ from region.replication import leader as leader_module
 from region.replication.copies import HostedCopies
 from region.replication.core import ReplicaCore
 from region.replication.disk import ReplicaDisk
-from region.replication.leader import LINK_DOWN_MS
+from region.replication.leader import HUNG_MS, LINK_DOWN_MS
 from region.replication.log_worker import LogBegun
 from region.replication.messages import Commit, Durable, Follow, LogPlace, Probe
 from region.replication.ready import Begun, Ready, Tick
@@ -572,3 +572,43 @@ def test_copies_whose_commit_point_waits_to_be_kept_are_not_ticked_meanwhile(
         assert all(log.kept == log.commit == LogPoint(2) for log in kept)
 
     play(scene, 3)
+
+
+def test_a_leader_whose_disk_does_not_answer_a_write_gives_way_and_is_in_sync_again_once_it_does() -> None:
+    """Of a write that has not returned the leader's core knows nothing: nobody asked for a sync of it yet."""
+
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        await region.well()
+        leader = region.leader(shard)
+        assert leader is not None
+        region.machines[leader.name].standstill.begin()
+        region.append_all_the_time()
+        hangs_since = region.loop.time()
+        await region.until(lambda: region.leader(shard) not in (None, leader))
+        assert region.loop.time() - hangs_since < 2 * HUNG_MS / 1_000
+        assert "has not answered" in leader.host.alarms[shard]
+        await region.until(lambda: region.acknowledged() > 100)
+        region.machines[leader.name].standstill.end()
+        await settle(region)
+        assert not leader.host.alarms
+
+    play(scene, 6)
+
+
+@pytest.mark.parametrize("seed", range(count(3, 60)))
+@pytest.mark.parametrize("hangs_s", [4.0, 12.0, 60.0])
+def test_where_all_disks_hang_all_is_served_again_once_they_go_on(hangs_s: float, seed: int) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 50)
+        before = region.acknowledged()
+        for name in NAMES:
+            region.machines[name].standstill.begin()
+        await asyncio.sleep(hangs_s)
+        for name in NAMES:
+            region.machines[name].standstill.end()
+        await region.until(lambda: region.acknowledged() > before + 50)
+        await settle(region)
+
+    play(scene, seed)

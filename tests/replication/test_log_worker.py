@@ -191,3 +191,33 @@ async def test_an_epoch_begins_once_there_is_room_and_stands_on_the_disk_then() 
         opened = ReplicaDisk.open(LogPlan(0, Path("/shard"), IDENTITY), files=filling.disk.mount())
         assert opened.history.last == start
         opened.close()
+
+
+async def test_frames_and_epochs_wait_for_descriptors() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        filling = Filling(pool)
+        worker = filling.worker
+        first = filling.write(0, 1)
+        await until_told(filling, Synced(0, first, 0))
+        refused = 0
+
+        def exhausted(name: str, path: Path) -> None:
+            nonlocal refused
+            if name == "open":
+                refused += 1
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+        filling.disk.on_call = exhausted
+        second = filling.write(1, 2)
+        await until(lambda: refused > 1 or bool(worker.failure))
+        assert not worker.failure and Synced(0, second, 0) not in filling.told
+        filling.disk.on_call = None
+        await until_told(filling, Synced(0, second, 0))
+        filling.disk.on_call = exhausted
+        refused = 0
+        worker.put(Keep(0, second))
+        await until(lambda: refused > 1 or bool(worker.failure))
+        filling.disk.on_call = None
+        await until(lambda: worker.disk.kept == second or bool(worker.failure))
+        assert not worker.failure
+        worker.disk.close()

@@ -24,6 +24,8 @@ KEPT: Final = {"streams": "data/streams", "everything": "data"}
 class RestoredWorld(MeshWorld):
     """See the module."""
 
+    bad_disks = 0.0
+
     @classmethod
     def draw(cls, random: Random) -> Script:
         restore = Step(

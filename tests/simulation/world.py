@@ -25,13 +25,15 @@ from typing import ClassVar, Final, Self
 from simulation.script import Script, Step, shrink
 
 from felix.errors import FelixError
-from felix.runtime.simulated import WORK_S_MAX, SimulatedClock, SimulatedLoop, simulated
+from felix.runtime.simulated import WORK_S_MAX, SimulatedClock, SimulatedLoop, Standstill, simulated
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.transport.memory import MemoryNetwork, Path
 from region.budget import Budget
 
 START_MS: Final = 1_800_000_000_000
 FAULTS_MAX: Final = 5
+HANGS_S: Final = 0.9
+"""At most; two may come after each other, and no consumer may be taken for one that does not acknowledge, nor a worker for one that does not finish."""
 RUN_S_MAX: Final = 600.0
 """Of simulated time: five times what a publisher tries for."""
 JOINS: Final = "joins"
@@ -62,10 +64,14 @@ class Host:
         self.name = name
         self.disk = MemoryDisk()
         self.disk.on_call = self._on_call
-        self.runtime = simulated(world.loop, START_MS)
+        self.standstill = Standstill()
+        """of whatever blocks, in the processes of this machine"""
+        self.runtime = simulated(world.loop, START_MS, self.standstill)
         self.boots = 0
         self.syncs_fail = 0
         """so many faults that make them fail are under way"""
+        self.next_syncs_fail: list[int] = []
+        """each with the next error; what is synced afterwards is"""
         self.why = ""
         """the last start failed for this reason"""
         self.again_s = AGAIN_S
@@ -160,6 +166,10 @@ class Host:
         if call == "sync" and self.syncs_fail:
             self.world.note(self.name, call, path, "fails")
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        if call in ("sync", "sync_folder") and self.next_syncs_fail:
+            error = self.next_syncs_fail.pop()
+            self.world.note(self.name, call, path, "fails once:", os.strerror(error))
+            raise OSError(error, os.strerror(error), str(path))
         if call not in QUIET_CALLS:
             self.world.note(self.name, call, path)
 
@@ -192,6 +202,8 @@ class World:
     faults: ClassVar[tuple[str, ...]] = (
         "power", "power", "kill", "part", "deaf", "path", "full", "sync", "clock", "slow",
     )  # fmt: skip
+    bad_disks: ClassVar[float] = 0.2
+    """In so many seeds a sync fails once and the next ones do not, or a disk does not answer for a while."""
     jumps_ms: ClassVar[tuple[int, ...]] = (-60_000, -1, 1_000, 86_400_000)
     """Of a wall clock."""
     files: ClassVar[type[MemoryFiles]] = MemoryFiles
@@ -350,6 +362,17 @@ class World:
                 # What could not be synced has stopped, or nothing was synced meanwhile: an operator starts the process again.
                 host.crash(power=bool(step.number & 1))
                 host.later(step.lasts_s)
+            case "sync once":
+                host.next_syncs_fail.append(errno.EIO if step.number & 2 else errno.ENOSPC)
+                await asyncio.sleep(step.lasts_s)
+                host.next_syncs_fail.clear()
+                # Whatever went on goes on with a disk that has not got all that was written. Then an operator starts anew what has stopped.
+                host.crash(power=bool(step.number & 1))
+                host.later(0.1)
+            case "hang":
+                host.standstill.begin()
+                await asyncio.sleep(step.lasts_s)
+                host.standstill.end()
             case "clock":
                 clock = host.runtime.clock
                 assert isinstance(clock, SimulatedClock)
@@ -409,7 +432,19 @@ class FailedError(AssertionError):
 
 def script_of(seed: int, world: type[World]) -> Script:
     """What this seed's run does. Drawn from a chance of its own: leaving a step out changes no other step."""
-    return world.draw(Random(f"{world.__name__} {seed}"))
+    script = world.draw(Random(f"{world.__name__} {seed}"))
+    # From another chance, so that seeds without these are what they were before there were any.
+    random = Random(f"{world.__name__} {seed} bad disks")
+    if random.random() < world.bad_disks:
+        steps = list(script)
+        for _ in range(random.randint(1, 2)):
+            at = random.randint(0, sum(step.who == "fault" for step in script))
+            after_s = random.choice((0.002, 0.02, 0.5)) * random.random()
+            what, where = random.choice(("sync once", "hang")), random.choice(world.targets())
+            lasts_s = random.choice((0.1, HANGS_S)) * random.random()
+            steps.insert(at, Step("fault", what, after_s, where, lasts_s, random.getrandbits(8)))
+        script = tuple(steps)
+    return script
 
 
 def simulate(seed: int, world: type[World], script: Script | None = None) -> Outcome:

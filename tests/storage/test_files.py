@@ -13,7 +13,7 @@ import pytest
 from felix.errors import Code, UnavailableError
 from felix.storage.disk import DiskFiles
 from felix.storage.memory import MemoryDisk
-from felix.storage.port import Files, write_all
+from felix.storage.port import Files, is_exhausted, is_full, write_all
 from felix.storage.small_file import create_durably, load_checked, read_file, save_checked
 
 NEW = os.O_RDWR | os.O_CREAT
@@ -209,3 +209,21 @@ def test_a_folder_is_locked_on_a_full_disk_and_nobody_has_it_after_a_start_that_
         DiskFiles().lock(tmp_path / "data")
     lock.release()
     DiskFiles().lock(tmp_path / "data").release()
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EMFILE])
+def test_a_file_whose_name_could_not_be_synced_is_not_said_to_lack_room(error: int) -> None:
+    """Whoever hears of a full disk, or of too few descriptors, goes on as if nothing had been made."""
+    disk = MemoryDisk()
+    files = disk.mount()
+
+    def fail(call: str, path: Path) -> None:
+        if call == "sync_folder":
+            raise OSError(error, os.strerror(error), str(path))
+
+    disk.on_call = fail
+    with pytest.raises(OSError, match="could not be synced") as caught:
+        save_checked(files, Path("/one"), b"new")
+    assert not is_full(caught.value) and not is_exhausted(caught.value)
+    disk.on_call = None
+    assert load_checked(files, Path("/one")) == b"new"
