@@ -708,16 +708,21 @@ def drawn(play: Play, rounds: int, only: Sequence[str]) -> list[str]:
 
 async def run(play: Play, rounds: int, only: Sequence[str]) -> None:
     pauses: dict[str, list[float]] = defaultdict(list)
-    async with play.going_on():
-        for number, name in enumerate(drawn(play, rounds, only)):
-            began = time.monotonic()
-            pause = await play.round(name)
-            pauses[name].append(pause)
-            took = time.monotonic() - began
-            print(
-                f"{number + 1}/{rounds} {name}: {pause:.1f} s without an acknowledgement, {took:.1f} s in all",
-                flush=True,
-            )
+    try:
+        async with play.going_on():
+            for number, name in enumerate(drawn(play, rounds, only)):
+                began = time.monotonic()
+                pause = await play.round(name)
+                pauses[name].append(pause)
+                took = time.monotonic() - began
+                print(
+                    f"{number + 1}/{rounds} {name}: {pause:.1f} s without an acknowledgement, {took:.1f} s in all",
+                    flush=True,
+                )
+    finally:
+        # A process whose writes wait does not end, also where it is killed.
+        for machine in play.brokers.values():
+            machine.go_on()
     for name, found in sorted(pauses.items()):
         print(
             f"{name}: {len(found)} times, pause {statistics.median(found):.1f} s, at most {max(found):.1f} s"
