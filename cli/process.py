@@ -21,7 +21,7 @@ from typing import IO, Any, Final, NamedTuple
 from felix.errors import Code, RequestError, UnavailableError
 from felix.storage.port import is_full
 
-START_TIMEOUT_S = 30.0
+START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
 FAILURE: Final = "felix: "
 """What the line begins with that says why a command failed; its hint, then its code, stand below, as far in."""

@@ -56,7 +56,7 @@ LOG_BYTES_MAX: Final = 4 << 20
 LOOK_S: Final = 0.05
 FOLLOW_S: Final = 1.0
 """How often the parent looks whether region.yaml is another one."""
-OTHERS_S: Final = START_TIMEOUT_S * 2 / 3
+OTHERS_S: Final = START_TIMEOUT_S / 2
 """How long the brokers that serve wait for the others before the region is said to serve: less than who started the parent waits for that."""
 ETCD_PORT: Final = 2379
 OWN_ETCD_ENDS_S: Final = 10.0
