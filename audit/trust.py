@@ -132,6 +132,12 @@ class RegionTrust:
         ]
         return (*policy, *receipt)
 
+    def named_sizes(self, origin: str) -> tuple[int, ...]:
+        """How many leaves one of its logs had at least, by what its bundle says of keys: where those of the log changed, and where policy and receipt keys ended in it."""
+        ends = (end.size for keys in self.bundle.former if (end := keys.end_in(origin)) is not None)
+        begins = (key.from_size for key in self.bundle.audit_keys if (key.role, key.name) == ("log", origin))
+        return (*ends, *begins)
+
     def log_keys(self, origin: str) -> tuple[VerifierKey, ...]:
         """The keys of one of its logs: one for each algorithm, and those that signed before. Raises TamperError where it names none."""
         found = tuple(key for key in self.logs if key.name == origin)
@@ -252,6 +258,8 @@ class LogTrust:
     """further keys that the bundle names for the log, and the policy does not list"""
     of_regions: Mapping[VerifierKey, str] = field(default_factory=dict)
     """the other regions' own witnesses, by region: what they cosigned their region has seen, also where a policy counts others alone"""
+    size_min: int = 0
+    """leaves that the log had at least, by its own region's bundle (`RegionTrust.named_sizes`): one with fewer is of before"""
 
     @property
     def region(self) -> str:
@@ -413,6 +421,7 @@ class Trust:
             self._policy,
             unlisted,
             self._witnesses_of_others(parsed.region),
+            max(own.named_sizes(origin), default=0),
         )
 
     def _listed(self, origin: str, keys: tuple[VerifierKey, ...]) -> tuple[VerifierKey, ...]:

@@ -98,6 +98,7 @@ UNCOSIGNED: Final = "not-cosigned"
 """Kinds of notices."""
 OVER_BUDGET: Final = "crossed-over-budget"
 PIN_FAILS: Final = "pin-does-not-hold"
+BEFORE_CHANGE: Final = "before-change-of-keys"
 """Kinds of findings that have a name."""
 
 
@@ -413,6 +414,16 @@ class _Run:
         self, signed: SignedCheckpoint, remembered: tuple[bytes, ...], cosignatures_min: int
     ) -> None:
         report = self._report
+        if size_min := self._log.size_min:
+            report.steps[1].checked += 1
+            if report.size < size_min:
+                report.find(
+                    2,
+                    f"The log was rolled back, or this is a copy of before: its region's bundle says that keys changed at {size_min} leaves of it, "
+                    f"now there are {report.size}.",
+                    path=CHECKPOINT_PATH,
+                    name=BEFORE_CHANGE,
+                )
         self._count(signed)
         counted = [signed]
         of_log = notes_of(remembered, signed.checkpoint.origin)

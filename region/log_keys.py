@@ -276,7 +276,7 @@ def _change_copied(
             without=without,
             log=log,
             remembered=list(known_checkpoints(files.origin, bundle, remembered)),
-            sizes=list(named_sizes(files.origin, bundle)),
+            sizes=list(RegionTrust(bundle).named_sizes(files.origin)),
         )
         store.require_stopped()
         key = _word_key(files, ended)
@@ -435,7 +435,7 @@ def _end_log(
     if not _are_here(files, ended):
         raise _not_here(files, bundle)
     reached = tuple(note for _, note in _holding(files.origin, bundle, remembered))
-    known = 0 if as_it_is else max(named_sizes(files.origin, bundle), default=0)
+    known = 0 if as_it_is else max(RegionTrust(bundle).named_sizes(files.origin), default=0)
     try:
         return _sign_on(files, bundle, new.verify_key.public, now_ms, reached, known)
     except RolledBackError as error:
@@ -504,7 +504,7 @@ def _signed_size(files: _Files, bundle: RegionBundle, remembered: Iterable[bytes
     try:
         checkpoints = known_checkpoints(files.origin, bundle, remembered)
         last = max(checkpoints, key=lambda each: each.size, default=None)
-        known = max(named_sizes(files.origin, bundle), default=0)
+        known = max(RegionTrust(bundle).named_sizes(files.origin), default=0)
         if last is None or last.size < known:
             raise RequestError(
                 f"The largest checkpoint at hand of the log {files.origin} has {0 if last is None else last.size:,} leaves, and the bundle says that it had {known:,}.",
@@ -564,12 +564,6 @@ def _opening(keys: tuple[VerifierKey, ...], notes: Iterable[bytes]) -> Iterator[
     for note in notes:
         with suppress(TamperError):
             yield open_checkpoint(note, keys).checkpoint, note
-
-
-def named_sizes(origin: str, bundle: RegionBundle) -> Iterator[int]:
-    """How many leaves the log had at least, by what the bundle says of keys."""
-    yield from (end.size for keys in bundle.former for end in keys.ends if end.log == origin)
-    yield from (key.from_size for key in bundle.audit_keys if _is_of(key, origin))
 
 
 def _has_rotated(files: _Files, public: bytes, size: int) -> bool:

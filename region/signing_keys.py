@@ -60,7 +60,7 @@ from region.bundle_room import require_room
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.held_document import digest_of
-from region.log_keys import append_waiting, named_sizes
+from region.log_keys import append_waiting
 from region.signing_key_leaves import (
     NEVER_CHANGED,
     ROLES,
@@ -341,7 +341,7 @@ def _known_sizes(
 ) -> Iterator[int]:
     """How many leaves a log had, by checkpoints that are at hand and by what the bundle says of its keys."""
     yield from (end.size for end in given if end.log == origin)
-    yield from named_sizes(origin, bundle)
+    yield from RegionTrust(bundle).named_sizes(origin)
     # Under whichever keys: a folder of before a change of the log's keys has not the bundle that names them.
     yield from map(claimed_size, notes_of(remembered, origin))
 

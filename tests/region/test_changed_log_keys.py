@@ -24,9 +24,10 @@ from audit.tile import MemoryFiles, bundle_path, encode_bundle, read_entries, ti
 from audit.tile_disk import Folder
 from audit.trail import Trail
 from audit.trust import RegionTrust, Trust
-from audit.verify import verify_log
+from audit.verify import BEFORE_CHANGE, verify_log
 from audit.witness import DiskWitnessStore, ForkError, MemoryWitnessStore, Witness
 from audit.witness_sqlite import WitnessState, init_witness
+from cli.main import app as main_app
 from cli.region import app
 from felix.errors import FelixError, RequestError, TamperError
 from keys.bundle import AuditKey, FormerKeys, KeyEnd, RegionBundle, check_update, decode_bundle, sign_bundle
@@ -184,9 +185,40 @@ async def test_no_key_signs_what_is_another_ones(home: Home) -> None:
     opened = home.trust().log(home.origin).open(both.read("checkpoint") or b"")
     assert {by.key for by in opened.signed} == {signer.key for signer in new}
     # What both may sign is one size, and the one that says nothing: a copy that a broker begins with has no leaves, whichever key signs by then.
-    for told in (leaves, leaves[:0]):
-        for signers in (old, new):
-            assert verify_log(forged(home.origin, told, signers), home.trust(), cosignatures_min=0).ok
+    for signers in (old, new):
+        assert verify_log(forged(home.origin, leaves, signers), home.trust(), cosignatures_min=0).ok
+        empty = forged(home.origin, leaves[:0], signers)
+        assert home.trust().log(home.origin).open(empty.read("checkpoint") or b"").checkpoint.size == 0
+        found = verify_log(empty, home.trust(), cosignatures_min=0).findings
+        assert [(each.step, each.name) for each in found] == [(2, BEFORE_CHANGE)]
+
+
+@pytest.mark.parametrize("changed", ["log keys", "signing keys"])
+async def test_a_log_of_before_a_change_of_keys_does_not_verify_by_the_bundle_that_says_so(
+    home: Home, tmp_path: Path, changed: str
+) -> None:
+    """Whole, and nobody who cosigned more is at hand: its own region's bundle says how long it was."""
+    home.cosigned()
+    shutil.copytree(home.log, tmp_path / "before")
+    if changed == "log keys":
+        size = change_log_keys(home.folder, home.config, NOW).size
+    else:
+        await home.append()
+        change_signing_keys(home.folder, home.config, NOW, say_again=True)
+        size = max(RegionTrust(home.bundle()).named_sizes(home.origin))
+    shutil.rmtree(home.root / "eu-west" / "data" / "witness")
+    bundles = [
+        word
+        for name in ("us-east", "eu-west")
+        for word in ("--bundle", str(home.root / name / "bundle.json"))
+    ]
+    for path, code in ((tmp_path / "before", 5), (home.log, 0)):
+        said = CliRunner().invoke(main_app, ["audit", "verify", str(path), *bundles, "--cosignatures", "0"])
+        assert said.exit_code == code, said.output
+        assert (f"keys changed at {size} leaves of it" in " ".join(said.output.split())) == (code == 5)
+    for cosignatures in (0, 1):
+        report = verify_log(Folder(tmp_path / "before"), home.trust(), cosignatures_min=cosignatures)
+        assert [(each.step, each.name) for each in report.findings] == [(2, BEFORE_CHANGE)]
 
 
 async def test_a_log_of_one_process_that_goes_on_as_copies_says_its_change_once_more(
