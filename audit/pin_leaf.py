@@ -20,17 +20,20 @@ from keys.pin import SignedPin
 
 PINNED: Final = "pinned"
 """The action of such a leaf."""
+WITHDRAWN: Final = "pin-withdrawn"
+"""And of one whose pin ends the trust."""
 _FINGERPRINT: Final = re.compile(r"[0-9a-f]{4}(?: [0-9a-f]{4})+")
 
 
 def is_pinned(header: Header) -> bool:
-    """Whether the leaf says that a bundle was compared."""
-    return header.kind is Kind.KEY and header.action == PINNED
+    """Whether the leaf has a pin: it says that a bundle was compared, or that its region is not trusted any more."""
+    return header.kind is Kind.KEY and header.action in (PINNED, WITHDRAWN)
 
 
 def pin_leaf(pin: SignedPin, *, time_ms: int, actor: str) -> Leaf:
     """The leaf of a pin, in the log of the region that compared. `actor`: who put it (SPIFFE id)."""
     bundle, document = pin.bundle, pin.encode()
+    said = "is not trusted any more; it was" if pin.is_withdrawn else "is trusted"
     return Leaf(
         Header(
             kind=Kind.KEY,
@@ -39,9 +42,9 @@ def pin_leaf(pin: SignedPin, *, time_ms: int, actor: str) -> Leaf:
             source_region=pin.pin.by,
             destination_region=pin.pin.by,
             actor=actor,
-            action=PINNED,
+            action=_action(pin),
             key_id=_key_id(bundle),
-            sentence=f"{bundle.region} is trusted by the bundle with the fingerprint {bundle.fingerprint()}.",
+            sentence=f"{bundle.region} {said} by the bundle with the fingerprint {bundle.fingerprint()}.",
             document=b"" if stands_beside(document) else document,
             document_sha256=sha256(document).digest(),
         )
@@ -52,9 +55,15 @@ def differences(header: Header, pin: SignedPin) -> list[str]:
     """In what a leaf differs from its pin. Of its sentence the fingerprint counts, and no other may stand there."""
     bundle = pin.bundle
     found = [] if header.key_id == _key_id(bundle) else ["key_id"]
+    if header.action != _action(pin):
+        found.append("action")
     if _FINGERPRINT.findall(header.sentence) != [bundle.fingerprint()]:
         found.append("the fingerprint in its sentence")
     return found
+
+
+def _action(pin: SignedPin) -> str:
+    return WITHDRAWN if pin.is_withdrawn else PINNED
 
 
 def _key_id(bundle: RegionBundle) -> bytes:

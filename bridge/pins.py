@@ -56,7 +56,14 @@ class Pins:
             if held is not None and held.is_at_least(pin):
                 self._tell_conflict(region, held, pin)
                 continue
-            log.info("%s is trusted as %s compared it last", region, own.region)
+            if pin.is_withdrawn:
+                log.warning(
+                    "%s does not trust %s any more: nothing crosses; take it out of this bridge's destinations",
+                    own.region,
+                    region,
+                )
+            else:
+                log.info("%s is trusted as %s compared it last", region, own.region)
             try:
                 _keep(pin, self._trusted[region])
             except OSError as error:

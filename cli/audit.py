@@ -105,12 +105,14 @@ def _policy(file: Path) -> WitnessPolicy:
 
 
 def _trusted(bundles: list[Path] | None) -> Trust:
+    from region.trusted_bundles import former_bundles
+
     if bundles:
         return Trust.of(decode_bundle(read_file(path, "The bundle")).bundle for path in bundles)
     found: dict[str, RegionBundle] = {}
     for region in known_regions():
         folder = RegionFolder.of(region)
-        held = known_bundles(folder)
+        held = {**former_bundles(folder), **known_bundles(folder)}
         _require_as_brokers(region, folder, held)
         for name, bundle in held.items():
             found[name] = _newest(found.get(name, bundle), bundle)

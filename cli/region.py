@@ -43,6 +43,7 @@ from cli.setting import (
 )
 from cli.to_cluster import to_cluster
 from cli.trust import ended_in_words, offer, trust
+from cli.untrust import untrust
 from felix.address import Address
 from felix.collector import start_kept
 from felix.errors import Code, FelixError, RequestError, TamperError, UnavailableError
@@ -63,6 +64,7 @@ if TYPE_CHECKING:  # the broker itself is loaded by the command that runs it
 app = typer.Typer(no_args_is_help=True)
 app.command("offer")(offer)
 app.command("trust")(trust)
+app.command("untrust")(untrust)
 app.command("drain")(drain)
 app.command("undrain")(undrain)
 app.command("rebalance")(rebalance)

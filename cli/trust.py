@@ -159,13 +159,13 @@ def _believe(
 
     other, own, has_key = received.bundle.bundle, own_bundle(folder), folder.policy_key.exists()
     pin = read_pin(folder, own, other.region)
-    if not has_key and pin is not None and not continues(pin.bundle, received.bundle):
+    if not has_key and pin is not None and (pin.is_withdrawn or not continues(pin.bundle, received.bundle)):
         raise RequestError(
-            f"{other.region} is trusted by a pin that {config.region} signed, and there is no policy key in {folder.secrets} to sign another one.",
+            f"{other.region} is {'trusted no more' if pin.is_withdrawn else 'trusted'} by a pin that {config.region} signed, and there is no policy key in {folder.secrets} to sign another one.",
             code=Code.CONFLICT,
             hint="Run it on the machine that has the key; all brokers and agents learn of it.",
         )
-    before = _Stood.read(
+    before = Stood.read(
         *(folder.trusted / f"{other.region}.json", folder.pin(other.region), folder.offer(other.region))
     )
     # Pinned first: the broker takes what was compared, whatever it trusted before.
@@ -186,26 +186,27 @@ def _believe(
         return
     taken: list[PutDocument] = []
     try:
-        run(_put(config.region, documents, taken))
+        run(put_documents(config.region, documents, taken))
     except FelixError as error:
         if error.told and not taken and not isinstance(error, UnavailableError):
             # The brokers go by something else: so does this folder, and the agents that read it.
             before.put_back()
         if error.told:
             raise
-        raise _not_told(folder, config.region, error) from error
+        raise not_told(folder, config.region, error) from error
 
 
-class _Stood(NamedTuple):
+class Stood(NamedTuple):
     """Files of a folder as they stood; None for one that was not there."""
 
     files: dict[Path, bytes | None]
 
     @classmethod
-    def read(cls, *paths: Path) -> _Stood:
+    def read(cls, *paths: Path) -> Stood:
         return cls({path: path.read_bytes() if path.exists() else None for path in paths})
 
     def put_back(self) -> None:
+        """As they stood."""
         for path, data in self.files.items():
             if data is None:
                 path.unlink(missing_ok=True)
@@ -213,7 +214,8 @@ class _Stood(NamedTuple):
                 replace_file(path, data, PUBLIC)
 
 
-def _not_told(folder: RegionFolder, region: str, error: FelixError) -> FelixError:
+def not_told(folder: RegionFolder, region: str, error: FelixError) -> FelixError:
+    """For what a folder has, and no broker was told."""
     kind = UnavailableError if isinstance(error, UnavailableError) else RequestError
     return kind(
         f"What was compared is in {folder.trusted}, and no broker of {region} was told yet. {error.sentence}",
@@ -225,7 +227,7 @@ def _not_told(folder: RegionFolder, region: str, error: FelixError) -> FelixErro
 
 def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
     """Hand over what this folder's pins say, where the brokers go by earlier ones, and take theirs where those are later. Raises UnavailableError."""
-    from region.trusted_bundles import keep_pin, signed_pins
+    from region.trusted_bundles import former_bundles, keep_pin, signed_pins
 
     own = own_bundle(folder)
     held = {pin.bundle.region: pin for pin in signed_pins(folder, own)}
@@ -237,7 +239,7 @@ def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
         for name, pin in held.items()
         if name not in conflicts and (name not in there or pin.is_at_least(there[name]))
     ]
-    run(_put(config.region, [PutDocument("pin", pin.encode()) for pin in given]))
+    run(put_documents(config.region, [PutDocument("pin", pin.encode()) for pin in given]))
     taken = [pin for name, pin in there.items() if name not in held or not held[name].is_at_least(pin)]
     for pin in taken:
         keep_pin(folder, pin)
@@ -252,13 +254,11 @@ def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
         print_json(trusted, kind="TrustedRegion")
         return
     for pin in given:
-        out.print(
-            f"the brokers of {config.region} were told of {pin.bundle.region}, fingerprint {pin.bundle.fingerprint()}"
-        )
+        out.print(f"the brokers of {config.region} were told of {_pinned_in_words(pin)}")
     for pin in taken:
-        out.print(
-            f"{folder.trusted} has {pin.bundle.region} as the brokers do, fingerprint {pin.bundle.fingerprint()}"
-        )
+        out.print(f"{folder.trusted} has {_pinned_in_words(pin)}, as the brokers do")
+    for name in former_bundles(folder):
+        note(f"{name} is not trusted any more; what it signed until then verifies.")
     if not given and not taken:
         note(f"neither {folder.trusted} nor the brokers of {config.region} have a signed pin.")
     if regions := _trusted(folder, own):
@@ -270,6 +270,11 @@ def _exchange(folder: RegionFolder, config: RegionConfig) -> None:
                 for each in regions
             ],
         )
+
+
+def _pinned_in_words(pin: SignedPin) -> str:
+    told = "not trusted any more" if pin.is_withdrawn else f"fingerprint {pin.bundle.fingerprint()}"
+    return f"{pin.bundle.region}, {told}"
 
 
 def _in_conflict(folder: RegionFolder, region: str, others: Sequence[str]) -> RequestError:
@@ -528,7 +533,7 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
     The fingerprint says nothing of bridges' logs. Where one that is trusted has another key now, or a new one the key of somebody else,
     the whole bundle's is compared. `known`: whose keys are known here.
     """
-    from region.trusted_bundles import is_pinned_before
+    from region.trusted_bundles import is_pinned_before, is_withdrawn
 
     new = signed.bundle
     held = _held(folder, new.region)
@@ -556,6 +561,8 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
         changed = (
             f" {own.region} changed its policy key, and no pin of {new.region} here is under the one of now."
         )
+    elif is_withdrawn(folder, new.region):
+        changed = f" {own.region} took its trust in {new.region} back."
     elif held is not None:
         try:
             if held != new:
@@ -579,8 +586,10 @@ def _compare(folder: RegionFolder, signed: SignedBundle, fingerprint: str, known
     return True
 
 
-async def _put(region: str, documents: Sequence[PutDocument], taken: list[PutDocument] | None = None) -> None:
-    """`taken`: gets those that a broker took."""
+async def put_documents(
+    region: str, documents: Sequence[PutDocument], taken: list[PutDocument] | None = None
+) -> None:
+    """Hand these to a broker of the region. `taken`: gets those that it took. Raises what it is refused with."""
     async with connect(region) as client:
         for each in documents:
             await client.request(each)

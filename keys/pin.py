@@ -1,7 +1,8 @@
 """A region's pin of another one: the bundle that its operator compared, signed with this region's own policy key.
 
 It stands in the metadata store, where every broker of the region reads it: whom a region trusts is compared once, and whoever
-administers the store can add nobody (region.governance.trusted_regions). The file is JSON as a bundle is. The signature is Ed25519, for
+administers the store can add nobody (region.governance.trusted_regions). A later one that is `withdrawn` ends the trust: it names the bundle by which
+what the other region signed until then still verifies. The file is JSON as a bundle is. The signature is Ed25519, for
 the purpose `region-pin`, over the body as JSON with sorted names. Pure.
 """
 
@@ -30,11 +31,17 @@ class Pin(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True)
     """What the region `by` of `mesh` compared. Of two pins of one region under policy keys that `by` has now the later holds: that with the
     higher `number`, in milliseconds since 1970; 1 where nobody compared when it was signed. The numbers of a key that it gave up count no more."""
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
     by: str
     mesh: str
     number: Annotated[int, msgspec.Meta(ge=1, le=NUMBER_MAX)]
     bundle: SignedBundle
+    withdrawn: Literal[True] | msgspec.UnsetType = msgspec.UNSET
+    """of format 2: the region is not trusted from here on, until it is compared again"""
+
+    def __post_init__(self) -> None:
+        if (self.format == 2) != (self.withdrawn is True):
+            raise ValueError("a pin of format 2 is withdrawn, and no other one is")
 
     def signed_bytes(self) -> bytes:
         """What the signature is over."""
@@ -52,6 +59,11 @@ class SignedPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """What is pinned."""
         return self.pin.bundle.bundle
 
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether it says that the region is not trusted any more."""
+        return self.pin.withdrawn is True
+
     def holds_under(self, policy_keys: Iterable[bytes]) -> bool:
         """Whether one of these public keys signed it."""
         message = self.pin.signed_bytes()
@@ -62,10 +74,12 @@ class SignedPin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.pin.number >= other.pin.number
 
     def conflicts_with(self, other: SignedPin) -> bool:
-        """Whether neither is later, as of two that nobody compared, and yet they pin bundles of which none follows the other without comparing. Both hold
-        under policy keys that the region has now, and are of one region."""
+        """Whether neither is later, as of two that nobody compared, and yet they pin bundles of which none follows the other without comparing, or one of them
+        ends the trust. Both hold under policy keys that the region has now, and are of one region."""
         mine, theirs = self.pin.bundle, other.pin.bundle
-        return self.pin.number == other.pin.number and not (
+        if self.pin.number != other.pin.number:
+            return False
+        return self.is_withdrawn != other.is_withdrawn or not (
             continues(mine.bundle, theirs) or continues(theirs.bundle, mine)
         )
 
@@ -113,6 +127,11 @@ def parse_pin(data: bytes, region: str, mesh: str) -> SignedPin:
     # 3. the bundle's own signature
     check_holds(pin.bundle)
     return signed
+
+
+def read_unverified(data: bytes) -> SignedPin:
+    """A pin by its shape alone, whoever signed it. Raises RequestError."""
+    return _decode(data)
 
 
 def not_signed(pin: SignedPin) -> TamperError:

@@ -380,6 +380,25 @@ def trust_region(
     return made
 
 
+def withdraw_trust(folder: RegionFolder, region: str, now_ms: int) -> SignedPin:
+    """Sign, and keep in the folder, that another region is not trusted any more. Its bundle stays, for what it signed until now. A running broker must be
+    notified separately (PutDocument "pin"). Raises RequestError(NOT_FOUND) where the folder has no bundle of it; then nothing was stored."""
+    path = folder.trusted / f"{region}.json"
+    if not path.exists():
+        raise RequestError(
+            f"{folder.root.name} trusts no region {region}: there is no {path}.",
+            code=Code.NOT_FOUND,
+            hint=f"Where its brokers trust it, felix region trust --region {folder.root.name} takes what they go by into this folder.",
+        )
+    own, signed = decode_bundle(folder.bundle.read_bytes()).bundle, decode_bundle(path.read_bytes())
+    before = read_pin(folder, own, region)
+    number = max(now_ms, before.pin.number + 1 if before else 0)
+    pin = Pin(format=2, by=own.region, mesh=own.mesh, number=number, bundle=signed, withdrawn=True)
+    made = sign_pin(pin, load_signing_key(folder.policy_key))
+    replace_file(folder.pin(region), made.encode(), PUBLIC)
+    return made
+
+
 def _sign_pin(folder: RegionFolder, signed: SignedBundle, compared_ms: int | None) -> SignedPin | None:
     """The pin of a bundle that people compared then, later than the one in the folder; None: of one that was trusted already, unless that has one."""
     own = decode_bundle(folder.bundle.read_bytes()).bundle

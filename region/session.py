@@ -726,6 +726,16 @@ class ClientSession:
 
     def rights_changed(self) -> None:
         """This identity's rights have changed: end at once what they no longer allow."""
+        assert self.identity is not None, "asked of sessions that are authenticated"
+        if not self.services.governance.trusts(self.identity.region):
+            self.fail(
+                RequestError(
+                    f"{self.broker.region} does not trust {self.identity.region} any more.",
+                    code=Code.WRONG_REGION,
+                    hint=f"Ask the operator of {self.broker.region}.",
+                )
+            )
+            return
         if not self._is_wide:
             self._open_windows()
         for stream_id, role in list(self._roles.items()):

@@ -9,7 +9,7 @@ from pathlib import Path
 from felix.errors import Code, FelixError, RequestError
 from felix.files import PUBLIC, replace_file
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
-from keys.pin import SignedPin, continues, decode_pin, parse_pin
+from keys.pin import SignedPin, continues, decode_pin, parse_pin, read_unverified
 from region.config import RegionConfig
 from region.folder import RegionFolder
 from region.metadata.catalog import Catalog
@@ -49,14 +49,37 @@ def _read_bundle(path: Path) -> SignedBundle:
 
 
 def pinned_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
-    """Other regions' bundles as an operator put them into the folder. Blocks."""
+    """Other regions' bundles as an operator put them into the folder, without those whose trust was taken back. Blocks."""
+    return {name: bundle for name, bundle in _bundles(folder).items() if not is_withdrawn(folder, name)}
+
+
+def former_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
+    """Bundles of regions whose trust was taken back: what they signed until then verifies by them, and nothing else is done by them. Blocks."""
+    return {name: bundle for name, bundle in _bundles(folder).items() if is_withdrawn(folder, name)}
+
+
+def _bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
     return {signed.bundle.region: signed.bundle for signed in trusted_files(folder)}
+
+
+def is_withdrawn(folder: RegionFolder, region: str) -> bool:
+    """Whether the folder's pin of a region says that it is not trusted any more, also where this region has changed its policy key since. Blocks."""
+    pin = _parse_file(folder.pin(region))
+    return pin is not None and pin.is_withdrawn
 
 
 def signed_pins(folder: RegionFolder, own: RegionBundle) -> list[SignedPin]:
     """The signed pins in the folder that hold. Blocks."""
-    found = (read_pin(folder, own, region) for region in pinned_bundles(folder))
+    found = (read_pin(folder, own, region) for region in _bundles(folder))
     return [pin for pin in found if pin is not None]
+
+
+def _parse_file(path: Path) -> SignedPin | None:
+    """A pin of this folder, whoever signed it; None where there is none that can be read."""
+    try:
+        return read_unverified(_read(path)) if path.exists() else None
+    except FelixError:
+        return None
 
 
 def read_pin(folder: RegionFolder, own: RegionBundle, region: str) -> SignedPin | None:
@@ -118,10 +141,14 @@ async def _offer(put: Coroutine[None, None, int], mirror: CatalogMirror) -> None
 
 
 async def put_pin(pin: SignedPin, catalog: Catalog, mirror: CatalogMirror) -> int:
-    """Put a verified pin into the catalog, then its bundle, unless a successor that needs no comparing stands there. Returns the revision
-    that has both. Raises RequestError(CONFLICT)."""
+    """Put a verified pin into the catalog, then its bundle, unless a successor that needs no comparing stands there; of one that ends the trust, take
+    the bundle out. Returns the revision that has both. Raises RequestError(CONFLICT)."""
     region, held = pin.bundle.region, mirror.trusted()
     revision = await catalog.put_pin(region, pin.encode(), revision=mirror.pin_revision(region))
+    if pin.is_withdrawn:
+        # Brokers of an earlier release cannot read the pin, and trust nobody whose bundle is not there.
+        await catalog.delete_trusted(region)
+        return revision
     if not _is_followed(pin.bundle, held.get(region)):
         bundle = pin.pin.bundle.encode()
         revision = await catalog.put_trusted(region, bundle, revision=mirror.trusted_revision(region))

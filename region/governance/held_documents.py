@@ -103,8 +103,11 @@ class HeldDocuments:
         self._lost = None
         documents: list[Document] = []
         self._counting = set()
+        withdrawn = self._regions.withdrawn
         for held in parsed.values():
             if held.lasts:
+                continue
+            if held.document.region in withdrawn:
                 continue
             if held.document.region not in self._regions.bundles:
                 log.error("a document of %s is not believed: the region is not trusted", held.document.region)

@@ -295,22 +295,26 @@ class DocumentIntake:
         region = pin.bundle.region
         if not self._regions.is_later(pin):
             held = self._regions.pin_of(region)
-            if pin == held or self._regions.bundles.get(region) == pin.bundle:
+            is_same = self._regions.bundles.get(region) == pin.bundle and not pin.is_withdrawn
+            if pin == held or is_same:
                 later = pin if held is None else held
                 if number_of(self._mirror.pins().get(region), self._own) < later.pin.number:
                     # The store lost it, or it is of a key that this region gave up: a broker that begins anew would believe nobody.
                     await self._judgement.follow_to(await put_pin(later, self._catalog, self._mirror))
-                return f"{region} is trusted already."
+                return f"{region} is {'not trusted any more' if pin.is_withdrawn else 'trusted'} already."
             raise RequestError(
-                f"{self._own.region} has compared another bundle of {region}, or this one, later than this pin says.",
+                f"{self._own.region} has compared another bundle of {region}, or this one, later than this pin says, or took its trust back.",
                 code=Code.CONFLICT,
                 hint=f"felix region trust --region {self._own.region} takes what was compared later. If this is the bundle to trust, compare it again "
                 "after that: felix region trust FILE --fingerprint ….",
             )
-        self._regions.check_new(pin.pin.bundle)
+        if not pin.is_withdrawn:
+            self._regions.check_new(pin.pin.bundle)
         self._judgement.pin_leaves.name_actor(pin, actor)
         await self._judgement.follow_to(await put_pin(pin, self._catalog, self._mirror))
         await self._judgement.pin_leaves.wait(pin)
+        if pin.is_withdrawn:
+            return f"{region} is not trusted any more."
         return f"{region} is trusted, fingerprint {pin.bundle.fingerprint()}."
 
     async def _put_approval(self, actor: SpiffeId, approval: Approval) -> str:

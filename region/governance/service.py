@@ -245,6 +245,10 @@ class Governance:
             *self._judgement.regions.problems.values(),
         ]
 
+    def trusts(self, region: str) -> bool:
+        """Whether identities of this region may have sessions here: its own, and regions whose trust was not taken back."""
+        return region not in self._judgement.regions.withdrawn
+
     def trust_of(self, region: str) -> RegionTrust:
         """The signing keys of a trusted region. Raises RequestError(NOT_FOUND)."""
         return self._judgement.regions.of(region)

@@ -7,6 +7,9 @@ Whose bundle a region is by, people compare; what stands in the store is believe
 
 What this broker believes by a pin it keeps with that pin, as it was signed: so it can put it back where the store has an earlier one or none.
 
+A pin may say that a region is trusted no more (`withdrawn`): then its bundle stays known, for what it forbade, and it is none of `bundles`: nobody of it comes in,
+and nothing that it signs allows anything, until a later pin is compared.
+
 Invariants: a bundle gives way only to a later pin, to one that an operator put into the folder of a region without a signed pin, or to its own successor
 (keys.bundle.check_update); no pin gives way to an earlier one, also over a restart (region.trust_store), save that one under a policy
 key which this region gave up gives way to any that was compared under a key of now; of two pins of one number with bundles of which none follows the
@@ -53,6 +56,11 @@ class Believed(msgspec.Struct, frozen=True):
     @classmethod
     def by(cls, pin: SignedPin) -> Believed:
         return cls(pin.bundle, pin.pin.number, pin)
+
+    @property
+    def is_withdrawn(self) -> bool:
+        """Whether an operator took the trust back; also by a key that this region gave up since."""
+        return self.pin is not None and self.pin.is_withdrawn
 
     @property
     def present(self) -> SignedPin | None:
@@ -200,7 +208,8 @@ class TrustedRegions:
             return held.number > 0
         same = (held.bundle, None if held.pin is None else held.pin.bundle)
         is_earlier = held.is_former or there.pin.number < held.number
-        return is_earlier and not held.gives_way(there) and there.bundle not in same
+        is_same = there.bundle in same and there.is_withdrawn == held.is_withdrawn
+        return is_earlier and not held.gives_way(there) and not is_same
 
     def _stored_pin(self, region: str) -> SignedPin | None:
         stored = self._pins.get(region)
@@ -219,6 +228,8 @@ class TrustedRegions:
     def _goes_by(self, signed: SignedBundle) -> bool:
         """Whether this broker believes a bundle, or would if it came."""
         held = self._believed.get(signed.bundle.region)
+        if held is not None and held.is_withdrawn:
+            return False
         try:
             if held is not None and held.bundle != signed.bundle:
                 self.check_update(held.bundle, signed)
@@ -248,6 +259,11 @@ class TrustedRegions:
         """The pin by which this broker believes a region; None where it goes by none of a policy key of now."""
         held = self._believed.get(region)
         return None if held is None else held.present
+
+    @property
+    def withdrawn(self) -> frozenset[str]:
+        """Regions whose trust an operator took back."""
+        return frozenset(region for region, held in self._believed.items() if held.is_withdrawn)
 
     def _lagging_pins(self) -> dict[str, str]:
         """What a person has to know about regions of which the store has an earlier pin, or none any more."""
@@ -281,6 +297,8 @@ class TrustedRegions:
                 log.error("the metadata store holds a bundle of %s itself; it is not believed", region)
                 continue
             believed = self._believed.get(region)
+            if believed is not None and believed.is_withdrawn:
+                continue
             held = None if believed is None else believed.bundle
             trust: RegionTrust | None = None
             try:
