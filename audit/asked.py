@@ -1,7 +1,7 @@
 """What one witness was asked about one log, and when it is asked again. Pure; times in ms of any clock that does not go back.
 
 An answer counts for what the log then shows: a line of each key that the witness is known by. While it lacks one, the witness is asked about the same
-checkpoint again after a pause that doubles up to PAUSE_MS_MAX, and about another checkpoint at once. Callers: audit.submission, bridge.region_log.
+checkpoint again after a pause that doubles up to PAUSE_MS_MAX (of a region's own witness, REGION_PAUSE_MS_MAX), and about another checkpoint at once. Callers: audit.submission, bridge.region_log.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from felix.errors import FelixError, TamperError
 PAUSE_MS: Final = 3_000
 """After the first answer about a checkpoint that lacked something; doubled with each further one."""
 PAUSE_MS_MAX: Final = 60_000
+REGION_PAUSE_MS_MAX: Final = 12_000
+"""Of a witness that refuses a log until its people have compared a bundle with the log's new keys: nothing says when that was, and of a log at rest the checkpoint stays the same."""
 
 
 class Asked:
     """One witness, one log. A checkpoint is named by its note's text."""
 
-    __slots__ = ("_again_ms", "_brought", "_error", "_pause_ms", "_text")
+    __slots__ = ("_again_ms", "_brought", "_error", "_pause_ms", "_pause_ms_max", "_text")
 
-    def __init__(self) -> None:
+    def __init__(self, pause_ms_max: int = PAUSE_MS_MAX) -> None:
+        self._pause_ms_max = pause_ms_max
         self._brought = ""
         self._text = ""
         """the checkpoint about which the last answer lacked something"""
@@ -36,7 +39,7 @@ class Asked:
 
     def failed(self, text: str, error: FelixError, now_ms: int) -> None:
         """The answer about this checkpoint does not count, or not whole."""
-        self._pause_ms = min(PAUSE_MS_MAX, 2 * self._pause_ms) if text == self._text else PAUSE_MS
+        self._pause_ms = min(self._pause_ms_max, 2 * self._pause_ms) if text == self._text else PAUSE_MS
         self._text, self._error, self._again_ms = text, error, now_ms + self._pause_ms
 
     def was_brought(self, text: str) -> bool:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from audit.asked import Asked, answered_note, name_keys
+from audit.asked import REGION_PAUSE_MS_MAX, Asked, answered_note, name_keys
 from audit.checkpoint import note_size
 from audit.note import Algorithm, NoteSigner, parse_note
 from audit.origin import egress_origin
@@ -44,6 +44,7 @@ from bridge.link_context import LinkContext, LinkStats
 from bridge.link_worker import LinkWorker, may_run
 from bridge.pins import Pins, list_pins
 from bridge.plan import PlannedLink, Verdict, plan_links
+from bridge.receipted import Receipted
 from bridge.region_log import Askings, check_region_log, cosign_region_log
 from bridge.tracing import CrossingTracing
 from felix.connection import RegionConnection
@@ -258,6 +259,7 @@ class Agent:
             runtime=runtime,
             log_grant=self._log_grant,
             check_history=self._check_history,
+            check_receipts=self._check_receipts,
             require_allowed=self._require_allowed,
             held=self._held,
             notice=self._notice,
@@ -295,6 +297,7 @@ class Agent:
         """The sessions with source and destination in which both regions' logs were compared with what the other cosigned."""
         self._cosigning: dict[str, asyncio.Task[None]] = {}
         self._askings: Askings = {}
+        self._receipted = Receipted(runtime)
         self._shown = DiskWitnessStore(self.paths.egress.with_name("regions"), storage)
         """the newest checkpoints of the regions' own logs that this agent had cosigned"""
         self._uncosigned: dict[str, _Uncosigned] = {}
@@ -528,6 +531,10 @@ class Agent:
                 await check_region_log(endpoint, source, self.config.mesh, self._shown)
                 await check_region_log(source, endpoint, self.config.mesh, self._shown)
                 self._compared[endpoint.region] = sessions
+
+    async def _check_receipts(self, endpoint: RegionEndpoint) -> None:
+        """Raises CorruptionError(ROLLED_BACK) where the region's log has not all that it gave receipts for."""
+        await self._receipted.check(endpoint, self.context.open_trail(), self.context.ledger)
 
     async def _log_grant(self, row: PlannedLink) -> None:
         """All that a link's grant rests on stands in the egress log, durable on return, and both regions were brought what
@@ -823,9 +830,7 @@ class Agent:
             failed += await self._why(f"cosigning with {region}", self._cosign_egress(endpoint, final))
             for of, witness in ((endpoint, source), (source, endpoint)):
                 if endpoint.is_up and source.is_up:
-                    work = cosign_region_log(
-                        of, witness, self.config.mesh, self._askings, self._monotonic_ms(), self._shown
-                    )
+                    work = self._cosign_region_log(of, witness)
                     failed += await self._why(f"cosigning the log of {of.region} by {witness.region}", work)
             if any(failed):
                 held = self._uncosigned.get(region)
@@ -838,6 +843,14 @@ class Agent:
             log.exception("cosigning with %s failed", region)
         finally:
             del self._cosigning[region]
+
+    async def _cosign_region_log(self, of: RegionEndpoint, witness: RegionEndpoint) -> None:
+        if of is not self.context.source and self.context.trail is not None:
+            # Once a log that was put back is cosigned as it goes on, its newest copy is another history.
+            await self._check_receipts(of)
+        await cosign_region_log(
+            of, witness, self.config.mesh, self._askings, self._monotonic_ms(), self._shown
+        )
 
     async def _why(self, what: str, work: Awaitable[None]) -> list[str]:
         """What `work` failed with, as the status shows it: empty where it ends by itself. None where it did not fail."""
@@ -862,6 +875,8 @@ class Agent:
         trail = self.context.trail
         if trail is None:
             return
+        # What is cosigned of a log that was put back keeps its newest copy out for good.
+        self.context.require_not_behind(witness.region)
         connection = witness.connection()
         answer = await connection.request(WitnessedSize(trail.key.name))
         newest = await asyncio.to_thread(trail.publish)
@@ -870,7 +885,7 @@ class Agent:
         if not size:
             return
         text, keys = parse_note(note).text, witness.trust.witnesses
-        asked = self._askings.setdefault((trail.key.name, witness.region), Asked())
+        asked = self._askings.setdefault((trail.key.name, witness.region), Asked(REGION_PAUSE_MS_MAX))
         if answer.size >= size and trail.checkpoints.is_cosigned_by(note, keys):
             asked.stands()
             return

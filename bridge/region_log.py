@@ -13,7 +13,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final
 
-from audit.asked import Asked, answered_note, name_keys
+from audit.asked import REGION_PAUSE_MS_MAX, Asked, answered_note, name_keys
 from audit.checkpoint import Checkpoint, claimed_size
 from audit.errors import RolledBackError
 from audit.note import Note, VerifierKey, check_note, encode_note, parse_note
@@ -110,7 +110,7 @@ async def cosign_region_log(
     UnavailableError(CONFLICT) where others were first RACES_MAX times."""
     origin, keys = region_origin(of.region, mesh), witness.trust.witnesses
     log = f"the audit log of {of.region}"
-    asked = askings.setdefault((origin, witness.region), Asked())
+    asked = askings.setdefault((origin, witness.region), Asked(REGION_PAUSE_MS_MAX))
     known = await _known(of, witness, mesh)
     for _ in range(RACES_MAX):
         answer = await of.connection().request(GetCheckpoint(known.size))

@@ -2,7 +2,8 @@
 
 Invariants: what is `in` the log has a durable leaf, and its file beside the log where it is too long for one; a document gets
 one leaf, whoever delivers it and however often: the log itself says which ones it has, and the snapshot beside the region's
-other copies is a cache that is used only if the log's tiles match it. Documents that forbid (a revocation, a pause, a deny
+other copies is a cache that is used only if the log's tiles match it. Where they do not, the log was put back to a backup without the broker's other files: that is said
+(`put_back`), over restarts, until the log is the one that the snapshot was made of. Documents that forbid (a revocation, a pause, a deny
 entry), documents that lift these, and policies can be read from the log again: if store and copies were restored from a backup,
 only the log still has them.
 
@@ -86,6 +87,14 @@ class _Snapshot(msgspec.Struct):
     """none in a snapshot of a release that did not ask where exports have their leaves; nor is that"""
     log_keys: list[bytes] | None = None
     """none in a snapshot of a release that changed no keys of a log that has copies; nor is that"""
+    was_size: int = 0
+    was_last_leaf_hash: bytes = b""
+    """of a log that was here before this one, and was longer or another one; 0 where there was none"""
+
+
+class _Was(NamedTuple):
+    size: int
+    last_leaf_hash: bytes
 
 
 # Made here: shards and logs are opened on several threads, and msgspec learns a type at its first use, not safely on two.
@@ -96,8 +105,17 @@ class DocumentLog:
     """One per broker, also where the log is another one's: then it knows what `learn` was told. `open` and `save` block."""
 
     def __init__(
-        self, trail: Trail, path: Path, logged: _Logged, saved_to: int, read_to: int, clock: Clock
+        self,
+        trail: Trail,
+        path: Path,
+        logged: _Logged,
+        saved_to: int,
+        read_to: int,
+        clock: Clock,
+        was: _Was | None = None,
     ) -> None:
+        """`was`: the log that was here before, which this one does not continue."""
+        self._was = was
         self._trail, self._path, self._clock = trail, path, clock
         self._documents, self._lasting, self._pins, self._signing_keys, self._exports, self._log_keys = logged
         self._saved_to, self._read_to = saved_to, read_to
@@ -120,7 +138,20 @@ class DocumentLog:
         size = trail.readable_size
         logged, start = _read_snapshot(trail, path, size)
         _read(trail, logged, start, size)
-        return cls(trail, path, logged, start, size, clock)
+        found = cls(trail, path, logged, start, size, clock, _was(trail, path, size))
+        if found.put_back:
+            log.error("%s", found.put_back)
+        return found
+
+    @property
+    def put_back(self) -> str:
+        """A sentence where the log is not the one that this broker had, or is shorter; else empty. Of a log that has copies nothing is said: what one lacks comes from the others."""
+        if self._was is None:
+            return ""
+        return (
+            f"The audit log {self._trail.key.name} was put back to an older copy: this broker had one of {self._was.size:,} leaves, which this one does not continue. "
+            "What stood behind the copy, as refusals, is in no log any more. Put the newest copy in its place (felix audit restore); where there is none, docs/operations.md says how to go on."
+        )
 
     def refresh(self) -> int:
         """Take in what other brokers have written, up to the newest checkpoint; how many documents that were. Blocks. Where reading fails, nothing was
@@ -298,9 +329,28 @@ class DocumentLog:
                 logged.signing_keys,
                 logged.exports,
                 sorted(logged.log_keys),
+                *(self._was or (0, b"")),
             )
             replace_durably(files, self._path, msgspec.msgpack.encode(snapshot))
             self._saved_to = size
+
+
+def _was(trail: Trail, path: Path, size: int) -> _Was | None:
+    """The log of the snapshot, or the one before that, where this one does not continue it."""
+    if trail.copied:
+        return None
+    try:
+        held = _snapshot.decode(read_file(trail.files.storage, path) or b"")
+    except (OSError, msgspec.MsgspecError):
+        return None
+    was = _Was(held.size, held.last_leaf_hash)
+    if held.was_size:
+        was = _Was(held.was_size, held.was_last_leaf_hash)
+    if not was.size or (
+        was.size <= size and TileHashes(trail.files, size)(0, was.size - 1) == was.last_leaf_hash
+    ):
+        return None
+    return was
 
 
 def _read(trail: Trail, logged: _Logged, start: int, size: int) -> None:

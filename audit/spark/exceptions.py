@@ -225,6 +225,23 @@ def _noticed() -> str:
         """  # noqa: S608  # constants of this module
 
 
+def _dated_before() -> str:
+    """SQL: what stands behind the first leaf of the window and is dated before it, by whatever: a report of the time before lacks it, unless it was made of a log that had these leaves."""
+    seen = _event(
+        NOTICE, "'dated-before-window'", "true",
+        "'Leaves behind the first one of this window are dated before it: a report of the time before lacks these records, unless its log had these leaves.'",
+        actor="coalesce(leaves.bridge, leaves.actor)", records="leaves.records",
+    )  # fmt: skip
+    return f"""
+        UNION ALL
+        SELECT {_LEAVES_PLACE}, {one_row_each([seen])}
+        FROM {{all_leaves}} AS leaves
+        JOIN (SELECT log, min(leaf_index) AS first, min(time_ms) AS begin_ms FROM {{leaves}} GROUP BY log) AS seen
+            ON leaves.log = seen.log AND leaves.leaf_index > seen.first AND leaves.time_ms < seen.begin_ms
+        WHERE leaves.records > 0 AND NOT (leaves.kind = 'ACK' AND leaves.side = 'egress')
+        """  # noqa: S608  # constants of this module
+
+
 def _announced_elsewhere() -> str:
     """SQL: what arrived in the window, by the destination's clock, and was announced outside of it, by the agent's: the window's register counts it
     as delivered, and not among what crossed. A batch on its way when the window begins is like that, and so is one whose leaves are dated back, all
@@ -358,6 +375,7 @@ def found(
         {_arrived_though() if signed.stops is not None else ""}
         {_noticed() if notices is not None else ""}
         {_announced_elsewhere() if leaves is not all_leaves else ""}
+        {_dated_before() if leaves is not all_leaves else ""}
         """,  # noqa: S608  # constants of this module
         leaves=leaves,
         all_leaves=all_leaves,

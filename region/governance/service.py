@@ -230,6 +230,7 @@ class Governance:
         stopped = "" if self.trail.copied else self.trail.status().failure
         return [
             *filter(None, [stopped]),
+            *filter(None, [self.logged.put_back]),
             *([stale] if stale else []),
             *filter(
                 None, [self._judgement.changed_keys.unread, unnamed(self._own, self.witnessing.witness.key)]

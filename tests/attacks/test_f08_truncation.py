@@ -389,6 +389,65 @@ async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothi
     tally("logs put back with what the other region remembers of them", 1)
 
 
+async def test_a_link_on_which_nothing_crossed_since_stops_with_the_others_and_the_newest_log_can_be_put_back(
+    mesh: Mesh, tmp_path: Path, tally: Tally
+) -> None:
+    """eu-west's audit log, what us-east remembers of it and what the bridge does are of before; by one link nothing crossed since. If that went on, us-east would cosign another history of the log,
+    and refuse the newest copy of it for good."""
+    idle = "acme/ops/idle"
+    for stream in (STREAM, idle):
+        await mesh.create(stream)
+    async with mesh.operator("us-east") as client:
+        await client.put_rights(str(mesh.bridge_id), [f"bridge-read {each}" for each in (STREAM, idle)])
+    for stream in (STREAM, idle):
+        await mesh.grant(stream=stream)
+        await mesh.publish(numbered(0, 5), stream)
+    async with mesh.agent() as agent:
+        await mesh.crossed(5)
+        await mesh.crossed(5, idle)
+        await until(lambda: is_cosigned(mesh), "each log is cosigned as it is put back")
+    data, kept = mesh.us.root / "data", mesh.egress_folder.parent / "regions"
+    others = ("streams", "audit")
+
+    def keep_all() -> None:
+        shutil.copytree(data, tmp_path / "memory", ignore=shutil.ignore_patterns(*others))
+        keep(mesh.ingress_folder, tmp_path / "log")
+        keep(kept, tmp_path / "kept")
+
+    def forget() -> None:
+        keep(mesh.ingress_folder, tmp_path / "newest")
+        for path in data.iterdir():
+            if path.name not in others:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.copytree(tmp_path / "memory", data, dirs_exist_ok=True)
+        put_back(tmp_path / "log", mesh.ingress_folder)
+        put_back(tmp_path / "kept", kept)
+
+    await restart(mesh, keep_all)
+    async with mesh.agent() as agent:
+        await mesh.publish(numbered(100, 5))
+        await mesh.crossed(10)
+        await until(lambda: is_cosigned(mesh), "us-east cosigned all of eu-west's log")
+    await restart(mesh, forget)
+    await mesh.publish(numbered(900, 1), idle)
+    async with mesh.agent() as agent:
+
+        def denied() -> bool:
+            return [each.state for each in agent.links()] == ["denied", "denied"]
+
+        await until(denied, "both links stop")
+        said = next(each.reason for each in agent.links() if each.stream == idle)
+        assert "gave a receipt for leaf" in said and "it was rolled back" in said
+        assert await mesh.arrived(idle) == 5
+    await restart(mesh, lambda: put_back(tmp_path / "newest", mesh.ingress_folder))
+    async with mesh.agent() as agent:
+        await mesh.crossed(6, idle)
+        await mesh.publish(numbered(200, 1))
+        await mesh.crossed(11)
+        await until(lambda: is_cosigned(mesh), "us-east cosigns the log as it goes on")
+    tally("logs put back beside a link on which nothing crossed", 1)
+
+
 async def test_a_destination_that_is_put_back_with_its_log_says_so_to_who_accepts_it(
     mesh: Mesh, tmp_path: Path, tally: Tally
 ) -> None:

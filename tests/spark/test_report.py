@@ -686,6 +686,23 @@ def test_what_is_dated_back_out_of_a_window_is_named_in_its_report(spark: Any, t
         assert told.count("time-back") == count
 
 
+def test_what_is_dated_back_by_less_than_a_minute_out_of_a_window_is_named_in_its_report(
+    spark: Any, tmp_path: Path
+) -> None:
+    """In one log alone, and by so little that no clock was set back: behind a leaf of the window stands one that is dated before it."""
+    world, cut = World(), START_MS + 30 * DAY_MS
+    world.grant(DEPARTURES, START_MS - 1_000)
+    world.batch(DEPARTURES, 0, cut - 40_000, 10, withheld=0)
+    world.batch(DEPARTURES, 0, cut + 10_000, 10, withheld=0)
+    world.batch(DEPARTURES, 0, cut - 30_000, 500, withheld=0)
+    world.batch(DEPARTURES, 0, cut + 20_000, 10, withheld=0)
+    write_log(tmp_path / "egress", EGRESS_ORIGIN, world.egress, cosign=True)
+    made = run_report([tmp_path / "egress"], tmp_path / "out", trust=trust(), session=spark, since=cut)
+    rows = [each for each in made.report.exceptions.records() if each["exception"] == "dated-before-window"]
+    assert [(each["severity"], each["records"]) for each in rows] == [("notice", 500)]
+    assert made.report.logs[0].size > rows[0]["last_leaf"] >= rows[0]["first_leaf"] > 0
+
+
 @only_slow
 def test_what_is_dated_back_before_a_window_begins_is_named_where_it_arrived(
     spark: Any, tmp_path: Path

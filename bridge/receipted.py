@@ -1,0 +1,88 @@
+"""How long another region's audit log has to be by the receipts that it gave, whichever link has them.
+
+A receipt names the leaf of its range, and is given once that is durable. So a region whose log has not that leaf was put back to a backup, also where nothing crossed by the link that
+asks: what crosses now, and what is cosigned, would make another history of its log, beside which the newest copy could not be put back any more. Receipts behind which a link was found
+truncated say nothing: there an operator decides (bridge.link_opening). Caller: bridge.agent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final, NamedTuple
+
+from audit.leaf import decode_leaf
+from audit.position import Crossing
+from audit.receipt import read_unverified
+from audit.trail import Trail
+from bridge.endpoint import RegionEndpoint
+from bridge.ledger import Ledger
+from felix.errors import Code, CorruptionError, FelixError, UnavailableError
+from felix.link import Link
+from felix.messages import GetCheckpoint
+from felix.runtime.port import Runtime
+
+LATE_S: Final = 10.0
+"""How long a log may show no checkpoint of a leaf that is durable: it makes one each second, after a start once all brokers have its leaves."""
+AGAIN_MS: Final = 500
+
+
+class _Short(NamedTuple):
+    link: Link
+    since_s: float
+
+
+class Receipted:
+    """Of one agent."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._clock_s = runtime.clock.monotonic
+        self._held: dict[str, Link] = {}
+        """by region the session in which its log was seen to reach: what is put back ends it"""
+        self._short: dict[str, _Short] = {}
+
+    async def check(self, endpoint: RegionEndpoint, trail: Trail, ledger: Ledger) -> None:
+        """Raises CorruptionError(ROLLED_BACK) where the region's log has not the leaf of the newest receipt, UnavailableError where it may only be late. Blocks for the files in a thread."""
+        region, link = endpoint.region, endpoint.link()
+        if self._held.get(region) is link or (newest := newest_receipt(trail, ledger, region)) is None:
+            return
+        index = await asyncio.to_thread(_ingress_index, trail, newest)
+        if index is None:
+            return
+        answer = await endpoint.connection().request(GetCheckpoint(index + 1))
+        if answer.size > index:
+            self._held[region] = link
+            self._short.pop(region, None)
+            return
+        short = self._short.get(region)
+        if short is None or short.link is not link:
+            self._short[region] = short = _Short(link, self._clock_s())
+        said = f"{region} gave a receipt for leaf {index:,} of its audit log, whose newest checkpoint has {answer.size:,} leaves"
+        if self._clock_s() - short.since_s < LATE_S:
+            raise UnavailableError(f"{said}.", retry_after_ms=AGAIN_MS)
+        raise CorruptionError(
+            f"{said}: it was rolled back.",
+            code=Code.ROLLED_BACK,
+            hint=f"Have {region} restore its log's newest copy; nothing crosses until then. Where there is none, docs/operations.md says how to go on.",
+        )
+
+
+def newest_receipt(trail: Trail, ledger: Ledger, region: str) -> Crossing | None:
+    """The newest ACK from this region behind which its link was not found truncated; None where there is none."""
+    found = (
+        ack
+        for key in trail.positions.link_shards()
+        if key.destination_region == region and (ack := trail.positions.last_ack(key)) is not None
+        if (account := ledger.shard(key, ack.incarnation)) is None
+        or not any(first <= ack.last_offset <= last for first, last in account.truncated)
+    )
+    return max(found, key=lambda ack: ack.number, default=None)
+
+
+def _ingress_index(trail: Trail, ack: Crossing) -> int | None:
+    """Blocks. None of a leaf that is not durable yet, or cannot be read."""
+    for _, data in trail.leaves(ack.number):
+        try:
+            return read_unverified(decode_leaf(data).header.receipt).ingress_index
+        except FelixError:
+            return None
+    return None
