@@ -875,8 +875,6 @@ class Agent:
         trail = self.context.trail
         if trail is None:
             return
-        # What is cosigned of a log that was put back keeps its newest copy out for good.
-        self.context.require_not_behind(witness.region)
         connection = witness.connection()
         answer = await connection.request(WitnessedSize(trail.key.name))
         newest = await asyncio.to_thread(trail.publish)

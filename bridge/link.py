@@ -154,7 +154,8 @@ class SendWindow:
                 f"The destination has recorded offsets up to {position}, and the egress log accounts for those below "
                 f"{accounted_to} only.",
                 code=Code.ROLLED_BACK,
-                hint="The egress log was rolled back, or another agent works under this grant: find out which.",
+                hint="Another bridge carried the stream meanwhile, under a grant of its own: then revoke this grant, and make a new one for this bridge once the other one is to stop. Else the egress log was "
+                "rolled back, or another agent works under this grant: find out which.",
             )
         self.position = position
         """the source offset that the destination expects next, receipts included"""

@@ -18,7 +18,7 @@ from bridge.ledger import Ledger
 from bridge.link import LinkEvent
 from bridge.plan import PlannedLink
 from bridge.tracing import CrossingTracing
-from felix.errors import CorruptionError, FelixError
+from felix.errors import FelixError
 from felix.identity import Identity
 from felix.messages import CutState, ShardState, StreamState
 from felix.names import SpiffeId
@@ -53,9 +53,6 @@ class LinkContext:
     derived: Mapping[bytes, bytes] = field(default_factory=dict)
     """of the words in the egress log on where links go on: by the incarnation that each begins the one that it ends (bridge.said)"""
     rates: dict[str, TokenBucket | None] = field(default_factory=dict)
-    behind: dict[str, CorruptionError] = field(default_factory=dict)
-    """by destination, that it has more of some link than the egress log announced: the log was put back, and what any link to it announces makes another history of it. For as long as the
-    agent runs, as the log can be put right only while it does not"""
 
     def clock_ms(self) -> int:
         return self.runtime.clock.now_ms()
@@ -65,11 +62,6 @@ class LinkContext:
         if self.trail is None:
             raise AuditUnavailableError(self.trail_reason, retry_after_ms=500)
         return self.trail
-
-    def require_not_behind(self, region: str) -> None:
-        """Raises CorruptionError(ROLLED_BACK) where some link to this region found that the egress log was put back."""
-        if (error := self.behind.get(region)) is not None:
-            raise CorruptionError(error.sentence, code=error.code, hint=error.hint)
 
     def append(self, leaves: list[Leaf], done: Callable[[int, FelixError | None], None]) -> None:
         """Accept leaves; `done` is called on the loop once they are durable. Raises AuditUnavailableError."""

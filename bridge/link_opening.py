@@ -154,8 +154,12 @@ class LinkOpening:
             return
         cut = cut_of(source.statement, account.read)
         if each is not live:
-            # It was accepted that the link goes on, and it has not begun to: no later than where the histories part.
-            most = account.accounted_to if cut is None else min(cut.offset, account.accounted_to)
+            # It was accepted that the link goes on, and it has not begun to: no later than where the histories part. Where another bridge carried below what this one read,
+            # this log may know none of the epochs that the source has: then the word says where they part, and the destination holds the source to what it took since.
+            knows = any(source.statement.has_epoch(span.epoch) for span in account.read)
+            most = account.accounted_to
+            if cut is not None and (knows or live.accepted is None):
+                most = min(cut.offset, most)
             goes_on = cut is None or live.accepted is None or not live.accepted.is_resend
             if source.begins_at <= most and goes_on:
                 return
@@ -164,6 +168,7 @@ class LinkOpening:
                 self._require_known()
                 self._between = _Between(each.incarnation, most)
                 return
+            most = min(cut.offset, account.accounted_to)
             cut = Cut(source.statement.epoch_at(most), most)
         if cut is None:
             return
@@ -177,8 +182,20 @@ class LinkOpening:
 
     @property
     def goes_back_to(self) -> int:
-        """Where the link goes on if only the destination knows that offsets are lacking there."""
-        return self.source.statement.log_start if self._between is None else self._between.first
+        """Where the link goes on if only the destination knows that offsets are lacking there, or that the source was cut back: what this log read and got answered, and
+        the source still has, does not cross again."""
+        if self._between is not None:
+            return self._between.first
+        source, context, shard = self.source, self._context, self._link.link_shard
+        account = context.ledger.shard(shard, source.live.incarnation)
+        if account is None or not account.read or cut_of(source.statement, account.read) is not None:
+            return source.statement.log_start
+        open_from = (
+            each.first_offset
+            for each in context.open_trail().positions.unanswered(shard)
+            if each.incarnation == source.live.incarnation
+        )
+        return max(source.statement.log_start, min([account.read[-1].read_to, *open_from]))
 
     def _require_known(self) -> None:
         """Raises CorruptionError(TRUNCATION_UNKNOWN) where the log has leaves of this history of the stream under a word that does not count any more: its region gave up the key that

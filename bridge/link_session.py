@@ -134,7 +134,6 @@ class LinkSession:
         context, opening = self._context, self._opening
         source = context.source
         await _settled(trail)
-        context.require_not_behind(row.destination_region)
         await context.check_history(self._endpoint)
         await context.log_grant(row)  # 1
         stream = await opening.describe()
@@ -149,11 +148,7 @@ class LinkSession:
         # What this link lost is said first: there an operator decides.
         await context.check_receipts(self._endpoint)
         opening.log_elsewhere(trail, self._channel.opened)
-        try:
-            self._window = self._begin(trail)
-        except CorruptionError as error:
-            context.behind.setdefault(row.destination_region, error)
-            raise
+        self._window = self._begin(trail)
         self._memory.stats.position = self._window.position
         next_offset = self._window.next_offset
         self._feed = await source.connection().at_leader(  # 4
@@ -318,9 +313,6 @@ class LinkSession:
             if self._held_back is not None:
                 await self._drain()
                 raise self._held_back
-            if self._link.row.destination_region in context.behind:
-                await self._drain()
-                context.require_not_behind(self._link.row.destination_region)
             if context.clock_ms() >= terms.expires:
                 await self._drain()
                 raise RequestError(f"The grant {self._link.row.grant} has expired.", code=Code.GRANT_EXPIRED)

@@ -437,51 +437,6 @@ async def test_a_link_on_which_nothing_crossed_since_stops_with_the_others_and_t
     tally("logs put back beside a link on which nothing crossed", 1)
 
 
-async def test_an_egress_log_that_is_put_back_stops_each_link_to_who_has_more_of_one(
-    mesh: Mesh, tmp_path: Path, tally: Tally
-) -> None:
-    """And what eu-west's broker remembers of it: eu-west has more of one link than the log announced. By the other one nothing crossed since, and nothing does; so the newest copy can be put back."""
-    idle = await two_links(mesh)
-    data, aside = mesh.eu.root / "data", tmp_path / "memory"
-    others = ("streams", "audit")
-
-    def keep_all() -> None:
-        shutil.copytree(data, aside, ignore=shutil.ignore_patterns(*others))
-        keep(mesh.egress_folder, tmp_path / "log")
-
-    def forget() -> None:
-        keep(mesh.egress_folder, tmp_path / "newest")
-        for path in data.iterdir():
-            if path.name not in others:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        shutil.copytree(aside, data, dirs_exist_ok=True)
-        put_back(tmp_path / "log", mesh.egress_folder)
-
-    await restart(mesh, keep_all)
-    async with mesh.agent() as agent:
-        await mesh.publish(numbered(100, 5))
-        await mesh.crossed(10)
-        await until(lambda: is_cosigned(mesh), "eu-west cosigned all of the egress log")
-    await restart(mesh, forget)
-    async with mesh.agent() as agent:
-
-        def denied() -> bool:
-            return [each.state for each in agent.links()] == ["denied", "denied"]
-
-        await until(denied, "both links stop")
-        await mesh.publish(numbered(900, 1), idle)
-        assert all("The egress log was rolled back" in each.reason for each in agent.links())
-        await asyncio.sleep(1)
-        assert await mesh.arrived(idle) == 5
-    await restart(mesh, lambda: put_back(tmp_path / "newest", mesh.egress_folder))
-    async with mesh.agent() as agent:
-        await mesh.crossed(6, idle)
-        await mesh.publish(numbered(200, 1))
-        await mesh.crossed(11)
-        await until(lambda: is_cosigned(mesh), "eu-west cosigns the log as it goes on")
-    tally("egress logs put back beside a link on which nothing crossed", 1)
-
-
 async def two_links(mesh: Mesh) -> str:
     """Five records have crossed by each of two links, and every log is cosigned; the stream by which nothing is to cross from there on."""
     idle = "acme/ops/idle"

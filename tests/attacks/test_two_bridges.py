@@ -214,6 +214,112 @@ async def test_a_bridge_stops_where_the_destination_lost_what_another_one_brough
         assert report.ok, report.findings
 
 
+class Turns:
+    """Two bridges that take turns, each under a grant of its own, and a source that is put back."""
+
+    def __init__(self, mesh: Mesh, aside: Path) -> None:
+        self.mesh, self._aside = mesh, aside
+        self._streams = mesh.us.root / "data" / "streams"
+        self._grant = ""
+
+    async def begin(self) -> None:
+        await self.mesh.create()
+        async with self.mesh.operator("us-east") as client:
+            await client.put_rights(f"spiffe://us-east.acme/bridge/{OTHER}", [f"bridge-read {STREAM}"])
+
+    async def turn(self, bridge: str) -> None:
+        """The other one's grant ends, and this one gets one."""
+        if self._grant:
+            for region in ("us-east", "eu-west"):
+                await self.mesh.stand(region, self._grant, StandingAction.REVOKE)
+        self._grant = await self.mesh.grant(bridge=f"spiffe://us-east.acme/bridge/{bridge}")
+
+    async def publish(self, first: int, count: int) -> None:
+        await self.mesh.publish([flight(number) for number in range(first, first + count)])
+
+    async def keep(self) -> None:
+        await self.mesh.stop("us-east")
+        shutil.copytree(self._streams, self._aside)
+        await self.mesh.start("us-east")
+
+    async def put_back(self) -> None:
+        await self.mesh.stop("us-east")
+        shutil.rmtree(self._streams)
+        shutil.copytree(self._aside, self._streams)
+        await self.mesh.start("us-east")
+
+    async def check(self, crossed: list[int]) -> None:
+        """What the destination has, in order, and that every log verifies."""
+        mesh = self.mesh
+        assert await mesh.arrived() == len(crossed)
+        assert mesh.numbers(await mesh.read("eu-west", len(crossed))) == crossed
+        for region in ("us-east", "eu-west"):
+            await mesh.stop(region)
+        for folder in (mesh.egress_folder, mesh.us.root / "bridges" / OTHER / "egress", mesh.ingress_folder):
+            report = verify_log(mesh.log_files(folder), mesh.trust, cosignatures_min=0)
+            assert report.ok, report.findings
+
+
+async def test_a_bridge_that_carried_what_the_source_lost_goes_on_where_it_was_accepted_for_another_one(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """Its log has no epoch of what the other one carried below, so it cannot say where the histories part. It asked for all of the stream to cross again."""
+    turns = Turns(mesh, tmp_path / "older")
+    await turns.begin()
+    await turns.publish(0, 2)
+    await turns.turn(BRIDGE)
+    async with mesh.agent() as agent:
+        await link(agent, "active", 2)
+    await turns.keep()
+    await turns.publish(100, 2)
+    async with mesh.agent() as agent:
+        await link(agent, "active", 4)
+    await turns.turn(OTHER)
+    await turns.publish(102, 2)
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 6)
+    await turns.put_back()
+    await turns.publish(200, 3)
+    await turns.turn(BRIDGE)
+    async with mesh.agent() as agent:
+        held = await link(agent, "truncated")
+        assert held.cut is not None and held.cut.offset == 2
+        await accept(mesh, held)
+        await link(agent, "active", 5)
+    await turns.turn(OTHER)
+    await turns.publish(300, 1)
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 6)
+    await turns.check([0, 1, 100, 101, 102, 103, 200, 201, 202, 300])
+
+
+async def test_where_the_destination_alone_knows_of_a_cut_what_this_bridge_carried_does_not_cross_again(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """The other one carried what the source lost. This one's log says that the source has all that it read, so the operator is shown the end of that, and not the stream's beginning."""
+    turns = Turns(mesh, tmp_path / "older")
+    await turns.begin()
+    await turns.publish(0, 3)
+    await turns.turn(BRIDGE)
+    async with mesh.agent() as agent:
+        await link(agent, "active", 3)
+    await turns.keep()
+    await turns.turn(OTHER)
+    await turns.publish(100, 2)
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 5)
+    await turns.put_back()
+    await turns.publish(200, 4)
+    await turns.turn(BRIDGE)
+    async with mesh.agent() as agent:
+        held = await link(agent, "truncated")
+        assert "back to offset 3 or further" in held.reason
+        assert held.cut is not None and held.cut.offset == 3
+        await accept(mesh, held)
+        await link(agent, "active", 7)
+    await turns.check([0, 1, 2, 100, 101, 200, 201, 202, 203])
+
+
 async def test_a_bridge_takes_over_where_another_one_was_stopped_and_a_truncation_was_accepted(
     mesh: Mesh, tmp_path: Path
 ) -> None:

@@ -368,9 +368,7 @@ async def test_an_egress_log_gets_what_of_its_cosignature_somebody_left_out(tmp_
         trail.append_nowait([Link().grant()], lambda first, error: ended.set())
         assert ended.wait(30)
         agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
-        agent.context = SimpleNamespace(
-            trail=trail, failpoints=Failpoints(), require_not_behind=lambda region: None
-        )  # type: ignore[assignment]
+        agent.context = SimpleNamespace(trail=trail, failpoints=Failpoints())  # type: ignore[assignment]
         agent._askings, agent._runtime = {}, REAL
         note = parse_note(witness.memory.cosign(trail.publish(), []))
         lines = tuple(line for line in note.signatures if line.key_id != EU_PQ.key.key_id)
@@ -406,9 +404,7 @@ async def test_an_egress_log_that_lacks_a_line_after_the_answer_is_a_failure_unt
         trail.append_nowait([Link().grant()], lambda first, error: ended.set())
         assert ended.wait(30)
         agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
-        agent.context = SimpleNamespace(
-            trail=trail, failpoints=Failpoints(), require_not_behind=lambda region: None
-        )  # type: ignore[assignment]
+        agent.context = SimpleNamespace(trail=trail, failpoints=Failpoints())  # type: ignore[assignment]
         agent._runtime = SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0]))  # type: ignore[assignment]
         agent._askings, witness.answers = {}, answers
         for now[0] in range(0, 60, 3):
