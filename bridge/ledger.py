@@ -49,7 +49,7 @@ class ShardAccount(msgspec.Struct):
     grant_id: str
     accounted_to: int
     read: list[Span]
-    """of the newest epochs, oldest first, how far batches were read; gaps come from no epoch, and move only `accounted_to`"""
+    """of the newest epochs, oldest first, how far batches were read, here or by another bridge; other gaps come from no epoch, and move only `accounted_to`"""
     crossed: int = 0
     """records with a receipt"""
     withheld: int = 0
@@ -161,6 +161,8 @@ class Ledger:
             account.accounted_to = max(account.accounted_to, after)
         if header.kind is Kind.GAP:
             account.has_gap(header.first_offset, header.last_offset)
+            if header.gap is GapKind.ELSEWHERE and header.source_epoch:
+                account.has_read(Span(header.source_epoch, after))
         elif header.source_batch_sha256 != NOTHING:
             account.has_read(Span(header.source_epoch, after))
         if header.kind is Kind.INTENT:

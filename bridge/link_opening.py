@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Final, NamedTuple
 
 import msgspec
 
 from audit.crossed import OffsetSet, crossed_before
-from audit.leaf import GapKind, Header, Kind, Side
+from audit.leaf import GapKind, Header, Kind, Leaf, Side
 from audit.stream_statement import Cut, StreamStatement, cut_of, open_statement
 from audit.trail import Trail
 from bridge.crossing import gap_leaf
@@ -34,6 +35,9 @@ from felix.messages import (
 from policy.truncation import TRUNCATIONS_MAX, Accepted, Live, chain, other_chain
 
 log = logging.getLogger("felix.bridge.link_opening")
+
+EPOCHS_MAX: Final = 63
+"""Beginnings of epochs that are told apart in what another bridge brought: as many as the ledger remembers (bridge.ledger.SPANS_MAX)."""
 
 
 class SourceShard(NamedTuple):
@@ -267,13 +271,22 @@ class LinkOpening:
         self._log_brought(source.live.incarnation, known, position)
 
     def _log_brought(self, incarnation: bytes, first: int, end: int) -> None:
-        """By another bridge, as the destination says."""
+        """By another bridge, as the destination says. A leaf for each of the source's newest epochs there, by its statement, to which the destination held what it took: else this log could not say where
+        histories part that part below what this bridge reads itself."""
         template = msgspec.structs.replace(
             self._template(incarnation),
             sentence=f"{self._link.row.destination_region} says that it has them; this bridge did not bring them.",
         )
-        leaf = gap_leaf(template, GapKind.ELSEWHERE, first, end - 1, self._context.clock_ms())
-        self._context.append([leaf], lambda index, error: None)
+        starts = [
+            each.first_offset for each in self.source.statement.epochs if first < each.first_offset < end
+        ]
+        bounds, leaves = [first, *starts[-EPOCHS_MAX:], end], list[Leaf]()
+        for at, after in pairwise(bounds):
+            # The earliest range may be of many epochs: of the last of these.
+            epoch = self.source.statement.epoch_at(after - 1)
+            of_epoch = msgspec.structs.replace(template, source_epoch=epoch)
+            leaves.append(gap_leaf(of_epoch, GapKind.ELSEWHERE, at, after - 1, self._context.clock_ms()))
+        self._context.append(leaves, lambda index, error: None)
 
     def _truncated(
         self, said: str, incarnation: bytes, account: ShardAccount | None, cut: Cut

@@ -320,6 +320,41 @@ async def test_where_the_destination_alone_knows_of_a_cut_what_this_bridge_carri
     await turns.check([0, 1, 2, 100, 101, 200, 201, 202, 203])
 
 
+async def test_a_bridge_that_took_over_knows_where_histories_part_below_what_it_read(
+    mesh: Mesh, tmp_path: Path
+) -> None:
+    """The source is put back to where the other one carried. It stopped at the stream's beginning, and all of it crossed again."""
+    turns = Turns(mesh, tmp_path / "older")
+    await turns.begin()
+    await turns.publish(0, 2)
+    await turns.turn(BRIDGE)
+    async with mesh.agent() as agent:
+        await link(agent, "active", 2)
+    await turns.keep()
+    await turns.publish(100, 2)
+    async with mesh.agent() as agent:
+        await link(agent, "active", 4)
+    for region in ("us-east", "eu-west"):
+        await mesh.stop(region)
+        await mesh.start(region)
+    await turns.turn(OTHER)
+    await turns.publish(102, 2)
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 6)
+    await turns.put_back()
+    await turns.publish(200, 3)
+    async with mesh.agent(name=OTHER) as agent:
+        held = await link(agent, "truncated")
+        assert held.cut is not None and held.cut.offset == 2
+        await accept(mesh, held)
+        await link(agent, "active", 5)
+    await turns.check([0, 1, 100, 101, 102, 103, 200, 201, 202])
+    gaps = mesh.headers(mesh.us.root / "bridges" / OTHER / "egress", Kind.GAP)
+    ranges = [(gap.gap, gap.first_offset, gap.last_offset) for gap in gaps]
+    assert ranges == [(GapKind.ELSEWHERE, 0, 1), (GapKind.ELSEWHERE, 2, 3), (GapKind.TRUNCATION, 2, 5)]
+    assert len({gap.source_epoch for gap in gaps[:2]}) == 2
+
+
 async def test_a_bridge_takes_over_where_another_one_was_stopped_and_a_truncation_was_accepted(
     mesh: Mesh, tmp_path: Path
 ) -> None:
