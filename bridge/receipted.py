@@ -28,35 +28,41 @@ AGAIN_MS: Final = 500
 
 class _Short(NamedTuple):
     link: Link
+    index: int
     since_s: float
 
 
 class Receipted:
-    """Of one agent."""
+    """Of one agent. What was received before a session is asked for in it, once: what is put back ends the session, and what is received meanwhile has its checkpoint a little later."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._clock_s = runtime.clock.monotonic
         self._held: dict[str, Link] = {}
-        """by region the session in which its log was seen to reach: what is put back ends it"""
+        """by region the session in which its log was seen to reach"""
         self._short: dict[str, _Short] = {}
+        """the sessions in which it was not, with the leaf that is asked for, since when"""
 
     async def check(self, endpoint: RegionEndpoint, trail: Trail, ledger: Ledger) -> None:
         """Raises CorruptionError(ROLLED_BACK) where the region's log has not the leaf of the newest receipt, UnavailableError where it may only be late. Blocks for the files in a thread."""
         region, link = endpoint.region, endpoint.link()
-        if self._held.get(region) is link or (newest := newest_receipt(trail, ledger, region)) is None:
+        if self._held.get(region) is link:
             return
-        index = await asyncio.to_thread(_ingress_index, trail, newest)
+        newest = newest_receipt(trail, ledger, region)
+        index = None if newest is None else await asyncio.to_thread(_ingress_index, trail, newest)
         if index is None:
-            return
-        answer = await endpoint.connection().request(GetCheckpoint(index + 1))
-        if answer.size > index:
-            self._held[region] = link
-            self._short.pop(region, None)
+            self._reaches(region, link)
             return
         short = self._short.get(region)
         if short is None or short.link is not link:
-            self._short[region] = short = _Short(link, self._clock_s())
-        said = f"{region} gave a receipt for leaf {index:,} of its audit log, whose newest checkpoint has {answer.size:,} leaves"
+            short = _Short(link, index, self._clock_s())
+        # No later one, which may have no checkpoint yet; an earlier one where a link was found truncated since.
+        short = short._replace(index=min(short.index, index))
+        answer = await endpoint.connection().request(GetCheckpoint(short.index + 1))
+        if answer.size > short.index:
+            self._reaches(region, link)
+            return
+        self._short[region] = short
+        said = f"{region} gave a receipt for leaf {short.index:,} of its audit log, whose newest checkpoint has {answer.size:,} leaves"
         if self._clock_s() - short.since_s < LATE_S:
             raise UnavailableError(f"{said}.", retry_after_ms=AGAIN_MS)
         raise CorruptionError(
@@ -64,6 +70,10 @@ class Receipted:
             code=Code.ROLLED_BACK,
             hint=f"Have {region} restore its log's newest copy; nothing crosses until then. Where there is none, docs/operations.md says how to go on.",
         )
+
+    def _reaches(self, region: str, link: Link) -> None:
+        self._held[region] = link
+        self._short.pop(region, None)
 
 
 def newest_receipt(trail: Trail, ledger: Ledger, region: str) -> Crossing | None:
