@@ -28,7 +28,7 @@ AGAIN_MS: Final = 500
 
 class _Short(NamedTuple):
     link: Link
-    index: int
+    leaf: int
     since_s: float
 
 
@@ -56,13 +56,13 @@ class Receipted:
         if short is None or short.link is not link:
             short = _Short(link, index, self._clock_s())
         # No later one, which may have no checkpoint yet; an earlier one where a link was found truncated since.
-        short = short._replace(index=min(short.index, index))
-        answer = await endpoint.connection().request(GetCheckpoint(short.index + 1))
-        if answer.size > short.index:
+        short = short._replace(leaf=min(short.leaf, index))
+        answer = await endpoint.connection().request(GetCheckpoint(short.leaf + 1))
+        if answer.size > short.leaf:
             self._reaches(region, link)
             return
         self._short[region] = short
-        said = f"{region} gave a receipt for leaf {short.index:,} of its audit log, whose newest checkpoint has {answer.size:,} leaves"
+        said = f"{region} gave a receipt for leaf {short.leaf:,} of its audit log, whose newest checkpoint has {answer.size:,} leaves"
         if self._clock_s() - short.since_s < LATE_S:
             raise UnavailableError(f"{said}.", retry_after_ms=AGAIN_MS)
         raise CorruptionError(
