@@ -76,7 +76,7 @@ def sorted_by(own: str, stored: list[Document]) -> tuple[set[bytes], set[bytes]]
     bundles = {region: region_bundle(region) for region in REGIONS}
     regions: Any = SimpleNamespace(
         own=bundles[own], bundles=bundles, trust=trust(*REGIONS).anchors,
-        believed_policy_keys=lambda: {region: bundle.policy_keys for region, bundle in bundles.items()},
+        believed_policy_keys=lambda: {region: bundle.policy_keys for region, bundle in bundles.items()}, withdrawn=frozenset(),
     )  # fmt: skip
     mirror: Any = SimpleNamespace(documents=lambda section, side: sections.get((section, side), {}))
     memory: Any = SimpleNamespace(keep=lambda *_: None)

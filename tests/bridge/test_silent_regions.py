@@ -32,7 +32,7 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
     monkeypatch.setattr("bridge.agent.COSIGN_WAIT_S", 0.001)
     agent = object.__new__(Agent)
     source = SimpleNamespace(is_up=False)
-    agent.context = SimpleNamespace(source=source)  # type: ignore[assignment]
+    agent.context = SimpleNamespace(source=source, trail=None)  # type: ignore[assignment]
     agent._endpoints = {"us-east": source} | {  # type: ignore[assignment]
         region: SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")
     }
@@ -53,7 +53,7 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
 def agent_of_two_regions() -> Agent:
     agent = object.__new__(Agent)
     source, end = (SimpleNamespace(is_up=True, region=region) for region in ("us-east", "eu-west"))
-    agent.context = SimpleNamespace(source=source)  # type: ignore[assignment]
+    agent.context = SimpleNamespace(source=source, trail=None)  # type: ignore[assignment]
     agent.config = SimpleNamespace(mesh="acme")  # type: ignore[assignment]
     agent._endpoints = {"us-east": source, "eu-west": end}  # type: ignore[dict-item]
     agent._cosigning, agent._uncosigned, agent._reasons, agent._askings = {}, {}, {}, {}

