@@ -1,0 +1,194 @@
+"""Copies whose disk fails for a moment are opened again by the broker that has them, and are in sync again without a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from pathlib import Path
+
+import pytest
+from long_runs import count
+from replication.replicated_region import NAMES, SimulatedRegion, failing, play
+from replication.test_host import settle
+
+from felix.storage.memory import MemoryDisk
+from region.replication.reopening import REOPEN_MS_MAX, REOPEN_MS_MIN, SOUND_MS, Reopening
+
+
+def disk_of(region: SimulatedRegion, name: str) -> MemoryDisk:
+    disk = region.machines[name].disk
+    assert disk is not None
+    return disk
+
+
+def other_than_leader(region: SimulatedRegion) -> str:
+    leader = region.leader(region.shards[0])
+    assert leader is not None
+    return next(name for name in NAMES if name != leader.name)
+
+
+def has_failed(region: SimulatedRegion, name: str) -> bool:
+    return "its disk has failed" in region.running[name].host.alarms.get(region.shards[0], "")
+
+
+async def fail_a_sync(region: SimulatedRegion, name: str) -> None:
+    disk_of(region, name).on_call = failing(("sync",), errno.EIO, 1)
+    await region.until(lambda: has_failed(region, name))
+    disk_of(region, name).on_call = None
+
+
+def test_pauses_double_up_to_a_limit_and_are_short_again_after_a_while() -> None:
+    reopening, now, pauses = Reopening(), 0, []
+    for _ in range(10):
+        reopening.failed(now)
+        pauses.append(reopening.due_ms - now)
+        assert not reopening.is_due(reopening.due_ms - 1)
+        now = reopening.due_ms
+        assert reopening.is_due(now)
+    assert pauses == [min(REOPEN_MS_MAX, REOPEN_MS_MIN << n) for n in range(10)]
+    reopening.opened(now)
+    assert not reopening.is_due(now + REOPEN_MS_MAX)
+    reopening.failed(now + SOUND_MS - 1)
+    assert reopening.pause_ms == REOPEN_MS_MAX
+    reopening.opened(now)
+    reopening.failed(now + SOUND_MS)
+    assert reopening.pause_ms == REOPEN_MS_MIN
+
+
+@pytest.mark.parametrize("seed", range(count(2, 40)))
+@pytest.mark.parametrize("who", ["leader", "follower"])
+def test_a_copy_whose_sync_fails_once_is_in_sync_again_without_a_restart(
+    who: str, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the failed sync left in the page cache is written anew: the power goes afterwards."""
+
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 50)
+        leader = region.leader(shard)
+        assert leader is not None
+        name = leader.name if who == "leader" else other_than_leader(region)
+        broker = region.running[name]
+        await fail_a_sync(region, name)
+        before = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > before + 20)
+        assert not broker.host.serves(shard)
+        await region.until(lambda: broker.host.opened_again)
+        await settle(region)
+        assert region.running[name] is broker and broker.host.opened_again == 1 and not broker.host.alarms
+        assert sum("open again" in line for line in caplog.messages) == 1
+        region.kill(name, power=True)
+        await region.start(name)
+        await region.well()
+        region.check()
+
+    caplog.set_level(logging.WARNING, "felix.region.replication")
+    play(scene, seed)
+
+
+@pytest.mark.parametrize("seed", range(count(2, 40)))
+def test_where_the_disks_of_all_copies_fail_all_is_served_again_without_a_restart(seed: int) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 50)
+        before = region.acknowledged()
+        for name in NAMES:
+            disk_of(region, name).on_call = failing(("sync",), errno.EIO, 2)
+        await region.until(lambda: all(has_failed(region, name) for name in NAMES))
+        for name in NAMES:
+            disk_of(region, name).on_call = None
+        await region.until(lambda: region.acknowledged() > before + 50)
+        await settle(region)
+        for name in NAMES:
+            region.kill(name, power=True)
+        await region.start(*NAMES)
+        await region.well()
+        region.check()
+
+    play(scene, seed)
+
+
+def test_a_disk_that_stays_broken_is_tried_seldom_and_its_copy_comes_back_once_it_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard, name = region.shards[0], other_than_leader(region)
+        broker = region.running[name]
+
+        def broken(call: str, path: Path) -> None:
+            if ".seg" in path.name and call in ("sync", "open"):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+        region.append_all_the_time()
+        disk_of(region, name).on_call = broken
+        await region.until(lambda: has_failed(region, name))
+        await asyncio.sleep(300)
+        assert not broker.host.opened_again and has_failed(region, name)
+        tries = [line for line in caplog.messages if "cannot be opened again" in line]
+        assert 3 <= len(tries) <= 7, tries
+        disk_of(region, name).on_call = None
+        await region.until(lambda: broker.host.opened_again, 700)
+        await settle(region)
+        assert broker.host.serves(shard) is False and not broker.host.alarms
+
+    caplog.set_level(logging.WARNING, "felix.region.replication")
+    play(scene, 3)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.999])
+def test_a_copy_that_has_not_what_it_acknowledged_stays_stopped_and_says_so(
+    kept: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where its mark does not tell: what this process had acknowledged does."""
+
+    async def scene(region: SimulatedRegion) -> None:
+        shard, name = region.shards[0], other_than_leader(region)
+        broker, disk = region.running[name], disk_of(region, name)
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 80)
+        await fail_a_sync(region, name)
+        number, end = max(
+            (number, log.durable)
+            for number, log in broker.host._hosted[shard].core.replica.logs.items()
+            if number == 0
+        )
+        assert end.offset
+        newest = max(
+            path for path in disk.files() if path.parent.name == f"s0-{number}" and ".seg" in path.name
+        )
+        files = disk.mounted
+        descriptor = files.open(newest, os.O_RDWR)
+        files.truncate(descriptor, int(files.size(descriptor) * kept))
+        files.close(descriptor)
+        await region.until(lambda: "not opened again before a restart" in broker.host.alarms[shard])
+        await asyncio.sleep(100)
+        assert not broker.host.opened_again
+        assert sum("not opened again" in line for line in caplog.messages) == 1
+        record = region.record(shard)
+        assert record is not None and name not in record.members()
+        region.kill(name)
+        await region.start(name)
+        await settle(region)
+
+    caplog.set_level(logging.WARNING, "felix.region.replication")
+    play(scene, 5)
+
+
+def test_a_copy_that_moves_away_while_it_is_opened_again_is_gone() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard, name = region.shards[0], other_than_leader(region)
+        host = region.running[name].host
+        region.append_all_the_time()
+        await fail_a_sync(region, name)
+        region.loop.work_s_max = 1.0
+        await region.until(lambda: host._opening_again)
+        await host.remove(shard)
+        assert not host.shards and not host._opening_again
+        await asyncio.sleep(30)
+        assert not host.shards and not host.opened_again and not host.alarms
+        await region.no_more_appends()
+
+    play(scene, 7)
