@@ -33,6 +33,17 @@ def has_failed(region: SimulatedRegion, name: str) -> bool:
     return "its disk has failed" in region.running[name].host.alarms.get(region.shards[0], "")
 
 
+def contents(disk: MemoryDisk) -> dict[Path, bytes]:
+    """The files of a copy's log of records, as they are read."""
+    found = {}
+    for path in disk.files():
+        if "s0-0" in str(path):
+            descriptor = disk.mounted.open(path, os.O_RDONLY)
+            found[path] = disk.mounted.pread(descriptor, disk.mounted.size(descriptor), 0)
+            disk.mounted.close(descriptor)
+    return found
+
+
 async def fail_a_sync(region: SimulatedRegion, name: str) -> None:
     disk_of(region, name).on_call = failing(("sync",), errno.EIO, 1)
     await region.until(lambda: has_failed(region, name))
@@ -125,6 +136,7 @@ def test_a_disk_that_stays_broken_is_tried_seldom_and_its_copy_comes_back_once_i
         region.append_all_the_time()
         disk_of(region, name).on_call = broken
         await region.until(lambda: has_failed(region, name))
+        await region.no_more_appends()
         await asyncio.sleep(300)
         assert not broker.host.opened_again and has_failed(region, name)
         tries = [line for line in caplog.messages if "cannot be opened again" in line]
@@ -132,40 +144,41 @@ def test_a_disk_that_stays_broken_is_tried_seldom_and_its_copy_comes_back_once_i
         disk_of(region, name).on_call = None
         await region.until(lambda: broker.host.opened_again, 700)
         await settle(region)
-        assert broker.host.serves(shard) is False and not broker.host.alarms
+        assert not broker.host.serves(shard) and not broker.host.alarms
 
     caplog.set_level(logging.WARNING, "felix.region.replication")
     play(scene, 3)
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.999])
+@pytest.mark.parametrize("what", ["damaged", "older", "older with its commit point"])
 def test_a_copy_that_has_not_what_it_acknowledged_stays_stopped_and_says_so(
-    kept: float, caplog: pytest.LogCaptureFixture
+    what: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where its mark does not tell: what this process had acknowledged does."""
+    """Also where nothing on its disk tells that: what this process had acknowledged does."""
 
     async def scene(region: SimulatedRegion) -> None:
         shard, name = region.shards[0], other_than_leader(region)
         broker, disk = region.running[name], disk_of(region, name)
         region.append_all_the_time()
-        await region.until(lambda: region.acknowledged() > 80)
+        await region.until(lambda: region.acknowledged() > 20)
+        older = contents(disk)
+        await region.until(lambda: region.acknowledged() > 60)
         await fail_a_sync(region, name)
-        number, end = max(
-            (number, log.durable)
-            for number, log in broker.host._hosted[shard].core.replica.logs.items()
-            if number == 0
-        )
-        assert end.offset
-        newest = max(
-            path for path in disk.files() if path.parent.name == f"s0-{number}" and ".seg" in path.name
-        )
-        files = disk.mounted
-        descriptor = files.open(newest, os.O_RDWR)
-        files.truncate(descriptor, int(files.size(descriptor) * kept))
-        files.close(descriptor)
+        await region.no_more_appends()
+        await asyncio.sleep(1)
+        if what == "damaged":
+            older = {path: data[: len(data) // 2] for path, data in contents(disk).items()}
+        for path in contents(disk):
+            if what == "older" and path.name.endswith(".commit"):
+                continue
+            disk.mounted.remove(path)
+            if path in older:
+                descriptor = disk.mounted.open(path, os.O_RDWR | os.O_CREAT)
+                disk.mounted.pwritev(descriptor, (older[path],), 0)
+                disk.mounted.close(descriptor)
         await region.until(lambda: "not opened again before a restart" in broker.host.alarms[shard])
         await asyncio.sleep(100)
-        assert not broker.host.opened_again
+        assert not broker.host.opened_again and broker.host.disks(shard) == {}
         assert sum("not opened again" in line for line in caplog.messages) == 1
         record = region.record(shard)
         assert record is not None and name not in record.members()
