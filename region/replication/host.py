@@ -1236,9 +1236,11 @@ class ReplicaHost:
             return
         # In place of what the core says of it, which does not know why.
         worker = hosted.workers[failed.log]
-        self._alarm(hosted, f"its disk has failed: {worker.failure}")
-        if worker.is_disk_error and failed.why == "failed" and not had_failed:
+        passes = worker.is_disk_error and failed.why == "failed"
+        if passes and not had_failed:
             self._reopenings.setdefault(hosted.shard, Reopening()).failed(self._now())
+        told = "; its logs are opened again by themselves, if they can be" if passes else ""
+        self._alarm(hosted, f"its disk has failed: {worker.failure}{told}")
 
     async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
         """Frames for a follower, once the link to it has room."""

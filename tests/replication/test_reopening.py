@@ -6,6 +6,7 @@ import asyncio
 import errno
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,47 @@ def test_a_copy_whose_sync_fails_once_is_in_sync_again_without_a_restart(
     play(scene, seed)
 
 
+@pytest.mark.parametrize("seed", range(count(1, 20)))
+@pytest.mark.parametrize("call", ["pwritev", "sync", "sync_folder", "rename", "open", "pread"])
+def test_whatever_call_fails_once_at_each_broker_nobody_has_to_restart_one(call: str, seed: int) -> None:
+    """Of a log's files, of its epochs, of what is known of its commit point; also while its copy is opened again."""
+
+    async def scene(region: SimulatedRegion) -> None:
+        def failing_at(which: int) -> Callable[[str, Path], None]:
+            seen = 0
+
+            def on_call(called: str, path: Path) -> None:
+                nonlocal seen
+                if called == call and "s0-" in str(path):
+                    seen += 1
+                    if seen == which:
+                        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+            return on_call
+
+        region.append_all_the_time()
+        before = dict(region.running)
+        for _ in range(2):
+            for name in region.random.sample(NAMES, len(NAMES)):
+                disk_of(region, name).on_call = failing_at(region.random.randrange(1, 40))
+                told = region.acknowledged()
+                await region.until(lambda told=told: region.acknowledged() > told + 15, 300)
+        for name in NAMES:
+            disk_of(region, name).on_call = None
+        await region.no_more_appends()
+        await region.until(region.is_well, 700)
+        region.check()
+        assert region.running == before
+        assert all(not broker.host.alarms for broker in region.running.values())
+        for name in NAMES:
+            region.kill(name, power=True)
+        await region.start(*NAMES)
+        await region.well()
+        region.check()
+
+    play(scene, seed)
+
+
 @pytest.mark.parametrize("seed", range(count(2, 40)))
 def test_where_the_disks_of_all_copies_fail_all_is_served_again_without_a_restart(seed: int) -> None:
     async def scene(region: SimulatedRegion) -> None:
@@ -138,6 +180,7 @@ def test_a_disk_that_stays_broken_is_tried_seldom_and_its_copy_comes_back_once_i
         await region.until(lambda: has_failed(region, name))
         await region.no_more_appends()
         await asyncio.sleep(300)
+        assert "opened again by themselves" in broker.host.alarms[shard]
         assert not broker.host.opened_again and has_failed(region, name)
         tries = [line for line in caplog.messages if "cannot be opened again" in line]
         assert 3 <= len(tries) <= 7, tries
