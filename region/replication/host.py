@@ -7,6 +7,8 @@ Invariants:
 - a core sees one event at a time, on the event loop;
 - from the moment that a leader is deposed until those who led its logs have released them, its core gets no events but of what they wrote. So
   the core and the file agree before the first frames for a follower come, and nobody reads what is cut;
+- a copy whose disk has failed is opened again where nobody uses its logs, and its record does not say that it leads. What comes of the old logs is not
+  heard any more; the new ones have all that the old ones had acknowledged, or the copy stays stopped;
 - a message that no replica here could mean is refused before a core sees it;
 - a follower's frames that wait for the disk are bounded (FOLLOWER_WAITING_BYTES_MAX); region.log.shard bounds a leader's appends.
 

@@ -233,6 +233,45 @@ def test_a_copy_that_has_not_what_it_acknowledged_stays_stopped_and_says_so(
     play(scene, 5)
 
 
+def test_a_copy_that_is_elected_though_it_has_just_failed_gives_way_and_may_lead_once_it_is_open_again() -> (
+    None
+):
+    """Its leader died before it heard of it."""
+
+    async def scene(region: SimulatedRegion) -> None:
+        shard = region.shards[0]
+        leader, name = region.leader(shard), other_than_leader(region)
+        assert leader is not None
+        (third,) = {*NAMES} - {leader.name, name}
+        region.kill(third)
+        await region.until(lambda: (record := region.record(shard)) and third not in record.isr)
+        region.append_all_the_time()
+        await region.until(lambda: region.acknowledged() > 20)
+        fail = failing(("sync",), errno.EIO, 1)
+
+        def fail_and_end_the_leader(call: str, path: Path) -> None:
+            try:
+                fail(call, path)
+            except OSError:
+                region.loop.call_soon_threadsafe(region.kill, leader.name)
+                raise
+
+        disk_of(region, name).on_call = fail_and_end_the_leader
+        await region.until(lambda: leader.name not in region.running)
+        disk_of(region, name).on_call = None
+        await region.until(lambda: has_failed(region, name))
+        await region.until(lambda: (record := region.record(shard)) and record.failed)
+        await region.until(lambda: region.running[name].host.opened_again)
+        await region.until(lambda: (record := region.record(shard)) and record.leader == name)
+        await region.start(third)
+        before = region.acknowledged()
+        await region.until(lambda: region.acknowledged() > before + 20)
+        await region.start(leader.name)
+        await settle(region)
+
+    play(scene, 9)
+
+
 def test_a_copy_that_moves_away_while_it_is_opened_again_is_gone() -> None:
     async def scene(region: SimulatedRegion) -> None:
         shard, name = region.shards[0], other_than_leader(region)
