@@ -281,7 +281,7 @@ class ReplicaHost:
         self._lease: Lease | None = None
         self._broker_lease = BrokerLease()
         self._registration = 0
-        self._is_started = self._is_closed = False
+        self._is_started = self._is_leaving = self._is_closed = False
         self._tasks = TaskSet()
         self._ticks: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -353,12 +353,9 @@ class ReplicaHost:
             {number: disk.beginning() for number, disk in disks.items()}, lease=self._broker_lease, lost=lost,
             lost_in=0 if record is None else record.epoch, answers_early=plan.answers_early,
         )  # fmt: skip
-        if before is not None:
-            _go_on_from(replica, before.core.replica)
         hosted = Hosted(plan, ReplicaCore(replica), {}, is_reopened=before is not None)
         if before is not None:
-            # The leader hears no question that has not a higher number, and what it answered to earlier ones is not taken here.
-            hosted.core.follower.ask = before.core.follower.ask
+            hosted.core.go_on_from(before.core)
         for number, disk in disks.items():
             hosted.workers[number] = LogWorker(
                 disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
@@ -448,6 +445,8 @@ class ReplicaHost:
     # -- after its disk has failed ---------------------------------------------------------------------
 
     def _open_again_where_due(self, now: int) -> None:
+        if self._is_leaving:
+            return
         for shard, reopening in list(self._reopenings.items()):
             hosted = self._hosted.get(shard)
             if (
@@ -984,6 +983,7 @@ class ReplicaHost:
 
     def leave(self) -> None:
         """Follow nobody any more, and tell those who lead not to wait for this broker. Before it stops."""
+        self._is_leaving = True
         for hosted in self._hosted.values():
             self._step(hosted, Leaving())
 
@@ -1239,7 +1239,9 @@ class ReplicaHost:
         # In place of what the core says of it, which does not know why.
         worker = hosted.workers[failed.log]
         passes = worker.is_disk_error and failed.why == "failed"
-        if passes and not had_failed:
+        if failed.why != "failed":
+            self._reopenings.pop(hosted.shard, None)
+        elif passes and not had_failed:
             self._reopenings.setdefault(hosted.shard, Reopening()).failed(self._now())
         told = "; its logs are opened again by themselves, if they can be" if passes else ""
         self._alarm(hosted, f"its disk has failed: {worker.failure}{told}")
@@ -1497,13 +1499,6 @@ class ReplicaHost:
                 if hosted.answers_early:
                     for copies in hosted.led.values():
                         copies.moved()
-
-
-def _go_on_from(replica: Replica, before: Replica) -> None:
-    """The same copy, whose logs are open again, in the same process: it leads no epoch twice, and knows no older one."""
-    replica.fence = before.fence
-    for number, log in replica.logs.items():
-        log.commit = max(log.commit, min(before.logs[number].commit, log.end))
 
 
 def _acknowledged(hosted: Hosted, number: int) -> LogPoint:
