@@ -45,6 +45,11 @@ def contents(disk: MemoryDisk) -> dict[Path, bytes]:
     return found
 
 
+async def go_on(region: SimulatedRegion, appends: int) -> None:
+    told = region.acknowledged()
+    await region.until(lambda: region.acknowledged() > told + appends, 300)
+
+
 async def fail_a_sync(region: SimulatedRegion, name: str) -> None:
     disk_of(region, name).on_call = failing(("sync",), errno.EIO, 1)
     await region.until(lambda: has_failed(region, name))
@@ -124,8 +129,7 @@ def test_whatever_call_fails_once_at_each_broker_nobody_has_to_restart_one(call:
         for _ in range(2):
             for name in region.random.sample(NAMES, len(NAMES)):
                 disk_of(region, name).on_call = failing_at(region.random.randrange(1, 40))
-                told = region.acknowledged()
-                await region.until(lambda told=told: region.acknowledged() > told + 15, 300)
+                await go_on(region, 15)
         for name in NAMES:
             disk_of(region, name).on_call = None
         await region.no_more_appends()
