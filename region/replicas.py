@@ -299,6 +299,7 @@ class Replicas:
             "copies": len(self.host.shards),
             "copies_alarmed": len(self.host.alarms),
             "copies_cut_records": self.host.cut_records,
+            "copies_opened_again": self.host.opened_again,
             "copies_damaged_segments": repairs.damaged,
             "copies_damaged_found": repairs.found,
             "copies_repaired_segments": repairs.repaired,

@@ -309,6 +309,32 @@ def leave_sets(view: ClusterView, shard: ShardId, broker: str, *, if_alone: bool
     )
 
 
+def open_again(view: ClusterView, shard: ShardId, broker: str) -> Transaction | Refusal:
+    """`broker` says that its copy, which had failed, is open again with all that it had acknowledged: it may be elected under the registration that
+    it failed with. Where somebody leads, that one says so as it lets it in.
+
+    Compared are the record, its own lease and registration.
+    """
+    record = view.shards[shard]
+    registration = record.failed.get(broker)
+    if registration is None or (record.leader and not has_yielded(record)):
+        return Refusal(Reason.CHANGED, f"The copy of {broker} is not out, or the shard is led.")
+    if view.brokers.registration(broker) != registration:
+        return Refusal(
+            Reason.NO_LEASE, f"{broker} is not alive under the registration that it failed with.", retry=True
+        )
+    after = msgspec.structs.replace(record, failed=membership.without(record.failed, [broker]))
+    return Transaction(
+        (
+            unchanged(view, view.keys.shard(shard)),
+            unchanged(view, view.keys.broker(broker)),
+            Absent(view.keys.frozen),
+            *_nodes(view, [broker]),
+        ),
+        (_put(view, shard, after),),
+    )
+
+
 # An operator
 
 

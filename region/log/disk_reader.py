@@ -6,6 +6,7 @@ Invariants:
 - of several readers that want the same segment back, one fetches it;
 - damage in the folder stops the shard, since what else is damaged nobody knows, unless the log has copies: then the segment is repaired
   from them, and only what none of them has is refused; damage in a store's copy stops nothing;
+- a read that the disk does not answer is refused, and may be tried again: nothing was changed. READ_FAILURES_MAX in a row stop the shard;
 - a read that crosses a truncation is no proof of damage: it is to be repeated.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor
@@ -27,17 +29,27 @@ from felix.storage.port import Files
 from region.log.compactor import ROOM_BYTES_MIN
 from region.log.counters import ShardCounters
 from region.log.disk import DiskLog
-from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError, storage_error
+from region.log.errors import (
+    NotLocalError,
+    SegmentDamagedError,
+    StorageFailedError,
+    read_failed,
+    storage_error,
+)
 from region.log.frame import SealedBatch
 from region.log.offloader import Throttle, fetch
 from region.log.segment_state import SegmentState
 from region.log.shard_settings import ShardStore
+
+log = logging.getLogger("felix.region.log")
 
 FETCHES_PER_READ_MAX: Final = 4
 """A read reaches into one segment, rarely two; a cache that is too small for its readers must not keep one for ever."""
 REPAIRS_PER_READ_MAX: Final = 4
 """A read reaches into one segment, rarely two; a disk that damages what was just repaired needs a person."""
 REPAIR_RETRY_MS: Final = 1_000
+READ_FAILURES_MAX: Final = 8
+"""Reads of one log that fail in a row: an error that passes costs one, or as many as are under way; a disk that is gone answers none."""
 
 _T = TypeVar("_T")
 
@@ -91,6 +103,8 @@ class DiskReader:
         self._repair = repair
         self._loop = asyncio.get_running_loop()
         self._fetching: dict[int, asyncio.Future[None]] = {}
+        self._failures = 0
+        """reads in a row that the disk did not answer"""
 
     async def read(self, offset: int, max_bytes: int, below: int) -> list[SealedBatch]:
         """Batches from the one that holds `offset` on, all of them before `below`: at least one, then up to `max_bytes`.
@@ -135,9 +149,12 @@ class DiskReader:
         try:
             for _ in range(FETCHES_PER_READ_MAX):
                 try:
-                    return await self._loop.run_in_executor(self._pool, read, *arguments)
+                    found = await self._loop.run_in_executor(self._pool, read, *arguments)
                 except NotLocalError as error:
                     missing = error.segment
+                else:
+                    self._failures = 0
+                    return found
                 await self._fetch(missing)
             raise UnavailableError(
                 "What was fetched from the store was pushed out again before it was read.", retry_after_ms=100
@@ -155,9 +172,15 @@ class DiskReader:
             raise
         except OSError as error:
             failure = storage_error(error, self._folder)
-            if isinstance(failure, StorageFailedError):
+            if not isinstance(failure, StorageFailedError):
+                raise failure from error
+            self._failures += 1
+            if self._failures >= READ_FAILURES_MAX:
                 self._failed(failure)
-            raise failure from error
+                raise failure from error
+            if self._failures == 1:
+                log.warning("a read is refused: %s", failure)
+            raise read_failed(error, self._folder) from error
 
     async def fetch(self, segment: SegmentState) -> None:
         """Bring a segment back from its store; of several that want it, one does it. Raises UnavailableError, CorruptionError (of the store's copy)."""

@@ -13,6 +13,10 @@ FULL_RETRY_MS: Final = 250
 """While the disk is full, one append in this time is let through to find out whether there is room."""
 
 
+READ_RETRY_MS: Final = 1_000
+"""A read that its disk did not answer is tried again after this: a device that is reset takes seconds."""
+
+
 class OffsetOutOfRangeError(RequestError):
     """The offset is not in the log: `first_offset` is the oldest one held, `next_offset` the one to come."""
 
@@ -77,6 +81,15 @@ def too_many_files(error: OSError, folder: Path) -> TooManyFilesError:
         f"{folder} cannot be used now: {error.strerror}.",
         hint="Let the broker open more files: LimitNOFILE= of its service, ulimit -n.",
         retry_after_ms=FULL_RETRY_MS,
+    )
+
+
+def read_failed(error: OSError, folder: Path) -> UnavailableError:
+    """The answer to whoever reads what the disk does not give now: nothing was changed, and it may pass."""
+    return UnavailableError(
+        f"{error.filename or folder} cannot be read now: {error.strerror or error}.",
+        hint="It is tried again by itself. Where it goes on, look after the disk.",
+        retry_after_ms=READ_RETRY_MS,
     )
 
 

@@ -61,6 +61,16 @@ class ReplicaCore:
         self.rests_until_ms = 0
         """before then time alone gives it nothing to do; 0: each tick may"""
 
+    def go_on_from(self, before: ReplicaCore) -> None:
+        """Before the first event: this is the same copy in the same process, whose logs have failed and are open again with all that they had
+        acknowledged. It leads no epoch twice, knows no older one and no older record, and its commit point does not fall. Whoever leads hears no question
+        that has not a higher number than those before, and what was answered to those is not taken here."""
+        self.replica.fence = before.replica.fence
+        for number, log in self.replica.logs.items():
+            log.commit = max(log.commit, min(before.replica.logs[number].commit, log.end))
+        self.follower.ask = before.follower.ask
+        self._revision, self._as_of = before._revision, before._as_of
+
     @property
     def is_quiescent(self) -> bool:
         """Whether time alone gives it nothing to do, however much of it passes."""

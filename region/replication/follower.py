@@ -375,7 +375,7 @@ class FollowerCore:
             )
 
     def _disk_failed(self, event: DiskFailed, now: int, ready: Ready) -> None:
-        """R11: nothing more before a restart, which cuts or writes again what a failed sync may have left."""
+        """R11: nothing more before the logs are opened again, which cuts or writes again what a failed sync may have left."""
         ready.alarms.append(f"log {event.log} failed: {event.why}")
         if self.leader:
             self._say_failed(self.replica.logs[event.log], ready)

@@ -7,6 +7,8 @@ Invariants:
 - a core sees one event at a time, on the event loop;
 - from the moment that a leader is deposed until those who led its logs have released them, its core gets no events but of what they wrote. So
   the core and the file agree before the first frames for a follower come, and nobody reads what is cut;
+- a copy whose disk has failed is opened again where nobody uses its logs, and its record does not say that it leads. What comes of the old logs is not
+  heard any more; the new ones have all that the old ones had acknowledged, or the copy stays stopped;
 - a message that no replica here could mean is refused before a core sees it;
 - a follower's frames that wait for the disk are bounded (FOLLOWER_WAITING_BYTES_MAX); region.log.shard bounds a leader's appends.
 
@@ -20,7 +22,8 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
@@ -34,9 +37,9 @@ from felix.tasks import TaskSet, end_tasks
 from region.cluster.election import JournalEnd, LogEnd, has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
-from region.cluster.records import ShardDurability, ShardId, YieldReason
+from region.cluster.records import ShardDurability, ShardId, ShardRecord, YieldReason
 from region.cluster.registration import LEASE_MARGIN_MS
-from region.cluster.transactions import Refusal, change, leave_sets
+from region.cluster.transactions import Refusal, change, leave_sets, open_again
 from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
 from region.log.companions import RECORDS
@@ -87,6 +90,7 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
+from region.replication.reopening import Reopening
 from region.replication.repairer import FETCH_BYTES, NO_SOURCE, Fetched, Repairer, Source, Wanted
 from region.replication.replica import BrokerLease, Replica
 from region.replication.wire import (
@@ -141,7 +145,7 @@ class ShardPlan:
 class Hosted:
     """A replica of this broker."""
 
-    shard: ShardId
+    plan: ShardPlan
     core: ReplicaCore
     workers: dict[int, LogWorker]
     copier: Copier = field(init=False)
@@ -163,13 +167,29 @@ class Hosted:
     """from when on a full disk has another one lead"""
     broken: str = ""
     """why nothing is done any more: our own mistake"""
+    ends: dict[int, LogPoint] = field(default_factory=dict)
+    """per log that has failed, and is closed: how far it may have been acknowledged"""
+    is_abandoned: bool = False
+    """whether its logs are closed, to be opened again"""
+    is_reopened: bool = False
+    """whether its logs had failed, and were opened again: where nobody leads, its record is to say so"""
     unchanged: str = ""
     """why its record was not changed when that was tried last, as the log has it; empty once it was"""
+
+    @property
+    def shard(self) -> ShardId:
+        """Whose replica it is."""
+        return self.plan.shard
 
     @property
     def answers_early(self) -> bool:
         """As `Replica.answers_early`."""
         return self.core.replica.answers_early
+
+    @property
+    def is_fsync(self) -> bool:
+        """Whether nothing is acknowledged here that was not synced."""
+        return self.plan.durability == "fsync"
 
     @property
     def leads(self) -> bool:
@@ -224,7 +244,12 @@ class ReplicaHost:
         """what needs a person, the newest of each shard"""
         self.unopened: dict[ShardId, str] = {}
         """copies that are here and cannot be opened: why"""
+        self.opened_again = 0
+        """copies whose disk had failed, and whose logs were opened again in this process"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
+        self._reopenings: dict[ShardId, Reopening] = {}
+        """of copies whose disk has failed since this start"""
+        self._opening_again: dict[ShardId, asyncio.Task[None]] = {}
         self._hung_looked_ms = 0
         self.cut_records = 0
         """records that a leader before had written here and that were cut, since its successor did not have them"""
@@ -247,6 +272,8 @@ class ReplicaHost:
         self._hosted: dict[ShardId, Hosted] = {}
         self._yielding: set[ShardId] = set()
         """while the store is told that a copy that is broken, or cannot be opened, does not lead"""
+        self._counting: set[ShardId] = set()
+        """while the store is told that a copy is open again"""
         self._ticking: dict[ShardId, Hosted] = {}
         """those that are not quiescent"""
         self._living: dict[str, int] = {}
@@ -254,7 +281,7 @@ class ReplicaHost:
         self._lease: Lease | None = None
         self._broker_lease = BrokerLease()
         self._registration = 0
-        self._is_started = self._is_closed = False
+        self._is_started = self._is_leaving = self._is_closed = False
         self._tasks = TaskSet()
         self._ticks: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -287,7 +314,7 @@ class ReplicaHost:
         nobody else has a copy, OSError, and what the store raises."""
         assert plan.shard not in self._hosted
         try:
-            disks = await self._loop.run_in_executor(self._opening_pool, self._open_logs_of, plan)
+            disks = await self._opened(plan)
         except CorruptionError as error:
             self.alarms[plan.shard] = error.sentence
             await self._leave_sets(plan.shard, if_alone=False)
@@ -297,9 +324,7 @@ class ReplicaHost:
                 if self._is_started:
                     self._hear_records([plan.shard])
                 raise
-            disks = await self._loop.run_in_executor(
-                self._opening_pool, partial(self._open_logs_of, plan, anew=True)
-            )
+            disks = await self._opened(plan, anew=True)
             self.repairs.found += 1
             del self.alarms[plan.shard]
         lost = self._what_is_lost(plan, disks)
@@ -311,13 +336,26 @@ class ReplicaHost:
                 for disk in disks.values():
                     await self._loop.run_in_executor(self._commit_pool, disk.abandon)
                 raise
+        self._host(plan, disks, lost=bool(lost))
+
+    def _host(
+        self,
+        plan: ShardPlan,
+        disks: Mapping[int, ReplicaDisk],
+        *,
+        lost: bool = False,
+        before: Hosted | None = None,
+    ) -> None:
+        """Have a copy with these logs. `lost`: what it had acknowledged is gone. `before`: the same copy, whose logs had failed."""
         record = self._mirror.view.shards.get(plan.shard)
         replica = Replica(
             self._broker, self._registration, self._folder, self._registered_at, plan.durability,
-            {number: disk.beginning() for number, disk in disks.items()}, lease=self._broker_lease, lost=bool(lost),
+            {number: disk.beginning() for number, disk in disks.items()}, lease=self._broker_lease, lost=lost,
             lost_in=0 if record is None else record.epoch, answers_early=plan.answers_early,
         )  # fmt: skip
-        hosted = Hosted(plan.shard, ReplicaCore(replica), {})
+        hosted = Hosted(plan, ReplicaCore(replica), {}, is_reopened=before is not None)
+        if before is not None:
+            hosted.core.go_on_from(before.core)
         for number, disk in disks.items():
             hosted.workers[number] = LogWorker(
                 disk, self._commit_pool, self._runtime, partial(self._worked, hosted)
@@ -338,6 +376,19 @@ class ReplicaHost:
         if self._is_started:
             self._step(hosted, Living(self._living))
             self._hear_records([plan.shard])
+            if before is not None:
+                self.want_min(plan.shard, before.min_wanted)
+
+    async def _opened(self, plan: ShardPlan, *, anew: bool = False) -> dict[int, ReplicaDisk]:
+        """As `_open_logs_of`. What was opened is closed where nobody waits for it any more."""
+        opening = self._loop.run_in_executor(self._opening_pool, partial(self._open_logs_of, plan, anew=anew))
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            with suppress(OSError, FelixError):
+                for disk in (await opening).values():
+                    await self._loop.run_in_executor(self._commit_pool, disk.abandon)
+            raise
 
     @staticmethod
     def _what_is_lost(plan: ShardPlan, disks: Mapping[int, ReplicaDisk]) -> str:
@@ -379,6 +430,9 @@ class ReplicaHost:
 
     async def remove(self, shard: ShardId) -> None:
         """Have no copy of a shard any more; its files stay. Whoever leads it has been closed."""
+        if (opening := self._opening_again.get(shard)) is not None:
+            await end_tasks(opening)
+        self._reopenings.pop(shard, None)
         hosted = self._hosted.pop(shard, None)
         self._ticking.pop(shard, None)
         self.alarms.pop(shard, None)
@@ -388,7 +442,117 @@ class ReplicaHost:
             hosted.broken = "it is not here any more"
             await self._end(hosted, hosted.broken, in_order=False)
 
+    # -- after its disk has failed ---------------------------------------------------------------------
+
+    def _open_again_where_due(self, now: int) -> None:
+        if self._is_leaving:
+            return
+        for shard, reopening in list(self._reopenings.items()):
+            hosted = self._hosted.get(shard)
+            if (
+                hosted is not None
+                and shard not in self._opening_again
+                and reopening.is_due(now)
+                and self._may_be_reopened(hosted)
+            ):
+                work = self._open_again(hosted, reopening)
+                self._opening_again[shard] = self._tasks.begin(work, name="replication")
+
+    def _may_be_reopened(self, hosted: Hosted) -> bool:
+        """Whether nobody uses what has failed, and whoever led with it says in the record that it does no more."""
+        if hosted.is_abandoned:
+            return True
+        replica, record = hosted.core.replica, self._mirror.view.shards.get(hosted.shard)
+        if record is None or replica.failed != "failed" or replica.fence.frozen or hosted.broken:
+            return False
+        if hosted.led or hosted.is_settling or hosted.core.leader.leads:
+            return False
+        return record.leader != self._broker or has_yielded(record)
+
+    async def _open_again(self, hosted: Hosted, reopening: Reopening) -> None:
+        """Open the logs of a copy whose disk has failed as after a restart. From here on what was under way for it is over. Where that fails it is tried
+        again later; where a log is damaged, or ends before what was acknowledged, nothing more is done before a restart."""
+        shard = hosted.shard
+        try:
+            if not hosted.is_abandoned:
+                hosted.broken = "its disk has failed"
+                self._ticking.pop(shard, None)
+                # What is in these files, or in the page cache, is all that there is: the logs that failed know no better.
+                hosted.ends = {number: _acknowledged(hosted, number) for number in hosted.workers}
+                await self._end(hosted, hosted.broken, in_order=False)
+                hosted.is_abandoned = True
+            plans = tuple(hosted.workers[log.number].disk.plan for log in hosted.plan.logs)
+            plan = replace(hosted.plan, logs=plans)
+            disks, why = {}, ""
+            try:
+                disks = await self._opened(plan)
+            except CorruptionError as error:
+                why = error.sentence
+                await self._leave_sets(shard, if_alone=False)
+            lost = disks and (self._what_is_lost(plan, disks) or _what_was_lost(hosted, disks))
+            if lost:
+                why = lost
+                for disk in disks.values():
+                    await self._loop.run_in_executor(self._commit_pool, disk.abandon)
+                await self._leave_sets(shard, if_alone=True)
+        except Exception as error:
+            reopening.failed(self._now())
+            log.warning(
+                "shard %s: its logs cannot be opened again, which is tried in %d s: %s",
+                shard, reopening.pause_ms // 1_000, error, exc_info=not isinstance(error, OSError | FelixError),
+            )  # fmt: skip
+            return
+        finally:
+            self._opening_again.pop(shard, None)
+        if why:
+            del self._reopenings[shard]
+            self._alarm(
+                hosted, f"its disk has failed, and its logs are not opened again before a restart: {why}"
+            )
+            return
+        reopening.opened(self._now())
+        self.opened_again += 1
+        self._over.pop(shard, None)
+        log.warning("shard %s: its logs are open again; no longer: %s", shard, self.alarms.pop(shard, ""))
+        self._host(plan, disks, before=hosted)
+
+    def _look_whether_it_counts(self, hosted: Hosted) -> None:
+        """Where nobody leads, and the record says that this copy has failed which is open again, it is to say so no more."""
+        record = self._mirror.view.shards.get(hosted.shard)
+        if record is not None and record.failed.get(self._broker) != self._registration:
+            hosted.is_reopened = False
+        if record is not None and self._counts_again(hosted, record) and hosted.shard not in self._counting:
+            self._counting.add(hosted.shard)
+            self._tasks.begin(self._count_again(hosted), name="replication")
+
+    def _counts_again(self, hosted: Hosted, record: ShardRecord) -> bool:
+        return (
+            hosted.is_reopened
+            and not hosted.broken
+            and not hosted.core.replica.failed
+            and record.failed.get(self._broker) == self._registration
+            and (not record.leader or has_yielded(record))
+        )
+
+    async def _count_again(self, hosted: Hosted) -> None:
+        shard = hosted.shard
+        try:
+            while (record := self._mirror.view.shards.get(shard)) is not None and self._counts_again(
+                hosted, record
+            ):
+                made = open_again(self._mirror.view, shard, self._broker)
+                try:
+                    if not isinstance(made, Refusal):
+                        await self._mirror.commit(made)
+                except FelixError as error:
+                    log.warning("shard %s: that it is open again is not written down yet: %s", shard, error)
+                await asyncio.sleep(RETRY_MS / 1_000)
+        finally:
+            self._counting.discard(shard)
+
     async def _end(self, hosted: Hosted, why: str, *, in_order: bool) -> None:
+        if hosted.is_abandoned:
+            return
         for worker in hosted.workers.values():
             worker.halt(why)
         for worker in hosted.workers.values():
@@ -638,7 +802,7 @@ class ReplicaHost:
         )
 
     def _failed(self, hosted: Hosted, failed: DiskFailed, error: FelixError) -> None:
-        hosted.workers[failed.log].halt(error.sentence)
+        hosted.workers[failed.log].halt(error.sentence, is_disk_error=isinstance(error, StorageFailedError))
         self._begin_task(hosted, self._disk_failed(hosted, failed))
 
     def _full(self, hosted: Hosted, copies: HostedCopies, error: FelixError) -> None:
@@ -819,6 +983,7 @@ class ReplicaHost:
 
     def leave(self) -> None:
         """Follow nobody any more, and tell those who lead not to wait for this broker. Before it stops."""
+        self._is_leaving = True
         for hosted in self._hosted.values():
             self._step(hosted, Leaving())
 
@@ -1067,9 +1232,19 @@ class ReplicaHost:
                 log.error("that a sync failed cannot be written down: %s", error)
         for worker in hosted.workers.values():
             worker.halt("another log of the shard failed")
+        had_failed = hosted.core.replica.failed
         self._step(hosted, failed)
+        if hosted.broken:
+            return
         # In place of what the core says of it, which does not know why.
-        self._alarm(hosted, f"its disk has failed: {hosted.workers[failed.log].failure}")
+        worker = hosted.workers[failed.log]
+        passes = worker.is_disk_error and failed.why == "failed"
+        if failed.why != "failed":
+            self._reopenings.pop(hosted.shard, None)
+        elif passes and not had_failed:
+            self._reopenings.setdefault(hosted.shard, Reopening()).failed(self._now())
+        told = "; its logs are opened again by themselves, if they can be" if passes else ""
+        self._alarm(hosted, f"its disk has failed: {worker.failure}{told}")
 
     async def _read(self, hosted: Hosted, read: Read, cuts: int) -> None:
         """Frames for a follower, once the link to it has room."""
@@ -1088,6 +1263,9 @@ class ReplicaHost:
             frames = ()
             if hosted.core.replica.logs[read.log].cuts == cuts and hosted.leads:
                 log.error("log %s cannot be read: %s", disk.plan.folder, error)
+                hosted.workers[read.log].halt(
+                    str(error), is_disk_error=isinstance(error, OSError | StorageFailedError)
+                )
                 why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
                 await self._disk_failed(hosted, DiskFailed(read.log, why))
                 return
@@ -1181,7 +1359,7 @@ class ReplicaHost:
             self.repairs.note(shard, number, error)
             raise
         except (CorruptionError, StorageFailedError) as error:
-            worker.halt(error.sentence)
+            worker.halt(error.sentence, is_disk_error=isinstance(error, StorageFailedError))
             why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
             await self._disk_failed(hosted, DiskFailed(number, why))
             raise
@@ -1217,6 +1395,19 @@ class ReplicaHost:
             elif hosted is not None and record is not None:
                 key = view.keys.shard(shard)
                 self._step(hosted, RecordRead(record, view.revision_of(key), view.revision))
+                if self._is_elected_in_vain(hosted, record):
+                    self._yield_broken(shard, "failed")
+                self._look_whether_it_counts(hosted)
+
+    def _is_elected_in_vain(self, hosted: Hosted, record: ShardRecord) -> bool:
+        """Whether a copy that failed as a follower leads by the record: whoever led before had not heard that it failed."""
+        return (
+            hosted.core.replica.failed == "failed"
+            and record.leader == self._broker
+            and record.isr.get(self._broker) == self._registration
+            and not has_yielded(record)
+            and not hosted.core.leader.leads
+        )
 
     def _know_peers(self) -> None:
         view = self._mirror.view
@@ -1272,6 +1463,7 @@ class ReplicaHost:
                 for hosted in list(self._hosted.values()):
                     self._look_whether_hung(hosted)
             is_detached = now > self._broker_lease.until_ms + DETACHED_MS
+            self._open_again_where_due(now)
             for hosted in list((self._hosted if is_detached else self._ticking).values()):
                 if now < hosted.core.rests_until_ms and not is_detached:
                     continue
@@ -1307,6 +1499,21 @@ class ReplicaHost:
                 if hosted.answers_early:
                     for copies in hosted.led.values():
                         copies.moved()
+
+
+def _acknowledged(hosted: Hosted, number: int) -> LogPoint:
+    """How far a log that has failed may have been acknowledged."""
+    durable = hosted.core.replica.logs[number].durable
+    return durable if hosted.is_fsync else max(durable, hosted.workers[number].disk.log.end_point)
+
+
+def _what_was_lost(before: Hosted, disks: Mapping[int, ReplicaDisk]) -> str:
+    """What a copy whose logs had failed, and are open again, has not any more; empty where it has all."""
+    for number, end in before.ends.items():
+        found = disks[number].log.end_point
+        if found < end:
+            return f"log {number} ends at {found.offset}, and up to {end.offset} was acknowledged"
+    return ""
 
 
 def _is_hung(worker: LogWorker) -> bool:

@@ -27,7 +27,7 @@ from felix.lazy_event import LazyEvent
 from felix.runtime.port import Runtime
 from felix.storage.port import is_exhausted, is_full
 from region.cluster.records import YieldReason
-from region.log.errors import FULL_RETRY_MS, TooManyFilesError
+from region.log.errors import FULL_RETRY_MS, StorageFailedError, TooManyFilesError
 from region.log.frame import Frame as LogFrame
 from region.log.group_commit import GROUP_BYTES_MAX
 from region.replication.copying import Collect, Piece, Replace
@@ -118,6 +118,8 @@ class LogWorker:
     ) -> None:
         self.disk = disk
         self.failure = ""
+        self.is_disk_error = False
+        """whether it failed by an error of its disk, which may pass; false where it is damaged, or by a mistake of ours"""
         self.full = ""
         """why what is to be written waits: the disk has no room; empty while it has"""
         self.executor: Executor = _Executor(self)
@@ -159,11 +161,12 @@ class LogWorker:
             self._asked_s = self._runtime.clock.monotonic()
         self._pool.submit(self._run)
 
-    def halt(self, why: str) -> None:
-        """Do nothing more of what was put."""
+    def halt(self, why: str, *, is_disk_error: bool = False) -> None:
+        """Do nothing more of what was put. `is_disk_error`: as the attribute."""
         with self._lock:
             self._halted = True
-            self.failure = self.failure or why
+            if not self.failure:
+                self.failure, self.is_disk_error = why, is_disk_error
             jobs = list(self._jobs)
             self._jobs.clear()
         self._refuse_calls(jobs)
@@ -204,7 +207,9 @@ class LogWorker:
         except CorruptionError as error:
             self._fail("corrupt", error.sentence, group)
         except (OSError, FelixError) as error:
-            self._fail("failed", str(error), group)
+            self._fail(
+                "failed", str(error), group, is_disk_error=isinstance(error, OSError | StorageFailedError)
+            )
         except Exception as error:
             log.exception("replicating log %s failed", self.disk.plan.folder)
             self._fail("failed", f"{type(error).__name__}: {error}", group)
@@ -239,10 +244,12 @@ class LogWorker:
     def _say(self, told: Told) -> None:
         self._soon(self._tell, told)
 
-    def _fail(self, why: YieldReason, sentence: str, group: Sequence[Job]) -> None:
+    def _fail(
+        self, why: YieldReason, sentence: str, group: Sequence[Job], *, is_disk_error: bool = False
+    ) -> None:
         with self._lock:
             self._halted = True
-            self.failure = sentence
+            self.failure, self.is_disk_error = sentence, is_disk_error
             jobs = [*group, *self._jobs]
             self._jobs.clear()
         log.error("log %s stops (%s): %s", self.disk.plan.folder, why, sentence)

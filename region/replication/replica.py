@@ -138,7 +138,7 @@ class Replica:
     logs: dict[int, Log]
     fence: Fence = field(init=False)
     failed: str = ""
-    """why neither leading nor following is possible before a restart (R11)"""
+    """why neither leading nor following is possible before the logs are opened again, or a restart (R11)"""
     copying: frozenset[int] = frozenset()
     """logs that are being replaced by copies of the leader's"""
     lease: BrokerLease = field(default_factory=BrokerLease)

@@ -70,6 +70,8 @@ FULL_S: Final = 2.0
 HANGS_S: Final = 12.0
 """How long a disk hangs at most, where that has to end by itself: longer than a leader waits for a sync."""
 FAILING: Final = "cluster.failing_syncs"
+REOPENED_S: Final = 8.0
+"""By then a broker has opened a copy again whose disk had failed once."""
 PAUSE_S: Final = 0.01
 """Between a writer's answers: a few hundred records a second in all, of which a long run can hold the history."""
 WAIT_S: Final = 120.0
@@ -663,6 +665,9 @@ async def _a_sync_fails(play: Play, names: Sequence[str], what: str = "") -> Non
     else:
         # Where one or two have stopped, the others have perhaps nothing to sync.
         await asyncio.sleep(5 * play.random.random())
+    if play.random.random() < 0.5:
+        # By then what has failed is open again, and confirms.
+        await asyncio.sleep(REOPENED_S)
     await asyncio.to_thread(cut_power, [play.brokers[name] for name in names])
     await play.start_again(*names)
 

@@ -104,6 +104,7 @@ def cluster_families() -> set[str]:
         "copies",
         "copies_alarmed",
         "copies_cut_records",
+        "copies_opened_again",
         "copies_damaged_segments",
         "copies_damaged_found",
     )

@@ -41,6 +41,7 @@ from felix.settings import EPHEMERAL, Durability, Retention
 from felix.storage.disk import DiskFiles
 from keys.envelope import BatchSealer, DataKey, open_batch
 from keys.key_id import KeyKind, new_key_id
+from region.log.disk_reader import READ_FAILURES_MAX
 from region.log.errors import OffsetOutOfRangeError
 from region.log.point import LogPoint
 from region.log.segment import ANNOTATION_BYTES_MAX, ANNOTATION_SLOTS_MAX
@@ -622,6 +623,49 @@ async def test_too_many_open_files_refuse_what_needs_one_and_stop_nothing(tmp_pa
         files.is_exhausted = False
         assert payloads_of(await shard.read(0, 1)) == [b"0" * 200]
         assert (await shard.append(batch_of(b"4"))).base_offset == 4
+
+
+class Unreadable(DiskFiles):
+    """Of which the next reads fail."""
+
+    reads_fail = 0
+
+    def pread(self, descriptor: int, length: int, position: int) -> bytes:
+        if self.reads_fail:
+            self.reads_fail -= 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().pread(descriptor, length, position)
+
+
+async def test_a_read_that_the_disk_does_not_answer_is_refused_and_stops_nothing(tmp_path: Path) -> None:
+    files = Unreadable()
+    async with serving(tmp_path, ShardSettings(ring_bytes_max=1), files=files) as shard:
+        for number in range(4):
+            await shard.append(batch_of(b"%d" % number * 200))
+        for _ in range(3):
+            # Often in all, but not in a row.
+            for _ in range(READ_FAILURES_MAX - 1):
+                files.reads_fail = 1
+                with pytest.raises(UnavailableError, match="cannot be read now") as refused:
+                    await shard.read(0, 100)
+                assert refused.value.code is Code.UNAVAILABLE and refused.value.retry_after_ms
+            assert payloads_of(await shard.read(0, 1)) == [b"0" * 200]
+        assert shard.state is State.SERVING
+        assert (await shard.append(batch_of(b"4"))).base_offset == 4
+
+
+async def test_a_disk_that_answers_no_read_stops_the_shard(tmp_path: Path) -> None:
+    files = Unreadable()
+    async with serving(tmp_path, ShardSettings(ring_bytes_max=1), files=files) as shard:
+        for number in range(4):
+            await shard.append(batch_of(b"%d" % number * 200))
+        files.reads_fail = 1_000
+        for _ in range(READ_FAILURES_MAX):
+            assert shard.state is State.SERVING
+            with pytest.raises(UnavailableError):
+                await shard.read(0, 100)
+        assert shard.state is State.FAILED
+        files.reads_fail = 0
 
 
 async def test_damage_found_while_reading_stops_the_shard(tmp_path: Path) -> None:

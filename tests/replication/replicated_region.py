@@ -665,9 +665,7 @@ async def go_wrong(region: SimulatedRegion, seconds: float) -> None:
     loop.work_s_max = WORK_S_MAX
     for name in NAMES:
         machine = region.machines[name]
-        if name in region.running and any(
-            hosted.core.replica.failed for hosted in region.running[name].host._hosted.values()
-        ):
+        if name in region.running and is_to_be_restarted(region, name):
             # What watches over processes starts it again.
             region.kill(name)
         if name not in region.running:
@@ -675,6 +673,15 @@ async def go_wrong(region: SimulatedRegion, seconds: float) -> None:
         assert machine.disk is not None
     assert isinstance(region.store, Store)
     region.store.is_away = False
+
+
+def is_to_be_restarted(region: SimulatedRegion, name: str) -> bool:
+    """Whether a copy there has failed, and is not to come back by itself: of half of those that would, chance waits for that."""
+    host = region.running[name].host
+    failed = [hosted for hosted in host._hosted.values() if hosted.core.replica.failed]
+    # A chance of its own.
+    waits = Random(f"{name} {region.loop.time()}").random() < 0.5
+    return bool(failed) and not (waits and all(hosted.shard in host._reopenings for hosted in failed))
 
 
 async def _fault(region: SimulatedRegion, what: str, name: str, other: str) -> None:
@@ -712,7 +719,7 @@ async def _fault(region: SimulatedRegion, what: str, name: str, other: str) -> N
                 disk.on_call = failing(calls, error, random.randrange(1, 6))
                 await asyncio.sleep(0.5)
                 disk.on_call = None
-                if name in running and what == "fail":
+                if name in running and what == "fail" and is_to_be_restarted(region, name):
                     # What watches over processes starts it again.
                     region.kill(name)
                     await region.start(name)
