@@ -62,7 +62,7 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
-from felix.storage.port import Files, FolderLock, is_exhausted, is_full
+from felix.storage.port import Files, FolderLock, is_exhausted, lacks_resources
 from felix.told import Told
 
 log = logging.getLogger("felix.audit.trail")
@@ -732,8 +732,7 @@ class Trail:
             self._has_room(_TREE)
             return wait_s
         except OSError as error:
-            passes = is_full(error) or is_exhausted(error)
-            if self._wal is None or self._writer_ended or not passes:
+            if self._wal is None or self._writer_ended or not lacks_resources(error):
                 self._fail("it cannot be checkpointed", error)
                 return None
             # What was to be signed is, as soon as it can be.

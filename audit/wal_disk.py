@@ -34,7 +34,7 @@ import xxhash
 from audit.errors import VERIFY_HINT
 from audit.leaf import LEAF_BYTES_MAX
 from felix.errors import CorruptionError
-from felix.storage.port import Files, is_exhausted, is_full, write_all
+from felix.storage.port import Files, is_full, lacks_resources, write_all
 from felix.storage.small_file import read_file
 
 SEGMENT_BYTES_MAX: Final = 64 << 20
@@ -213,7 +213,7 @@ class Wal:
         try:
             file = self._files.open(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
-            if is_full(error) or is_exhausted(error):
+            if lacks_resources(error):
                 # It goes on in this one, and is rolled behind a later append.
                 return
             raise

@@ -33,6 +33,7 @@ from audit.note import Algorithm, NoteSigner, VerifierKey, check_key_name
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, create_file, read_file, replace_file
 from felix.runtime.real import REAL
+from felix.storage.sqlite_errors import is_full, result_code
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
@@ -270,7 +271,7 @@ class WitnessState:
         try:
             self._connection.execute("BEGIN IMMEDIATE")
         except sqlite3.OperationalError as error:
-            if _is_full(error):
+            if is_full(error):
                 raise self._no_room() from error
             raise UnavailableError(f"The witness's state is busy: {error}.", retry_after_ms=1_000) from error
         try:
@@ -279,7 +280,7 @@ class WitnessState:
         except BaseException as error:
             with suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
-            if isinstance(error, sqlite3.OperationalError) and _is_full(error):
+            if isinstance(error, sqlite3.OperationalError) and is_full(error):
                 raise self._no_room() from error
             if isinstance(error, sqlite3.Error) and _passes(error):
                 # Undone from the journal, by this connection or by the next one that opens the file: nothing was cosigned.
@@ -380,21 +381,17 @@ class WitnessState:
 
 def _passes(error: sqlite3.Error) -> bool:
     """Whether it is the disk, its room, its rights or too many open files, and says nothing of what the state holds."""
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF in _PASSING
+    return result_code(error) in _PASSING
 
 
 def _unusable(name: str, folder: WitnessFolder, error: sqlite3.Error) -> UnavailableError:
     return UnavailableError(
         f"The state of the witness {name} cannot be used now: {error}.",
-        code=Code.DISK_FULL if _is_full(error) else Code.UNAVAILABLE,
+        code=Code.DISK_FULL if is_full(error) else Code.UNAVAILABLE,
         hint=f"Look after the disk that {folder.state} is on, who may read the file, and how many files the process may open. "
         "What it has cosigned is kept.",
         retry_after_ms=1_000,
     )
-
-
-def _is_full(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
 def origin_hash(origin: str) -> str:

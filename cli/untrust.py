@@ -91,15 +91,11 @@ def untrust(
 
 def _require_known(folder: RegionFolder, config: RegionConfig, other: str) -> None:
     """Raises RequestError where there is nobody to trust no more, or nothing to sign it with."""
+    from region.trusted_bundles import trusted_file
+
     if other == config.region:
         raise RequestError(f"{other} is this region itself.", hint="Name another one.")
-    path = folder.trusted / f"{parse_region(other)}.json"
-    if not path.exists():
-        raise RequestError(
-            f"{config.region} trusts no region {other}: there is no {path}.",
-            code=Code.NOT_FOUND,
-            hint=f"Where its brokers trust it: felix region trust --region {config.region} takes what they go by into this folder.",
-        )
+    trusted_file(folder, parse_region(other))
     if not folder.policy_key.exists():
         raise RequestError(
             f"There is no policy key in {folder.secrets} to sign with that {other} is not trusted any more.",

@@ -46,7 +46,7 @@ from policy.documents import decode_document
 from region.begun_change import changes_bundle, require_none_begun
 from region.config import IdentitiesConfig, RegionConfig
 from region.folder import RegionFolder
-from region.trusted_bundles import read_pin
+from region.trusted_bundles import read_pin, trusted_file
 
 OPERATOR: Final = "operator"
 _COUNTRY: Final = re.compile("[A-Z]{2}")
@@ -383,20 +383,20 @@ def trust_region(
 def withdraw_trust(folder: RegionFolder, region: str, now_ms: int) -> SignedPin:
     """Sign, and keep in the folder, that another region is not trusted any more. Its bundle stays, for what it signed until now. A running broker must be
     notified separately (PutDocument "pin"). Raises RequestError(NOT_FOUND) where the folder has no bundle of it; then nothing was stored."""
-    path = folder.trusted / f"{region}.json"
-    if not path.exists():
-        raise RequestError(
-            f"{folder.root.name} trusts no region {region}: there is no {path}.",
-            code=Code.NOT_FOUND,
-            hint=f"Where its brokers trust it, felix region trust --region {folder.root.name} takes what they go by into this folder.",
-        )
-    own, signed = decode_bundle(folder.bundle.read_bytes()).bundle, decode_bundle(path.read_bytes())
-    before = read_pin(folder, own, region)
-    number = max(now_ms, before.pin.number + 1 if before else 0)
+    own, signed = (
+        decode_bundle(folder.bundle.read_bytes()).bundle,
+        decode_bundle(trusted_file(folder, region).read_bytes()),
+    )
+    number = _later(read_pin(folder, own, region), now_ms)
     pin = Pin(format=2, by=own.region, mesh=own.mesh, number=number, bundle=signed, withdrawn=True)
     made = sign_pin(pin, load_signing_key(folder.policy_key))
     replace_file(folder.pin(region), made.encode(), PUBLIC)
     return made
+
+
+def _later(before: SignedPin | None, at_ms: int) -> int:
+    """The number of a pin of that moment, behind the one in the folder."""
+    return at_ms if before is None else max(at_ms, before.pin.number + 1)
 
 
 def _sign_pin(folder: RegionFolder, signed: SignedBundle, compared_ms: int | None) -> SignedPin | None:
@@ -405,6 +405,6 @@ def _sign_pin(folder: RegionFolder, signed: SignedBundle, compared_ms: int | Non
     before = read_pin(folder, own, signed.bundle.region)
     if compared_ms is None and before is not None:
         return None
-    number = UNCOMPARED if compared_ms is None else max(compared_ms, before.pin.number + 1 if before else 0)
+    number = UNCOMPARED if compared_ms is None else _later(before, compared_ms)
     pin = Pin(by=own.region, mesh=own.mesh, number=number, bundle=signed)
     return sign_pin(pin, load_signing_key(folder.policy_key))

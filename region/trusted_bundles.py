@@ -58,6 +58,18 @@ def former_bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
     return {name: bundle for name, bundle in _bundles(folder).items() if is_withdrawn(folder, name)}
 
 
+def trusted_file(folder: RegionFolder, region: str) -> Path:
+    """Where the folder has another region's bundle. Raises RequestError(NOT_FOUND) where it has none."""
+    path = folder.trusted / f"{region}.json"
+    if not path.exists():
+        raise RequestError(
+            f"{folder.root.name} trusts no region {region}: there is no {path}.",
+            code=Code.NOT_FOUND,
+            hint=f"Where its brokers trust it: felix region trust --region {folder.root.name} takes what they go by into this folder.",
+        )
+    return path
+
+
 def _bundles(folder: RegionFolder) -> dict[str, RegionBundle]:
     return {signed.bundle.region: signed.bundle for signed in trusted_files(folder)}
 

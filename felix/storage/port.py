@@ -29,6 +29,11 @@ def is_exhausted(error: OSError) -> bool:
     return error.errno in _EXHAUSTED
 
 
+def lacks_resources(error: OSError) -> bool:
+    """True where room or descriptors are lacking: nothing else is wrong, and what waits for them goes on once there are some."""
+    return is_full(error) or is_exhausted(error)
+
+
 class FolderLock(Protocol):
     """A folder that one process has to itself."""
 

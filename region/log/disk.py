@@ -27,7 +27,7 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Retention
 from felix.storage.disk import DiskFiles
-from felix.storage.port import Files, is_exhausted, is_full
+from felix.storage.port import Files, is_full, lacks_resources
 from felix.storage.small_file import create_durably, read_file, save_checked
 from region.log.beginning import beginning, encode_beginning
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
@@ -382,7 +382,7 @@ class DiskLog:
             self._create_segment(active.end_point, now_ms)
         except OSError as error:
             with self._written.fatal("Creating a segment", self.folder):
-                if not (is_full(error) or is_exhausted(error)):
+                if not lacks_resources(error):
                     raise
             raise
         self._write_mark()
@@ -407,7 +407,7 @@ class DiskLog:
         try:
             make_durable()
         except OSError as error:
-            if is_full(error) or is_exhausted(error):
+            if lacks_resources(error):
                 raise
             with self._written.fatal("Writing down what frames rest on", self.folder):
                 raise

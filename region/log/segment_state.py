@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from felix.storage.port import Files, is_exhausted, is_full, write_all
+from felix.storage.port import Files, lacks_resources, write_all
 from region.log.index import INDEX_SUFFIX, SparseIndex
 from region.log.offload import FETCHED_SUFFIX, Offloaded
 from region.log.point import LogPoint, PointCounter
@@ -88,7 +88,7 @@ def write_index(files: Files, path: Path, encoded: bytes) -> None:
         finally:
             files.close(descriptor)
     except OSError as error:
-        if not (is_full(error) or is_exhausted(error)):
+        if not lacks_resources(error):
             raise
 
 

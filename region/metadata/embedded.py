@@ -28,6 +28,7 @@ from felix.errors import Code, CorruptionError, FelixError, RequestError
 from felix.files import sync_folder
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage import sqlite_errors
 from felix.storage.disk import HeldError, lock_file
 from felix.storage.port import is_full
 from region.metadata.local import (
@@ -87,10 +88,6 @@ CREATE TABLE leases (id INTEGER PRIMARY KEY, ttl_ms INTEGER NOT NULL);
 
 def _full_disk() -> OSError:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _lacks_room(error: sqlite3.Error) -> bool:
-    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
 
 
 def _lock(path: Path) -> int:
@@ -240,9 +237,12 @@ class _Database:
     def _keep_room(self) -> None:
         """Give the database free pages, and the write-ahead log as many: on a full disk, writes go where these are."""
         with contextlib.suppress(sqlite3.OperationalError):
-            self._db.execute("DROP TABLE IF EXISTS room")
             (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
-            if free >= ROOM_PAGES or self._is_tight():
+            if free >= ROOM_PAGES:
+                return
+            # Of a try that was cut off.
+            self._db.execute("DROP TABLE IF EXISTS room")
+            if self._is_tight():
                 return
             with self._transaction():
                 self._db.execute("CREATE TABLE room (bytes BLOB)")
@@ -282,7 +282,7 @@ class _Database:
             if not is_full(error):
                 raise
         except sqlite3.OperationalError as error:
-            if not _lacks_room(error):
+            if not sqlite_errors.is_full(error):
                 raise
         else:
             return True
@@ -469,8 +469,8 @@ class EmbeddedStore(LocalStore):
         except FelixError:
             raise
         except sqlite3.OperationalError as error:
-            code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if _lacks_room(error):
+            code = sqlite_errors.result_code(error)
+            if sqlite_errors.is_full(error):
                 raise self._full() from error
             if code == sqlite3.SQLITE_BUSY:
                 raise unavailable(

@@ -162,9 +162,9 @@ class Hosted:
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
     full_again_ms: int = 0
+    """from when on a full disk has another one lead"""
     hangs: bool = False
     """its disk has not answered for HUNG_MS"""
-    """from when on a full disk has another one lead"""
     broken: str = ""
     """why nothing is done any more: our own mistake"""
     ends: dict[int, LogPoint] = field(default_factory=dict)

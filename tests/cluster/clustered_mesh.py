@@ -11,6 +11,8 @@ from bridge_mesh import POLICIES, STREAM, Mesh
 from cluster.clustered_region import LEASE_MS, ClusteredRegion
 from etcd_process import running_etcd
 
+from audit.leaf import Kind
+from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
@@ -90,6 +92,20 @@ async def two_clusters(
 
 class ProcessMesh(Mesh):
     """Regions whose brokers are processes (cluster.processes): operators and the agent know all that the configurations name."""
+
+    async def arrived(self, stream: str = STREAM) -> int:
+        """As of `Mesh`, as the leader of the stream's first shard says; 0 while none answers."""
+        try:
+            async with self.operator("eu-west") as client:
+                state = await client.describe_stream(stream)
+        except FelixError:
+            return 0
+        return state.state[0].high_watermark
+
+    def is_logged(self, records: int) -> bool:
+        """Whether the destination's audit log has, below its checkpoint, that so many arrived."""
+        acks = self.headers(self.ingress_folder, Kind.ACK)
+        return sum(header.records for header in acks) >= records
 
     def addresses(self, region: str) -> tuple[str, ...]:
         """Of all its brokers."""

@@ -77,12 +77,8 @@ class Members:
 
     async def records(self) -> dict[str, list[ShardRecord]]:
         """Of all shards by stream, as they stand in the store."""
-        told = await asyncio.to_thread(
-            self._etcd.ctl, "get", "--prefix", f"/felix/1/{REGION}/shards/", "--print-value-only"
-        )
         found: dict[str, list[ShardRecord]] = {}
-        for line in filter(None, told.splitlines()):
-            record = msgspec.json.decode(line, type=ShardRecord)
+        for record in await asyncio.to_thread(shard_records, self._etcd, REGION):
             found.setdefault(record.stream, []).append(record)
         return found
 
@@ -102,6 +98,12 @@ class Members:
             and all(set(record.isr) == running for record in records[stream])
             for stream in streams
         )
+
+
+def shard_records(etcd: EtcdProcess, region: str) -> list[ShardRecord]:
+    """Of all shards of a region, as they stand in its store."""
+    told = etcd.ctl("get", "--prefix", f"/felix/1/{region}/shards/", "--print-value-only")
+    return [msgspec.json.decode(line, type=ShardRecord) for line in filter(None, told.splitlines())]
 
 
 def _leader(records: list[ShardRecord]) -> str:

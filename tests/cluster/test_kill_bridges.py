@@ -18,8 +18,6 @@ from cluster.clustered_mesh import ProcessMesh
 from cluster.processes import kill, running, several
 from etcd_process import etcd_binary
 
-from audit.leaf import Kind
-from felix.errors import FelixError
 from felix.runtime.real import now_ms
 
 ROUNDS = int(os.environ.get("FELIX_FAULT_ROUNDS", "0"))
@@ -63,7 +61,7 @@ async def test_brokers_of_both_regions_and_the_agent_are_killed_and_every_record
                 published += STEP
 
             await carry_on()
-            await until(lambda: arrived(mesh, STEP), "the first records at the destination")
+            await mesh.crossed(STEP)
             names = [f"b{number}" for number in range(BROKERS, 0, -1)]
             faults = [(folder, name) for name in names for folder in (us, eu)]
             for _ in range(max(1, ROUNDS)):
@@ -75,15 +73,11 @@ async def test_brokers_of_both_regions_and_the_agent_are_killed_and_every_record
                 await agent.wait()
                 await carry_on()
                 agent = await mesh.child()
-            await until(lambda: arrived(mesh, published), f"all {published} records at the destination")
+            await mesh.crossed(published)
             found = await mesh.read("eu-west", published)
             assert mesh.numbers(found) == list(range(published)), "each once, and in order"
 
-            def in_the_log() -> bool:
-                acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
-                return sum(header.records for header in acks) >= published
-
-            await until(in_the_log, "a checkpoint over all that arrived")
+            await until(lambda: mesh.is_logged(published), "a checkpoint over all that arrived")
         finally:
             if agent.returncode is None:
                 assert agent.stdin is not None
@@ -91,13 +85,3 @@ async def test_brokers_of_both_regions_and_the_agent_are_killed_and_every_record
                 await agent.wait()
     assert mesh.reconcile() == published
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
-
-
-async def arrived(mesh: ProcessMesh, count: int) -> bool:
-    """Whether so many records are at the destination, as its leader says."""
-    try:
-        async with mesh.operator("eu-west") as client:
-            state = await client.describe_stream(STREAM)
-    except FelixError:
-        return False
-    return state.state[0].high_watermark >= count

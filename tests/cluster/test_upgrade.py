@@ -18,21 +18,20 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
 import pytest
 from bridge_mesh import STREAM, flight, until
 from cluster.clustered_mesh import ProcessMesh
 from cluster.history import History
 from cluster.load import Load, stored_in
+from cluster.members import shard_records
 from cluster.processes import own_places, write_cluster
 from cluster.transaction_load import TransactionLoad
 from cluster.view_load import ViewLoad
+from e2e.command_mesh import environment as of_command
 from etcd_process import EtcdProcess, running_etcd
 from region_peer import client
 
-from audit.leaf import Kind
 from cli.process import read_state
-from felix.errors import FelixError
 from region.cluster.records import ShardRecord
 from region.folder import RegionFolder
 
@@ -65,8 +64,8 @@ def earlier(tmp_path: Path) -> Path:
 
 
 def environment(tree: Path, home: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("FELIX_")}
-    return {**kept, "FELIX_HOME": str(home), "PYTHONPATH": f"{tree}:{tree / 'tests'}"}
+    """Of a process of that tree."""
+    return of_command(home, PYTHONPATH=f"{tree}:{tree / 'tests'}")
 
 
 def found(tree: Path, home: Path) -> tuple[RegionFolder, RegionFolder]:
@@ -167,8 +166,7 @@ class Upgraded:
         await self.in_sync(region)
 
     def records(self, region: str) -> list[ShardRecord]:
-        told = self.etcds[region].ctl("get", "--prefix", f"/felix/1/{region}/shards/", "--print-value-only")
-        return [msgspec.json.decode(line, type=ShardRecord) for line in told.splitlines() if line]
+        return shard_records(self.etcds[region], region)
 
     def leader(self, region: str, stream: str) -> str:
         leaders = {each.leader for each in self.records(region) if each.stream == stream}
@@ -253,7 +251,7 @@ async def test_two_regions_and_their_bridge_are_upgraded_one_process_after_the_o
             await load.goes_on(60)
             await transactions.goes_on(5)
             await views.goes_on(20)
-            await until(lambda: arrived(mesh, published), f"{published} records at the destination")
+            await mesh.crossed(published)
 
         async with AsyncExitStack() as stack:
             one, two, three, four = [
@@ -292,20 +290,7 @@ async def test_two_regions_and_their_bridge_are_upgraded_one_process_after_the_o
             flights = await mesh.read("eu-west", published)
             assert mesh.numbers(flights) == list(range(published)), "each once, and in order"
 
-            def in_the_log() -> bool:
-                acks = mesh.headers(mesh.ingress_folder, Kind.ACK)
-                return sum(header.records for header in acks) >= published
-
-            await until(in_the_log, "a checkpoint over all that arrived")
+            await until(lambda: mesh.is_logged(published), "a checkpoint over all that arrived")
             await agent.aclose()
     assert mesh.reconcile() == published
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
-
-
-async def arrived(mesh: ProcessMesh, count: int) -> bool:
-    try:
-        async with mesh.operator("eu-west") as operator:
-            state = await operator.describe_stream(STREAM)
-    except FelixError:
-        return False
-    return state.state[0].high_watermark >= count

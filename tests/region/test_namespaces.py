@@ -110,7 +110,7 @@ async def test_what_is_made_elsewhere_takes_no_place_in_a_namespace(
         felix.StreamName.parse(f"globex/ops/s{number}"): task for number, task in enumerate(waiting)
     }
     async with asyncio.timeout(30):
-        await operator.stream("acme/web/one").publish(b"x")
+        assert await operator.stream("acme/web/one").publish(b"x") == 0
     over.set()
     await asyncio.gather(*waiting)
 
