@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 from ports import claim_port
-from region_home import make_region, running
+from region_home import copied, make_region, running
 from warm.commands import warm_script
 
 import felix
@@ -155,6 +155,10 @@ def found_regions(home: Path, at_ms: int) -> tuple[RegionFolder, RegionFolder]:
     return us, eu
 
 
+def _found_now(home: Path) -> None:
+    found_regions(home, now_ms())
+
+
 def mesh_terms(now: int, **changes: Any) -> GrantTerms:
     """Terms between the mesh's two regions, valid for an hour from a minute ago on."""
     fields: dict[str, Any] = {
@@ -191,8 +195,8 @@ class Mesh:
 
     @classmethod
     def make(cls, home: Path) -> Mesh:
-        us, eu = found_regions(home, now_ms())
-        return cls(home, us, eu)
+        copied(_found_now, home)
+        return cls(home, RegionFolder.of("us-east", home), RegionFolder.of("eu-west", home))
 
     def folder(self, region: str) -> RegionFolder:
         return self.us if region == "us-east" else self.eu

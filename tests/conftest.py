@@ -16,6 +16,8 @@ from long_runs import IS_LONG
 from processor_time import recorded
 from rewritten import compile_share
 from slow_disk import slow_down
+from swept import note, sweep
+from swept import tmp_path as tmp_path
 
 from felix.collector import collector_paused
 
@@ -135,9 +137,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
-    """Remember skips that name a missing part."""
+    """Remember failures, and skips that name a missing part."""
     outcome = yield
     report = outcome.get_result()
+    note(item, report)
     if report.skipped and isinstance(report.longrepr, tuple) and os.environ.get(REQUIRE):
         reason = report.longrepr[2]
         if any(wanted in reason for wanted in WANTED):
@@ -145,7 +148,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail the run where a part was missing."""
+    """Fail the run where a part was missing; remove what passed leaves behind."""
+    sweep()
     if _missing and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from etcd_process import EtcdProcess
 from ports import claim_port
-from region_home import make_region
+from region_home import us_east
 from region_peer import client
 
 import felix
@@ -40,7 +40,7 @@ class ClusteredRegion:
     ) -> None:
         """`folder`: of a region that was founded already; else us-east is, in `home`."""
         self.etcd = etcd
-        self.folder: RegionFolder = make_region(home, "us-east") if folder is None else folder
+        self.folder: RegionFolder = us_east(home) if folder is None else folder
         brokers = tuple(
             ClusterBroker(id=f"b{number}", listen=Address("127.0.0.1", claim_port()))
             for number in range(1, count + 1)
