@@ -11,7 +11,8 @@ first offset that a leaf names. What is below `following` is accounted for; the 
 3. A batch or a GAP begins at `following`. It may begin further on under another grant than the leaf before it; what it leaves out
    is counted as skipped.
 4. Under another grant it may begin *again* at the first offset of a batch without an ACK, or of a GAP, where nothing from there on has one. That batch
-   and all that follows it, GAPs too, count no more, and have no ACK any more. Nothing is cut in two.
+   and all that follows it, GAPs too, count no more, and have no ACK any more. Nothing is cut in two. Under the same grant a GAP of what another bridge
+   brought (`elsewhere`) may begin so, too: it takes the place of the batches and GAPs that lie in it, each whole, and of no others.
 5. What begins further on or again stands under a grant that both regions signed in the log before it (`agreed`).
 6. An ACK answers exactly one batch: same envelope, range and number of records; its receipt, where it says so, is for the very
    records that the INTENT lists; and both say that these had been in the same regions, where both say it.
@@ -25,14 +26,15 @@ entries, whatever stands before it. Callers: audit.continuity.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from audit.largest import Largest
-from audit.leaf import Header, Leaf, iter_entries
+from audit.leaf import GapKind, Header, Leaf, iter_entries
 from audit.places import Places
 from audit.position import LINK_SHARDS_MAX, LinkShard
 from audit.receipt import read_unverified
@@ -138,8 +140,8 @@ class _Shard:
     """without an ACK, by envelope"""
     empty: list[tuple[int, bytes]] = field(default_factory=list)
     """last offset and envelope of batches that account for nothing and have no ACK, in order"""
-    current: list[bytes] = field(default_factory=list)
-    """envelopes that were announced since the grant changed"""
+    current: deque[bytes] = field(default_factory=deque)
+    """envelopes that were announced since the grant changed, or another bridge took over behind them, in order"""
 
     def answered(self, batch: _Batch, envelope: bytes) -> None:
         """A batch has its ACK."""
@@ -151,7 +153,7 @@ class _Shard:
         if behind > PRUNED_FROM and 2 * behind > len(self.units):
             del self.units[:behind]
         if len(self.current) > PRUNED_FROM + 2 * len(self.batches):
-            self.current = [each for each in self.current if each in self.batches]
+            self.current = deque(each for each in self.current if each in self.batches)
 
 
 class Accounts:
@@ -169,7 +171,7 @@ class Accounts:
         """where they are"""
         self.announced_again: list[AnnouncedAgain] = []
         self.followed: list[int] = []
-        """first INTENT leaves of batches without an ACK, whose grant another one followed: nobody asks for their receipts"""
+        """first INTENT leaves of batches without an ACK behind which another grant, or another bridge, took over: nobody asks for their receipts"""
 
     def forget(self) -> None:
         """Leaves could not be read: go on without conclusions from what is missing."""
@@ -272,7 +274,14 @@ class Accounts:
         if isinstance(shard, str):
             return [shard]
         first, last = _range(header)
-        mistakes = _leave(shard, header) + self._begin(shard, header, index, agreed)
+        mistakes = _leave(shard, header)
+        unit = _Unit(first, last, header.grant_id, [index])
+        if header.gap is GapKind.ELSEWHERE and header.grant_id and header.grant_id == shard.grant_id:
+            self._settle(shard, first, last)
+            if first < shard.following and agreed() and self._replace(shard, unit):
+                shard.following = max(shard.following, last + 1)
+                return mistakes + self._too_many()
+        mistakes += self._begin(shard, header, index, agreed)
         if first < shard.following:
             mistakes.append(
                 f"{_name(header)}: the gap {first}..{last} covers offsets that are accounted for already."
@@ -280,7 +289,7 @@ class Accounts:
         elif len(shard.units) >= UNANSWERED_MAX:
             mistakes.append(f"More than {UNANSWERED_MAX} ranges behind an ACK: not all can be checked.")
         else:
-            shard.units.append(_Unit(first, last, header.grant_id, [index]))
+            shard.units.append(unit)
         shard.following = max(shard.following, last + 1)
         return mistakes
 
@@ -330,11 +339,7 @@ class Accounts:
         another = bool(header.grant_id) and header.grant_id != shard.grant_id
         if first < shard.following and another and agreed() and self._again(shard, header.grant_id, first):
             shard.following = first
-            if len(self.announced_again) > ANNOUNCED_AGAIN_MAX:
-                del self.announced_again[ANNOUNCED_AGAIN_MAX:]
-                mistakes.append(
-                    f"More than {ANNOUNCED_AGAIN_MAX} leaves were announced again: not all are told."
-                )
+            mistakes += self._too_many()
         if first > shard.following:
             at, shard.following = shard.following, first
             if another and agreed():
@@ -354,18 +359,57 @@ class Accounts:
             return False
         if shard.units[at].first != first or shard.units[at].grant_id == grant_id:
             return False
-        for unit in shard.units[at:]:
+        self._count_no_more(shard, at, len(shard.units))
+        del shard.units[at:]
+        while shard.empty and shard.empty[-1][0] >= first:
+            self._forget_empty(shard, shard.empty.pop()[1])
+        return True
+
+    def _replace(self, shard: _Shard, gap: _Unit) -> bool:
+        """Whether a GAP of what another bridge brought takes the place of what was announced in it under the same grant; then that counts no more."""
+        at = bisect_left(shard.units, gap.first, key=_first)
+        end = bisect_right(shard.units, gap.last, key=_first)
+        if at == end or gap.first < shard.answered_to:
+            return False
+        if shard.units[at].first != gap.first or shard.units[end - 1].last > gap.last:
+            return False
+        self._count_no_more(shard, at, end)
+        shard.units[at:end] = [gap]
+        from_, to = (bisect_left(shard.empty, (last, b"")) for last in (gap.first, gap.last + 1))
+        for _, envelope in shard.empty[from_:to]:
+            self._forget_empty(shard, envelope)
+        del shard.empty[from_:to]
+        return True
+
+    def _count_no_more(self, shard: _Shard, at: int, end: int) -> None:
+        """These units."""
+        for unit in shard.units[at:end]:
             self.announced_again += (AnnouncedAgain(leaf, unit.envelope) for leaf in unit.leaves)
             if shard.batches.pop(unit.envelope, None) is not None:
                 self.unanswered -= 1
-        del shard.units[at:]
-        while shard.empty and shard.empty[-1][0] >= first:
-            envelope = shard.empty.pop()[1]
-            batch = shard.batches.pop(envelope, None)
-            if batch is not None:
-                self.unanswered -= 1
-                self.announced_again.append(AnnouncedAgain(batch.intent_leaf, envelope))
-        return True
+
+    def _forget_empty(self, shard: _Shard, envelope: bytes) -> None:
+        batch = shard.batches.pop(envelope, None)
+        if batch is not None:
+            self.unanswered -= 1
+            self.announced_again.append(AnnouncedAgain(batch.intent_leaf, envelope))
+
+    def _too_many(self) -> list[str]:
+        if len(self.announced_again) <= ANNOUNCED_AGAIN_MAX:
+            return []
+        del self.announced_again[ANNOUNCED_AGAIN_MAX:]
+        return [f"More than {ANNOUNCED_AGAIN_MAX} leaves were announced again: not all are told."]
+
+    def _settle(self, shard: _Shard, first: int, last: int) -> None:
+        """Another bridge took over behind what this one announced below `first`: nobody asks for the receipts that it lacks, since the destination remembers the newest ranges
+        alone. What lies behind `last` is sent again."""
+        while shard.current:
+            batch = shard.batches.get(shard.current[0])
+            if batch is not None and batch.first > last:
+                return
+            if batch is not None and batch.first < first:
+                self.followed.append(batch.intent_leaf)
+            shard.current.popleft()
 
     def _go_on_under(self, shard: _Shard, grant_id: str) -> None:
         if not grant_id or grant_id == shard.grant_id:

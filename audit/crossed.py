@@ -263,9 +263,18 @@ def crossed_before(leaves: Iterable[memoryview], name: ShardName, lives: Sequenc
     return crossed.before(name, lives[-1].incarnation)
 
 
-def arrived_below(leaves: Iterable[memoryview], name: ShardName, incarnation: bytes) -> int:
-    """Below which source offset an ingress log's leaves say that a shard arrived under this incarnation; 0 where they say nothing."""
-    below = 0
+class Arrived(NamedTuple):
+    """Below which source offset a shard arrived under an incarnation; 0 where nothing did."""
+
+    below: int
+    """whichever bridge brought it"""
+    brought: int
+    """by the bridge that asks: LOGGED_UNTOLD where that is not known"""
+
+
+def arrived_below(leaves: Iterable[memoryview], name: ShardName, incarnation: bytes, bridge: str) -> Arrived:
+    """By what an ingress log's leaves say."""
+    below = brought = 0
     for data in leaves:
         header = read_header(data)
         if (
@@ -275,7 +284,9 @@ def arrived_below(leaves: Iterable[memoryview], name: ShardName, incarnation: by
         ):
             assert header.last_offset is not None
             below = max(below, header.last_offset + 1)
-    return below
+            if header.bridge == bridge:
+                brought = max(brought, header.last_offset + 1)
+    return Arrived(below, brought)
 
 
 def _common(earlier: Iterable[tuple[OffsetSet, int | None]], first: int, mask: int) -> int:

@@ -45,6 +45,11 @@ class DurablePositions:
         with self._lock:
             return self._positions.arrived_below(shard, incarnation)
 
+    def brought_below(self, key: LinkShard, incarnation: bytes) -> int | None:
+        """As `Positions.brought_below`."""
+        with self._lock:
+            return self._positions.brought_below(key, incarnation)
+
     def newest_incarnation(self, shard: ShardName) -> bytes:
         """As `Positions.newest_incarnation`."""
         with self._lock:

@@ -155,6 +155,17 @@ def _begins_again(header: Header, announced: Crossing) -> bool:
     )
 
 
+def _is_settled(header: Header, announced: Crossing) -> bool:
+    """Whether a GAP of what another bridge brought meanwhile, under the same grant, lies behind the beginning of an INTENT that was not answered: another
+    one brought that, too, or nobody asks for its receipt any more (audit.accounting)."""
+    return (
+        header.grant_id == announced.grant_id
+        and header.incarnation == announced.incarnation
+        and header.last_offset is not None
+        and announced.first_offset <= header.last_offset
+    )
+
+
 class Positions:
     """The positions after the leaves applied so far."""
 
@@ -178,7 +189,11 @@ class Positions:
         if header.kind is Kind.GAP and header.gap is GapKind.ELSEWHERE:
             known = self._states.get(LinkShard.of(header))
             if known is not None:
-                known.unanswered = [each for each in known.unanswered if not _begins_again(header, each)]
+                known.unanswered = [
+                    each
+                    for each in known.unanswered
+                    if not (_begins_again(header, each) or _is_settled(header, each))
+                ]
         if header.kind not in (Kind.INTENT, Kind.ACK):
             return
         if header.kind is Kind.INTENT or header.side is Side.INGRESS:
@@ -251,6 +266,13 @@ class Positions:
         return max(
             (ack.last_offset + 1 for ack in self._arrived(shard) if ack.incarnation == incarnation), default=0
         )
+
+    def brought_below(self, key: LinkShard, incarnation: bytes) -> int | None:
+        """As `arrived_below`, of one bridge's own ranges; None where its newest one is of another incarnation, and the log alone knows."""
+        state = self._states.get(key)
+        if state is None or state.ack is None:
+            return 0
+        return state.ack.last_offset + 1 if state.ack.incarnation == incarnation else None
 
     def _arrived(self, shard: ShardName) -> Iterator[Crossing]:
         """The newest range that each bridge brought of a shard."""

@@ -875,6 +875,7 @@ class Agent:
         trail = self.context.trail
         if trail is None:
             return
+        self.context.require_whole(witness.region)
         connection = witness.connection()
         answer = await connection.request(WitnessedSize(trail.key.name))
         newest = await asyncio.to_thread(trail.publish)

@@ -19,7 +19,7 @@ from audit.crossed import CROSSED_BEFORE
 from audit.leaf import GapKind, Header, Kind, Side
 from audit.position import Crossing, LinkShard
 from audit.stream_statement import Span
-from felix.errors import CorruptionError
+from felix.errors import Code, CorruptionError, RequestError
 
 NOTHING: Final = hashlib.sha256(b"").digest()
 """What an INTENT names as its source batch that carries no records over a gap."""
@@ -66,6 +66,23 @@ class ShardAccount(msgspec.Struct):
         these, which were announced and have no answer. Above what is accounted for, where that ends."""
         units = [*self.gap_ranges, *((each.first_offset, each.last_offset) for each in announced)]
         return min([self.accounted_to, *(first for first, last in units if first < position <= last)])
+
+    def brought_from(self, position: int, brought: int, announced: Iterable[Crossing]) -> int:
+        """Where that begins which another bridge brought up to `position`, under the grant that is accounted for: with the first of these, which were announced and have no answer, that
+        this bridge did not bring (its own ranges go to `brought`), or where what is accounted for ends. Raises RequestError(CONFLICT) where `position` cuts one of them, or a gap, in two."""
+        others = [
+            (each.first_offset, each.last_offset)
+            for each in announced
+            if each.grant_id == self.grant_id and each.first_offset >= brought
+        ]
+        for first, last in (*others, *self.gap_ranges):
+            if first < position <= last:
+                raise RequestError(
+                    f"The destination goes on at offset {position}, and the egress log has {first} to {last} in one piece: this link cannot go on under this grant.",
+                    code=Code.CONFLICT,
+                    hint="Revoke the grant, and make a new one for this bridge.",
+                )
+        return min([self.accounted_to, *(first for first, _ in others if first < position)])
 
     def has_gap(self, first: int, last: int) -> None:
         """These offsets are not there to be announced."""
@@ -160,6 +177,12 @@ class Ledger:
         else:
             account.accounted_to = max(account.accounted_to, after)
         if header.kind is Kind.GAP:
+            # What another bridge brought takes the place of gaps in it.
+            account.gap_ranges = [
+                each
+                for each in account.gap_ranges
+                if header.gap is not GapKind.ELSEWHERE or not header.first_offset <= each[0] < after
+            ]
             account.has_gap(header.first_offset, header.last_offset)
             if header.gap is GapKind.ELSEWHERE and header.source_epoch:
                 account.has_read(Span(header.source_epoch, after))

@@ -147,15 +147,15 @@ class SendWindow:
         """`position`: what the destination answered. `accounted_to`: of this grant in the egress log, None where it
         has none. `ask_again`: whether receipts of what has landed are asked for once more.
 
-        Raises CorruptionError(ROLLED_BACK) where the destination has more than this log announced.
+        Raises CorruptionError(ROLLED_BACK) where the destination has more than this log accounts for: one that says whose work that is had its leaf before.
         """
         if accounted_to is not None and position > accounted_to:
             raise CorruptionError(
                 f"The destination has recorded offsets up to {position}, and the egress log accounts for those below "
                 f"{accounted_to} only.",
                 code=Code.ROLLED_BACK,
-                hint="Another bridge carried the stream meanwhile, under a grant of its own: then revoke this grant, and make a new one for this bridge once the other one is to stop. Else the egress log was "
-                "rolled back, or another agent works under this grant: find out which.",
+                hint="The destination does not say which bridge brought them. If another one carried the stream meanwhile, under a grant of its own, upgrade the destination; or revoke this grant, "
+                "and make a new one for this bridge. Else the egress log was rolled back, or another agent works under this grant: find out which.",
             )
         self.position = position
         """the source offset that the destination expects next, receipts included"""

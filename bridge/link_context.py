@@ -18,7 +18,7 @@ from bridge.ledger import Ledger
 from bridge.link import LinkEvent
 from bridge.plan import PlannedLink
 from bridge.tracing import CrossingTracing
-from felix.errors import FelixError
+from felix.errors import CorruptionError, FelixError
 from felix.identity import Identity
 from felix.messages import CutState, ShardState, StreamState
 from felix.names import SpiffeId
@@ -53,9 +53,19 @@ class LinkContext:
     derived: Mapping[bytes, bytes] = field(default_factory=dict)
     """of the words in the egress log on where links go on: by the incarnation that each begins the one that it ends (bridge.said)"""
     rates: dict[str, TokenBucket | None] = field(default_factory=dict)
+    brought_more: dict[LinkShard, CorruptionError] = field(default_factory=dict)
+    """of links of which the destination says that this bridge brought more than the egress log announced"""
 
     def clock_ms(self) -> int:
         return self.runtime.clock.now_ms()
+
+    def require_whole(self, region: str, link: LinkShard | None = None) -> None:
+        """Raises CorruptionError(ROLLED_BACK) where the region says so of another link: nothing crosses to it by any, and nothing is cosigned there any more, so that the log's
+        newest copy can be put back. `link`: the one that asks by itself."""
+        if link not in self.brought_more:
+            for other, error in self.brought_more.items():
+                if other.destination_region == region:
+                    raise CorruptionError(error.sentence, code=error.code, hint=error.hint)
 
     def open_trail(self) -> Trail:
         """Raises AuditUnavailableError where there is none: then nothing crosses."""
@@ -96,6 +106,8 @@ class LinkMemory:
     alarm: str = ""
     truncation: str = ""
     """what the source or the destination no longer has, until the link is opened behind it"""
+    stands_by: bool = False
+    """whether another bridge carries the shard, by what the destination said last"""
     cut: CutState | None = None
     """What an operator is to decide about, while the link is truncated."""
     incarnation: bytes = b""

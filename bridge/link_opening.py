@@ -222,6 +222,24 @@ class LinkOpening:
                     hint=f"In {self._context.source.region}: felix bridge sign-again {row.grant}.",
                 )
 
+    def check_own_log(self, opened: IngestOpened) -> None:
+        """Raises CorruptionError(ROLLED_BACK) where this bridge brought more than its log announced, under whichever grant: its log was put back. A leaf of what another one
+        brought would hide that."""
+        context, row, shard = self._context, self._link.row, self._link.link_shard
+        account = context.ledger.shard(shard, self.source.live.incarnation)
+        announced = 0 if account is None else account.accounted_to
+        if opened.brought <= announced:
+            context.brought_more.pop(shard, None)
+            return
+        error = context.brought_more[shard] = CorruptionError(
+            f"{row.destination_region} says that this bridge brought offsets of {row.stream} shard {row.shard} up to {opened.brought - 1}, and the egress log accounts for those below "
+            f"{announced}: it was rolled back.",
+            code=Code.ROLLED_BACK,
+            hint=f"Restore the log's newest copy; nothing crosses to {row.destination_region} until then. Without one, make a new bridge with a log of its own. Or another agent works with this "
+            "bridge's identity: find out which.",
+        )
+        raise error
+
     def check_destination(self, trail: Trail, opened: IngestOpened) -> None:
         """Raises CorruptionError(TRUNCATED) where the destination no longer has what it gave receipts for, (ROLLED_BACK) where it has it, and its audit log lacks the leaves."""
         source = self.source
@@ -231,12 +249,15 @@ class LinkOpening:
         if last is not None and last.incarnation == source.live.incarnation:
             received = last.last_offset + 1
         had, row = max(opened.logged, received), self._link.row
-        # Receipts are given once their leaves are durable: a destination's log that has fewer was put back, whoever else has forgotten what it had.
-        lacks_leaves = LOGGED_UNTOLD < opened.logged < received
+        # Receipts are given once their leaves are durable: a destination's log that has fewer was put back, whoever else has forgotten what it had, and whatever others brought since.
+        logged = min(
+            (each for each in (opened.logged, opened.brought) if each != LOGGED_UNTOLD), default=received
+        )
+        lacks_leaves = logged < received
         if had <= at:
             if lacks_leaves:
                 raise CorruptionError(
-                    f"{row.destination_region} gave receipts for {row.stream} shard {row.shard} up to offset {received - 1}, and its audit log has what lies below {opened.logged}: the log was rolled back.",
+                    f"{row.destination_region} gave receipts for {row.stream} shard {row.shard} up to offset {received - 1}, and its audit log has what lies below {logged}: the log was rolled back.",
                     code=Code.ROLLED_BACK,
                     hint=f"Have {row.destination_region} restore its log's newest copy; nothing crosses until then. Where there is none, docs/operations.md says how to go on.",
                 )
@@ -247,7 +268,7 @@ class LinkOpening:
         )
         if lacks_leaves:
             # Whoever accepts that decides about more than records.
-            said += f" Its audit log was rolled back with them: it has what lies below {opened.logged}, and there are receipts for more."
+            said += f" Its audit log was rolled back with them: it has what lies below {logged}, and there are receipts for more."
         cut = Cut(source.statement.epoch_at(at), at)
         raise self._truncated(said, source.live.incarnation, account, cut)
 
@@ -255,20 +276,35 @@ class LinkOpening:
         """Offsets that this log knows nothing of, and the destination says that it has: another bridge brought them, or it is not so.
         The GAP leaf says whose word it is, and the report holds the ingress log to it. Where another bridge brought a part of what this
         one announced, or the destination goes back into what this one has as a gap, it begins where that batch or gap does: none counts
-        in part (`audit.accounting`)."""
+        in part (`audit.accounting`). Under the grant that this log accounts for, it takes the place of what this bridge announced and another one brought.
+
+        Raises UnavailableError where that goes further than the source, RequestError(CONFLICT) where it would cut in two what was announced under this grant."""
         source, context, row = self.source, self._context, self._link.row
         if self._between is not None:
             self._log_brought(self._between.incarnation, self._between.first, source.begins_at)
         account = context.ledger.shard(self._link.link_shard, source.live.incarnation)
         position, live = opened.position, source.live.incarnation
-        announced = (
+        announced = [
             each for each in trail.positions.unanswered(self._link.link_shard) if each.incarnation == live
-        )
-        known = source.begins_at if account is None else account.known_to(position, announced)
-        # Under the grant that it accounts for, a destination that is further is refused (bridge.link).
-        if position <= known or (account is not None and account.grant_id == row.grant):
+        ]
+        if account is None:
+            known = source.begins_at
+        elif account.grant_id != row.grant:
+            known = account.known_to(position, announced)
+        elif opened.brought == LOGGED_UNTOLD:
+            # A destination that is further, and does not say whose work that is, is refused (bridge.link).
             return
-        self._log_brought(source.live.incarnation, known, position)
+        else:
+            known = account.brought_from(position, opened.brought, announced)
+        if position <= known:
+            return
+        if position > source.statement.log_end:
+            raise UnavailableError(
+                f"{row.destination_region} says that it has {row.stream} shard {row.shard} up to offset {position - 1}, and the log of {source.statement.region} ended at "
+                f"{source.statement.log_end} when the link opened.",
+                retry_after_ms=1_000,
+            )
+        self._log_brought(live, known, position)
 
     def _log_brought(self, incarnation: bytes, first: int, end: int) -> None:
         """By another bridge, as the destination says. A leaf for each of the source's newest epochs there, by its statement, to which the destination held what it took: else this log could not say where
@@ -322,14 +358,18 @@ class LinkOpening:
         first = min([first, *(found.first_offset for found in self.unanswered(trail))])
         return source.statement.epoch_at(first)
 
-    def unanswered(self, trail: Trail) -> list[Announced]:
-        """INTENTs of this grant and incarnation without an ACK."""
+    def unanswered(self, trail: Trail, opened: IngestOpened | None = None) -> list[Announced]:
+        """INTENTs of this grant and incarnation without an ACK; with what the destination opened, those that it can still answer: what another bridge brought has no receipt for
+        this one."""
         live = self.source.live.incarnation
-        return [
-            Announced(found.first_offset, found.last_offset, found.envelope_sha256)
-            for found in trail.positions.unanswered(self._link.link_shard)
-            if found.incarnation == live and found.grant_id == self._link.row.grant
+        found = [
+            Announced(each.first_offset, each.last_offset, each.envelope_sha256)
+            for each in trail.positions.unanswered(self._link.link_shard)
+            if each.incarnation == live and each.grant_id == self._link.row.grant
         ]
+        if opened is None or opened.brought == LOGGED_UNTOLD:
+            return found
+        return [each for each in found if not opened.brought <= each.first_offset < opened.position]
 
     def _template(self, incarnation: bytes) -> Header:
         row, context = self._link.row, self._context

@@ -35,7 +35,7 @@ from bridge.crossing import (
     sort_records,
 )
 from bridge.endpoint import RegionEndpoint
-from bridge.link import LinkEvent, OnTheWay, SendWindow, Todo
+from bridge.link import Announced, LinkEvent, OnTheWay, SendWindow, Todo
 from bridge.link_context import Link, LinkContext, LinkMemory
 from bridge.link_opening import LinkOpening
 from bridge.plan import PlannedLink, Verdict
@@ -44,7 +44,7 @@ from bridge.wire import IngestChannel, SealedBatch, SealedFeed
 from felix.batch import BatchHeader, decode_header
 from felix.errors import Code, CorruptionError, FelixError, ProtocolError, RequestError, UnavailableError
 from felix.frames import GapBody, GapReason
-from felix.messages import CutState, GetDataKey, GetLinkSecret, OpenIngest, StreamState
+from felix.messages import CutState, GetDataKey, GetLinkSecret, IngestOpened, OpenIngest, StreamState
 from felix.names import StreamName
 from felix.rate import TokenBucket
 from keys.envelope import DataKey
@@ -134,6 +134,7 @@ class LinkSession:
         context, opening = self._context, self._opening
         source = context.source
         await _settled(trail)
+        context.require_whole(row.destination_region, self._link.link_shard)
         await context.check_history(self._endpoint)
         await context.log_grant(row)  # 1
         stream = await opening.describe()
@@ -144,11 +145,15 @@ class LinkSession:
         await self._take_secrets(row, stream)  # 2
         await self._open_channel(opening.first_epoch(trail))  # 3
         assert self._channel is not None
-        opening.check_destination(trail, self._channel.opened)
+        opened = self._channel.opened
+        opening.check_own_log(opened)
+        opening.check_destination(trail, opened)
         # What this link lost is said first: there an operator decides.
         await context.check_receipts(self._endpoint)
-        opening.log_elsewhere(trail, self._channel.opened)
-        self._window = self._begin(trail)
+        # Before the log is told that nobody asks for some of them any more.
+        unanswered = opening.unanswered(trail, opened)
+        opening.log_elsewhere(trail, opened)
+        self._window = self._begin(opened, unanswered)
         self._memory.stats.position = self._window.position
         next_offset = self._window.next_offset
         self._feed = await source.connection().at_leader(  # 4
@@ -170,6 +175,7 @@ class LinkSession:
         memory = self._memory
         memory.stats.sessions += 1
         memory.truncation, memory.cut, memory.incarnation = "", None, opening.source.live.incarnation
+        memory.stands_by = False
         self._link.step(LinkEvent.OPENED, "")
         await self._carry()
 
@@ -270,10 +276,9 @@ class LinkSession:
                 code=Code.GRANT_MISMATCH,
             )
 
-    def _begin(self, trail: Trail) -> SendWindow:
+    def _begin(self, opened: IngestOpened, unanswered: list[Announced]) -> SendWindow:
         """Where to go on: what the destination has recorded, and what the egress log says."""
-        assert self._channel is not None
-        opened, limits = self._channel.opened, self._context.limits
+        limits = self._context.limits
         account = self._context.ledger.shard(self._link.link_shard, self._opening.source.live.incarnation)
         return SendWindow(
             position=opened.position,
@@ -283,9 +288,7 @@ class LinkSession:
                 else None
             ),
             # Before that offset nobody knows any more what stayed for having crossed before.
-            unanswered=[
-                each for each in self._opening.unanswered(trail) if each.first_offset >= opened.crossed_from
-            ],
+            unanswered=[each for each in unanswered if each.first_offset >= opened.crossed_from],
             envelopes_max=min(limits.envelopes, opened.envelopes_max),
             credit_bytes=min(limits.on_the_way, opened.credit_bytes),
             ask_again=self._memory.ask_again,
@@ -313,6 +316,11 @@ class LinkSession:
             if self._held_back is not None:
                 await self._drain()
                 raise self._held_back
+            try:
+                context.require_whole(self._link.row.destination_region, self._link.link_shard)
+            except CorruptionError:
+                await self._drain()
+                raise
             if context.clock_ms() >= terms.expires:
                 await self._drain()
                 raise RequestError(f"The grant {self._link.row.grant} has expired.", code=Code.GRANT_EXPIRED)

@@ -155,8 +155,9 @@ class LinkWorker:
         """What the link says of itself."""
         row, memory, stats, context = self.row, self._memory, self.stats, self._context
         window = None if self._session is None else self._session.window
-        # Under a grant that has ended nothing is still to cross, however far the stream goes on.
-        known = stats.sessions > 0 and self._ended_by not in (Code.GRANT_REVOKED, Code.GRANT_EXPIRED)
+        # Under a grant that has ended nothing is still to cross, however far the stream goes on; nor by a bridge that stands by.
+        has_ended = self._ended_by in (Code.GRANT_REVOKED, Code.GRANT_EXPIRED)
+        known = stats.sessions > 0 and not has_ended and not memory.stands_by
         behind = max(0, stats.high_watermark - stats.position)
         lag_ms = -1
         if known and not behind:
@@ -251,6 +252,7 @@ class LinkWorker:
     def _ended(self, error: FelixError) -> int:
         """A session ended with an error: say so, write a DENY leaf where it is a refusal. Returns the pause in ms."""
         code = int(error.code)
+        self._memory.stands_by = error.code is Code.STANDBY
         if error.code is Code.POSITION_GAP:
             # What landed longer ago than the destination remembers is not asked for again.
             self._memory.ask_again = False

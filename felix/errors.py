@@ -73,6 +73,7 @@ class Code(IntEnum):
     LIMIT_STORED = 412
     LIMIT_OPEN = 413
     SERVED_ELSEWHERE = 415
+    STANDBY = 416
 
     # 5xx  residency: policy, grants, bridges
     RESIDENCY_DENIED = 500

@@ -887,6 +887,9 @@ class IngestOpened(Message, frozen=True, tag="ingest_opened"):
     """
     crossed_more: bool = False
     """beyond these bits other records crossed, too: open again there"""
+    brought: Logged = LOGGED_UNTOLD
+    """source offsets below, as far as this bridge itself brought them, stand in the ingress log: what lies between it and `position` came by another one. As `logged`
+    where a broker does not say"""
 
 
 class OpenQueue(Request["QueueOpened"], frozen=True, tag="open_queue"):

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from audit.checkpoint import note_size
-from audit.crossed import OffsetSet
+from audit.crossed import Arrived, OffsetSet
 from audit.leaf import EncodedLeaf, Header, Kind, Side, read_header
-from audit.position import ShardName
+from audit.position import LinkShard, ShardName
 from audit.proof import Wanted, find_leaves
 from audit.range_index import INDEX_PATH
 from audit.trail import Trail
@@ -101,10 +101,12 @@ class ArrivalIndex:
         """As `ArrivalLog`. Reads the whole log."""
         return await self._crossed.read(str(bridge), name, lives)
 
-    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
+    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> Arrived:
         """As `ArrivalLog`."""
-        if self._trail.positions.newest_incarnation(name) in (b"", incarnation):
-            return self._trail.positions.arrived_below(name, incarnation)
+        positions = self._trail.positions
+        brought = positions.brought_below(LinkShard(str(bridge), *name), incarnation)
+        if brought is not None and positions.newest_incarnation(name) in (b"", incarnation):
+            return Arrived(positions.arrived_below(name, incarnation), brought)
         # Another incarnation came last. This one may be new, or a source's older stream that was restored or stated again.
         return await self._crossed.arrived_below(str(bridge), name, incarnation)
 

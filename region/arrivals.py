@@ -157,7 +157,7 @@ async def _late(
         if record is None or not record.position.newest:
             continue
         name = ShardName(record.region, own.region, record.stream, own.shard, own.stream)
-        below = await arrived.arrived_below(asker, name, record.live)
+        below = (await arrived.arrived_below(asker, name, record.live)).below
         found += [(slot, landed) for landed in record.position.newest if landed.source_base >= below]
     return found
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from audit.crossed import OffsetSet
+from audit.crossed import Arrived, OffsetSet
 from audit.errors import AuditUnavailableError
 from audit.leaf import EncodedLeaf, Leaf
 from audit.position import ShardName
@@ -60,8 +60,8 @@ class ArrivalLog(Protocol):
     async def crossed_before(self, bridge: SpiffeId, name: ShardName, lives: Sequence[Live]) -> OffsetSet:
         """What arrived of a shard before the newest of `lives` began. May read the whole log."""
 
-    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
-        """Below which source offset a shard arrived under this incarnation. May read the whole log."""
+    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> Arrived:
+        """Below which source offset a shard arrived under this incarnation, and by this bridge. May read the whole log."""
 
     async def charged_bytes(self, grant: str) -> int:
         """Bytes of records that arrived under a grant."""

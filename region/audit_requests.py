@@ -12,6 +12,7 @@ import msgspec
 
 from audit.crossed import Page
 from audit.position import ShardName
+from felix.messages import LOGGED_UNTOLD
 from policy.truncation import Live
 from region.arrival_index import Place
 from region.audit_port import FoundAck
@@ -86,6 +87,8 @@ class ChargedBytes(PeerRequest, frozen=True, tag="charged_bytes"):
 
 class NumberTold(msgspec.Struct, frozen=True, array_like=True):
     number: int
+    brought: int = LOGGED_UNTOLD
+    """of what arrived below an offset, how far the ranges of the bridge that asks go; a broker of before does not say"""
 
 
 class AwaitLeaves(PeerRequest, frozen=True, tag="await_leaves"):

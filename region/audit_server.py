@@ -319,7 +319,7 @@ class AuditServer:
     async def _arrived_below(self, peer: str, asked: ArrivedBelow) -> NumberTold:
         await self._told_all(peer)
         return NumberTold(
-            await self._arrivals.arrived_below(SpiffeId.parse(asked.bridge), asked.name, asked.incarnation)
+            *await self._arrivals.arrived_below(SpiffeId.parse(asked.bridge), asked.name, asked.incarnation)
         )
 
     async def _crossed_before(self, peer: str, asked: CrossedBefore) -> OffsetsTold:

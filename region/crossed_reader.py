@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
-from audit.crossed import OffsetSet, arrived_below, crossed_before
+from audit.crossed import Arrived, OffsetSet, arrived_below, crossed_before
 from audit.position import ShardName
 from audit.trail import Trail
 from felix.bounded import BoundedMap
@@ -54,10 +54,10 @@ class CrossedReader:
             bridge, (name, tuple(lives)), lambda leaves: crossed_before(leaves, name, lives)
         )
 
-    async def arrived_below(self, bridge: str, name: ShardName, incarnation: bytes) -> int:
+    async def arrived_below(self, bridge: str, name: ShardName, incarnation: bytes) -> Arrived:
         """Below which source offset a shard arrived under this incarnation. `bridge`: who asks."""
         return await self._shared(
-            bridge, (name, incarnation), lambda leaves: arrived_below(leaves, name, incarnation)
+            bridge, (name, incarnation), lambda leaves: arrived_below(leaves, name, incarnation, bridge)
         )
 
     async def _shared(

@@ -118,6 +118,8 @@ INGEST_WINDOW_BYTES: Final = 8 << 20
 
 STEP_S: Final = 0.005
 """How long a foreign envelope may hold the event loop before other work runs."""
+STANDBY_S: Final = 10.0
+"""How long a bridge that carries a shard may bring nothing, while its source has more, before another one takes over."""
 HOLD_S: Final = 0.25
 """How soon an envelope that is held back to a rate looks whether it may still cross."""
 
@@ -233,6 +235,8 @@ class IngestStream:
         self._meter: GrantMeter
         self._position = Position(0)
         self._logged_to = 0
+        self._active_s = 0.0
+        """when it was opened, or brought something last; of the loop's clock"""
         self._before = OffsetSet()
         """what crossed before a resend"""
         self._record: LinkRecord
@@ -298,6 +302,21 @@ class IngestStream:
             return
         self._leave_led()
 
+    def keeps_out(self, bridge: SpiffeId, incarnation: bytes, log_end: int) -> FelixError | None:
+        """As `Replaceable`. Of one bridge the newest session counts: the one before it may be gone, and nobody knows yet."""
+        scope = self._key.scope
+        if bridge == scope.bridge:
+            return None
+        stands_still = asyncio.get_running_loop().time() - self._active_s >= STANDBY_S
+        has_all = self._is_open and incarnation == scope.incarnation and log_end <= self._position.next_offset
+        if stands_still and not has_all:
+            return None
+        return UnavailableError(
+            f"{scope.bridge} carries shard {scope.shard} of {scope.stream} at the moment; this bridge stands by.",
+            code=Code.STANDBY,
+            retry_after_ms=1000,
+        )
+
     def replaced(self) -> None:
         """A newer ingest stream took over this link."""
         self._fail(UnavailableError("Another session took over this link.", code=Code.DISCONNECTED))
@@ -337,6 +356,12 @@ class IngestStream:
             )
             self._hosted = await self._destination(terms.destination, request)
             self._shard = self._hosted.shard(request.shard)
+            self._slot = link_slot(request.from_region, request.stream, request.shard)
+            carrier = service.landings.carrier(self._hosted.name, request.shard, self._slot)
+            if carrier is not None:
+                stands_by = carrier.keeps_out(peer.spiffe_id, request.incarnation, statement.log_end)
+                if stands_by is not None:
+                    raise stands_by
             self._take_window()
         except UnavailableError as error:
             self._fail(error, correlation)
@@ -349,7 +374,7 @@ class IngestStream:
             self._fail(FelixError(f"The broker failed: {type(error).__name__}."), correlation)
             return
         self._grant_id = request.grant
-        self._slot = link_slot(request.from_region, request.stream, request.shard)
+        self._active_s = asyncio.get_running_loop().time()
         self._landing = service.landings.claim(self._hosted.name, request.shard, self._slot, self)
         await self._landing.settled.wait()
         self._landing.grant_id = self._grant_id
@@ -358,7 +383,7 @@ class IngestStream:
             link = self._stated(request, statement)
             self._record = self._recorded(link)
             self._before = await self._crossed_before(scope, link.lives)
-            self._logged_to = await service.governance.arrivals.arrived_below(
+            self._logged_to, brought = await service.governance.arrivals.arrived_below(
                 scope.bridge, _link_shard(scope).shard_name, scope.incarnation
             )
             self._meter = await service.meter(request.grant)
@@ -381,6 +406,7 @@ class IngestStream:
                 INGEST_WINDOW_BYTES,
                 ENVELOPES_MAX,
                 self._logged_to,
+                brought=brought,
             )
         )
         self._send(encode_message(FrameType.ANSWER, opened, correlation))
@@ -486,6 +512,7 @@ class IngestStream:
                 f"More than {ENVELOPES_MAX} envelopes without a receipt.", code=Code.CREDIT_EXCEEDED
             )
         self._unanswered += 1
+        self._active_s = asyncio.get_running_loop().time()
         self._inbox.append(replace(frame, body=memoryview(bytes(frame.body))))
         if self._work is None:
             self._work = asyncio.ensure_future(self._deal())
@@ -803,6 +830,7 @@ class IngestStream:
         self._landed_on().end(way.header.base_offset)
         self._in_flight -= 1
         self._unanswered -= 1
+        self._active_s = asyncio.get_running_loop().time()
         self._window.finish(way.size)
         self._window.announce()
         self._send(encode_frame(FrameType.RECEIPT, _RECEIPT.pack(way.header.next_offset) + receipt))
@@ -848,8 +876,9 @@ class IngestStream:
     def _fail(self, error: FelixError, correlation: int = 0) -> None:
         if self._ended:
             return
-        # The agent goes where it is sent.
-        level = logging.INFO if isinstance(error, NotLeaderError) else logging.WARNING
+        # The agent goes where it is sent, or stands by.
+        is_usual = isinstance(error, NotLeaderError) or error.code is Code.STANDBY
+        level = logging.INFO if is_usual else logging.WARNING
         log.log(level, "ingest of %s ends: %s", self._grant_id or "a link", error)
         self._service.broker.metrics.refused(error)
         self._send(encode_error(error, correlation), end=True)

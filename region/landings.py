@@ -9,12 +9,15 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from felix.errors import Code, ProtocolError
-from felix.names import StreamName
+from felix.errors import Code, FelixError, ProtocolError
+from felix.names import SpiffeId, StreamName
 
 
 class Replaceable(Protocol):
     """An ingest stream (region.ingest)."""
+
+    def keeps_out(self, bridge: SpiffeId, incarnation: bytes, log_end: int) -> FelixError | None:
+        """Why a bridge whose source states that the shard's log ends there is to stand by; None where it takes over."""
 
     def replaced(self) -> None:
         """A newer one feeds its link shard."""
@@ -106,6 +109,11 @@ class Landings:
         waiting = self._unopened.pop(name, None)
         if waiting is not None:
             waiting.set()
+
+    def carrier(self, name: StreamName, shard: int, slot: int) -> Replaceable | None:
+        """The ingest stream that a link shard has; None where it has none."""
+        landing = self._landings.get((name, shard, slot))
+        return None if landing is None else landing.stream
 
     def claim(self, name: StreamName, shard: int, slot: int, stream: Replaceable) -> Landing:
         """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone.

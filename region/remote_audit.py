@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from audit.agreement import STANDING_GRACE_MS
-from audit.crossed import OffsetSet
+from audit.crossed import Arrived, OffsetSet
 from audit.errors import AuditUnavailableError
 from audit.leaf import EncodedLeaf, Kind, Leaf, encode_for_log
 from audit.position import ShardName
@@ -326,11 +326,12 @@ class RemoteArrivals:
                 return found
             chunk = page.end
 
-    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> int:
+    async def arrived_below(self, bridge: SpiffeId, name: ShardName, incarnation: bytes) -> Arrived:
         """As `ArrivalLog`."""
         asked = ArrivedBelow(str(bridge), name, incarnation)
         what = str(bridge), name, incarnation
-        return (await self._shared(what, partial(self._ask, asked, NumberTold, timeout_s=READ_S))).number
+        told = await self._shared(what, partial(self._ask, asked, NumberTold, timeout_s=READ_S))
+        return Arrived(told.number, told.brought)
 
     async def _shared(self, what: tuple[object, ...], ask: Callable[[], Awaitable[ToldT]]) -> ToldT:
         """A question for which the log may be read, shared by all who ask the same, and READS_OF_BRIDGE_MAX of each bridge at a time: it stays under way at the broker

@@ -408,20 +408,20 @@ class Mesh:
         finally:
             await agent.stop()
 
-    def write_config(self) -> Path:
+    def write_config(self, name: str = BRIDGE) -> Path:
         """A bridge.yaml for an agent in another process."""
-        path = self.us.root / "bridge.yaml"
+        path = self.us.root / f"{name}.yaml"
         path.write_text(
-            f"name: {BRIDGE}\nmesh: acme\nsource: us-east\n"
+            f"name: {name}\nmesh: acme\nsource: us-east\n"
             f"source_addresses: {list(self.first_addresses('us-east'))}\n"
             f"destinations:\n  - region: eu-west\n    addresses: {list(self.addresses('eu-west'))}\n"
         )
         return path
 
-    async def child(self, failpoint: str = "") -> asyncio.subprocess.Process:
+    async def child(self, failpoint: str = "", name: str = BRIDGE) -> asyncio.subprocess.Process:
         """An agent in a process of its own. End it by closing its standard input, or let its failpoint kill it."""
         return await asyncio.create_subprocess_exec(
-            *warm_script(Path(__file__).parent / "bridge" / "agent_child.py", str(self.write_config())),
+            *warm_script(Path(__file__).parent / "bridge" / "agent_child.py", str(self.write_config(name))),
             env={**os.environ, "FELIX_FAILPOINT": failpoint, "PYTHONPATH": str(Path(__file__).parents[1])},
             stdin=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

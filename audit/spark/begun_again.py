@@ -3,7 +3,7 @@
 A bridge that stops between an INTENT and its envelope's receipt goes on, under the same grant, with that very envelope. Under
 another grant, whose terms may differ, it cannot: the link begins where the destination stands, and whatever had been announced
 from there on had not arrived. The new leaves account for these offsets; the old ones say what was meant to cross, and are counted
-nowhere.
+nowhere. So it is with what another bridge brought meanwhile, under a grant of its own: a GAP leaf (`elsewhere`) takes its place.
 
 Which leaves these are is the verification's word (`audit.accounting`, for one log at a time): there is no second rule here. Added is
 only what one log cannot know: whether another one has an answer to such a batch after all. Then it counts, and is a difference.
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from audit.verify import Report as VerificationReport
 
 BEGUN_AGAIN: Final = "begun_again"
-"""Column: another grant announced the leaf's offsets again, and no log has an answer to its batch. It counts nowhere."""
+"""Column: another grant announced the leaf's offsets again, or another bridge brought them, and no log has an answer to its batch. It counts nowhere."""
 ANSWERED_YET: Final = "answered_yet"
-"""Column: another grant announced the leaf's offsets again, and yet a log has an answer to its batch."""
+"""Column: another grant announced the leaf's offsets again, or another bridge brought them, and yet a log has an answer to its batch."""
 FOLLOWED: Final = "followed"
-"""Column: the INTENT's batch had no ACK when another grant took over behind it: nobody asks for its receipt any more."""
+"""Column: the INTENT's batch had no ACK when another grant, or another bridge, took over behind it: nobody asks for its receipt any more."""
 COVERS: Final = (
     "side = 'egress' AND kind IN ('INTENT', 'WITHHELD', 'GAP') AND first_offset IS NOT NULL "
     "AND NOT (kind = 'GAP' AND gap <=> 'truncation')"

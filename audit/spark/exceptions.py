@@ -114,7 +114,7 @@ def _leaf_events() -> list[str]:
         ),
         crossed(
             NOTICE, "announced-again", BEGUN_AGAIN,
-            "'Announced, never answered, and announced again under the grant that followed: the destination says that it had not arrived.'",
+            "'Announced, never answered, and then announced again under the grant that followed, or left to another bridge: the destination says that it had not arrived.'",
         ),
         _event(
             REFUSED, f"{denial} ELSE 'denied' END", "kind = 'DENY'", "sentence",

@@ -100,7 +100,7 @@ COLUMNS: Final = (
         "unanswered",
         Type.COUNT,
         "Records announced, not answered",
-        "announced again under the grant that followed: whether they had arrived nobody signed",
+        "announced again under the grant that followed, or left to another bridge: whether they had arrived nobody signed",
     ),
     Column(
         "unaccounted", Type.COUNT, "Offsets unaccounted", "covered - crossed - withheld - passed_by - gap"
@@ -301,7 +301,7 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
                 coalesce(intent_records, receipt_records, arrival_records) AS records,
                 coalesce(intent_leaf, receipt_leaf) AS egress_leaf, arrival_leaf AS ingress_leaf, envelope_sha256"""
     late = "CASE WHEN intent_first > coalesce({last}, -1) THEN 'open' ELSE 'differs' END"
-    # Nobody asks for the receipt of a grant that another one followed: the ingress log says whether it arrived, as far as it goes.
+    # Nobody asks for the receipt of a grant that another one, or another bridge, followed: the ingress log says whether it arrived, as far as it goes.
     unasked = f"""CASE WHEN {FOLLOWED} AND (NOT has_ingress OR intent_first > coalesce(last_arrival, -1)) THEN 'open'
                   ELSE {late.format(last="last_receipt")} END"""
     cases = [
@@ -317,7 +317,7 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
         ),
         _finding(
             "'differs'", "announced-again-though-answered",
-            "'Announced again under the grant that followed, as if it had not arrived; and it had.'",
+            "'Announced again under the grant that followed, or left to another bridge, as if it had not arrived; and it had.'",
             ANSWERED_YET,
         ),
         _finding(
@@ -405,7 +405,7 @@ def envelope_findings(sides: DataFrame) -> DataFrame:
         # Neither crossed nor not crossed: the destination may have taken them and kept silent, to be sent less under stricter terms.
         _finding(
             f"'{OPEN}'", "announced-not-answered",
-            "'Announced, and announced again under the grant that followed, since the destination said that they had not arrived. "
+            "'Announced, and announced again under the grant that followed, or left to another bridge, since the destination said that they had not arrived. "
             "Nobody signed that.'",
             f"intent_leaf IS NOT NULL AND intent_records > 0 AND {BEGUN_AGAIN}",
         ),

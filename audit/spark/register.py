@@ -89,7 +89,7 @@ COLUMNS: Final = (
         "unanswered",
         Type.COUNT,
         "Records announced, not answered",
-        "under these terms, and again under those that followed: whether they had arrived nobody signed",
+        "under these terms, and again under those that followed or by another bridge: whether they had arrived nobody signed",
     ),
     Column("unanswered_bytes", Type.COUNT, "Bytes announced, not answered"),
     Column("denied", Type.COUNT, "Attempts denied"),

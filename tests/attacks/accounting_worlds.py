@@ -83,7 +83,7 @@ def judged(leaves: list[Said]) -> str:
             if not _is_one(batch) or listed != (whole := list(range(leaf.first, intents[-1].last + 1))):
                 return UNLAWFUL
             unit = (set(whole), leaf.grant, intents[0].envelope)
-        elif leaf.kind == "gap":
+        elif leaf.kind in ("gap", "elsewhere"):
             unit = (set(range(leaf.first, leaf.last + 1)), leaf.grant, "")
         else:
             below = any(leaf.first <= max(offsets) and name in answered for offsets, _, name in live)
@@ -92,6 +92,29 @@ def judged(leaves: list[Said]) -> str:
             if leaf.last >= following or below or leaf.envelope in known or leaf.grant not in SIGNED:
                 return UNLAWFUL
             moved[leaf.envelope] = (leaf.first, leaf.last)
+            under, at = leaf.grant, end
+            continue
+        if leaf.kind == "elsewhere" and leaf.grant == under and leaf.first < following:
+            # What another bridge brought: whole ranges that this one announced, and had no answer for.
+            inside = [each for each in live if leaf.first <= min(each[0]) <= leaf.last]
+            ends = [
+                *((max(each[0]), each[2]) for each in live),
+                *((last, name) for name, (_, last) in moved.items()),
+            ]
+            if (
+                leaf.grant not in SIGNED
+                or leaf.first not in {min(offsets) for offsets, _, _ in inside}
+                or any(max(offsets) > leaf.last for offsets, _, _ in inside)
+                or any(last >= leaf.first and name in answered for last, name in ends)
+            ):
+                return UNLAWFUL
+            gone = {envelope for _, _, envelope in inside}
+            gone |= {envelope for envelope, (_, last) in moved.items() if leaf.first <= last <= leaf.last}
+            unanswered |= not carried.isdisjoint(gone)
+            live = sorted(
+                [*(each for each in live if each not in inside), unit], key=lambda each: min(each[0])
+            )
+            moved = {envelope: span for envelope, span in moved.items() if envelope not in gone}
             under, at = leaf.grant, end
             continue
         if not _begins(leaf, under, following, live, moved, answered):
@@ -174,8 +197,8 @@ def _begins(
 class _Agent:
     """Writes one shard's leaves as an agent does, and knows what it may do next."""
 
-    def __init__(self, random: Random, name: str) -> None:
-        self.random, self.name = random, name
+    def __init__(self, random: Random, name: str, takeovers: bool) -> None:
+        self.random, self.name, self.takeovers = random, name, takeovers
         self.leaves: list[Said] = []
         self.grant = SIGNED[0]
         self.batches: list[tuple[int, int, str]] = []
@@ -234,6 +257,18 @@ class _Agent:
         self.following = first
         self.batch()
 
+    def taken_over(self) -> None:
+        """Another bridge brought some of what was announced, perhaps more, and this one goes on behind that, under the same grant."""
+        waiting = [each for each in self.batches if each[2] not in self.answered]
+        first = self.random.choice([*(each[0] for each in waiting), self.following])
+        more = self.following + self.random.randint(0, 3)
+        last = self.random.choice([*(each[1] for each in waiting if each[0] >= first), more])
+        self.leaves.append(Said("elsewhere", self.grant, first, last))
+        over = [each for each in waiting if first <= each[0] <= last]
+        self.gone += [Said("ack", self.grant, *each[:2], (), each[2]) for each in over]
+        self.batches = [each for each in self.batches if each not in over]
+        self.following = max(self.following, last + 1)
+
     # What is tried
 
     def interrupt(self) -> None:
@@ -242,7 +277,8 @@ class _Agent:
         last = first + self.random.randint(0, 4)
         grant = self.random.choice((INVENTED, INVENTED, *SIGNED))
         if self.random.random() < 0.5:
-            self.leaves.append(Said("gap", grant, first, last))
+            kind = "elsewhere" if self.takeovers and self.random.random() < 0.5 else "gap"
+            self.leaves.append(Said(kind, grant, first, last))
         else:
             listed = [at for at in range(first, last + 1) if self.random.random() < 0.6] or [first]
             self.leaves.append(Said("withheld", grant, first, last, tuple(listed)))
@@ -298,9 +334,9 @@ class _Agent:
                     self.leaves[at] = replace(leaf, offsets=offsets)
 
 
-def draw(random: Random, name: str) -> list[Said]:
-    """One shard's leaves. Its last ones are a batch and all ACKs that are due."""
-    agent, moves = _Agent(random, name), random.randint(2, 7)
+def draw(random: Random, name: str, *, takeovers: bool = False) -> list[Said]:
+    """One shard's leaves. Its last ones are a batch and all ACKs that are due. `takeovers`: another bridge carries the shard now and then."""
+    agent, moves = _Agent(random, name, takeovers), random.randint(2, 7)
     at = random.randrange(moves) if random.random() < 0.5 else -1
     agent.batch()
     for move in range(moves):
@@ -314,6 +350,8 @@ def draw(random: Random, name: str) -> list[Said]:
             agent.gap()
         elif chosen < 0.75:
             agent.acks(random.randint(1, 3))
+        elif takeovers and chosen < 0.87:
+            agent.taken_over()
         else:
             agent.renew()
     agent.batch()

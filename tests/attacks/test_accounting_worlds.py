@@ -38,7 +38,13 @@ from felix.batch import Record
 
 SHARDS = 4_000
 REPORTED_SHARDS = 60
-KINDS = {"intent": Kind.INTENT, "withheld": Kind.WITHHELD, "gap": Kind.GAP, "ack": Kind.ACK}
+KINDS = {
+    "intent": Kind.INTENT,
+    "withheld": Kind.WITHHELD,
+    "gap": Kind.GAP,
+    "elsewhere": Kind.GAP,
+    "ack": Kind.ACK,
+}
 OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
 INVENTED_ID = "g-aaaaaaaaaaaaaaaa"
 PAPERS = dict(zip(SIGNED, (GRANTS[DEPARTURES], OTHER), strict=True))
@@ -60,6 +66,8 @@ def header(said: Said, shard: int, **more: Any) -> Header:
         fields["envelope_sha256"] = sha256(said.envelope.encode()).digest()
     if said.kind == "gap":
         fields["gap"] = GapKind.RETENTION
+    elif said.kind == "elsewhere":
+        fields["gap"] = GapKind.ELSEWHERE
     return Header(**(fields | TERMS.get(said.grant, INVENTED_TERMS) | more))
 
 
@@ -88,7 +96,7 @@ def test_the_verifier_finds_exactly_the_shards_that_are_not_lawful(
 ) -> None:
     random, lawful = chance(75), 0
     for number in range(SHARDS * attack_scale):
-        leaves = draw(random, str(number))
+        leaves = draw(random, str(number), takeovers=number % 2 == 1)
         wanted, sentences = is_lawful(leaves), found(leaves)
         lawful += wanted
         assert (sentences == []) == wanted, (number, wanted, sentences, *leaves)
