@@ -53,7 +53,13 @@ def backlog_note(
     book, `links` what agents last reported of theirs.
     """
     leading = _leading_there(terms, views)
-    holding = [view.grant for view in leading if view.state is GrantState.ACTIVE]
+    active = [view for view in leading if view.state is GrantState.ACTIVE and view.export is not None]
+    holding = [view.grant for view in active if _bridge_of(view) == terms.bridge]
+    if not holding and active:
+        return (
+            f"{active[0].grant} holds for {_bridge_of(active[0])}, and leads into the same stream there: one of the two bridges carries at a time, under its own terms, and the other "
+            "stands by"
+        )
     if holding:
         return (
             f"{holding[0]} holds, and leads into the same stream there: nothing crosses under this grant before that one ends "
@@ -93,20 +99,30 @@ def backlog_note(
 
 
 def carried_by_another(view: GrantView, views: Iterable[GrantView]) -> str:
-    """The grant that carries this one's stream into the same one in its place, since it holds and was signed first; empty where there
-    is none."""
+    """The grant that carries this one's stream into the same one in its place, since it holds and was signed first; or that may, since it is another bridge's, and has other records
+    cross; empty where there is none."""
     if view.export is None:
         return ""
+    terms = view.export.terms
     others = (other for other in views if other.grant != view.grant)
     holding = [
         other.export
-        for other in _leading_there(view.export.terms, others)
+        for other in _leading_there(terms, others)
         if other.state is GrantState.ACTIVE and other.export is not None
     ]
+    # Whichever bridge has the link carries, whatever was signed first.
+    for export in holding:
+        if export.terms.bridge != terms.bridge and export.terms.transform != terms.transform:
+            return export.grant
+    holding = [export for export in holding if export.terms.bridge == terms.bridge]
     if view.state is GrantState.ACTIVE:
         holding.append(view.export)
     first = min(holding, key=carrying_rank, default=view.export)
     return "" if first is view.export else first.grant
+
+
+def _bridge_of(view: GrantView) -> str:
+    return "" if view.export is None else view.export.terms.bridge
 
 
 def _leading_there(terms: GrantTerms, views: Iterable[GrantView]) -> list[GrantView]:

@@ -51,7 +51,7 @@ def resend(
         raise RequestError(
             f"{other} holds, and leads {name} into the same stream there: what is sent again would cross under its terms.",
             code=Code.CONFLICT,
-            hint=f"Revoke it first: felix bridge revoke {other}",
+            hint=f"Revoke it first: felix bridge revoke {other}; or pause it until what is sent again has crossed.",
         )
     state = run(_describe(config.region, name))
     if shard >= state.shards:

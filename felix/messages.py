@@ -959,17 +959,22 @@ class Witnessed(Message, frozen=True, tag="witnessed"):
 
 
 class GetCheckpoint(Repeatable["CheckpointAnswer"], frozen=True, tag="get_checkpoint"):
-    """Asks for the checkpoint of this region's own audit log that witnesses are shown now, and its proof from `from_size`."""
+    """Asks for the checkpoint of this region's own audit log that witnesses are shown now, and its proof from `from_size`. `leaf`: from a bridge, one that a receipt
+    names to it; LOGGED_UNTOLD: none."""
 
     from_size: Natural = 0
+    leaf: Logged = LOGGED_UNTOLD
 
 
 class CheckpointAnswer(Message, frozen=True, tag="checkpoint"):
-    """`checkpoint`: a signed note, with the cosignatures that the region keeps of it."""
+    """`checkpoint`: a signed note, with the cosignatures that the region keeps of it. `leaf`: that was asked for, where the checkpoint covers it, as it stands in the log, with its proof of
+    inclusion; empty where that is none which the bridge brought; None where none was asked for, or a broker of before does not say."""
 
     checkpoint: bytes
     size: int
     proof: list[bytes] = []
+    leaf: bytes | None = None
+    leaf_proof: list[bytes] = []
 
 
 class PutCosignature(Request["Done"], frozen=True, tag="put_cosignature"):

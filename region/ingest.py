@@ -236,7 +236,7 @@ class IngestStream:
         self._position = Position(0)
         self._logged_to = 0
         self._active_s = 0.0
-        """when it was opened, or brought something last; of the loop's clock"""
+        """when it was opened, or brought something new last; of the loop's clock"""
         self._before = OffsetSet()
         """what crossed before a resend"""
         self._record: LinkRecord
@@ -512,7 +512,6 @@ class IngestStream:
                 f"More than {ENVELOPES_MAX} envelopes without a receipt.", code=Code.CREDIT_EXCEEDED
             )
         self._unanswered += 1
-        self._active_s = asyncio.get_running_loop().time()
         self._inbox.append(replace(frame, body=memoryview(bytes(frame.body))))
         if self._work is None:
             self._work = asyncio.ensure_future(self._deal())
@@ -614,6 +613,8 @@ class IngestStream:
         way = way._replace(note=self._shard.take_note(arrival))
         self._meter.take(way.charge)
         self._position = position.after(landed, header.next_offset)
+        # What is sent again keeps no other bridge out.
+        self._active_s = asyncio.get_running_loop().time()
         record = self._record._replace(position=self._position)
         if landed.records:
             record = record._replace(epoch=header.epoch, read_to=header.next_offset)
@@ -830,7 +831,6 @@ class IngestStream:
         self._landed_on().end(way.header.base_offset)
         self._in_flight -= 1
         self._unanswered -= 1
-        self._active_s = asyncio.get_running_loop().time()
         self._window.finish(way.size)
         self._window.announce()
         self._send(encode_frame(FrameType.RECEIPT, _RECEIPT.pack(way.header.next_offset) + receipt))

@@ -500,7 +500,7 @@ class Requests:
 
     async def get_checkpoint(self, identity: SpiffeId, request: GetCheckpoint) -> CheckpointAnswer:
         self._require_witnessing(identity)
-        return await self._governance.witnessing.checkpoint(identity, request.from_size)
+        return await self._governance.witnessing.checkpoint(identity, request.from_size, request.leaf)
 
     async def put_cosignature(self, identity: SpiffeId, request: PutCosignature) -> Done:
         self._require_witnessing(identity)

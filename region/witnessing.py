@@ -18,12 +18,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+import msgspec
+
 from audit.checkpoint import note_size
+from audit.leaf import Kind, Side, read_header
+from audit.merkle import TILE_WIDTH, inclusion_proof
 from audit.submission import Submissions
+from audit.tile import Files, TileHashes, read_bundle
 from audit.trail import Trail
 from audit.witness import Witness
 from felix.errors import Code, UnavailableError
-from felix.messages import CheckpointAnswer, Witnessed
+from felix.messages import LOGGED_UNTOLD, CheckpointAnswer, Witnessed
 from felix.names import SpiffeId
 from felix.pace import Pace
 from felix.runtime.port import Clock
@@ -199,8 +204,11 @@ class Witnessing:
         note = await self._reads.read(origin)
         return Witnessed(0) if note is None else Witnessed(note_size(note), note)
 
-    async def checkpoint(self, actor: SpiffeId, from_size: int) -> CheckpointAnswer:
-        """The checkpoint that witnesses are to cosign now, with the cosignatures that are kept of it, and the proof that it continues `from_size` leaves."""
+    async def checkpoint(
+        self, actor: SpiffeId, from_size: int, leaf: int = LOGGED_UNTOLD
+    ) -> CheckpointAnswer:
+        """The checkpoint that witnesses are to cosign now, with the cosignatures that are kept of it, and the proof that it continues `from_size` leaves. `leaf`: one that a receipt
+        names to the bridge that asks; of other leaves it is told nothing."""
         pace = self._own_checkpoints if actor.region == self._region else self._checkpoints
         self._require_pace(pace, actor, "give a checkpoint")
         note = self._trail.checkpoints.offer(at_least=from_size)
@@ -208,7 +216,11 @@ class Witnessing:
         proof: list[bytes] = []
         if 0 < from_size <= size:
             proof = await asyncio.to_thread(self._trail.checkpoints.consistency_proof, from_size, size)
-        return CheckpointAnswer(self._trail.checkpoints.with_kept_lines(note), size, proof)
+        shown = CheckpointAnswer(self._trail.checkpoints.with_kept_lines(note), size, proof)
+        if not LOGGED_UNTOLD < leaf < size:
+            return shown
+        data, included = await asyncio.to_thread(_brought_by, str(actor), self._trail.files, leaf, size)
+        return msgspec.structs.replace(shown, leaf=data, leaf_proof=included)
 
     async def put_cosignature(self, actor: SpiffeId, cosigned: bytes) -> None:
         """Keep another region's cosignature of this region's checkpoint. Raises UnavailableError(LIMIT_RATE) where `actor` brings them too often."""
@@ -241,3 +253,12 @@ class Witnessing:
 
 def _crowded(sentence: str) -> UnavailableError:
     return UnavailableError(sentence, code=Code.LIMIT_RATE, retry_after_ms=1_000)
+
+
+def _brought_by(bridge: str, files: Files, index: int, size: int) -> tuple[bytes, list[bytes]]:
+    """A leaf of a log of `size` leaves and its proof of inclusion, if it is about what this bridge brought; else nothing. Blocks on disk. Raises TamperError."""
+    data = read_bundle(files, index // TILE_WIDTH, size)[index % TILE_WIDTH]
+    header = read_header(data)
+    if header is None or (header.kind, header.side, header.bridge) != (Kind.ACK, Side.INGRESS, bridge):
+        return b"", []
+    return bytes(data), inclusion_proof(index, size, TileHashes(files, size))

@@ -71,7 +71,8 @@ class Believed(msgspec.Struct, frozen=True):
         """Whether a pin under a policy key of now was signed after what this rests on. It is later than any under a key given up, whose numbers a
         thief of that may have chosen; but what people compared gives way only to what they compared."""
         if self.is_former:
-            return pin.pin.number > UNCOMPARED or self.number <= UNCOMPARED or pin.bundle == self.bundle
+            is_the_same = pin.bundle == self.bundle and not self.is_withdrawn
+            return pin.pin.number > UNCOMPARED or self.number <= UNCOMPARED or is_the_same
         return pin.pin.number > self.number
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from audit.accounting import Accounts
 from audit.leaf import GapKind, Kind, Leaf
 from audit.position import Positions
 from bridge.ledger import Ledger
+from felix.errors import RequestError
 from region.ingest import IngestStream
 from region.link_slot import LinkRecord, Position
 
@@ -171,3 +173,57 @@ def test_wherever_a_destination_says_that_it_is_another_grant_cuts_nothing_in_tw
         assert held.encode(size, last) == log.ledger.encode(3, last)
     assert again > 50
     tally("grants that began again inside of a gap or batch", again)
+
+
+def test_wherever_another_bridge_brought_a_link_to_it_goes_on_under_the_same_grant_and_accounts_for_each_offset_once(
+    chance: Chance, tally: Tally
+) -> None:
+    """Of what this bridge announced some has its receipt, some landed and lost it, some another one brought, and some is sent again; or the place is inside of a range that was announced in one
+    piece, and then nothing is written."""
+    random, replaced, refused = chance(15), 0, 0
+    for _ in range(200):
+        log, brought = Log(), 0
+        link = log.link
+        for _ in range(6):
+            waiting: list[list[Leaf]] = []
+            for _ in range(random.randrange(1, 6)):
+                if random.random() < 0.3:
+                    waiting.append(log.gap(random.randrange(1, 5), GapKind.RETENTION))
+                else:
+                    waiting.append(log.announce(random.randrange(1, 5)))
+            ends = [intents[-1].header.last_offset or 0 for intents in waiting]
+            landed = random.randrange(len(waiting) + 1)
+            answered = random.randrange(landed + 1)
+            for intents in waiting[:answered]:
+                log.write(link.ack(intents))
+            if landed:
+                brought = ends[landed - 1] + 1
+            account = log.ledger.shard(link.key, INCARNATION)
+            assert account is not None
+            position = random.randint(brought, account.accounted_to + 3)
+            announced = log.positions.unanswered(link.key)
+            try:
+                known = account.brought_from(position, brought, announced)
+            except RequestError:
+                refused += 1
+                assert not {brought, *(end + 1 for end in ends)} & {position}
+                position = known = random.choice([brought, *(end + 1 for end in ends[landed:])])
+                known = account.brought_from(position, brought, announced)
+            if position > known:
+                replaced += known < account.accounted_to
+                after, link.offset = link.offset, known
+                log.write(link.gap(position - known, GapKind.ELSEWHERE))
+                link.offset = max(after, position)
+                assert all(each.first_offset >= position for each in log.positions.unanswered(link.key))
+            # What lies behind is sent again as it was.
+            for intents, end in zip(waiting, ends, strict=True):
+                if end >= position and end >= brought:
+                    log.write(link.ack(intents))
+                    brought = end + 1
+        assert log.found == []
+        held, size, last = Ledger.decode(log.ledger.encode(3, b"h" * 32))
+        assert held.encode(size, last) == log.ledger.encode(3, last)
+        live = [unit for shard in log.accounts._shards.values() for unit in shard.units]
+        assert all(before.last + 1 == after.first for before, after in pairwise(live)), "each offset once"
+    assert replaced > 100 and refused > 50
+    tally("ranges that were announced and another bridge brought", replaced)

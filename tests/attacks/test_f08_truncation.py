@@ -389,10 +389,11 @@ async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothi
     tally("logs put back with what the other region remembers of them", 1)
 
 
+@pytest.mark.parametrize("grows", [False, True])
 async def test_a_link_on_which_nothing_crossed_since_stops_with_the_others_and_the_newest_log_can_be_put_back(
-    mesh: Mesh, tmp_path: Path, tally: Tally
+    mesh: Mesh, tmp_path: Path, tally: Tally, grows: bool
 ) -> None:
-    """eu-west's audit log, what us-east remembers of it and what the bridge does are of before; by one link nothing crossed since. If that went on, us-east would cosign another history of the log,
+    """`grows`: past the leaf of the newest receipt, before anybody asks for it. eu-west's audit log, what us-east remembers of it and what the bridge does are of before; by one link nothing crossed since. If that went on, us-east would cosign another history of the log,
     and refuse the newest copy of it for good."""
     idle = await two_links(mesh)
     data, kept = mesh.us.root / "data", mesh.egress_folder.parent / "regions"
@@ -419,6 +420,9 @@ async def test_a_link_on_which_nothing_crossed_since_stops_with_the_others_and_t
         await until(lambda: is_cosigned(mesh), "us-east cosigned all of eu-west's log")
     await restart(mesh, forget)
     await mesh.publish(numbered(900, 1), idle)
+    for _ in range(20 if grows else 0):
+        async with mesh.operator("eu-west") as client:
+            await client.request(RotateKeys("root"))
     async with mesh.agent() as agent:
 
         def denied() -> bool:
@@ -427,6 +431,7 @@ async def test_a_link_on_which_nothing_crossed_since_stops_with_the_others_and_t
         await until(denied, "both links stop")
         said = next(each.reason for each in agent.links() if each.stream == idle)
         assert "gave a receipt for leaf" in said and "it was rolled back" in said
+        assert ("and went on from there" in said) is grows
         assert await mesh.arrived(idle) == 5
     await restart(mesh, lambda: put_back(tmp_path / "newest", mesh.ingress_folder))
     async with mesh.agent() as agent:

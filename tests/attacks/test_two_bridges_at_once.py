@@ -441,3 +441,51 @@ async def test_two_bridges_that_run_stop_and_die_at_random_bring_each_record_onc
             await link(agent, "active", play.sent)
     await check(mesh, list(range(play.sent)))
     tally("moves of two bridges at once", MOVES * attack_scale)
+
+
+# -- what a report says --------------------------------------------------------------------------------
+
+
+@pytest.mark.spark
+async def test_a_report_over_takeovers_reconciles_and_names_what_nobody_answered(
+    mesh: Mesh, spark: Any, tmp_path: Path
+) -> None:
+    """One bridge dies with records announced, another one brings those and more, and the first one goes on under the grant that it has."""
+    from audit.spark.report import run_report
+
+    await both_granted(mesh)
+    await mesh.publish(numbered(0, 3))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 3)
+    await mesh.publish(numbered(3, 3))
+    child = await mesh.child("intent-durable")
+    await asyncio.wait_for(child.wait(), 60)
+    for number in range(6, 36):
+        await mesh.publish(numbered(number, 1))
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 36)
+    async with mesh.agent() as agent:
+        await link(agent, "active", 36)
+        await mesh.publish(numbered(36, 3))
+        await link(agent, "active", 39)
+    await check(mesh, list(range(39)))
+    logs = [egress(mesh, BRIDGE), egress(mesh, OTHER), mesh.ingress_folder, mesh.us.root / "data" / "audit"]
+    result = await asyncio.to_thread(
+        run_report, logs, tmp_path / "out", trust=mesh.trust, session=spark, cosignatures_min=0
+    )
+    report = result.report
+    (named,) = report.findings.records()
+    assert (named["finding"], named["status"]) == ("announced-not-answered", "open")
+    assert (named["bridge"], named["first_offset"], named["last_offset"]) == (identity(BRIDGE), 3, 5)
+    rows = {row["bridge"]: row for row in report.reconciliation.records()}
+    one, other = rows[identity(BRIDGE)], rows[identity(OTHER)]
+    assert (one["status"], one["crossed"], one["gap"], one["unanswered"], one["unaccounted"]) == (
+        "open",
+        6,
+        33,
+        3,
+        0,
+    )
+    assert (other["status"], other["crossed"], other["gap"], other["unaccounted"]) == ("reconciled", 33, 3, 0)
+    assert [row for row in report.exceptions.records() if row["severity"] == "breach"] == []
+    assert result.exit_code == 0

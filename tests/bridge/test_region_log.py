@@ -361,6 +361,11 @@ async def test_a_log_with_another_root_at_the_size_that_was_cosigned_is_an_alarm
         await look(owner, witness, {})
 
 
+def links_of(trail: Trail) -> Any:
+    """What the links of an agent share, as far as its log is cosigned by it."""
+    return SimpleNamespace(trail=trail, failpoints=Failpoints(), require_whole=lambda region: None)
+
+
 async def test_an_egress_log_gets_what_of_its_cosignature_somebody_left_out(tmp_path: Path) -> None:
     """The agent ended after the witness had cosigned, or another one brought one line of two."""
     with closing(Trail.open(tmp_path, log_signer(), witnesses=[EU.key, EU_PQ.key])) as trail:
@@ -368,7 +373,7 @@ async def test_an_egress_log_gets_what_of_its_cosignature_somebody_left_out(tmp_
         trail.append_nowait([Link().grant()], lambda first, error: ended.set())
         assert ended.wait(30)
         agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
-        agent.context = SimpleNamespace(trail=trail, failpoints=Failpoints())  # type: ignore[assignment]
+        agent.context = links_of(trail)
         agent._askings, agent._runtime = {}, REAL
         note = parse_note(witness.memory.cosign(trail.publish(), []))
         lines = tuple(line for line in note.signatures if line.key_id != EU_PQ.key.key_id)
@@ -404,7 +409,7 @@ async def test_an_egress_log_that_lacks_a_line_after_the_answer_is_a_failure_unt
         trail.append_nowait([Link().grant()], lambda first, error: ended.set())
         assert ended.wait(30)
         agent, witness = object.__new__(Agent), Region("eu-west", signers=(EU, EU_PQ))
-        agent.context = SimpleNamespace(trail=trail, failpoints=Failpoints())  # type: ignore[assignment]
+        agent.context = links_of(trail)
         agent._runtime = SimpleNamespace(clock=SimpleNamespace(monotonic=lambda: now[0]))  # type: ignore[assignment]
         agent._askings, witness.answers = {}, answers
         for now[0] in range(0, 60, 3):

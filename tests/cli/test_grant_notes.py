@@ -13,6 +13,7 @@ from cli.grant_notes import backlog_note, carried_by_another, waiting_notes, whe
 from felix.messages import LinkState
 from policy.approval import Tally
 from policy.grant import GrantState, GrantView
+from policy.transform import build_spec
 
 BRIDGE = "spiffe://us-east.acme/bridge/us-to-eu"
 
@@ -123,6 +124,28 @@ def test_a_grant_beside_one_that_holds_says_that_nothing_crosses_under_it_yet() 
     assert carried_by_another(paused, [new, paused]) == "g-new"
     assert carried_by_another(new, [new, view(GrantState.REVOKED, accepted=True)]) == ""
     assert carried_by_another(new, [new, view(GrantState.ACTIVE, accepted=True, to_region="ap-south")]) == ""
+
+
+def test_of_two_bridges_whichever_has_the_link_carries_so_what_is_sent_again_has_terms_that_both_share() -> (
+    None
+):
+    one = view(GrantState.ACTIVE, accepted=True)
+    of_another = msgspec.structs.replace(terms(bridge=BRIDGE), bridge=f"{BRIDGE}-2")
+    said = backlog_note(of_another, [one], state((0, 9)), [link(0, 9)])
+    assert said.startswith(f"g-old holds for {BRIDGE}, ") and "the other stands by" in said
+
+    def other(**more: Any) -> GrantView:
+        made = view(GrantState.ACTIVE, grant="g-2", accepted=True, signed_at=2, **more)
+        assert made.export is not None
+        changed = msgspec.structs.replace(made.export.terms, bridge=f"{BRIDGE}-2")
+        export = SimpleNamespace(terms=changed, grant="g-2", signed_at=2)
+        return made._replace(export=export)  # type: ignore[arg-type]
+
+    alike, unlike = other(), other(transform=build_spec(drop=["hour"]))
+    for each, beside in ((one, alike), (alike, one)):
+        assert carried_by_another(each, [one, alike]) == "", beside
+    assert carried_by_another(one, [one, unlike]) == "g-2"
+    assert carried_by_another(unlike, [one, unlike]) == "g-old"
 
 
 @pytest.mark.parametrize("change", [{"to_region": "ap-south"}, {"destination_stream": "acme/ops/copy"}])

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from audit import crossed as crossed_module
 from audit.checkpoint import note_size
-from audit.crossed import PAGE_CHUNKS
+from audit.crossed import PAGE_CHUNKS, Arrived
 from audit.errors import AuditUnavailableError
 from audit.leaf import (
     EncodedLeaf,
@@ -35,6 +35,7 @@ from audit.tile import read_entries
 from audit.trail import Trail
 from felix.batch import OFFSET_MAX
 from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.messages import LOGGED_UNTOLD
 from felix.names import SpiffeId, StreamName
 from policy.truncation import Accepted, Live, Truncation
 from region import audit_server, home_leaves, peer_requests
@@ -355,8 +356,12 @@ async def test_what_the_log_says_of_a_shard_is_told_as_it_is_read_there(region: 
     assert (
         await there.arrived_below(bridge, name, header.incarnation)
         == await here.arrived_below(bridge, name, header.incarnation)
-        == 15
+        == Arrived(15, 15)
     )
+    other = SpiffeId.parse(f"{bridge}-2")
+    assert await there.arrived_below(other, name, header.incarnation) == Arrived(15, 0)
+    # Another incarnation, of which the log alone knows.
+    assert await there.arrived_below(bridge, name, b"x" * 16) == Arrived(0, 0)
     scope: Any = SimpleNamespace(
         source_region=header.source_region,
         destination_region=header.destination_region,
@@ -399,7 +404,7 @@ async def test_what_a_process_asked_for_that_is_gone_is_told_to_the_one_after_it
     for arguments in waiting:
         append(*arguments)
     assert await charged == region.trail.positions.charged_bytes(header.grant_id) > 0
-    assert await below == 3 * len(groups)
+    assert (await below).below == 3 * len(groups)
     monkeypatch.undo()
     await after.close()
 
@@ -740,5 +745,5 @@ async def test_a_bridge_that_opens_links_and_goes_leaves_room_for_leaves(region:
     assert await arrivals.charged_bytes(header.grant_id) == 0, "others are answered"
     assert asked == incarnations[:-1]
     may_answer.set()
-    assert await last == 7
+    assert await last == Arrived(7, LOGGED_UNTOLD), "a broker of before does not say who brought it"
     assert asked == incarnations

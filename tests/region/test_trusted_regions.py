@@ -89,3 +89,16 @@ def test_a_pin_that_conflicts_behind_the_one_that_holds_takes_its_bundles_succes
         assert found.pin_of("eu-west") == pin(ONE)
         assert not found.remember(logged)
         assert kept_of(found).bundle == FOLLOWS.bundle
+
+
+def test_trust_that_was_taken_back_under_a_former_key_is_brought_back_by_nothing_that_nobody_compared() -> (
+    None
+):
+    taken_back = sign_pin(
+        Pin(format=2, by="us-east", mesh="acme", number=NOW, bundle=ONE, withdrawn=True), OTHER_KEY
+    )
+    found = regions((pin(ONE),), Believed.by(taken_back), (pin(ONE),))
+    assert found.withdrawn == {"eu-west"} and found.pin_of("eu-west") is None
+    assert not found.is_later(pin(ONE))
+    compared = pin(ONE, UNCOMPARED + 1)
+    assert regions((compared,), Believed.by(taken_back)).pin_of("eu-west") == compared

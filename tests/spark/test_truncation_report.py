@@ -175,3 +175,34 @@ def test_an_empty_envelope_of_its_own_is_not_what_another_bridge_brought(spark: 
     (found,) = result.report.findings.records()
     assert (found["status"], found["finding"]) == ("differs", "elsewhere-without-arrival")
     assert (found["first_offset"], found["last_offset"], found["records"]) == (0, 9, 10)
+
+
+def test_a_bridge_that_says_of_its_own_ranges_that_another_one_brought_them_is_found(
+    spark: Any, tmp_path: Path
+) -> None:
+    """Under the grant that it has: what it announced had arrived by itself (shard 0), or by nobody (shard 1)."""
+    world = CutWorld()
+    world.grant(DEPARTURES, START_MS)
+    for shard in range(2):
+        world.batch(DEPARTURES, shard, START_MS + 1_000, 10, withheld=0.0)
+        world.batch(DEPARTURES, shard, START_MS + 2_000, 10, withheld=0.0, receipt=False, arrives=not shard)
+        gap = world.granted(DEPARTURES, shard) | {"first_offset": 10, "last_offset": 19}
+        header = world.header(
+            Kind.GAP, Side.EGRESS, START_MS + 3_000, DEPARTURES, gap=GapKind.ELSEWHERE, sentence="Another one.", **gap
+        )  # fmt: skip
+        world.egress.append([Leaf(header)])
+        world.batch(DEPARTURES, shard, START_MS + 4_000, 10, withheld=0.0)
+    logs = write_world(tmp_path, world)
+    for log in logs:
+        report = verify_log(Folder(log), trust())
+        assert report.ok, report.findings
+    result = run_report(logs, tmp_path / "out", trust=trust(), session=spark)
+    found = {
+        (row["shard"], row["finding"], row["status"], row["first_offset"], row["last_offset"])
+        for row in result.report.findings.records()
+    }
+    assert found == {
+        (0, "announced-again-though-answered", "differs", 10, 19),
+        (1, "announced-not-answered", "open", 10, 19),
+        (1, "elsewhere-without-arrival", "differs", 10, 19),
+    }
