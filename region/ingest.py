@@ -309,13 +309,23 @@ class IngestStream:
             return None
         stands_still = asyncio.get_running_loop().time() - self._active_s >= STANDBY_S
         has_all = self._is_open and incarnation == scope.incarnation and log_end <= self._position.next_offset
-        if stands_still and not has_all:
+        if (stands_still and not has_all) or not self._may_bring():
             return None
         return UnavailableError(
             f"{scope.bridge} carries shard {scope.shard} of {scope.stream} at the moment; this bridge stands by.",
             code=Code.STANDBY,
             retry_after_ms=1000,
         )
+
+    def _may_bring(self) -> bool:
+        """Whether its grant holds: an idle stream may not have been told yet that it ended."""
+        if not self._is_open:
+            return True
+        try:
+            self._check_grant()
+        except FelixError:
+            return False
+        return True
 
     def replaced(self) -> None:
         """A newer ingest stream took over this link."""

@@ -102,9 +102,10 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _F,
         "an INTENT for what it never sent has no receipt. A crossing without its INTENT, or with other bytes than were committed "
         "to, differs from the ingress log. The reconciliation names each such record, also those that a resend left out as if "
-        "they had crossed before. What another grant announces again counts in whole batches, under grants that both regions "
+        "they had crossed before. What another grant announces again, or another bridge is said to have brought, counts in whole batches, under grants that both regions "
         "signed, and nowhere twice",
         (
+            "attacks/test_two_bridges_at_once.py",
             "attacks/test_accounting_worlds.py",
             "attacks/test_one_party_alone.py",
             "attacks/test_rogue_agent.py",
@@ -150,8 +151,13 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("crossed", "backup"): Cell(
         _F,
         "a log that is shorter than what was cosigned does not open and does not verify; a source that was cut back stops its "
-        "link, with a GAP leaf",
-        ("attacks/test_f08_truncation.py", "attacks/test_f08_clock_behind.py", "audit/test_trail.py"),
+        "link, with a GAP leaf; an agent whose log announced less than it brought, by the destination's word, brings nothing there",
+        (
+            "attacks/test_two_bridges_at_once.py",
+            "attacks/test_f08_truncation.py",
+            "attacks/test_f08_clock_behind.py",
+            "audit/test_trail.py",
+        ),
     ),
     ("crossed", "network"): Cell(
         _C,
@@ -205,8 +211,9 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ),
     ("received", "backup"): Cell(
         _F,
-        "a destination that forgot what it had signed for is behind the egress log: the link stops and says so",
-        ("attacks/test_f08_truncation.py",),
+        "a destination that forgot what it had signed for is behind the egress log: the link stops and says so. So it does where the destination's log went on from an older copy: "
+        "the leaf of the newest receipt, by whichever link, is not at its place",
+        ("attacks/test_f08_truncation.py", "bridge/test_receipted.py"),
     ),
     ("received", "network"): Cell(
         _C, "a receipt is signed over the envelope's hash and the range", ("audit/test_receipt.py",)
@@ -401,13 +408,14 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("withheld", "destination"): Cell(
         _F,
         "it cannot write the egress log, and a withheld record's commitment tells it nothing. It may claim to have what it never "
-        "got, and the agent then leaves that out: the egress log says whose claim it is, and the report looks for the records in "
-        "the ingress log. It may take records under one grant and keep silent about it, so that the next grant withholds them: "
+        "got, as another bridge's, and the agent then leaves that out: the egress log says whose claim it is, and the report looks for the records in "
+        "the ingress log. What the source does not have yet, and less than it gave receipts for, is not believed. It may take records under one grant and keep silent about it, so that the next grant withholds them: "
         "they stay open, as announced and not answered",
         (
             "attacks/test_f15_withheld_records.py",
             "attacks/test_one_party_alone.py",
             "attacks/test_destination_ahead.py",
+            "attacks/test_two_bridges_at_once.py",
             "spark/test_truncation_report.py",
             "spark/test_report.py",
         ),

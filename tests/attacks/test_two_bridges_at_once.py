@@ -19,11 +19,12 @@ from attacks.chance import Chance
 from attacks.conftest import Tally
 from attacks.test_f08_truncation import keep, link, numbered, put_back, restart
 from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions, until
+from rogue_agent import Wild, granted, rogue_agent
 
 from audit.leaf import GapKind, Header, Kind
 from audit.verify import verify_log
 from bridge.agent import Agent
-from felix.errors import Code
+from felix.errors import Code, UnavailableError
 from felix.messages import LOGGED_UNTOLD, LinkState
 from felix.ranges import RangeSet
 from felix.runtime.real import now_ms
@@ -366,6 +367,38 @@ async def test_what_a_destination_says_falsely_that_another_bridge_brought_stand
     assert report.ok, report.findings
     assert max(header.last_offset or 0 for header in mesh.headers(mesh.ingress_folder, Kind.ACK)) == 4
     tally("answers of a destination that lies about who brought what", 1)
+
+
+# -- a bridge that lies --------------------------------------------------------------------------------
+
+
+async def test_a_bridge_that_only_sends_again_what_landed_keeps_no_other_one_out(mesh: Mesh) -> None:
+    """Nor does one whose grant has ended: it never ends its stream by itself."""
+    stream = "acme/ops/kept-out"
+    one, two = [await granted(mesh, stream=stream, bridge=identity(name)) for name in BOTH]
+    sent = [Wild(b'{"n":1}')]
+    async with (
+        rogue_agent(mesh, one, stream=stream) as holds,
+        rogue_agent(mesh, two, bridge=OTHER, stream=stream) as other,
+    ):
+        await holds.open()
+        await holds.cross(sent)
+        with pytest.raises(UnavailableError) as caught:
+            await other.open()
+        assert caught.value.code is Code.STANDBY
+        for _ in range(6):
+            holds.send(sent, base=0)
+            await holds.receipt()
+            await asyncio.sleep(0.5)
+        # The source has more, by its statement.
+        assert (await other.open()).position == 1
+        await other.cross(sent)
+        with pytest.raises(UnavailableError):
+            await holds.open()
+        await mesh.stand("eu-west", two[0], StandingAction.REVOKE)
+        assert (await holds.open()).position == 2
+    await mesh.stop("eu-west")
+    assert mesh.verify_ingress().ok
 
 
 # -- at random -----------------------------------------------------------------------------------------

@@ -202,7 +202,10 @@ def test_a_bridge_that_says_of_its_own_ranges_that_another_one_brought_them_is_f
         for row in result.report.findings.records()
     }
     assert found == {
+        # It arrived, so what was announced counts, and the gap beside it.
         (0, "announced-again-though-answered", "differs", 10, 19),
+        (0, "intent-without-receipt", "differs", 10, 19),
+        (0, "accounted-twice", "differs", 10, 19),
         (1, "announced-not-answered", "open", 10, 19),
         (1, "elsewhere-without-arrival", "differs", 10, 19),
     }
