@@ -6,12 +6,16 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from bridge_mesh import STREAM, flight, until
+from bridge_mesh import BRIDGE, STREAM, flight, until
 from cluster.clustered_mesh import two_clusters
 
-from audit.leaf import Kind
+from audit.leaf import GapKind, Kind
+from audit.verify import verify_log
 from bridge.config import DestinationConfig
+from felix.runtime.real import now_ms
 from policy.grant import StandingAction
+from region.bootstrap import issue_identity
+from region.config import load_config
 from region.replication.links import PeerLinks
 
 pytestmark = pytest.mark.etcd
@@ -161,3 +165,47 @@ async def test_a_link_that_has_nothing_to_send_leaves_nothing_at_a_leader_of_bef
             assert mesh.leader("eu-west") != leader
             assert mesh.numbers(await mesh.read("eu-west", 100)) == list(range(100))
     assert mesh.verify_egress().ok and mesh.verify_ingress().ok
+
+
+async def test_two_bridges_take_turns_and_stand_by_where_another_broker_than_the_leader_has_the_audit_log(
+    tmp_path: Path,
+) -> None:
+    """The leader asks that one which bridge brought what; and a new leader knows of no session of before."""
+    other = "us-to-eu-2"
+    async with two_clusters(tmp_path, 4, source=1) as mesh:
+        issue_identity(mesh.us, load_config(mesh.us.config), "bridge", other, now_ms())
+        await mesh.clusters["eu-west"].drain("b1")
+        await mesh.create()
+        async with mesh.operator("eu-west") as client:
+            await client.create_stream(STREAM, replicas=2)
+        async with mesh.operator("us-east") as client:
+            await client.put_rights(f"spiffe://us-east.acme/bridge/{other}", [f"bridge-read {STREAM}"])
+        for name in (BRIDGE, other):
+            await mesh.grant(bridge=f"spiffe://us-east.acme/bridge/{name}")
+        for turn in range(3):
+            await mesh.publish([flight(turn)])
+            async with mesh.agent(name=(BRIDGE, other)[turn % 2]):
+                await mesh.crossed(turn + 1)
+        leader = mesh.leader("eu-west")
+        assert leader != "b1"
+        async with mesh.agent() as one, mesh.agent(name=other) as two:
+
+            def standing() -> bool:
+                return any("stands by" in each.reason for agent in (one, two) for each in agent.links())
+
+            await until(standing, "that one stands by")
+            await mesh.clusters["eu-west"].drain(leader)
+            await until(lambda: mesh.leader("eu-west") not in ("", "b1", leader), "another leader")
+            await mesh.publish([flight(3)])
+            await mesh.crossed(4)
+            await until(standing, "that one stands by there")
+        assert mesh.numbers(await mesh.read("eu-west", 4)) == list(range(4))
+        assert await mesh.arrived() == 4
+    egress = mesh.us.root / "bridges" / other / "egress"
+    for folder in (mesh.egress_folder, egress, mesh.ingress_folder):
+        report = verify_log(mesh.log_files(folder), mesh.trust, cosignatures_min=0)
+        assert report.ok, report.findings
+    gaps = {
+        header.gap for folder in (mesh.egress_folder, egress) for header in mesh.headers(folder, Kind.GAP)
+    }
+    assert gaps == {GapKind.ELSEWHERE}
