@@ -20,6 +20,7 @@ from attacks.conftest import Tally
 from attacks.test_f08_truncation import keep, link, numbered, put_back, restart
 from bridge_mesh import BRIDGE, STREAM, Mesh, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
+from slow_runs import only_slow
 
 from audit.leaf import GapKind, Header, Kind
 from audit.verify import verify_log
@@ -153,7 +154,15 @@ async def test_each_goes_on_behind_what_the_other_one_brought_under_the_grant_th
     tally("takeovers of two bridges", 3)
 
 
-@pytest.mark.parametrize("dies_at", ["intent-appended", "intent-durable", "sent", "receipt"])
+@pytest.mark.parametrize(
+    "dies_at",
+    [
+        pytest.param("intent-appended", marks=only_slow),
+        "intent-durable",
+        pytest.param("sent", marks=only_slow),
+        "receipt",
+    ],
+)
 async def test_what_one_announced_before_it_died_and_the_other_one_brought_counts_once(
     mesh: Mesh, dies_at: str, tally: Tally
 ) -> None:
@@ -416,7 +425,6 @@ async def test_a_bridge_that_only_sends_again_what_landed_keeps_no_other_one_out
 
 # -- at random -----------------------------------------------------------------------------------------
 
-SEQUENCES = 2
 MOVES = 10
 
 
@@ -469,6 +477,7 @@ class Play:
         self.stacks.clear()
 
 
+@only_slow
 async def test_two_bridges_that_run_stop_and_die_at_random_bring_each_record_once(
     mesh: Mesh, chance: Chance, attack_scale: int, tally: Tally
 ) -> None:
@@ -492,6 +501,7 @@ async def test_two_bridges_that_run_stop_and_die_at_random_bring_each_record_onc
 # -- what a report says --------------------------------------------------------------------------------
 
 
+@only_slow
 @pytest.mark.spark
 async def test_a_report_over_takeovers_reconciles_and_names_what_nobody_answered(
     mesh: Mesh, spark: Any, tmp_path: Path
