@@ -118,6 +118,8 @@ INGEST_WINDOW_BYTES: Final = 8 << 20
 
 STEP_S: Final = 0.005
 """How long a foreign envelope may hold the event loop before other work runs."""
+SETTLED_S: Final = 10.0
+"""How long a stream that is opened again waits for leaves that are on their way; then it is tried again later."""
 HOLD_S: Final = 0.25
 """How soon an envelope that is held back to a rate looks whether it may still cross."""
 
@@ -146,6 +148,12 @@ class IngestService:
 
     async def settle(self, name: StreamName, shards: list[ShardLog]) -> None:
         """Before anybody finds a stream's shards: what landed in them has its leaves. Raises what keeps the ingress log from taking them."""
+        # Where they were open before in this process: a leaf that is on its way is not in the log yet, and would be taken for missing.
+        try:
+            async with asyncio.timeout(SETTLED_S):
+                await self.landings.settled(name)
+        except TimeoutError:
+            raise UnavailableError(f"What arrived in {name} waits for its audit leaves.") from None
         for shard in shards:
             await settle(shard, self.governance.arrivals, self.meter, self._identity)
         self.landings.opened(name)
