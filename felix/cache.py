@@ -726,8 +726,11 @@ class Mirror(Mapping[bytes, bytes]):
 
 
 def _passes(error: UnavailableError) -> bool:
-    """Whether it is worth asking again: a broker short of memory for the moment says when, a full cache does not."""
-    return error.code in _AGAIN or (error.code is Code.LIMIT_MEMORY and error.retry_after_ms is not None)
+    """Whether it is worth asking again: a broker short of memory for the moment says when, and one that opens a shard again whose disk has failed; a full
+    cache, and a shard that stays stopped, do not."""
+    return error.code in _AGAIN or (
+        error.code in (Code.LIMIT_MEMORY, Code.SHARD_STOPPED) and error.retry_after_ms is not None
+    )
 
 
 def key_bytes(key: Key, *, empty: bool = False) -> bytes:

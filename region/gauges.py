@@ -53,6 +53,7 @@ class BrokerGauges:
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
             "offload_refused": self._broker.streams.offload_refused,
+            "streams_opened_again": self._broker.streams.reopener.opened,
             "audit_leaves": status.durable,
             "audit_checkpoint_leaves": status.checkpoint,
             "audit_cosigned_leaves": status.cosigned,

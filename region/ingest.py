@@ -120,6 +120,8 @@ STEP_S: Final = 0.005
 """How long a foreign envelope may hold the event loop before other work runs."""
 STANDBY_S: Final = 10.0
 """How long a bridge that carries a shard may bring nothing, while its source has more, before another one takes over."""
+SETTLED_S: Final = 10.0
+"""How long a stream that is opened again waits for leaves that are on their way; then it is tried again later."""
 HOLD_S: Final = 0.25
 """How soon an envelope that is held back to a rate looks whether it may still cross."""
 
@@ -148,6 +150,12 @@ class IngestService:
 
     async def settle(self, name: StreamName, shards: list[ShardLog]) -> None:
         """Before anybody finds a stream's shards: what landed in them has its leaves. Raises what keeps the ingress log from taking them."""
+        # Where they were open before in this process: a leaf that is on its way is not in the log yet, and would be taken for missing.
+        try:
+            async with asyncio.timeout(SETTLED_S):
+                await self.landings.settled(name)
+        except TimeoutError:
+            raise UnavailableError(f"What arrived in {name} waits for its audit leaves.") from None
         for shard in shards:
             await settle(shard, self.governance.arrivals, self.meter, self._identity)
         self.landings.opened(name)

@@ -129,6 +129,12 @@ class Landings:
             before.replaced()
         return landing
 
+    async def settled(self, name: StreamName) -> None:
+        """Wait until nothing is on its way into a stream whose shards are closed: neither to the disk nor to the log."""
+        for (stream, _, _), landing in list(self._landings.items()):
+            if stream == name:
+                await landing.passed()
+
     async def drained(self, concerns: Callable[[str], bool], leads_to: Callable[[StreamName], bool]) -> None:
         """Wait until nothing that was taken before is on its way to the disk or the log any more.
 

@@ -17,6 +17,7 @@ import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -299,7 +300,7 @@ class Replicas:
             "copies": len(self.host.shards),
             "copies_alarmed": len(self.host.alarms),
             "copies_cut_records": self.host.cut_records,
-            "copies_opened_again": self.host.opened_again,
+            "copies_opened_again": self.host.reopener.opened,
             "copies_damaged_segments": repairs.damaged,
             "copies_damaged_found": repairs.found,
             "copies_repaired_segments": repairs.repaired,
@@ -505,14 +506,18 @@ class Replicas:
             return
         is_new = not self.keeps(stream)
         self._adopted.add(stream.incarnation)
-        if self.release is not None:
-            await self.release(name)
-        loop = asyncio.get_running_loop()
-        if await loop.run_in_executor(self._folders.commit_pool, self._has_notes, name, stream):
-            self._adopted.discard(stream.incarnation)
+        try:
             if self.release is not None:
                 await self.release(name)
-            raise UnavailableError("records that came from another region wait for their audit leaf")
+            loop = asyncio.get_running_loop()
+            if await loop.run_in_executor(self._folders.commit_pool, self._has_notes, name, stream):
+                raise UnavailableError("records that came from another region wait for their audit leaf")
+        except UnavailableError:
+            self._adopted.discard(stream.incarnation)
+            if self.release is not None:
+                with suppress(UnavailableError):
+                    await self.release(name)
+            raise
         if is_new:
             log.info("%s is kept as a copy from now on: it moves, or gets more copies", name)
 

@@ -515,7 +515,7 @@ async def open_broker(
         # What landed and has no leaf yet keeps its stream from being served until the broker with the audit log is reached.
         peers.requests.on_linked(follower.look)
         await peers.replicas.open()
-        peers.replicas.release = streams.reassign
+        peers.replicas.release = streams.release
         peers.replicas.notes_from = ingest.notes_from
         if audited is not None:
             assert shared is not None

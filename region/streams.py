@@ -1,7 +1,8 @@
 """The streams that this broker hosts: their open shards, by name.
 
 `StreamTable` follows the catalog: what stands there is opened, what is marked as deleted there is closed and
-removed from disk. Missing metadata alone deletes nothing. Memory comes out of one budget: what an ephemeral stream was promised and what a
+removed from disk. Missing metadata alone deletes nothing. What an error of the disk has stopped is opened again (`_open_again`), with all that was
+acknowledged, or stays stopped. Memory comes out of one budget: what an ephemeral stream was promised and what a
 durable shard takes by being open are reserved when a stream is opened, or it is refused; the newest records of durable shards take what is
 left, when there are some, and give way again (region.log.ring_pool).
 """
@@ -13,7 +14,8 @@ import hashlib
 import logging
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter
-from collections.abc import Awaitable, Callable, Container, Iterator
+from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -38,7 +40,10 @@ from region.log.companions import shard_of
 from region.log.copies import Copies
 from region.log.directory import LogDirectory
 from region.log.epochs import next_epoch
+from region.log.errors import REOPENED_MS, StorageFailedError
 from region.log.open_logs import OpenLogs
+from region.log.reopener import Reopener, Tried
+from region.log.reopening import Left, what_is_missing
 from region.log.ring_pool import RingPool
 from region.log.seal import MakeSeal
 from region.log.segment_limits import SegmentLimits
@@ -172,7 +177,19 @@ def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableEr
             hint="Make room; it is opened by itself within seconds.",
             retry_after_ms=FULL_AGAIN_MS,
         )
+    if isinstance(why, StorageFailedError):
+        return UnavailableError(
+            f"Shard {number} of {name} does not serve: {why.sentence}",
+            code=why.code,
+            hint=why.hint,
+            retry_after_ms=REOPENED_MS,
+        )
     return UnavailableError(f"Shard {number} of {name} does not serve: {why}", code=Code.SHARD_STOPPED)
+
+
+def about_to_be_served(name: StreamName) -> UnavailableError:
+    """The refusal of what a stream was asked whose logs are being closed and opened again; nothing was done."""
+    return UnavailableError(f"{name} is about to be served again.", retry_after_ms=ELSEWHERE_RETRY_MS)
 
 
 Replica = ShardLog | FelixError
@@ -192,12 +209,15 @@ class HostedStream:
         "delivered_records",
         "epochs",
         "incarnation",
+        "is_settling",
+        "left",
         "name",
         "record",
         "replicas",
         "ring_taken",
         "stored_bytes",
         "text",
+        "tried",
         "views",
     )
 
@@ -228,6 +248,12 @@ class HostedStream:
         self.delivered_records = 0
         self.stored_bytes = 0
         """On the disk, when it was last looked at."""
+        self.is_settling = False
+        """Whether what must be in its shards first is being put there: nobody else finds them yet."""
+        self.left: dict[int, Left] = {}
+        """Of logs that were closed and not opened since, shards and companions: what has to be in them."""
+        self.tried = -1
+        """The log that is being opened to see whether it can be; -1: none."""
         self.companions: list[int] = []
         """Numbers of the companion logs that are open (StreamTable.open_companion)."""
         self.closing: list[Callable[[], Awaitable[None]]] = []
@@ -267,6 +293,8 @@ class HostedStream:
         """A shard's log, or the error for its callers: there is no such shard (INVALID), it does not serve (SHARD_STOPPED), or
         another broker serves it (NOT_LEADER).
         """
+        if self.is_settling:
+            return self._not_yet(number)
         found = self.replicas.get(number)
         if isinstance(found, ShardLog):
             return found
@@ -276,23 +304,35 @@ class HostedStream:
         if found is not None:
             return not_serving(self.name, number, found)
         if 0 <= number < self.shard_count:
-            if self._leading is not None:
-                return self._leading.not_leader(self.record, number)
-            return UnavailableError(
-                f"Shard {number} of {self.name} is served by another broker.",
-                code=Code.NOT_LEADER,
-                retry_after_ms=ELSEWHERE_RETRY_MS,
-            )
+            return self._not_yet(number)
         return RequestError(
             f"{self.name} has no shard {number}: it has {self.shard_count}, from 0 on.",
             hint="Describe the stream, and send each record to the shard of its key.",
         )
+
+    def _not_yet(self, number: int) -> FelixError:
+        """What is answered for a shard that is not served here, or not now."""
+        if self._leading is not None:
+            return self._leading.not_leader(self.record, number)
+        return about_to_be_served(self.name)
 
     @property
     def is_served(self) -> bool:
         """Whether this broker serves all of its shards now, also by what it has heard since it began to."""
         leads = self._leading is None or self._leading.epochs(self.record) == self.epochs
         return leads and len(self.serving) == self.shard_count
+
+    @property
+    def unproved(self) -> list[int]:
+        """The logs whose disk had failed, and of which nobody has seen since whether they have all that was acknowledged."""
+        return sorted(number for number, left in self.left.items() if left.failed)
+
+    @property
+    def failed(self) -> list[int]:
+        """The shards that an error of the disk has stopped, or kept from being opened."""
+        return [
+            number for number, each in self.replicas.items() if isinstance(_why(each), StorageFailedError)
+        ]
 
     @property
     def lacks_room(self) -> bool:
@@ -311,7 +351,7 @@ class HostedStream:
     @property
     def elsewhere(self) -> FelixError | None:
         """What is answered where another broker serves the stream, or nobody yet; None where this one does."""
-        return None if self._leading is None or self.replicas else self._leading.not_leader(self.record, 0)
+        return None if self.replicas else self._not_yet(0)
 
     def shard(self, number: int) -> ShardLog:
         """Raises what `find` gives where it gives an error."""
@@ -409,6 +449,17 @@ def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
     )
 
 
+class _LackingError(UnavailableError):
+    """A log has lost what was acknowledged: it stays stopped until a restart."""
+
+    default_code = Code.SHARD_STOPPED
+
+
+def _why(replica: Replica | None) -> FelixError | None:
+    """Why a log does not serve; None where it does, or is not open."""
+    return replica.failure if isinstance(replica, ShardLog) else replica
+
+
 def least_bytes(config: StreamConfig) -> int:
     """Of the ring budget, for all shards of a stream: reserved as long as it is open."""
     ephemeral = config.durability.kind == "ephemeral"
@@ -478,6 +529,8 @@ class StreamTable:
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         """Called with a stream whose shards are open, before anybody is told of it: what must be in them first."""
         self._watchers: list[Callable[[HostedStream], None]] = []
+        self.reopener: Reopener[HostedStream] = Reopener(runtime, self._open_again)
+        """Of streams with a log that an error of the disk has stopped."""
         self.offload_refused = 0
         """Offload runs that the configuration does not allow."""
 
@@ -581,21 +634,33 @@ class StreamTable:
             if self._leading is not None and number not in epochs:
                 replicas[number] = self._leading.not_leader(record, number)
                 return
-            replicas[number] = await self._open_shard(name, record, number, epochs.get(number, 0))
+            replicas[number] = await self._open_shard(stream, number, epochs.get(number, 0))
 
         try:
             await at_once(SHARDS_AT_ONCE, open_shard, range(record.config.shards))
             for prepare_shards in self.before_found:
                 await prepare_shards(name, [each for each in replicas.values() if isinstance(each, ShardLog)])
+            stream.is_settling = True
             stream.begin(dict(sorted(replicas.items())), taken, epochs)
             for settle in self.before_serving:
                 await settle(stream)
+            for shard in stream.serving:
+                stream.left.pop(shard.identity.shard, None)
         except BaseException:
             stream.begin({}, 0, {})
-            for number in replicas:
-                await self._directory.close_shard(name, bytes.fromhex(record.incarnation), number)
+            await self._close_logs(stream, list(replicas))
             self._ring_budget.give(taken)
             raise
+        finally:
+            stream.is_settling = False
+
+    async def release(self, name: StreamName) -> None:
+        """Close the logs of a stream that is to be opened as copies. Raises UnavailableError where its disk has failed, and nobody has seen yet whether
+        all that was acknowledged is there."""
+        await self.reassign(name)
+        held = self._streams.get(name)
+        if held is not None and held.unproved:
+            raise UnavailableError(f"the disk of {name} has failed, and its logs are not open again")
 
     async def reassign(self, name: StreamName) -> None:
         """Serve the stream from now on, or no longer, as its leader may be another one. Raises as `open` where it cannot be served."""
@@ -622,19 +687,120 @@ class StreamTable:
     async def _serve_again(self, stream: HostedStream, epochs: dict[int, int]) -> None:
         """Serve all of its shards, where those have room by now that had none. Raises as `open`."""
         for number in stream.without_room:
-            # Those that serve are not disturbed before it is of use.
-            found = await self._open_shard(
-                stream.name, stream.record, number, epochs.get(number, 0), is_again=True
-            )
-            if isinstance(found, FelixError):
+            if await self._try_log(stream, number, epochs) is not None:
                 return
-            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+        await self._serve_anew(stream, epochs)
+        log.info("stream %s found room on the disk, and is served", stream.name)
+
+    async def _try_log(self, stream: HostedStream, number: int, epochs: dict[int, int]) -> FelixError | None:
+        """Why a shard or companion that is not open still cannot be opened; None where it can. Those that serve are not disturbed before it is of use."""
+        stream.tried = number
+        try:
+            if number > SHARDS_MAX:
+                await self._open_companion(stream, number)
+            elif isinstance(
+                found := await self._open_shard(stream, number, epochs.get(number, 0), is_again=True),
+                FelixError,
+            ):
+                return found
+            await self._close_logs(stream, [number])
+        except FelixError as error:
+            return error
+        finally:
+            stream.tried = -1
+        return None
+
+    async def _serve_anew(self, stream: HostedStream, epochs: dict[int, int]) -> None:
+        """Close what is open of it, and open all. Raises as `open`; then none is."""
         if stream.replicas:
             await self._cease(stream)
         await self._serve(stream, epochs)
         self._begin_measuring(stream)
         self._changed(stream)
-        log.info("stream %s found room on the disk, and is served", stream.name)
+
+    # -- after its disk has failed ---------------------------------------------------------------------
+
+    def _look_whether_failed(self, stream: HostedStream, shard: ShardLog) -> None:
+        """An open log of the stream has stopped, or not. Copies are opened again by whoever keeps them."""
+        if isinstance(shard.failure, StorageFailedError) and not shard.has_copies and not stream.deleted:
+            self.reopener.failed(stream)
+
+    async def _open_again(self, stream: HostedStream) -> Tried:
+        async with self._busy.setdefault(stream.name, asyncio.Lock()):
+            if stream.deleted:
+                return Tried.OVER
+            epochs = {} if self._leading is None else self._leading.epochs(stream.record)
+            if self._leading is not None and (not epochs or (stream.replicas and epochs != stream.epochs)):
+                # Another broker leads it, or this one in another epoch: then `reassign` opens what is there.
+                return Tried.OVER
+            try:
+                why = await self._try_again(stream, epochs)
+            except FelixError as error:
+                why = error
+            except Exception as error:
+                log.exception("stream %s could not be opened again", stream.name)
+                why = FelixError(f"{type(error).__name__}: {error}")
+            if why is None and not self._failed_logs(stream):
+                return self._told_open(stream)
+            log.warning(
+                "stream %s: its logs cannot be opened again, which is tried in %d s: %s",
+                stream.name,
+                self.reopener.next_pause_s(stream),
+                why or "its disk has failed again",
+            )
+            return Tried.FAILED
+
+    async def _try_again(self, stream: HostedStream, epochs: dict[int, int]) -> FelixError | None:
+        """Serve all of its shards, where those can be opened that had failed; what keeps one from that, and may pass. Raises as `open`."""
+        failed = self._failed_logs(stream)
+        for number in failed:
+            if (why := _why(stream.replicas.get(number))) is not None:
+                # From here on nobody uses it, and the others serve on.
+                stream.replicas[number] = why
+        await self._close_logs(stream, failed)
+        for number in failed:
+            found = await self._try_log(stream, number, epochs)
+            if isinstance(found, UnavailableError) and not isinstance(found, _LackingError):
+                return found
+        if failed or not stream.replicas:
+            await self._serve_anew(stream, epochs)
+        return None
+
+    def _failed_logs(self, stream: HostedStream) -> list[int]:
+        """Shards and companions that an error of the disk has stopped, open or not."""
+        incarnation = bytes.fromhex(stream.record.incarnation)
+        companions = [
+            number
+            for number in stream.companions
+            if number in stream.left
+            or _why(self._directory.find(stream.name, incarnation, number)) is not None
+        ]
+        return [*stream.failed, *companions]
+
+    def _told_open(self, stream: HostedStream) -> Tried:
+        """All that could be opened is; some may have lost what was acknowledged."""
+        if unproved := stream.unproved:
+            numbers = ", ".join(map(str, unproved))
+            log.error("stream %s: log %s is not opened again before a restart", stream.name, numbers)
+            return Tried.OVER
+        log.warning("stream %s: its disk had failed, and its logs are open again", stream.name)
+        return Tried.OPENED
+
+    async def _close_logs(self, stream: HostedStream, numbers: Iterable[int]) -> list[FelixError]:
+        """Close these, of shards and companions. What has to be in them when they are opened again is known from here on. Why some were not closed
+        in order."""
+        errors: list[FelixError] = []
+        incarnation = bytes.fromhex(stream.record.incarnation)
+        for number in numbers:
+            shard = self._directory.find(stream.name, incarnation, number)
+            try:
+                await self._directory.close_shard(stream.name, incarnation, number)
+            except FelixError as error:
+                log.error("%s shard %d does not close in order: %s", stream.name, number, error)
+                errors.append(error)
+            if shard is not None and not shard.has_copies and not stream.ephemeral:
+                stream.left[number] = shard.left()
+        return errors
 
     async def _cease(self, stream: HostedStream) -> None:
         """Serve none of the stream's shards any more: what comes is refused from here on, what is under way is answered."""
@@ -644,8 +810,7 @@ class StreamTable:
         self._changed(stream)
         stream.ceased = False
         await self._close_views(stream)
-        for number in numbers:
-            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+        await self._close_logs(stream, numbers)
         self._ring_budget.give(stream.ring_taken)
         stream.ring_taken = 0
         self._store(stream, 0)
@@ -684,10 +849,12 @@ class StreamTable:
         return wanted
 
     async def _open_shard(
-        self, name: StreamName, record: Stream, number: int, epoch: int, *, is_again: bool = False
+        self, stream: HostedStream, number: int, epoch: int, *, is_again: bool = False
     ) -> ShardLog | FelixError:
-        """`epoch`: to lead it in; 0: a new one, that this broker chooses. `is_again`: what keeps it from being opened was said."""
+        """`epoch`: to lead it in; 0: a new one, that this broker chooses, or that which it had before its disk failed. `is_again`: what keeps it from being
+        opened was said."""
         level = logging.DEBUG if is_again else logging.ERROR
+        name, record = stream.name, stream.record
         incarnation = bytes.fromhex(record.incarnation)
         config = record.config
         settings = shard_settings(
@@ -710,9 +877,11 @@ class StreamTable:
             return await self._directory.lead_shard(name, incarnation, number, settings, hooks, copies)
         try:
             shard = await self._directory.open_shard(name, incarnation, number, settings, hooks)
+            await self._require_all(stream, number, shard)
         except FelixError as error:
             log.log(level, "%s shard %d does not serve: %s", name, number, error)
             return error
+        left = stream.left.get(number)
         if epoch:
             try:
                 await shard.begin_epoch(epoch)
@@ -721,9 +890,10 @@ class StreamTable:
                 await self._directory.close_shard(name, incarnation, number)
                 return error
             return shard
-        # A new epoch at every opening, so that later readers see where a restored log diverges from the original.
+        # A new epoch at every start, so that later readers see where a restored log diverges from the original.
         if settings.durability.kind != "ephemeral":
-            shard.begin_epoch_later()
+            if left is None or not left.epoch or left.epoch != shard.epochs.current:
+                shard.begin_epoch_later()
         elif not shard.epochs.current:
             await shard.begin_epoch(next_epoch(0, hooks.clock_ms(), hooks.runtime.random))
         if shard.report.cut_bytes:
@@ -743,6 +913,8 @@ class StreamTable:
             raise RequestError(f"The stream {stream.name} was deleted.", code=Code.NOT_FOUND)
         if (elsewhere := stream.elsewhere) is not None:
             raise elsewhere
+        if number == stream.tried:
+            raise about_to_be_served(stream.name)
         if stream.ephemeral:
             return None
         if not self._rings.make_room(SHARD_BYTES) or not self._ring_budget.take(SHARD_BYTES):
@@ -753,6 +925,22 @@ class StreamTable:
             )
         stream.ring_taken += SHARD_BYTES
         stream.companions.append(number)
+        try:
+            companion = await self._open_companion(stream, number)
+        except BaseException:
+            await self.close_companion(stream, number)
+            raise
+        if number not in stream.companions:
+            await self._directory.close_shard(stream.name, stream.incarnation, number)
+            raise UnavailableError(
+                f"{stream.name} was closed while a log of its views was opened.", code=Code.SHUTTING_DOWN
+            )
+        stream.left.pop(number, None)
+        companion.has_failed = partial(self._look_whether_failed, stream, companion)
+        self._look_whether_failed(stream, companion)
+        return companion
+
+    async def _open_companion(self, stream: HostedStream, number: int) -> ShardLog:
         settings = ShardSettings(
             shard_settings(stream.record.config, COMPANION_RING_BYTES).durability,
             ring_bytes_max=COMPANION_RING_BYTES,
@@ -767,21 +955,6 @@ class StreamTable:
             rings=self._rings,
             open_logs=self._open_logs,
         )
-        try:
-            companion = await self._open_companion(stream, number, settings, hooks)
-        except BaseException:
-            await self.close_companion(stream, number)
-            raise
-        if number not in stream.companions:
-            await self._directory.close_shard(stream.name, stream.incarnation, number)
-            raise UnavailableError(
-                f"{stream.name} was closed while a log of its views was opened.", code=Code.SHUTTING_DOWN
-            )
-        return companion
-
-    async def _open_companion(
-        self, stream: HostedStream, number: int, settings: ShardSettings, hooks: ShardHooks
-    ) -> ShardLog:
         if self._leading is not None:
             copies = self._leading.copies(stream.record, number)
             if copies is not None:
@@ -790,10 +963,22 @@ class StreamTable:
                     stream.name, stream.incarnation, number, settings, hooks, copies
                 )
         companion = await self._directory.open_shard(stream.name, stream.incarnation, number, settings, hooks)
+        await self._require_all(stream, number, companion)
         epoch = stream.epochs.get(shard_of(number), 0)
         if epoch or not companion.epochs.current:
             await companion.begin_epoch(epoch or 1)
         return companion
+
+    async def _require_all(self, stream: HostedStream, number: int, log: ShardLog) -> None:
+        """Raises where a log that was open before in this process lacks what was acknowledged; then it is closed."""
+        left = stream.left.get(number)
+        if left is not None and (missing := what_is_missing(log.committed_point, left.acknowledged)):
+            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+            stream.left[number] = left._replace(failed=True)
+            raise _LackingError(
+                f"Log {number} of {stream.name} {missing}.",
+                hint="It is not opened again before a restart. Look after the disk, and restore what a backup has.",
+            )
 
     async def close_companion(self, stream: HostedStream, number: int) -> None:
         """Close a companion whose view could not be opened, so that it can be opened later. The others are closed with their stream,
@@ -803,7 +988,7 @@ class StreamTable:
         stream.companions.remove(number)
         stream.ring_taken -= SHARD_BYTES
         self._ring_budget.give(SHARD_BYTES)
-        await self._directory.close_shard(stream.name, stream.incarnation, number)
+        await self._close_logs(stream, [number])
 
     def stored_bytes(self) -> dict[str, int]:
         """What the shards hold on disk, by tenant: of the streams that were written to as it is now, MEASURED_AT_ONCE of them. Once a
@@ -834,8 +1019,31 @@ class StreamTable:
         return list(self._full)
 
     def problems(self) -> list[str]:
-        """That the disk is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
-        return [*self._no_room(), *self._unanswered()]
+        """That the disk has failed, is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
+        return [*self._failed(), *self._no_room(), *self._unanswered()]
+
+    def _failed(self) -> list[str]:
+        told: list[str] = []
+        waiting = [
+            (stream, number)
+            for stream in self._ordered
+            if self.reopener.is_waiting(stream)
+            for number in self._failed_logs(stream)
+        ]
+        if waiting:
+            stream, number = waiting[0]
+            shards, more = ("1 log does", "") if len(waiting) == 1 else (f"{len(waiting)} logs do", ", …")
+            told.append(
+                f"The disk has failed: {shards} not serve ({stream.text} shard {shard_of(number)}{more}). What is there is opened again by itself, if it can be."
+            )
+        for stream in self._ordered:
+            if stream.unproved and not self.reopener.is_waiting(stream):
+                shards = ", ".join(sorted({str(shard_of(number)) for number in stream.unproved}))
+                told.append(
+                    f"The disk has failed, and what was acknowledged in {stream.text} shard {shards} is not all there any more, or is damaged: it is not opened "
+                    "again before a restart. Restore what a backup has, or restart the broker to go on with what is there."
+                )
+        return told
 
     def _unanswered(self) -> list[str]:
         waiting = [
@@ -870,7 +1078,11 @@ class StreamTable:
 
     def _begin_measuring(self, stream: HostedStream) -> None:
         """Its shards are others than before."""
+        if stream.failed:
+            self.reopener.failed(stream)
         for shard in stream.serving:
+            shard.has_failed = partial(self._look_whether_failed, stream, shard)
+            self._look_whether_failed(stream, shard)
             shard.disk_bytes_changed = partial(self._unmeasured.__setitem__, stream, None)
             shard.room_changed = partial(self._room_changed, shard)
         self._measure(stream)
@@ -952,7 +1164,9 @@ class StreamTable:
             self._removed.put(incarnation, True)
             held = self._streams.get(name)
             if held is not None and held.record.incarnation == incarnation:
-                await self._close(held)
+                with suppress(FelixError):
+                    # It goes, whatever its disk says.
+                    await self._close(held)
             if self._leading is not None:
                 await self._leading.forget(incarnation)
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
@@ -974,11 +1188,13 @@ class StreamTable:
                 await self.remove(stream.name, stream.incarnation.hex())
 
     async def _close(self, stream: HostedStream) -> None:
+        self.reopener.drop(stream)
         self._drop(stream)
         await self._close_views(stream)
-        for number in (*stream.replicas, *stream.companions):
-            await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
+        errors = await self._close_logs(stream, (*stream.replicas, *stream.companions))
         self._ring_budget.give(stream.ring_taken)
+        if errors:
+            raise errors[0]
 
     async def _close_views(self, stream: HostedStream) -> None:
         while stream.closing:
@@ -990,4 +1206,5 @@ class StreamTable:
 
     async def close(self) -> None:
         """Close every stream, with everything acknowledged on disk."""
+        await self.reopener.close()
         await at_once(CLOSED_AT_ONCE, self._close, list(self._streams.values()))

@@ -316,6 +316,10 @@ class LogDirectory:
         """One pass of compaction over one of this folder's shards; raises as `ShardLog.compact` does."""
         return await shard.compact(now_ms, self.maintenance_pool)
 
+    def find(self, name: StreamName, incarnation: bytes, shard: int) -> ShardLog | None:
+        """A shard that is open, failed or not."""
+        return self._open.get((name, incarnation, shard))
+
     async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None:
         """Close a shard; one that is not open is closed already."""
         log = self._open.pop((name, incarnation, shard), None)

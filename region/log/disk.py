@@ -27,7 +27,7 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.settings import Retention
 from felix.storage.disk import DiskFiles
-from felix.storage.port import Files, is_full, lacks_resources
+from felix.storage.port import Files, lacks_resources
 from felix.storage.small_file import create_durably, read_file, save_checked
 from region.log.beginning import beginning, encode_beginning
 from region.log.compaction import COMPACTION_NAME, CompactionState, DirtySpan, encode_compaction
@@ -519,11 +519,11 @@ class DiskLog:
         )
 
     def _roll_unless_full(self, now_ms: int) -> OSError | None:
-        """`roll`, before something is deleted. Why there was no room for it: what is closed already goes all the same, and makes room."""
+        """`roll`, before something is deleted. Why there was no room or no descriptor for it: what is closed already goes all the same, and makes room."""
         try:
             self.roll(now_ms)
         except OSError as error:
-            if not is_full(error):
+            if not lacks_resources(error):
                 raise
             return error
         return None
@@ -661,7 +661,7 @@ class DiskLog:
         try:
             self.save_offload(state)
         except OSError as error:
-            if not is_full(error):
+            if not lacks_resources(error):
                 raise
             self.offload = state
 

@@ -17,6 +17,10 @@ READ_RETRY_MS: Final = 1_000
 """A read that its disk did not answer is tried again after this: a device that is reset takes seconds."""
 
 
+REOPENED_MS: Final = 1_000
+"""Whoever asked for what its disk's error has stopped asks again after this."""
+
+
 class OffsetOutOfRangeError(RequestError):
     """The offset is not in the log: `first_offset` is the oldest one held, `next_offset` the one to come."""
 
@@ -56,9 +60,15 @@ class SegmentDamagedError(CorruptionError):
 
 
 class StorageFailedError(UnavailableError):
-    """A sync failed, or a write left the file in an unknown state: this log must not be used any more."""
+    """A sync failed, or a write left the file in an unknown state: this log must not be used any more. Whoever has it open opens it again after a while
+    (region.log.reopening), so that asking again may do."""
 
     default_code = Code.SHARD_STOPPED
+
+    def __init__(
+        self, sentence: str, *, hint: str = "Look after the disk. It is opened again by itself, if it can be."
+    ) -> None:
+        super().__init__(sentence, hint=hint, retry_after_ms=REOPENED_MS)
 
 
 def disk_full() -> UnavailableError:
@@ -101,7 +111,7 @@ def storage_error(error: OSError, folder: Path) -> UnavailableError:
         return too_many_files(error, folder)
     return StorageFailedError(
         f"{error.filename or folder} cannot be used: {error.strerror or error}.",
-        hint="Look after the disk or its permissions, then restart the broker.",
+        hint="Look after the disk or its permissions. It is opened again by itself, if it can be.",
     )
 
 

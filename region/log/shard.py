@@ -10,7 +10,8 @@ The core's docstring says what is decided. Invariants of the actor:
   afterwards;
 - a log that has other copies (region.log.copies) is written here, and answered and read once it is committed. Whoever keeps the copies opens
   and closes, syncs and cuts it on the disk;
-- one writer has the folder at a time; after a failed sync or write the shard is FAILED for good, and no sync is tried again;
+- one writer has the folder at a time; after a failed sync or write the shard is FAILED for good, and no sync is tried again: whoever has
+  it open closes it, and may open it anew;
 - pending bytes, ring and annotations are bounded; more is refused with a code.
 
 States and their transitions are in region.log.states, reading from disk and store in region.log.disk_reader, other changes of the
@@ -53,6 +54,7 @@ from region.log.offloader import OffloadReport
 from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.recovery import Recovered, RecoveryReport
+from region.log.reopening import Left
 from region.log.ring import Entry, Ring
 from region.log.segment import ShardIdentity
 from region.log.segment_state import SegmentState
@@ -128,6 +130,8 @@ class ShardLog:
         """Called on the loop once `disk_bytes` may be another: after each group that was written, and after what lets go of segments."""
         self.room_changed: Callable[[], None] = _nobody
         """Called on the loop once `is_full` is another."""
+        self.has_failed: Callable[[], None] = _nobody
+        """Called on the loop once `failure` says why it does not serve any more."""
         self._hooks = hooks
         self._copies = copies
         self._commit_pool = commit_pool
@@ -144,7 +148,7 @@ class ShardLog:
         self._epoch_due = False
         # With `acked` retention nothing goes before the subscriptions have said what they need.
         self._held_from: int | None = 0
-        self._closed = False
+        self._closed = self._was_failed = False
         # Ends what moves to and from a store.
         self._ending = LazyThreadEvent()
         self._store = store or ShardStore(read_pool)
@@ -397,6 +401,17 @@ class ShardLog:
         return self._core.committed.offset
 
     @property
+    def committed_point(self) -> LogPoint:
+        """`committed_offset`, with what was written there without records."""
+        return self._core.committed
+
+    def left(self) -> Left:
+        """Of a log that is closed: what has to be there when it is opened again."""
+        assert self.state is State.STOPPED
+        epoch = 0 if self._epoch_due else self._core.epoch
+        return Left(self._core.committed, epoch, self._was_failed)
+
+    @property
     def durable_offset(self) -> int:
         """The offset after the last record that is as durable here as the stream asks."""
         return self._core.durable.offset
@@ -603,10 +618,16 @@ class ShardLog:
     def stop(self, error: FelixError) -> None:
         """Stop serving for good, because something that was promised of this shard cannot be kept: as a failed write does."""
         waiting = self._group_commit.drop() if self._group_commit is not None else 0
+        had_failed = self.failure is not None
         self._happened(core.Dropped(error, waiting))
+        self._told_of_failure(error, had_failed)
+
+    def _told_of_failure(self, error: FelixError, had_failed: bool) -> None:
         if self._copies is not None:
             self._copies.failed(error)
         self._tail.wake()
+        if not had_failed and self.failure is not None:
+            self.has_failed()
 
     # What the core decided.
 
@@ -618,7 +639,8 @@ class ShardLog:
 
     def _carry_out(self, ready: Ready, event: core.Event) -> None:
         """In the order of `Ready`."""
-        observer, readable = self.observer, ready.readable
+        # What is still released of a log that is closed is read where it is opened next.
+        observer, readable = self.observer, () if self._closed else ready.readable
         if observer is not None and ready.appended is not None:
             observer.appended(ready.appended)
         if ready.write is not None:
@@ -720,7 +742,7 @@ class ShardLog:
         if isinstance(event, core.WriteRefused):
             assert self._group_commit is not None
             self._group_commit.resume()
-        was_full = self.is_full
+        was_full, had_failed = self.is_full, self.failure is not None
         self._happened(event)
         if self.is_full is not was_full:
             self.room_changed()
@@ -730,9 +752,7 @@ class ShardLog:
             self.disk_bytes_changed()
             self._save_producers_of_a_rolled_segment()
         elif event.failed:
-            if self._copies is not None:
-                self._copies.failed(event.error)
-            self._tail.wake()
+            self._told_of_failure(event.error, had_failed)
         elif event.no_room and not was_full and self._copies is not None:
             self._copies.full(event.error)
 
@@ -1103,7 +1123,7 @@ class ShardLog:
         for timer in (self._sync_timer, self._mark_timer):
             if timer:
                 timer.cancel()
-        failed = self.state is State.FAILED
+        failed = self._was_failed = self.state is State.FAILED
         self._happened(core.Closed())
         if self._copies is not None:
             self._copies.released()
@@ -1130,7 +1150,11 @@ class ShardLog:
                 ahead.close()
                 disk.close()
 
-        await self._folder_writer.change(finish)
+        try:
+            await self._folder_writer.change(finish)
+        except BaseException:
+            self._was_failed = True
+            raise
 
 
 class _Held:

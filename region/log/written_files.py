@@ -52,8 +52,7 @@ class WrittenFiles:
         except OSError as error:
             self._failure = StorageFailedError(
                 f"{what} failed in {path or self._mark_path}: {error.strerror or error}. The shard stops; nothing that waited for "
-                "this was acknowledged.",
-                hint="Look after the disk, then restart the broker: recovery will say what the shard holds.",
+                "this was acknowledged."
             )
             raise self._failure from error
 

@@ -48,6 +48,8 @@ from region.log.offload import ListPointer, OffloadList
 from region.log.offloader import drop_local
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
+from region.log.reopener import Reopener, Tried
+from region.log.reopening import what_is_missing
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
 from region.log.segment_state import SegmentState
@@ -90,7 +92,6 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
-from region.replication.reopening import Reopening
 from region.replication.repairer import FETCH_BYTES, NO_SOURCE, Fetched, Repairer, Source, Wanted
 from region.replication.replica import BrokerLease, Replica
 from region.replication.wire import (
@@ -244,12 +245,9 @@ class ReplicaHost:
         """what needs a person, the newest of each shard"""
         self.unopened: dict[ShardId, str] = {}
         """copies that are here and cannot be opened: why"""
-        self.opened_again = 0
-        """copies whose disk had failed, and whose logs were opened again in this process"""
+        self.reopener: Reopener[ShardId] = Reopener(runtime, self._open_again)
+        """of copies whose disk has failed"""
         self._over: dict[ShardId, Callable[[], bool]] = {}
-        self._reopenings: dict[ShardId, Reopening] = {}
-        """of copies whose disk has failed since this start"""
-        self._opening_again: dict[ShardId, asyncio.Task[None]] = {}
         self._hung_looked_ms = 0
         self.cut_records = 0
         """records that a leader before had written here and that were cut, since its successor did not have them"""
@@ -430,9 +428,7 @@ class ReplicaHost:
 
     async def remove(self, shard: ShardId) -> None:
         """Have no copy of a shard any more; its files stay. Whoever leads it has been closed."""
-        if (opening := self._opening_again.get(shard)) is not None:
-            await end_tasks(opening)
-        self._reopenings.pop(shard, None)
+        await self.reopener.forget(shard)
         hosted = self._hosted.pop(shard, None)
         self._ticking.pop(shard, None)
         self.alarms.pop(shard, None)
@@ -443,20 +439,6 @@ class ReplicaHost:
             await self._end(hosted, hosted.broken, in_order=False)
 
     # -- after its disk has failed ---------------------------------------------------------------------
-
-    def _open_again_where_due(self, now: int) -> None:
-        if self._is_leaving:
-            return
-        for shard, reopening in list(self._reopenings.items()):
-            hosted = self._hosted.get(shard)
-            if (
-                hosted is not None
-                and shard not in self._opening_again
-                and reopening.is_due(now)
-                and self._may_be_reopened(hosted)
-            ):
-                work = self._open_again(hosted, reopening)
-                self._opening_again[shard] = self._tasks.begin(work, name="replication")
 
     def _may_be_reopened(self, hosted: Hosted) -> bool:
         """Whether nobody uses what has failed, and whoever led with it says in the record that it does no more."""
@@ -469,10 +451,14 @@ class ReplicaHost:
             return False
         return record.leader != self._broker or has_yielded(record)
 
-    async def _open_again(self, hosted: Hosted, reopening: Reopening) -> None:
+    async def _open_again(self, shard: ShardId) -> Tried:
         """Open the logs of a copy whose disk has failed as after a restart. From here on what was under way for it is over. Where that fails it is tried
         again later; where a log is damaged, or ends before what was acknowledged, nothing more is done before a restart."""
-        shard = hosted.shard
+        hosted = self._hosted.get(shard)
+        if hosted is None:
+            return Tried.OVER
+        if self._is_leaving or not self._may_be_reopened(hosted):
+            return Tried.NOT_YET
         try:
             if not hosted.is_abandoned:
                 hosted.broken = "its disk has failed"
@@ -496,25 +482,20 @@ class ReplicaHost:
                     await self._loop.run_in_executor(self._commit_pool, disk.abandon)
                 await self._leave_sets(shard, if_alone=True)
         except Exception as error:
-            reopening.failed(self._now())
             log.warning(
                 "shard %s: its logs cannot be opened again, which is tried in %d s: %s",
-                shard, reopening.pause_ms // 1_000, error, exc_info=not isinstance(error, OSError | FelixError),
+                shard, self.reopener.next_pause_s(shard), error, exc_info=not isinstance(error, OSError | FelixError),
             )  # fmt: skip
-            return
-        finally:
-            self._opening_again.pop(shard, None)
+            return Tried.FAILED
         if why:
-            del self._reopenings[shard]
             self._alarm(
                 hosted, f"its disk has failed, and its logs are not opened again before a restart: {why}"
             )
-            return
-        reopening.opened(self._now())
-        self.opened_again += 1
+            return Tried.OVER
         self._over.pop(shard, None)
         log.warning("shard %s: its logs are open again; no longer: %s", shard, self.alarms.pop(shard, ""))
         self._host(plan, disks, before=hosted)
+        return Tried.OPENED
 
     def _look_whether_it_counts(self, hosted: Hosted) -> None:
         """Where nobody leads, and the record says that this copy has failed which is open again, it is to say so no more."""
@@ -613,6 +594,7 @@ class ReplicaHost:
         if self._ticks is not None:
             await end_tasks(self._ticks)
         await self.repairs.close()
+        await self.reopener.close()
         await self._tasks.end()
         for hosted in self._hosted.values():
             self._depose(hosted, UnavailableError(f"The shard has stopped: {why}.", code=Code.SHUTTING_DOWN))
@@ -1240,9 +1222,9 @@ class ReplicaHost:
         worker = hosted.workers[failed.log]
         passes = worker.is_disk_error and failed.why == "failed"
         if failed.why != "failed":
-            self._reopenings.pop(hosted.shard, None)
+            self.reopener.drop(hosted.shard)
         elif passes and not had_failed:
-            self._reopenings.setdefault(hosted.shard, Reopening()).failed(self._now())
+            self.reopener.failed(hosted.shard)
         told = "; its logs are opened again by themselves, if they can be" if passes else ""
         self._alarm(hosted, f"its disk has failed: {worker.failure}{told}")
 
@@ -1463,7 +1445,6 @@ class ReplicaHost:
                 for hosted in list(self._hosted.values()):
                     self._look_whether_hung(hosted)
             is_detached = now > self._broker_lease.until_ms + DETACHED_MS
-            self._open_again_where_due(now)
             for hosted in list((self._hosted if is_detached else self._ticking).values()):
                 if now < hosted.core.rests_until_ms and not is_detached:
                     continue
@@ -1510,9 +1491,8 @@ def _acknowledged(hosted: Hosted, number: int) -> LogPoint:
 def _what_was_lost(before: Hosted, disks: Mapping[int, ReplicaDisk]) -> str:
     """What a copy whose logs had failed, and are open again, has not any more; empty where it has all."""
     for number, end in before.ends.items():
-        found = disks[number].log.end_point
-        if found < end:
-            return f"log {number} ends at {found.offset}, and up to {end.offset} was acknowledged"
+        if missing := what_is_missing(disks[number].log.end_point, end):
+            return f"log {number} {missing}"
     return ""
 
 

@@ -7,8 +7,8 @@ one iteration of the event loop. The coordinator says what is committed, and rec
 Invariants:
 - transactions are applied in the order of their commits; what is applied together (a group) is seen together;
 - a batch is appended once: its annotation is written with it, so after a crash the shard itself says what it has;
-- a committed part that cannot be appended now is tried again, with the shards still held; where its shard has stopped for good it
-  waits for the next start, and is applied before that stream is served.
+- a committed part that cannot be appended now is tried again, with the shards still held; where its shard has stopped it
+  waits until that is opened again, or for the next start, and is applied before that stream is served.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from region.transactions.placing import (
     still_owed,
 )
 from region.transactions.positions import SLOT, group_length, newest, placings
-from region.transactions.state import UNKNOWN_OFFSET, Part, Transaction
+from region.transactions.state import UNKNOWN_OFFSET, Acknowledgement, Part, Transaction
 
 log = logging.getLogger("felix.region.transactions")
 
@@ -111,8 +111,9 @@ class Applier:
         self.groups = 0
 
     def start(self) -> None:
-        """Apply what is committed from now on."""
-        self.task = asyncio.ensure_future(self._apply_forever())
+        """Apply what is committed from now on. Repeating it does nothing."""
+        if self.task is None:
+            self.task = asyncio.ensure_future(self._apply_forever())
 
     def stop(self) -> None:
         """The broker stops: a part that a shard does not take now is left to the next start."""
@@ -202,6 +203,11 @@ class Applier:
     ) -> None:
         transaction, future = waiting
         number = transaction.committed.number
+        if transaction.offsets is not None:
+            # It waited twice.
+            if not future.done():
+                future.set_result(Outcome(transaction.offsets))
+            return
         for part in transaction.parts:
             if (number, part.index) not in offsets and self._shard_of(part) is None:
                 offsets[number, part.index] = (UNKNOWN_OFFSET,)  # deleted in the meantime
@@ -231,7 +237,7 @@ class Applier:
     async def _apply_acknowledgements(
         self, transaction: Transaction, *, patience_s: float = float("inf")
     ) -> bool:
-        """False where a view does not take them, and the transaction is owed to it until the next start."""
+        """False where a view does not take them, and the transaction is owed to it until its stream is served again, or the next start."""
         deadline = asyncio.get_running_loop().time() + patience_s
         for each in transaction.acknowledgements:
             while True:
@@ -239,6 +245,8 @@ class Applier:
                     await self._participant(each.view).apply(each.body)
                     break
                 except FelixError as error:
+                    if self._is_away(each):
+                        return False
                     passes = isinstance(error, UnavailableError) and error.code is not Code.SHARD_STOPPED
                     if not passes or asyncio.get_running_loop().time() > deadline:
                         log.error("a committed acknowledgement waits for the next start: %s", error)
@@ -247,6 +255,13 @@ class Applier:
                         raise StoppingError from error
                     await asyncio.sleep((error.retry_after_ms or 1000 * RETRY_S) / 1000)
         return True
+
+    def _is_away(self, acknowledgement: Acknowledgement) -> bool:
+        """Whether its stream is not served now, and will be: whoever serves it again has this applied."""
+        hosted = self._streams.get(self._participant(acknowledgement.view).stream_of(acknowledgement.body))
+        return hosted is not None and (
+            hosted.elsewhere is not None or hosted.is_settling or bool(hosted.failed)
+        )
 
     def _stop_shards(self, group: Sequence[_Waiting], error: Exception) -> None:
         for waiting in group:
@@ -258,6 +273,20 @@ class Applier:
                 waiting.future.set_exception(still_owed())
 
     # -- what an earlier process left ------------------------------------------------------------------
+
+    async def passed(self, stream: StreamName, patience_s: float) -> None:
+        """Wait until nothing that is on its way is for this stream, whose shards are not found by it. Raises UnavailableError where that takes longer."""
+
+        def concerns(transaction: Transaction) -> bool:
+            return any(part.stream == str(stream) for part in transaction.parts)
+
+        deadline = asyncio.get_running_loop().time() + patience_s
+        while any(concerns(waiting.transaction) for waiting in self._waiting):
+            if asyncio.get_running_loop().time() > deadline:
+                raise UnavailableError(
+                    f"Committed transactions of {stream} wait for shards of other streams."
+                )
+            await asyncio.sleep(RETRY_S)
 
     async def settle_stream(self, stream: HostedStream, owed: Sequence[Transaction]) -> None:
         """Before a stream is served: append what is owed to its shards."""

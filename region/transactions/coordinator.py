@@ -34,9 +34,17 @@ from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.broker import Broker
 from region.gather import ignore
 from region.log.companions import JournalKind
+from region.log.errors import StorageFailedError
 from region.metadata.records import StreamConfig
 from region.streams import HostedStream, StreamTable
-from region.transactions.applier import Applier, Outcome, Participant, find_participant, ignored
+from region.transactions.applier import (
+    START_PATIENCE_S,
+    Applier,
+    Outcome,
+    Participant,
+    find_participant,
+    ignored,
+)
 from region.transactions.lane_applier import LaneApplier
 from region.transactions.open_transactions import (
     OpenTransaction,
@@ -70,6 +78,8 @@ COPIES: Final = 3
 """Brokers that have copies of the journal, where the region has so many: any one may be lost."""
 
 
+READ_AGAIN_S: Final = 5.0
+"""Between two tries to read a journal that was closed because its disk had failed, while nobody asks for it."""
 NEWEST_AHEAD_MAX: Final = 1 << 32
 """So far a stream may be ahead of the journal, which lost its end: more than were ever lost, and too little to use the numbers up."""
 
@@ -108,10 +118,16 @@ class Coordinator:
         """of several brokers, while this one coordinates"""
         self._growing: asyncio.Task[None] | None = None
         self._reserved: dict[str, _Reserved] = {}
+        self._is_started = False
         self._newest = 0
         """the last transaction that a shard was seen to know"""
         self.state = TransactionState()
         self._journal: Journal | None = None
+        self._reading: asyncio.Task[None] | None = None
+        self._is_uncertain = False
+        """Whether the journal was closed since its state was read: that may be ahead of it. Of one broker alone."""
+        self._in_doubt: list[tuple[OpenTransaction, Sequence[Acknowledgement]]] = []
+        """Decisions whose write failed: the journal tells once it is open again whether they stand there. What they acknowledge stays kept for them."""
         self._opening = asyncio.Lock()
         self._commits: dict[bytes, asyncio.Future[Outcome]] = {}
         self._deciding = TaskSet()
@@ -124,10 +140,8 @@ class Coordinator:
     async def start(self, streams: StreamTable) -> None:
         """Apply what was committed and not done, stream by stream as they are opened. Call it before other streams are open."""
 
-        async def settle(opened: HostedStream) -> None:
-            await self.applier.settle_stream(opened, self.state.owed)
-
-        streams.before_serving.append(settle)
+        streams.before_serving.append(self._settle)
+        streams.on_change(self._stream_changed)
         stream = streams.get(TRANSACTIONS_STREAM)
         if stream is not None:
             await self._open_journal(stream)
@@ -136,6 +150,90 @@ class Coordinator:
         """Every stream that can be opened is. What is owed to streams that are gone, and to views, is settled."""
         for transaction in self.state.owed:
             await self.applier.finish_owed(transaction)
+        self._is_started = True
+
+    # -- of one broker, whose disk may have failed -----------------------------------------------------
+
+    async def _settle(self, stream: HostedStream) -> None:
+        """For `StreamTable.before_serving`: what is committed stands in the stream's shards before anybody finds them. Raises UnavailableError where that
+        cannot be known or done now."""
+        if not any(self._writes_to(transaction, stream) for transaction in self.state.owed):
+            return
+        if self._is_started:
+            journal = self._journal
+            if journal is not None:
+                # Nothing more is decided for shards that are not found.
+                await journal.settled()
+            if journal is None or journal.lost is not None:
+                self._read_again()
+                raise UnavailableError("What transactions have decided is about to be read again.")
+            await self.applier.passed(stream.name, START_PATIENCE_S)
+        await self.applier.settle_stream(stream, self.state.owed)
+
+    def _writes_to(self, transaction: Transaction, stream: HostedStream) -> bool:
+        return any(
+            (part.stream, part.incarnation) == (stream.text, stream.incarnation) for part in transaction.parts
+        )
+
+    def _acknowledges(self, transaction: Transaction, stream: HostedStream) -> bool:
+        return any(self._stream_of(each) == stream.text for each in transaction.acknowledgements)
+
+    def _stream_changed(self, stream: HostedStream) -> None:
+        """Once a stream is served again whose disk had failed, what is owed to it is applied."""
+        if not self._is_started or stream.deleted or stream.elsewhere is not None:
+            return
+        if stream.name == TRANSACTIONS_STREAM and self._is_uncertain:
+            self._read_again()
+        elif self._journal is not None and self._journal.lost is None:
+            for each in self.state.owed:
+                is_concerned = self._writes_to(each, stream) or self._acknowledges(each, stream)
+                is_committed = (
+                    each.committed.id not in self._commits or self.applier.outcome_of(each) is not None
+                )
+                if is_concerned and is_committed:
+                    # Also one that is being applied: that may have missed the stream.
+                    self.applier.enqueue(each)
+
+    def _read_again(self) -> None:
+        """Know again what is decided, though nobody asks for it: others wait for what is owed to them."""
+        if self._reading is None:
+            self._reading = self._deciding.begin(self._read_until_known())
+
+    async def _read_until_known(self) -> None:
+        try:
+            while self._is_uncertain or (self._journal is not None and self._journal.lost is not None):
+                try:
+                    await self._ready()
+                except FelixError as error:
+                    log.warning("transactions: the journal cannot be read yet: %s", error)
+                    await asyncio.sleep(READ_AGAIN_S)
+        finally:
+            self._reading = None
+
+    async def _let_go(self) -> None:
+        """The journal's stream is closed, and served again: what was decided is read anew then."""
+        journal, self._journal = self._journal, None
+        self._is_uncertain = True
+        if journal is not None:
+            await journal.close()
+
+    async def _open_again(self) -> Journal:
+        """What is known of decisions is what the journal says; all that is committed is on its way before anything else is decided."""
+        await self.applier.idle()
+        journal = await self._open_journal(await self._make_stream())
+        self._is_uncertain = False
+        in_doubt, self._in_doubt = self._in_doubt, []
+        for transaction, prepared in in_doubt:
+            if self.state.find(transaction.id) is None:
+                self._abandon(transaction, prepared)
+        for each in self.state.owed:
+            self.applier.enqueue(each)
+        await self.applier.idle()
+        if self._journal is not journal:
+            raise UnavailableError(
+                "What transactions have decided is about to be read again.", retry_after_ms=100
+            )
+        return journal
 
     # -- of several brokers ----------------------------------------------------------------------------
 
@@ -289,6 +387,7 @@ class Coordinator:
             raise
         self._journal = journal
         if self._leaders is None:
+            stream.closing.append(self._let_go)
             self.applier.start()
         return journal
 
@@ -299,6 +398,8 @@ class Coordinator:
             if journal is None:
                 if (elsewhere := self.elsewhere) is not None:
                     raise elsewhere
+                if self._is_uncertain:
+                    return await self._open_again()
                 return await self._open_journal(await self._make_stream())
             if journal.lost is not None:
                 # Decisions whose entries were refused do not exist: only the journal is authoritative.
@@ -321,7 +422,7 @@ class Coordinator:
         """
         if (elsewhere := self.elsewhere) is not None:
             raise elsewhere
-        if self._journal is not None and self._journal.lost is not None:
+        if self._is_uncertain or (self._journal is not None and self._journal.lost is not None):
             await self._ready()
 
     # -- what a client does ----------------------------------------------------------------------------
@@ -560,7 +661,10 @@ class Coordinator:
             if self.lanes is not term:
                 return  # whoever asks again asks the next coordinator, whose journal tells
             if error is not None:
-                self._abandon(transaction, prepared)
+                if self._leaders is None and isinstance(error, StorageFailedError):
+                    self._in_doubt.append((transaction, prepared))
+                else:
+                    self._abandon(transaction, prepared)
                 self._not_committed(transaction, future, error)
                 return
             self._step("committed")

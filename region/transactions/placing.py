@@ -67,7 +67,7 @@ async def place(
                     if shard.failure is None:
                         shard.stop(cannot_apply(part, answer))
                     log.error(
-                        "%s shard %d: committed transactions wait for its next start: %s",
+                        "%s shard %d: committed transactions wait until it is opened again: %s",
                         part.stream,
                         part.shard,
                         answer,

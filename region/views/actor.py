@@ -162,6 +162,7 @@ class ViewActor:
             self._view.lost(error)
 
     async def _read_again(self) -> None:
+        said = ""
         try:
             while True:
                 try:
@@ -169,7 +170,10 @@ class ViewActor:
                     await self._wait_for_journal()
                     break
                 except FelixError as error:
-                    log.error("%s does not serve: %s", self.name, error)
+                    if str(error) != said:
+                        # Tried several times a second for as long as a log does not serve.
+                        said = str(error)
+                        log.error("%s does not serve: %s", self.name, error)
                     await asyncio.sleep(self._again_s)
         finally:
             self._reloading = None

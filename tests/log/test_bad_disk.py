@@ -218,6 +218,40 @@ def test_a_log_without_descriptors_takes_nothing_and_goes_on_once_there_are_some
         at += 1
 
 
+@pytest.mark.parametrize("how", ["retention", "trim"])
+def test_a_log_without_descriptors_lets_go_of_closed_segments_though_nothing_can_be_begun(how: str) -> None:
+    """Neither the segment that would follow the newest one, nor the list of what is in a store."""
+    disk = MemoryDisk()
+    log = several(disk)
+    for segment in log.segments[:-1]:
+        header, end = segment.header.encode(), segment.next_offset
+        url = f"memory://without/{segment.path.name}"
+        entry = Offloaded(url, header, end, segment.segment_bytes, segment.last_time_ms, "00" * 32)
+        log.add_offloaded(segment, entry)
+    end, now_ms = log.end_offset, 1_000 + 2 * HOUR_MS
+
+    def exhausted(call: str, path: Path) -> None:
+        if call == "open" and path.name.endswith(".tmp"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    def let_go() -> int:
+        if how == "trim":
+            return log.trim(end, now_ms)
+        return log.delete_old(Retention(age_ms=HOUR_MS), now_ms, below=end)
+
+    disk.on_call = exhausted
+    assert let_go() > 2
+    with pytest.raises(OSError, match=os.strerror(errno.EMFILE)):
+        let_go()
+    disk.on_call = None
+    assert let_go() == 1
+    assert (log.start_offset, log.end_offset) == (end, end)
+    assert len(log.offload.pending_deletion) > 2
+    disk.kill()
+    again = opened(disk)
+    assert (again.start_offset, again.end_offset) == (end, end)
+
+
 def test_a_cut_without_descriptors_halfway_ends_the_log() -> None:
     """What is written next would go to the file of a segment that is gone."""
     disk = MemoryDisk()

@@ -21,6 +21,8 @@ from region.streams import HostedStream, StreamTable
 class Shard(ShardLog):
     """A shard of so many bytes on the disk, that counts how often it is swept."""
 
+    failure = None
+
     def __init__(self, held: int) -> None:
         self.held = held
         self.swept = 0

@@ -681,7 +681,7 @@ def is_to_be_restarted(region: SimulatedRegion, name: str) -> bool:
     failed = [hosted for hosted in host._hosted.values() if hosted.core.replica.failed]
     # A chance of its own.
     waits = Random(f"{name} {region.loop.time()}").random() < 0.5
-    return bool(failed) and not (waits and all(hosted.shard in host._reopenings for hosted in failed))
+    return bool(failed) and not (waits and all(host.reopener.is_waiting(hosted.shard) for hosted in failed))
 
 
 async def _fault(region: SimulatedRegion, what: str, name: str, other: str) -> None:

@@ -15,7 +15,7 @@ from replication.replicated_region import NAMES, SimulatedRegion, failing, play
 from replication.test_host import settle
 
 from felix.storage.memory import MemoryDisk
-from region.replication.reopening import REOPEN_MS_MAX, REOPEN_MS_MIN, SOUND_MS, Reopening
+from region.log.reopening import REOPEN_MS_MAX, REOPEN_MS_MIN, SOUND_MS, Reopening
 
 
 def disk_of(region: SimulatedRegion, name: str) -> MemoryDisk:
@@ -93,9 +93,9 @@ def test_a_copy_whose_sync_fails_once_is_in_sync_again_without_a_restart(
         before = region.acknowledged()
         await region.until(lambda: region.acknowledged() > before + 20)
         assert not broker.host.serves(shard)
-        await region.until(lambda: broker.host.opened_again)
+        await region.until(lambda: broker.host.reopener.opened)
         await settle(region)
-        assert region.running[name] is broker and broker.host.opened_again == 1 and not broker.host.alarms
+        assert region.running[name] is broker and broker.host.reopener.opened == 1 and not broker.host.alarms
         assert sum("open again" in line for line in caplog.messages) == 1
         region.kill(name, power=True)
         await region.start(name)
@@ -185,11 +185,11 @@ def test_a_disk_that_stays_broken_is_tried_seldom_and_its_copy_comes_back_once_i
         await region.no_more_appends()
         await asyncio.sleep(300)
         assert "opened again by themselves" in broker.host.alarms[shard]
-        assert not broker.host.opened_again and has_failed(region, name)
+        assert not broker.host.reopener.opened and has_failed(region, name)
         tries = [line for line in caplog.messages if "cannot be opened again" in line]
         assert 3 <= len(tries) <= 7, tries
         disk_of(region, name).on_call = None
-        await region.until(lambda: broker.host.opened_again, 700)
+        await region.until(lambda: broker.host.reopener.opened, 700)
         await settle(region)
         assert not broker.host.serves(shard) and not broker.host.alarms
 
@@ -225,7 +225,7 @@ def test_a_copy_that_has_not_what_it_acknowledged_stays_stopped_and_says_so(
                 disk.mounted.close(descriptor)
         await region.until(lambda: "not opened again before a restart" in broker.host.alarms[shard])
         await asyncio.sleep(100)
-        assert not broker.host.opened_again and broker.host.disks(shard) == {}
+        assert not broker.host.reopener.opened and broker.host.disks(shard) == {}
         assert sum("not opened again" in line for line in caplog.messages) == 1
         record = region.record(shard)
         assert record is not None and name not in record.members()
@@ -265,7 +265,7 @@ def test_a_copy_that_is_elected_though_it_has_just_failed_gives_way_and_may_lead
         disk_of(region, name).on_call = None
         await region.until(lambda: has_failed(region, name))
         await region.until(lambda: (record := region.record(shard)) and record.failed)
-        await region.until(lambda: region.running[name].host.opened_again)
+        await region.until(lambda: region.running[name].host.reopener.opened)
         await region.until(lambda: (record := region.record(shard)) and record.leader == name)
         await region.start(third)
         before = region.acknowledged()
@@ -283,11 +283,11 @@ def test_a_copy_that_moves_away_while_it_is_opened_again_is_gone() -> None:
         region.append_all_the_time()
         await fail_a_sync(region, name)
         region.loop.work_s_max = 1.0
-        await region.until(lambda: host._opening_again)
+        await region.until(lambda: host._hosted[shard].is_abandoned)
         await host.remove(shard)
-        assert not host.shards and not host._opening_again
+        assert not host.shards and not host.reopener.is_waiting(shard)
         await asyncio.sleep(30)
-        assert not host.shards and not host.opened_again and not host.alarms
+        assert not host.shards and not host.reopener.opened and not host.alarms
         await region.no_more_appends()
 
     play(scene, 7)

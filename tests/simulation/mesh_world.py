@@ -145,6 +145,10 @@ class RegionHost(Host):
         self.keep_folder(folder_of(region).root)
         self.node: Node | None = None
 
+    def comes_back(self, path: Path) -> bool:
+        """The logs of streams do; the audit log and what is known of documents wait for a start."""
+        return "streams" in path.parts
+
     def budgets(self) -> Iterable[Budget]:
         return self.node.broker.budgets.all() if self.node is not None else ()
 

@@ -7,11 +7,11 @@ The broker is the real one: sessions, streams, logs, recovery, queues, caches, s
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -23,11 +23,13 @@ from felix.address import Address
 from felix.batch import Batch
 from felix.errors import FelixError, UnavailableError
 from felix.identity import Binding, Identity, Proof
-from felix.messages import OpenCache, OpenConsumer, OpenQueue, WatchCache
+from felix.messages import OpenCache, OpenConsumer, OpenQueue, OpenTransactions, WatchCache
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer, TrustAnchor, TrustBundle, verify_chain
 from felix.profile import Profile
 from felix.runtime.simulated import SimulatedLoop, simulated
+from felix.settings import Views
+from felix.transaction_messages import TRANSACTIONS_STREAM
 from felix.transport.memory import MemoryEngine
 from felix.transport.port import ServerTls, TransportLimits
 from keys.authority import RegionAuthority, create_authority
@@ -46,8 +48,13 @@ from region.queue.worker import queue_opener
 from region.relay import RelayService
 from region.requests import Requests, ViewTraffic
 from region.session import ClientSession, Services
+from region.stream_follower import StreamFollower
 from region.streams import StreamTable
 from region.subscriptions.service import SubscriptionService
+from region.transactions.applier import Participant
+from region.transactions.coordinator import Coordinator
+from region.transactions.participants import QueueParticipant, SubscriptionParticipant
+from region.transactions.service import TransactionService
 
 HOST: Final = "broker"
 PORT: Final = 7443
@@ -106,20 +113,30 @@ def verify(proof: Proof, binding: Binding) -> Peer:
     return peer
 
 
+class Trusting:
+    """What sessions ask of governance where there is none."""
+
+    def trusts(self, region: str) -> bool:
+        return True
+
+
 class BrokerHost(Host):
     """The broker's machine. The metadata store is another one's, which does not fail."""
 
-    def __init__(self, world: World, name: str) -> None:
+    def __init__(self, world: World, name: str, wanted: Mapping[str, Views]) -> None:
+        """`wanted`: the streams that are used: each costs its part of every start."""
         super().__init__(world, name)
         self.store = MemoryStore(runtime=self.runtime)
-        self.names = sorted({kind.stream for kind in world.joining if issubclass(kind, RegionUser)})
-        """Of the streams that are used: each costs its part of every start."""
+        self.wanted = wanted
         self.broker: Broker | None = None
         self.fences = 0
         """so many faults that keep it from writing are under way"""
 
     def refusal(self) -> FelixError | None:
         return UnavailableError("The broker may not write.") if self.fences else None
+
+    def comes_back(self, path: Path) -> bool:
+        return True
 
     def budgets(self) -> Iterable[Budget]:
         return self.broker.budgets.all() if self.broker is not None else ()
@@ -147,21 +164,33 @@ class BrokerHost(Host):
             runtime=self.runtime,
         )
         nothing: Any = None
+        governance: Any = Trusting()
         self.caches = CacheService(broker)
         self.subscriptions = SubscriptionService(broker, catalog, mirror)
         queues = QueueService(broker)
-        for record in await catalog.list_streams():
-            await streams.open(record)
-        for name in self.names:
+        participants: dict[str, Participant] = {
+            "subscription": SubscriptionParticipant(broker, self.subscriptions),
+            "queue": QueueParticipant(broker, queues),
+        }
+        self.transactions = transactions = Coordinator(broker, participants)
+        self.queues = queues
+        follower = StreamFollower(streams, mirror, lambda name: None)
+        records = {record.name: record for record in await catalog.list_streams()}
+        if (system := records.pop(str(TRANSACTIONS_STREAM), None)) is not None:
+            follower.opened(await streams.open(system))
+        await transactions.start(streams)
+        for record in records.values():
+            follower.opened(await streams.open(record))
+        for name, views in self.wanted.items():
             if streams.get(StreamName.parse(name)) is None:
-                await broker.create_stream(
-                    StreamName.parse(name), StreamConfig(shards=1, views=STREAMS[name])
-                )
+                await broker.create_stream(StreamName.parse(name), StreamConfig(shards=1, views=views))
         await self.subscriptions.start()
+        await transactions.started()
+        self.following = asyncio.ensure_future(follower.run())
         services = Services(
             broker,
             verify,
-            nothing,
+            governance,
             nothing,
             Requests(broker, nothing, nothing, catalog, mirror, self.subscriptions, ViewTraffic([], list)),
             nothing,
@@ -170,6 +199,7 @@ class BrokerHost(Host):
                 OpenCache: self.caches.open,
                 WatchCache: watch.opener(self.caches),
                 OpenQueue: queue_opener(queues),
+                OpenTransactions: TransactionService(broker, transactions).open,
             },
             RelayService(broker, None, 0),
         )
@@ -186,7 +216,9 @@ class RegionWorld(World):
         super().__init__(seed, loop, script)
         self.client_runtime = simulated(loop, START_MS)
 
-    kinds = (Orders, Invoices, Balances, Billing)
+    kinds: ClassVar[tuple[type[Client], ...]] = (Orders, Invoices, Balances, Billing)
+    streams: ClassVar[dict[str, Views] | None] = None
+    """What clients use; None: what those that take part do."""
 
     @classmethod
     def party(cls, random: Random) -> list[type[Client]]:
@@ -225,7 +257,8 @@ class RegionWorld(World):
         return [CLIENT]
 
     def make(self) -> Iterable[Host]:
-        yield BrokerHost(self, HOST)
+        names = sorted({kind.stream for kind in self.joining if issubclass(kind, RegionUser)})
+        yield BrokerHost(self, HOST, self.streams or {name: STREAMS[name] for name in names})
 
     def profile(self) -> Profile:
         return Profile(

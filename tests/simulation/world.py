@@ -72,6 +72,8 @@ class Host:
         """so many faults that make them fail are under way"""
         self.next_syncs_fail: list[int] = []
         """each with the next error; what is synced afterwards is"""
+        self.failed_once: list[FilePath] = []
+        """files and folders of which a sync failed so"""
         self.why = ""
         """the last start failed for this reason"""
         self.again_s = AGAIN_S
@@ -162,12 +164,17 @@ class Host:
         except TimeoutError:
             raise InvariantError(f"{self.name} does not start: {self.why}") from None
 
+    def comes_back(self, path: FilePath) -> bool:
+        """Whether the process goes on by itself after a sync of this file has failed once."""
+        return False
+
     def _on_call(self, call: str, path: FilePath) -> None:
         if call == "sync" and self.syncs_fail:
             self.world.note(self.name, call, path, "fails")
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         if call in ("sync", "sync_folder") and self.next_syncs_fail:
             error = self.next_syncs_fail.pop()
+            self.failed_once.append(path)
             self.world.note(self.name, call, path, "fails once:", os.strerror(error))
             raise OSError(error, os.strerror(error), str(path))
         if call not in QUIET_CALLS:
@@ -366,6 +373,10 @@ class World:
                 host.next_syncs_fail.append(errno.EIO if step.number & 2 else errno.ENOSPC)
                 await asyncio.sleep(step.lasts_s)
                 host.next_syncs_fail.clear()
+                failed, host.failed_once = host.failed_once, []
+                if step.number & 4 and all(map(host.comes_back, failed)):
+                    self.count("left to itself", bool(failed))
+                    return
                 # Whatever went on goes on with a disk that has not got all that was written. Then an operator starts anew what has stopped.
                 host.crash(power=bool(step.number & 1))
                 host.later(0.1)

@@ -228,3 +228,17 @@ async def test_a_timer_calls_once_and_may_be_armed_in_the_call() -> None:
         await over.wait()
     await asyncio.sleep(0)
     assert calls == [0, 0]
+
+
+async def test_a_journal_that_cannot_be_read_for_long_is_said_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    actor, held = await served(Sum())
+    held.lost = held.unreadable = UnavailableError("The disk has failed.", code=Code.SHARD_STOPPED)
+    assert actor.refusal() is not None
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert actor.is_reloading and sum("has failed" in line for line in caplog.messages) == 1
+    held.unreadable = None
+    await settled(actor)
+    assert actor.is_serving

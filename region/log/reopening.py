@@ -1,4 +1,4 @@
-"""When a copy whose disk has failed is opened again in the same process. Pure.
+"""When what the disk has failed is opened again in the same process, and what has to be there then. Pure.
 
 A passing error is over soon, and a disk that is broken stays so: the first try comes quickly, each later one after twice the pause.
 """
@@ -6,19 +6,21 @@ A passing error is over soon, and a disk that is broken stays so: the first try 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
+
+from region.log.point import LogPoint
 
 REOPEN_MS_MIN: Final = 5_000
 """Before the first try: by then another copy leads, as a rule, and a device that was reset answers again."""
 REOPEN_MS_MAX: Final = 600_000
 """Between two tries at most. Each reads the end of the log, and may cost an election where it fails again."""
 SOUND_MS: Final = 3_600_000
-"""A copy that was open for so long since it failed last begins with the shortest pause again."""
+"""What was open for so long since it failed last begins with the shortest pause again."""
 
 
 @dataclass(slots=True)
 class Reopening:
-    """Of one shard."""
+    """Of one shard, or of one stream."""
 
     pause_ms: int = 0
     due_ms: int = 0
@@ -40,3 +42,20 @@ class Reopening:
     def is_due(self, now: int) -> bool:
         """Whether it is to be tried."""
         return self.opened_ms < 0 and now >= self.due_ms
+
+
+class Left(NamedTuple):
+    """What is known of a log that was closed while its stream goes on: whoever opens it next in this process finds all of it."""
+
+    acknowledged: LogPoint
+    epoch: int
+    """of what was appended last; 0 where the next append was to begin one"""
+    failed: bool
+    """whether its disk had failed, so that it was not closed in order"""
+
+
+def what_is_missing(found: LogPoint, acknowledged: LogPoint) -> str:
+    """What a log that is open again, and ends at `found`, lacks of what was acknowledged; empty where it has all."""
+    if found >= acknowledged:
+        return ""
+    return f"ends at {found.offset}, and up to {acknowledged.offset} was acknowledged"
