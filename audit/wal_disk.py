@@ -265,9 +265,12 @@ class Recovery:
     What reads counts once `settle` returned, which also cuts the torn tail.
     """
 
-    def __init__(self, folder: Path, start: int, files: Files) -> None:
-        """`start`: where the log begins in case there is no segment at all."""
-        self._folder, self._files = folder, files
+    def __init__(self, folder: Path, start: int, files: Files, end: int | None = None) -> None:
+        """`start`: where the log begins in case there is no segment at all. `end`: so many leaves were durable, and whoever appended what stands behind them
+        was told that it is not there: it is cut as a torn tail is."""
+        self._folder, self._files, self._end = folder, files, end
+        self._behind: list[int] = []
+        """segments behind `end`"""
         self.firsts = segments(files, folder)
         self.size = self.firsts[0] if self.firsts else start
         self.torn: Torn | None = None
@@ -289,6 +292,10 @@ class Recovery:
                 if isinstance(found, Torn):
                     self.torn = found
                     continue
+                if found.number == self._end:
+                    self.torn = Torn(name, end, len(data) - end, 0)
+                    self._behind = self.firsts[at + 1 :]
+                    break
                 starts.append((found.number, end))
                 durable, end = max(durable, found.durable), found.end
                 while starts and starts[0][0] < durable:
@@ -296,6 +303,9 @@ class Recovery:
                 yield found.number, found.leaf
                 self.size = found.number + 1
             self._unsure = (starts[0][1], data[starts[0][1] : end]) if starts else None
+            if self._behind:
+                del self.firsts[at + 1 :]
+                break
 
     def settle(self) -> None:
         """Cut the torn tail, and make durable what was read. Only after `size` was checked against every checkpoint.
@@ -305,6 +315,9 @@ class Recovery:
         """
         if not self.firsts:
             return
+        # The last one first: what is left of them has no hole.
+        for first in reversed(self._behind):
+            self._files.remove(self._folder / segment_name(first))
         self._files.sync_folder(self._folder)
         self._files.sync_folder(self._folder.parent)
         file = self._files.open(self._folder / segment_name(self.firsts[-1]), os.O_RDWR)

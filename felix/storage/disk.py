@@ -148,6 +148,15 @@ class FileLock:
         boot = boot_id()
         return f"{boot}:{status.st_dev}:{status.st_ino}" if boot else ""
 
+    def holds(self) -> bool:
+        """See `FolderLock`."""
+        assert self._descriptor is not None
+        try:
+            there = self._path.stat()
+        except OSError:
+            return False
+        return os.path.samestat(there, os.fstat(self._descriptor))
+
     def release(self) -> None:
         """Let go. The file stays: removing it would let two processes hold two files of one name."""
         if self._descriptor is not None:

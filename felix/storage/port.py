@@ -43,6 +43,10 @@ class FolderLock(Protocol):
         its boot.
         """
 
+    def holds(self) -> bool:
+        """Whether the folder at the path is still the one that was locked. It is not where that was moved or unmounted, or another file system mounted
+        over it: what is written by its path then goes elsewhere."""
+
     def release(self) -> None:
         """Let go; the end of the process does the same."""
 

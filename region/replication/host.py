@@ -30,6 +30,7 @@ from typing import Final, NamedTuple, Protocol
 import msgspec
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
+from felix.reopening import Reopening
 from felix.runtime.port import Runtime
 from felix.settings import Compaction
 from felix.storage.port import Files, is_exhausted
@@ -90,7 +91,6 @@ from region.replication.ready import (
     Written,
     YieldAsked,
 )  # fmt: skip
-from region.replication.reopening import Reopening
 from region.replication.repairer import FETCH_BYTES, NO_SOURCE, Fetched, Repairer, Source, Wanted
 from region.replication.replica import BrokerLease, Replica
 from region.replication.wire import (
