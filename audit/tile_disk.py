@@ -53,7 +53,7 @@ class Folder:
 
     def require_there(self) -> None:
         """Raises OSError (ESTALE) where this folder was locked, and is not at its path any more: what is written by path would be in another one."""
-        if self._lock is not None and not self._lock.holds():
+        if self._lock is not None and self._lock.is_elsewhere():
             raise OSError(
                 errno.ESTALE,
                 "It is not the folder that was opened: that was moved or unmounted, or another one mounted over it",

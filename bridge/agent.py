@@ -485,6 +485,8 @@ class Agent:
                 self._say("the ledger", error)
             await asyncio.sleep(TRAIL_AGAIN_S)
         context.trail, self._failed_trail = trail, None
+        for worker, _ in list(self._workers.values()):
+            worker.retry()
 
     async def _open_log(self) -> None:
         """Open it, or wait for whoever has it open."""
@@ -527,10 +529,11 @@ class Agent:
                 if str(error) != context.trail_reason:
                     log.warning("the egress log cannot be opened: %s", error)
                 context.trail_reason, self._is_log_broken = str(error), error.code is not Code.CONFLICT
-            except OSError as error:
+            except Exception as error:
+                # A disk, or a mistake of ours: nobody else would open it.
                 sentence = f"The egress log {self.paths.egress} cannot be opened: {error}."
                 if sentence != context.trail_reason:
-                    log.warning("%s", sentence)
+                    log.warning("%s", sentence, exc_info=not isinstance(error, OSError))
                 context.trail_reason, self._is_log_broken = sentence, True
             await self._close_opened()
             await asyncio.sleep(TRAIL_AGAIN_S)

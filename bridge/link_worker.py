@@ -148,6 +148,10 @@ class LinkWorker:
         """Something that held the link may have changed."""
         self._wake.set()
 
+    def retry(self) -> None:
+        """What kept it from a session is over: do not wait for the next try."""
+        self._planned.set()
+
     async def interrupt(self, error: FelixError) -> None:
         """End the session that stands, if one does."""
         if self._session is not None:

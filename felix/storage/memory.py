@@ -234,8 +234,8 @@ class _Lock:
         self._locked, self._folder = locked, folder
         self.identity = str(folder)
 
-    def holds(self) -> bool:
-        return True
+    def is_elsewhere(self) -> bool:
+        return False
 
     def release(self) -> None:
         self._locked.discard(self._folder)

@@ -43,9 +43,9 @@ class FolderLock(Protocol):
         its boot.
         """
 
-    def holds(self) -> bool:
-        """Whether the folder at the path is still the one that was locked. It is not where that was moved or unmounted, or another file system mounted
-        over it: what is written by its path then goes elsewhere."""
+    def is_elsewhere(self) -> bool:
+        """Whether the folder that is locked is not at its path any more: it was moved or unmounted, or another one mounted over it, and what is written by its path goes
+        there. False once it was let go of."""
 
     def release(self) -> None:
         """Let go; the end of the process does the same."""

@@ -398,9 +398,9 @@ class Play:
         stream = f"acme/ops/revoked{self.random.randrange(1 << 40)}"
         self.mesh.create(stream)
         grant = self.mesh.prepare(stream)
-        self.mesh.send(stream, [b'{"flight": 1}' for _ in range(50)])
+        self.mesh.send(stream, [b'{"flight": 1, "tailnum": "N1"}'] * 50)
         self.mesh.arrived(stream, 50)
-        self.mesh.send(stream, [b'{"flight": 2}' for _ in range(50)])
+        self.mesh.send(stream, [b'{"flight": 2, "tailnum": "N2"}'] * 50)
         revoking = threading.Thread(
             target=lambda: self.mesh.felix(
                 "bridge", "revoke", grant, "--region", SOURCE, "--reason", "a test", code=None
