@@ -1015,7 +1015,7 @@ class Agent:
             files = files._replace(bundles=newest)
             if self._quorum is not None:
                 _check_quorum(self._quorum.policy, files.bundles[self.config.source])
-        except FelixError as error:
+        except (FelixError, OSError) as error:
             self._say("renewal", error)
             return
         held = self._files

@@ -17,6 +17,7 @@ BUFFERS_PER_WRITE_MAX: Final = 1_000
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE})
+_FAILED: Final = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EUCLEAN})
 
 
 def is_full(error: OSError) -> bool:
@@ -32,6 +33,11 @@ def is_exhausted(error: OSError) -> bool:
 def lacks_resources(error: OSError) -> bool:
     """True where room or descriptors are lacking: nothing else is wrong, and what waits for them goes on once there are some."""
     return is_full(error) or is_exhausted(error)
+
+
+def has_failed(error: OSError) -> bool:
+    """True where the disk did not do what it was asked to, or is read-only or gone: nothing is wrong with what was asked."""
+    return error.errno in _FAILED
 
 
 class FolderLock(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import random
@@ -62,6 +63,7 @@ class Disk:
         (folder / "lost+found").rmdir()
         if kept.exists():
             shutil.copytree(kept, folder, dirs_exist_ok=True)
+            run("sync", "-f", str(folder))
 
     def mount(self) -> None:
         run("mount", "-o", "loop,errors=remount-ro", str(self.image), str(self.folder))
@@ -138,6 +140,7 @@ class Load(threading.Thread):
 
 class Play:
     log = "egress"
+    wal = "/egress/wal/"
     whole = f"/{BRIDGE}/"
     is_worn = False
 
@@ -429,10 +432,10 @@ class Play:
         self.tell()
 
     def fault_write_fails(self, observed: list[str]) -> None:
-        self._shim(observed, call="write", path=f"/{self.log}/wal/")
+        self._shim(observed, call="write", path=self.wal)
 
     def fault_sync_fails(self, observed: list[str]) -> None:
-        self._shim(observed, call="sync", path=f"/{self.log}/wal/")
+        self._shim(observed, call="sync", path=self.wal)
 
     def fault_tile_sync_fails(self, observed: list[str]) -> None:
         self._shim(observed, call="sync", path=f"{self.log}/tile")
@@ -477,7 +480,7 @@ class Play:
         self.tell()
 
     def fault_sync_hangs(self, observed: list[str]) -> None:
-        self.tell({"call": "sync", "path": f"/{self.log}/wal/", "hang_s": HANG_S, "times": 1})
+        self.tell({"call": "sync", "path": self.wal, "hang_s": HANG_S, "times": 1})
         self.watch(HANG_S, observed)
         observed.append(f"hit {self.was_hit}")
         self.tell()
@@ -498,7 +501,7 @@ class Play:
         self.disk.mount()
 
     def fault_sync_fails_then_power(self, observed: list[str]) -> None:
-        self._shim(observed, call="sync", path=f"/{self.log}/wal/", hold_s=self.random.choice((0.3, 2, 8)))
+        self._shim(observed, call="sync", path=self.wal, hold_s=self.random.choice((0.3, 2, 8)))
         self.fault_power(observed)
 
     def fault_kill(self, observed: list[str]) -> None:
@@ -614,6 +617,7 @@ class RegionPlay(Play):
     """The same of the audit log of the destination, a region of one broker."""
 
     log = "audit"
+    wal = "/audit/wal/"
     whole = "/data/audit/"
     words = ("region", "up", DESTINATION)
 
@@ -682,11 +686,158 @@ class RegionPlay(Play):
         self.load.paused.clear()
 
 
+class WitnessPlay(Play):
+    """The same of an outside witness without whose cosignatures nothing crosses."""
+
+    log = ""
+    wal = "state.db"
+    whole = "/witness/"
+
+    @property
+    def words(self) -> Sequence[str]:  # type: ignore[override]
+        return ("witness", "serve", "--dir", str(self.folder), "--listen", f"127.0.0.1:{self.port}")
+
+    @property
+    def log_folder(self) -> Path:
+        return self.folder
+
+    def begin(self) -> None:
+        mesh = self.mesh
+        mesh.found()
+        self.port = claim_port()
+        self.folder = self.home / "witness"
+        made = mesh.felix("witness", "init", "w.example/w1", "--dir", str(self.folder)).out
+        keys = [line for line in made.splitlines() if line.startswith("w.example/w1+")]
+        logs = self.home / "logs.policy"
+        bundles = [word for each in (mesh.us, mesh.eu) for word in ("--bundle", str(each.bundle))]
+        logs.write_text(mesh.felix("audit", "policy", "--signing", *bundles).out)
+        mesh.felix("witness", "add-log", "--from", str(logs), "--dir", str(self.folder))
+        self.disk = Disk(self.folder, self.home / "witness.img")
+        self.library = self.home / "failing.so"
+        run(
+            "gcc", "-shared", "-fPIC", "-O1", "-o", str(self.library),
+            str(Path(__file__).parents[1] / "failing_calls.c"), "-ldl",
+        )  # fmt: skip
+        policy = mesh.us.bridge(BRIDGE) / "witnesses.policy"
+        policy.write_text(f"witness w {keys[0]}\nquorum w\n")
+        config = mesh.us.bridge(BRIDGE) / "bridge.yaml"
+        config.write_text(
+            f"{config.read_text()}health: {self.health}\nwitnesses:\n  - url: http://127.0.0.1:{self.port}/\n"
+            f"    keys: {json.dumps(keys)}\nrequire_quorum: {{policy: {policy}, max_lag: 3s}}\n"
+        )
+        mesh.up()
+        mesh.enact_policies()
+        mesh.create(STREAM)
+        self.grant = mesh.prepare(STREAM)
+        self.start_agent()
+        mesh.agent_up()
+        until(lambda: self.not_ready() == "", "an agent that is ready")
+        self.load = Load(mesh)
+        self.load.start()
+        self.crossed_all()
+
+    def start_agent(self) -> None:
+        with self.said.open("ab") as said:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "cli.main", "--log-level", "info", *self.words],
+                env=environment(self.home, LD_PRELOAD=str(self.library), TESTS_FAILING_CALLS=str(self.told)),
+                stdin=subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                cwd=ROOT,
+            )
+
+    def tell(self, *faults: dict[str, Any]) -> None:
+        """One at a time: `call path errno times hang_s`."""
+        Path(f"{self.told}.done").unlink(missing_ok=True)
+        self.told.unlink(missing_ok=True)
+        if faults:
+            one = faults[0]
+            beside = self.told.with_suffix(".new")
+            number = getattr(errno, one["error"]) if one.get("error") else 0
+            beside.write_text(
+                f"{one['call']} {one['path'] or '/witness/'} {number} {one.get('times', 1_000_000)} {one.get('hang_s', 0)}\n"
+            )
+            beside.replace(self.told)
+
+    def cosigned(self) -> int:
+        """What the egress log shows of the witness."""
+        return int(self.metric("felix_bridge_witness_leaves") or 0)
+
+    def watch(self, seconds: float, observed: list[str]) -> None:
+        limit = time.monotonic() + seconds
+        while time.monotonic() < limit:
+            reason = self.not_ready()
+            if not observed or observed[-1] != reason:
+                observed.append(reason)
+            time.sleep(0.5)
+        observed.append(f"failures={self.metric('felix_bridge_witness_failures')}")
+
+    def round(self, number: int, moment: str, fault: str) -> None:
+        before = self.cosigned()
+        super().round(number, moment, fault)
+        listed = self.mesh.felix("witness", "list", "--dir", str(self.folder), "--json").json()["items"]
+        sizes = {each["origin"]: each["size"] for each in listed}
+        egress = next(size for origin, size in sizes.items() if BRIDGE in origin)
+        assert egress >= before, f"the witness forgot: {egress} of {before}"
+
+    def at_opening(self) -> Any:
+        return RegionPlay.at_opening(self)  # type: ignore[arg-type]
+
+    at_certificate = at_pause = at_revoking = Play.at_cosigning
+
+    def fault_moved_away(self, observed: list[str]) -> None:
+        self.fault_unmounted(observed)
+
+    def fault_journal_sync_fails(self, observed: list[str]) -> None:
+        self._shim(observed, call="sync", path="state.db-journal", hold_s=6)
+
+    def fault_state_sync_fails(self, observed: list[str]) -> None:
+        self._shim(observed, call="sync", path="state.db", hold_s=6)
+
+    def fault_state_write_fails(self, observed: list[str]) -> None:
+        self._shim(observed, call="write", path="state.db", hold_s=6)
+
+    def fault_state_open_fails(self, observed: list[str]) -> None:
+        self._shim(observed, call="open", path="state.db-journal", hold_s=6)
+
+    def fault_state_unlink_fails(self, observed: list[str]) -> None:
+        self._shim(observed, call="remove", path="state.db-journal", hold_s=6)
+
+    def fault_state_read_fails(self, observed: list[str]) -> None:
+        self._shim(observed, call="read", path="state.db", times=5, hold_s=6)
+
+    def judge(self) -> None:
+        self.load.paused.set()
+        time.sleep(0.5)
+        assert self.crossed_all(), f"not everything crossed: {self.not_ready()}"
+        wanted = self.load.acknowledged
+        until(
+            lambda: self.cosigned() >= (self.metric("felix_bridge_audit_leaves") or 0),
+            "a witness that has all",
+        )
+        self.mesh.agent_down()
+        code = self.kill_agent(signal.SIGTERM)
+        assert code in (0, 143), code
+        assert self.arrived(wanted) == list(range(wanted))
+        self.judge_logs(wanted)
+        self.start_agent()
+        self.mesh.agent_up()
+        until(lambda: self.not_ready() == "", "an agent that is ready")
+        self.load.paused.clear()
+
+
 def first_difference(found: Sequence[int]) -> str:
     for at, number in enumerate(found):
         if at != number:
             return f"at {at}: {list(found[max(0, at - 3) : at + 5])} of {len(found)}"
     return f"{len(found)} of them"
+
+
+WITNESSED: Final = (
+    "full", "sync_hangs", "disk_hangs", "power", "kill", "aborted", "unmounted", "descriptors", "journal_sync_fails", "state_sync_fails",
+    "state_write_fails", "state_open_fails", "state_unlink_fails", "state_read_fails", "read_only",
+)  # fmt: skip
 
 
 def names(kind: str) -> list[str]:
@@ -702,10 +853,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--at", nargs="*", default=[])
     parser.add_argument("--region", action="store_true")
+    parser.add_argument("--witness", action="store_true")
     asked = parser.parse_args()
     run("ip", "link", "set", "lo", "up")
-    play = (RegionPlay if asked.region else Play)(asked.folder, asked.seed)
-    drawn = [(moment, fault) for fault in asked.only or names("fault") for moment in asked.at or names("at")]
+    kind = RegionPlay if asked.region else WitnessPlay if asked.witness else Play
+    play = kind(asked.folder, asked.seed)
+    faults = asked.only or list(WITNESSED if asked.witness else names("fault"))
+    drawn = [(moment, fault) for fault in faults for moment in asked.at or names("at")]
     play.random.shuffle(drawn)
     try:
         play.begin()
