@@ -56,7 +56,7 @@ class Folder:
         if self._lock is not None and self._lock.is_elsewhere():
             raise OSError(
                 errno.ESTALE,
-                "It is not the folder that was opened: that was moved or unmounted, or another one mounted over it",
+                "It is not the folder that was opened: that was moved or unmounted, or another one mounted over it. Put it back, or start again with what is there",
                 str(self.path),
             )
 

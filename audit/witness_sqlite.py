@@ -273,6 +273,8 @@ class WitnessState:
         except sqlite3.OperationalError as error:
             if is_full(error):
                 raise self._no_room() from error
+            if result_code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise _unusable(self.name, self.folder, error) from error
             raise UnavailableError(f"The witness's state is busy: {error}.", retry_after_ms=1_000) from error
         try:
             yield
@@ -284,6 +286,16 @@ class WitnessState:
                 raise self._no_room() from error
             if isinstance(error, sqlite3.Error) and _passes(error):
                 # Undone from the journal, by this connection or by the next one that opens the file: nothing was cosigned.
+                raise _unusable(self.name, self.folder, error) from error
+            raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises UnavailableError where the disk does not answer."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if _passes(error):
                 raise _unusable(self.name, self.folder, error) from error
             raise
 
@@ -328,10 +340,11 @@ class WitnessState:
         return True
 
     def log(self, origin: str) -> KnownLog | None:
-        """A log by its origin."""
-        row = self._connection.execute(
-            "SELECT keys, size, root FROM logs WHERE origin = ?", (origin,)
-        ).fetchone()
+        """A log by its origin. Raises UnavailableError where the disk does not answer."""
+        with self._reading():
+            row = self._connection.execute(
+                "SELECT keys, size, root FROM logs WHERE origin = ?", (origin,)
+            ).fetchone()
         return None if row is None else KnownLog(origin, _decode_keys(row[0]), Held(row[1], row[2]))
 
     def logs(self) -> list[KnownLog]:
@@ -368,8 +381,9 @@ class WitnessState:
             )
 
     def cosigned(self, hash_: str) -> bytes | None:
-        """The newest cosigned note, by the SHA-256 of the origin in hexadecimal."""
-        row = self._connection.execute("SELECT cosigned FROM logs WHERE hash = ?", (hash_,)).fetchone()
+        """The newest cosigned note, by the SHA-256 of the origin in hexadecimal. Raises UnavailableError where the disk does not answer."""
+        with self._reading():
+            row = self._connection.execute("SELECT cosigned FROM logs WHERE hash = ?", (hash_,)).fetchone()
         return None if row is None else row[0]
 
     def close(self) -> None:

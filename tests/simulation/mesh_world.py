@@ -167,6 +167,8 @@ class RegionHost(Host):
 class AgentHost(Host):
     """The bridge's agent, with its egress log."""
 
+    opens_again = True
+
     def __init__(self, world: MeshWorld) -> None:
         super().__init__(world, AGENT)
         self.mesh = world.mesh

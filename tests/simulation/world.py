@@ -59,6 +59,9 @@ class InvariantError(AssertionError):
 class Host:
     """A machine with a disk and a clock, and the one process that is kept running on it."""
 
+    opens_again: ClassVar[bool] = False
+    """Whether its process opens again by itself whatever a sync stopped that failed once."""
+
     def __init__(self, world: World, name: str) -> None:
         self.world = world
         self.name = name
@@ -366,6 +369,8 @@ class World:
                 host.next_syncs_fail.append(errno.EIO if step.number & 2 else errno.ENOSPC)
                 await asyncio.sleep(step.lasts_s)
                 host.next_syncs_fail.clear()
+                if host.opens_again and step.number & 4:
+                    return
                 # Whatever went on goes on with a disk that has not got all that was written. Then an operator starts anew what has stopped.
                 host.crash(power=bool(step.number & 1))
                 host.later(0.1)
