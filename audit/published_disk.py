@@ -75,8 +75,6 @@ class PublishedTree:
         self._checkpoints.write(signed)
         self.tree.tidy()
         if self._wal is not None:
-            # What they are superfluous for has to be where they are.
-            self._folder.require_there()
             self._wal.remove_below(self.tree.size // TILE_WIDTH * TILE_WIDTH)
         if self.tree.size - self._snapshot_size >= SNAPSHOT_LEAVES:
             self.write_snapshot()

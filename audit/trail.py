@@ -899,6 +899,7 @@ def _open_wal(folder: Folder, state: Opened, settings: TrailSettings) -> Wal:
         state.tree.size,
         folder.storage,
         segment_bytes_max=settings.segment_bytes_max,
+        require_there=folder.require_there,
     )
 
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
@@ -170,9 +170,12 @@ class Wal:
         files: Files,
         *,
         segment_bytes_max: int = SEGMENT_BYTES_MAX,
+        require_there: Callable[[], None] = lambda: None,
     ) -> None:
-        """Go on in the last segment of `folder`, or start one at `size`. The folder was recovered before."""
+        """Go on in the last segment of `folder`, or start one at `size`. The folder was recovered before. `require_there` raises OSError where another folder is at the path
+        by now, in which a new segment would be made, and old ones removed."""
         self._folder, self._files, self._segment_bytes_max = folder, files, segment_bytes_max
+        self._require_there = require_there
         self.size = size
         files.make_folder(folder)
         firsts = segments(files, folder)
@@ -210,6 +213,7 @@ class Wal:
 
     def _roll(self) -> None:
         path = self._folder / segment_name(self.size)
+        self._require_there()
         try:
             file = self._files.open(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -220,6 +224,7 @@ class Wal:
         assert self._file is not None
         self._files.close(self._file)
         self._begin(file, fresh=True)
+        self._require_there()
 
     def _write_all(self, appends: Sequence[Sequence[bytes]]) -> None:
         durable, group, group_bytes = self.size, list[bytes](), 0
@@ -239,6 +244,7 @@ class Wal:
 
     def remove_below(self, index: int) -> None:
         """Remove the segments whose leaves all lie below `index`; never the open one."""
+        self._require_there()
         firsts = segments(self._files, self._folder)
         for first, following in pairwise(firsts):
             if following <= index:
