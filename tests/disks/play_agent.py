@@ -533,6 +533,16 @@ class Play:
             shutil.rmtree(egress)
         egress.with_name("elsewhere").rename(egress)
 
+    def fault_mounted_over(self, observed: list[str]) -> None:
+        """An older copy of the log's folder is mounted over it for a while."""
+        older = self.home / "older"
+        shutil.rmtree(older, ignore_errors=True)
+        shutil.copytree(self.log_folder, older)
+        time.sleep(2)
+        run("mount", "--bind", str(older), str(self.log_folder))
+        self.watch(6, observed)
+        run("umount", str(self.log_folder))
+
     def fault_descriptors(self, observed: list[str]) -> None:
         assert self.process is not None
         pid = self.process.pid
