@@ -240,6 +240,9 @@ class LinkWorker:
                 continue
             except FelixError as error:
                 pause_ms = self._ended(error)
+            except OSError as error:
+                # Its own disk, or too many open files: nobody refused anything.
+                pause_ms = self._ended(UnavailableError(f"The agent's own files do not answer: {error}."))
             except Exception as error:
                 log.exception("the link of %s shard %d failed", row.stream, row.shard)
                 self.step(LinkEvent.REFUSE, f"The agent failed: {type(error).__name__}: {error}")

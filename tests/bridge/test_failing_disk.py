@@ -179,3 +179,29 @@ async def test_a_region_whose_audit_log_cannot_be_synced_once_goes_on_by_itself(
             await until(is_over, "a call that failed")
             await crossing.all_there()
     await crossing.judge()
+
+
+async def test_a_link_that_opens_while_the_agents_own_files_do_not_answer_is_refused_by_nobody(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fails = True
+    opened = DiskFiles.open
+
+    def failing(files: DiskFiles, path: Path, flags: int) -> int:
+        if fails and path.parent.name == "regions":
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return opened(files, path, flags)
+
+    monkeypatch.setattr(DiskFiles, "open", failing)
+    crossing = Crossing(mesh)
+    async with mesh.agent() as agent:
+        await crossing.publish()
+
+        def says_so() -> bool:
+            return any("own files do not answer" in link.reason for link in agent.links())
+
+        await until(says_so, "a link that says why")
+        assert agent.links()[0].state != "denied"
+        fails = False
+        await crossing.all_there()
+    await crossing.judge()
