@@ -68,8 +68,11 @@ class Opening:
         self._wal_path = folder.path / WAL_FOLDER
         self._unjudged = Unjudged(self._name)
 
-    def open(self, remembered: tuple[bytes, ...], *, copied: bool = False) -> Opened:
-        """Recover. The numbers are those of docs/audit.md, "Opening a log"."""
+    def open(
+        self, remembered: tuple[bytes, ...], *, copied: bool = False, durable: int | None = None
+    ) -> Opened:
+        """Recover. The numbers are those of docs/audit.md, "Opening a log". `durable`: so many leaves this process knows to be; fewer are not opened, and what is behind
+        them goes."""
         # 1. The newest checkpoint, signed by this log's key.
         signed = self._read_checkpoint(copied=copied)
         checkpoint = signed.checkpoint
@@ -103,7 +106,7 @@ class Opening:
         # What is behind the checkpoint comes from the copies.
         if copied:
             return state
-        opened = self._replay(state, bundle)
+        opened = self._replay(state, bundle, durable)
         self._check_reaches_keys(opened.tree.size)
         return opened
 
@@ -218,10 +221,10 @@ class Opening:
             headers = [read_header(leaf) for leaf in read_bundle(self._folder, number, size)]
             self._folder.append(INDEX_PATH, bundle_rows(number, headers))
 
-    def _replay(self, state: Opened, bundle: list[bytes]) -> Opened:
+    def _replay(self, state: Opened, bundle: list[bytes], durable: int | None) -> Opened:
         """`bundle`: the newest leaves below the checkpoint."""
         size = state.checkpoints.newest.checkpoint.size
-        recovery = Recovery(self._wal_path, size, self._folder.storage)
+        recovery = Recovery(self._wal_path, size, self._folder.storage, durable)
         if size and (not recovery.firsts or recovery.firsts[0] > size):
             raise RolledBackError(
                 f"The audit log {self._name} has no write-ahead file that reaches its checkpoint at {size}.",
@@ -241,6 +244,11 @@ class Opening:
         if recovery.size < size:
             raise RolledBackError(
                 f"The audit log {self._name} ends at leaf {recovery.size}, its checkpoint covers {size}.",
+                hint=VERIFY_HINT,
+            )
+        if durable is not None and recovery.size < durable:
+            raise RolledBackError(
+                f"The audit log {self._name} ends at leaf {recovery.size}, and {durable} were on its disk: that has lost some.",
                 hint=VERIFY_HINT,
             )
         recovery.settle()

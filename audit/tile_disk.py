@@ -2,7 +2,7 @@
 
 Invariants: a file is either whole or not there (written beside, synced, renamed); after `flush` returned, every
 `write` before it survives a power failure, names included; what failed for want of room (`is_full`) has left nothing, and may be tried
-again. A failed sync raises OSError and is never retried: the caller stops. Blocking: never call from an event loop. Callers: audit.trail, audit.witness, cli.
+again. A failed sync raises OSError and is never retried: the caller stops. A log that is open (`lock`) is written in the folder that was locked, or not at all. Blocking: never call from an event loop. Callers: audit.trail, audit.witness, cli.
 """
 
 from __future__ import annotations
@@ -31,21 +31,34 @@ class Folder:
         """`files`: the storage that the folder is in."""
         self.path = path
         self.storage = files
+        self._lock: FolderLock | None = None
         self._dirty: set[Path] = set()
         self._made: set[Path] = set()
 
     def beside(self) -> Folder:
         """The same folder, for another thread: what it writes it flushes itself."""
-        return Folder(self.path, self.storage)
+        other = Folder(self.path, self.storage)
+        other._lock = self._lock
+        return other
 
     def lock(self, hint: str = "") -> FolderLock:
         """Have the log to oneself. Raises RequestError(CONFLICT), with this hint, where another process has it open."""
         try:
-            return self.storage.lock(self.path)
+            self._lock = self.storage.lock(self.path)
+            return self._lock
         except UnavailableError as error:
             raise RequestError(
                 f"The audit log {self.path} is open in another process.", code=Code.CONFLICT, hint=hint
             ) from error
+
+    def require_there(self) -> None:
+        """Raises OSError (ESTALE) where this folder was locked, and is not at its path any more: what is written by path would be in another one."""
+        if self._lock is not None and self._lock.is_elsewhere():
+            raise OSError(
+                errno.ESTALE,
+                "It is not the folder that was opened: that was moved or unmounted, or another one mounted over it. Put it back, or start again with what is there",
+                str(self.path),
+            )
 
     def read(self, path: str) -> bytes | None:
         """The file's bytes, None where there is none. Raises TamperError of a longer one than any of its kind, and of what is no file."""
@@ -72,6 +85,7 @@ class Folder:
     def write(self, path: str, data: bytes) -> None:
         """Replace the file. Its bytes are durable on return; its name is after `flush`. Raises OSError, and leaves the old one."""
         target, storage = self.path / path, self.storage
+        self.require_there()
         self._make(target.parent)
         beside = target.with_name(target.name + _TEMPORARY)
         descriptor = storage.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -86,10 +100,12 @@ class Folder:
         finally:
             storage.close(descriptor)
         storage.rename(beside, target)
+        self.require_there()
         self._dirty.add(target.parent)
 
     def append(self, path: str, data: bytes) -> None:
         """Add to the end of a file, all or nothing. Not durable: for what is derived from other files."""
+        self.require_there()
         descriptor = self.storage.open(self.path / path, os.O_WRONLY | os.O_CREAT)
         try:
             end = self.storage.size(descriptor)
@@ -115,6 +131,7 @@ class Folder:
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; not durable by itself (a file that comes back must do no harm)."""
+        self.require_there()
         self.storage.remove(self.path / path)
 
     def remove_folder(self, folder: str) -> None:

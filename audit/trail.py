@@ -11,7 +11,8 @@ Invariants:
 - indexes are given in the order of `append_nowait`, and never again to other leaves once durable;
 - every checkpoint continues the ones before (audit.published_disk and audit.checkpoint_disk write them);
 - what waits is bounded by `pending_bytes_max`; beyond it, and after any failure of disk or signer, an append is
-  refused with AuditUnavailableError, so that nothing crosses. A failed sync is never retried.
+  refused with AuditUnavailableError, so that nothing crosses. A failed sync is never retried: the log is opened again (`reopen`), with all that was durable, and without
+  what was refused.
 - a full disk, or too many open files, is no failure: what was accepted waits for room, in its order, and is tried again; meanwhile an append is refused, and `status` says why. A
   log that has copies stops, and is opened again (`reopen`).
 - a leaf that cannot be read (none is written any more) stays what it is: hashed, in the tree, named in `positions.unreadable`.
@@ -36,7 +37,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -75,6 +76,9 @@ _RETRY_MS: Final = 50
 _REFUSED_RETRY_MS: Final = 1_000
 FULL_RETRY_MS: Final = 250
 """A full disk is tried again after this."""
+HUNG_S: Final = 10.0
+"""A disk that has not answered for so long is said not to."""
+_REOPENED: Final = "Look at its disk. A broker or an agent that runs tries to open the log again by itself, at first after some seconds; what was acknowledged is kept."
 _LEAVES: Final = "leaves"
 _TREE: Final = "tiles"
 
@@ -158,6 +162,8 @@ class Trail:
         self._cosigned_lock = threading.Lock()
         """held from the comparison until it is kept: of two cosignatures that cross, the second is added to the first"""
         self._closing = False
+        self._reopening_lock = threading.Lock()
+        """held while it is opened again, which an orderly end waits for"""
         self._begin(state)
 
     def _begin(self, state: Opened) -> None:
@@ -176,6 +182,8 @@ class Trail:
         self._waits_for_room = True
         self._lacking_room: set[str] = set()
         self._full_told = Told(self._clock.monotonic)
+        self._asked_s: dict[str, float] = {}
+        """since when its disk is at work, on what"""
         # The writer's own: what finds no room.
         self._unwritten: list[_Waiting] = []
         # Of a log that has copies.
@@ -234,9 +242,7 @@ class Trail:
             state = opening.open(tuple(cosigned), copied=copied)
             wal = None
             if not copied:
-                wal = Wal(
-                    path / WAL_FOLDER, state.tree.size, files, segment_bytes_max=settings.segment_bytes_max
-                )
+                wal = _open_wal(folder, state, settings)
             trail = cls(folder, lock, keys, known, settings, state, wal, refusal, runtime)
             if not copied:
                 trail.checkpoints.sign_where_keys_meet()
@@ -338,6 +344,9 @@ class Trail:
     def _check_open(self) -> None:
         if (failure := self.failure) is not None:
             raise failure
+        self._check_closing()
+
+    def _check_closing(self) -> None:
         if self._closing:
             raise AuditUnavailableError(f"The audit log {self.key.name} is being closed.")
 
@@ -352,8 +361,22 @@ class Trail:
                 self.checkpoints.newest.size,
                 self.checkpoints.cosigned_size,
                 self._pending_bytes,
-                str(self._failure or self._full or ""),
+                str(self._failure or self._full or self._hung()),
             )
+
+    @property
+    def hung(self) -> str:
+        """That its disk does not answer, where that is so; else empty."""
+        with self._lock:
+            return self._hung()
+
+    def _hung(self) -> str:
+        since_s = min(self._asked_s.values(), default=None)
+        waits_s = 0.0 if since_s is None else self._clock.monotonic() - since_s
+        if waits_s < HUNG_S:
+            return ""
+        # One sentence for ten seconds: it is shown, and compared, more often.
+        return f"The audit log {self.key.name} waits for its disk, which has not answered for {waits_s // HUNG_S * HUNG_S:.0f} s. Nothing crosses until it does; it goes on by itself."
 
     @property
     def failure(self) -> AuditUnavailableError | None:
@@ -363,8 +386,14 @@ class Trail:
 
     @property
     def stopped(self) -> AuditUnavailableError | None:
-        """Why the log has stopped; None where it has not. A log that has copies can be opened again (`reopen`)."""
+        """Why the log has stopped; None where it has not."""
         return self._failure
+
+    @property
+    def may_reopen(self) -> bool:
+        """Whether it has stopped, and may be opened again (`reopen`): where its disk has failed, and not where something is wrong with what it says, or with us."""
+        failure = self._failure
+        return failure is not None and (self._wal is None or isinstance(failure.__cause__, OSError))
 
     def held_back(self) -> AuditUnavailableError | None:
         """Why the log may not be written now, though nothing is wrong with it; None where it may."""
@@ -466,22 +495,50 @@ class Trail:
         return self._wal is None and not self._admits
 
     def reopen(self) -> None:
-        """Go on from the files, after the log has stopped, as a start does: what they lack comes from the copies. Blocks. Raises OSError and as `open`;
-        then it can be tried again."""
-        assert self._wal is None and self._failure is not None and self._copies is None
-        self._writer.join()
-        self._publisher.join()
-        if self._in_flight:
-            raise AuditUnavailableError(
-                f"The audit log {self.key.name} waits for what became of earlier leaves."
-            )
-        folder = Folder(self._folder.path, self._folder.storage)
-        state = Opening(folder, self._keys, self.checkpoints.witnesses, self._clock).open((), copied=True)
+        """Go on from the files, after the log has stopped, as a start does. What they lack comes from the copies; where there are none, all that was durable is there,
+        and what was refused since is cut. Blocks. Raises OSError and as `open`; then it can be tried again."""
+        with self._reopening_lock, self._cosigned_lock:
+            self._check_closing()
+            assert self._failure is not None and self._copies is None
+            self._writer.join()
+            self._publisher.join()
+            if self._in_flight:
+                raise AuditUnavailableError(
+                    f"The audit log {self.key.name} waits for what became of earlier leaves."
+                )
+            try:
+                self._open_again(self._folder.beside())
+            except Exception as error:
+                self._fail_again(error)
+                raise
+            self._start()
+
+    def _open_again(self, folder: Folder) -> None:
+        copied = self.copied
+        folder.require_there()
+        if self._wal is not None:
+            with suppress(OSError):
+                self._wal.close()
+        opening = Opening(folder, self._keys, self.checkpoints.witnesses, self._clock)
+        # No checkpoint that was shown may be another one now.
+        remembered = () if copied else (self.checkpoint(),)
+        state = opening.open(remembered, copied=copied, durable=None if copied else self._durable)
+        wal = None if copied else _open_wal(folder, state, self._settings)
         with self._lock:
-            self._folder = folder
+            self._folder, self._wal = folder, wal
             self.checkpoints.begin(folder, state.checkpoints)
             self._begin(state)
-        self._start()
+
+    def _fail_again(self, error: Exception) -> None:
+        """It stays stopped, and says why of now."""
+        assert self._failure is not None
+        failure = AuditUnavailableError(
+            f"The audit log {self.key.name} has stopped, and could not be opened again: {error} Nothing crosses.",
+            hint=_REOPENED,
+        )
+        failure.__cause__ = self._failure.__cause__
+        with self._lock:
+            self._failure = failure
 
     def check_continues(self, note: bytes) -> None:
         """Raises RolledBackError unless the log continues a checkpoint that was signed before, TamperError where it did not sign that. Blocks."""
@@ -574,7 +631,7 @@ class Trail:
 
     def close(self) -> None:
         """Make everything accepted durable, checkpoint it, and let go of the folder. Blocks. Safe to call twice."""
-        with self._lock:
+        with self._reopening_lock, self._lock:
             self._closing = True
         self._writer.wake()
         self._writer.join()
@@ -614,7 +671,8 @@ class Trail:
             taken.clear()
             return True
         try:
-            self._wal.append([waiting.leaves for waiting in taken])
+            with self._asking(_LEAVES):
+                self._wal.append([waiting.leaves for waiting in taken])
         except WalFullError as error:
             if self._closing or not self._waits_for_room:
                 self._fail("it ends while its disk is full", error)
@@ -682,10 +740,23 @@ class Trail:
         self._publisher.wake()
         _call_done([waiting], refused)
 
+    @contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """The disk is at work on it."""
+        with self._lock:
+            self._asked_s[what] = self._clock.monotonic()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._asked_s.pop(what, None)
+
     def _fail(self, why: str, error: BaseException) -> None:
         failure = AuditUnavailableError(
             f"The audit log {self.key.name} has stopped: {why} ({error}). Nothing crosses.",
-            hint="Repair the cause and start again; what was acknowledged is kept.",
+            hint=_REOPENED
+            if isinstance(error, OSError)
+            else "Repair the cause and start again; what was acknowledged is kept.",
         )
         failure.__cause__ = error
         with self._lock:
@@ -778,7 +849,8 @@ class Trail:
         try:
             self._published.write_full()
             for leaf, header in taken:
-                self._published.take(leaf, header)
+                with self._asking(_TREE):
+                    self._published.take(leaf, header)
         except OSError:
             count = self._published.size - begin
             raise
@@ -792,7 +864,8 @@ class Trail:
 
     def _publish(self, copies: Copies | None) -> bool:
         """Sign what is in the tree, and show it; False where the copies did not take the checkpoint, which nobody is shown then."""
-        signed = self._published.sign(self._clock.now_ms() // 1000)
+        with self._asking(_TREE):
+            signed = self._published.sign(self._clock.now_ms() // 1000)
         size = signed.checkpoint.size
         if copies is not None:
             try:
@@ -808,7 +881,8 @@ class Trail:
                     "%s: the checkpoint of %d leaves is not committed: %s", self.key.name, size, error
                 )
                 return False
-        self._published.write(signed)
+        with self._asking(_TREE):
+            self._published.write(signed)
         return True
 
     def _write_shown(self, signed: SignedCheckpoint) -> None:
@@ -817,6 +891,16 @@ class Trail:
         with self._lock:
             if self._shown is signed:
                 self._shown = None
+
+
+def _open_wal(folder: Folder, state: Opened, settings: TrailSettings) -> Wal:
+    return Wal(
+        folder.path / WAL_FOLDER,
+        state.tree.size,
+        folder.storage,
+        segment_bytes_max=settings.segment_bytes_max,
+        require_there=folder.require_there,
+    )
 
 
 def _call_done(taken: list[_Waiting], error: AuditUnavailableError | None) -> None:

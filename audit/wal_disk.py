@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from struct import Struct
@@ -170,9 +170,12 @@ class Wal:
         files: Files,
         *,
         segment_bytes_max: int = SEGMENT_BYTES_MAX,
+        require_there: Callable[[], None] = lambda: None,
     ) -> None:
-        """Go on in the last segment of `folder`, or start one at `size`. The folder was recovered before."""
+        """Go on in the last segment of `folder`, or start one at `size`. The folder was recovered before. `require_there` raises OSError where another folder is at the path
+        by now, in which a new segment would be made, and old ones removed."""
         self._folder, self._files, self._segment_bytes_max = folder, files, segment_bytes_max
+        self._require_there = require_there
         self.size = size
         files.make_folder(folder)
         firsts = segments(files, folder)
@@ -210,6 +213,7 @@ class Wal:
 
     def _roll(self) -> None:
         path = self._folder / segment_name(self.size)
+        self._require_there()
         try:
             file = self._files.open(path, os.O_RDWR | os.O_CREAT)
         except OSError as error:
@@ -220,6 +224,7 @@ class Wal:
         assert self._file is not None
         self._files.close(self._file)
         self._begin(file, fresh=True)
+        self._require_there()
 
     def _write_all(self, appends: Sequence[Sequence[bytes]]) -> None:
         durable, group, group_bytes = self.size, list[bytes](), 0
@@ -239,6 +244,7 @@ class Wal:
 
     def remove_below(self, index: int) -> None:
         """Remove the segments whose leaves all lie below `index`; never the open one."""
+        self._require_there()
         firsts = segments(self._files, self._folder)
         for first, following in pairwise(firsts):
             if following <= index:
@@ -265,9 +271,12 @@ class Recovery:
     What reads counts once `settle` returned, which also cuts the torn tail.
     """
 
-    def __init__(self, folder: Path, start: int, files: Files) -> None:
-        """`start`: where the log begins in case there is no segment at all."""
-        self._folder, self._files = folder, files
+    def __init__(self, folder: Path, start: int, files: Files, end: int | None = None) -> None:
+        """`start`: where the log begins in case there is no segment at all. `end`: so many leaves were durable, and whoever appended what stands behind them
+        was told that it is not there: it is cut as a torn tail is."""
+        self._folder, self._files, self._end = folder, files, end
+        self._behind: list[int] = []
+        """segments behind `end`"""
         self.firsts = segments(files, folder)
         self.size = self.firsts[0] if self.firsts else start
         self.torn: Torn | None = None
@@ -289,6 +298,10 @@ class Recovery:
                 if isinstance(found, Torn):
                     self.torn = found
                     continue
+                if found.number == self._end:
+                    self.torn = Torn(name, end, len(data) - end, 0)
+                    self._behind = self.firsts[at + 1 :]
+                    break
                 starts.append((found.number, end))
                 durable, end = max(durable, found.durable), found.end
                 while starts and starts[0][0] < durable:
@@ -296,6 +309,9 @@ class Recovery:
                 yield found.number, found.leaf
                 self.size = found.number + 1
             self._unsure = (starts[0][1], data[starts[0][1] : end]) if starts else None
+            if self._behind:
+                del self.firsts[at + 1 :]
+                break
 
     def settle(self) -> None:
         """Cut the torn tail, and make durable what was read. Only after `size` was checked against every checkpoint.
@@ -305,6 +321,9 @@ class Recovery:
         """
         if not self.firsts:
             return
+        # The last one first: what is left of them has no hole.
+        for first in reversed(self._behind):
+            self._files.remove(self._folder / segment_name(first))
         self._files.sync_folder(self._folder)
         self._files.sync_folder(self._folder.parent)
         file = self._files.open(self._folder / segment_name(self.firsts[-1]), os.O_RDWR)

@@ -22,7 +22,7 @@ from audit.note import Note, NoteSigner, Verified, encode_note, encode_signature
 from audit.tree_head import parse_tree_head
 from audit.witness_protocol import SIZE_TYPE, decode_request, encode_size
 from audit.witness_sqlite import ConflictError, Held, WitnessState
-from felix.errors import Code, RequestError, TamperError, UnavailableError
+from felix.errors import RequestError, TamperError, UnavailableError
 
 log = logging.getLogger("felix.audit.witness")
 
@@ -46,11 +46,28 @@ class WitnessService:
         """`now_s`: POSIX seconds. `signers`: those of the state, unless a test gives others."""
         self._state, self._now_s = state, now_s
         self._signers = signers or state.signers
-        self._is_full = False
-        """its disk, as was said"""
+        self._trouble = ""
+        """why it cannot cosign at the moment, as was said"""
 
     def add_checkpoint(self, body: bytes) -> Answer:
-        """Check, store, cosign. Never raises for what a client sent."""
+        """Check, store, cosign. Never raises for what a client sent, nor for a disk that does not answer."""
+        try:
+            answer = self._add_checkpoint(body)
+        except UnavailableError as error:
+            return self._cannot(error)
+        if self._trouble and answer.status == 200:
+            self._trouble = ""
+            log.warning("checkpoints are cosigned again")
+        return answer
+
+    def _cannot(self, error: UnavailableError) -> Answer:
+        if error.sentence != self._trouble:
+            # Once: each log asks again and again.
+            self._trouble = error.sentence
+            log.error("%s", error)
+        return _refuse(503, error.sentence)
+
+    def _add_checkpoint(self, body: bytes) -> Answer:
         # 1. The request is whole.
         try:
             request = decode_request(body)
@@ -102,20 +119,14 @@ class WitnessService:
             )
         except ConflictError as error:
             return _conflict(error.held)
-        except UnavailableError as error:
-            if error.code is Code.DISK_FULL and not self._is_full:
-                # Once: each log asks again and again.
-                self._is_full = True
-                log.error("%s", error)
-            return _refuse(503, error.sentence)
-        if self._is_full:
-            self._is_full = False
-            log.warning("there is room on the disk again: checkpoints are cosigned")
         return Answer(200, encode_signatures(lines))
 
     def checkpoint(self, origin_hash: str) -> Answer:
         """The newest cosigned checkpoint of a log, for monitors."""
-        cosigned = self._state.cosigned(origin_hash)
+        try:
+            cosigned = self._state.cosigned(origin_hash)
+        except UnavailableError as error:
+            return self._cannot(error)
         if cosigned is None:
             return _refuse(404, "This witness has cosigned nothing of that log.")
         return Answer(200, cosigned)

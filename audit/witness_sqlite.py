@@ -33,7 +33,7 @@ from audit.note import Algorithm, NoteSigner, VerifierKey, check_key_name
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, create_file, read_file, replace_file
 from felix.runtime.real import REAL
-from felix.storage.sqlite_errors import is_full, result_code
+from felix.storage.sqlite_errors import is_full, may_be_disk, result_code
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
@@ -215,27 +215,46 @@ class WitnessState:
                 hint=_NEW_WITNESS,
             )
         lock = _take_lock(folder, name) if serve else None
-        connection: sqlite3.Connection | None = None
         try:
-            connection = _connect(folder.state)
+            try:
+                state = cls._opened(folder, name, signers, state_id, serve=serve)
+            except sqlite3.Error as error:
+                if not may_be_disk(error):
+                    raise
+                state = cls._opened(folder, name, signers, state_id, serve=serve)
+        except BaseException as error:
+            if lock is not None:
+                lock.close()
+            if not isinstance(error, sqlite3.Error):
+                raise
+            if _passes(error) or (may_be_disk(error) and not _reads(folder.state)):
+                raise _unusable(name, folder, error) from error
+            raise CorruptionError(
+                f"The state of the witness {name} cannot be read: {error}.",
+                code=Code.ROLLED_BACK,
+                hint=_NEW_WITNESS,
+            ) from error
+        state._lock = lock
+        return state
+
+    @classmethod
+    def _opened(
+        cls,
+        folder: WitnessFolder,
+        name: str,
+        signers: tuple[NoteSigner, ...],
+        state_id: str,
+        *,
+        serve: bool,
+    ) -> Self:
+        connection = _connect(folder.state)
+        try:
             state = cls(folder, name, signers, connection)
-            state._lock = lock
             state._check(state_id)
             if serve:
                 state._renew()
-        except BaseException as error:
-            if connection is not None:
-                connection.close()
-            if lock is not None:
-                lock.close()
-            if isinstance(error, sqlite3.Error) and _passes(error):
-                raise _unusable(name, folder, error) from error
-            if isinstance(error, sqlite3.Error):
-                raise CorruptionError(
-                    f"The state of the witness {name} cannot be read: {error}.",
-                    code=Code.ROLLED_BACK,
-                    hint=_NEW_WITNESS,
-                ) from error
+        except BaseException:
+            connection.close()
             raise
         return state
 
@@ -270,9 +289,11 @@ class WitnessState:
         """Others wait, processes too; committed and synced at the end, or undone."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
-        except sqlite3.OperationalError as error:
+        except sqlite3.DatabaseError as error:
             if is_full(error):
                 raise self._no_room() from error
+            if result_code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+                raise _unusable(self.name, self.folder, error) from error
             raise UnavailableError(f"The witness's state is busy: {error}.", retry_after_ms=1_000) from error
         try:
             yield
@@ -282,8 +303,18 @@ class WitnessState:
                 self._connection.execute("ROLLBACK")
             if isinstance(error, sqlite3.OperationalError) and is_full(error):
                 raise self._no_room() from error
-            if isinstance(error, sqlite3.Error) and _passes(error):
+            if isinstance(error, sqlite3.Error) and (_passes(error) or may_be_disk(error)):
                 # Undone from the journal, by this connection or by the next one that opens the file: nothing was cosigned.
+                raise _unusable(self.name, self.folder, error) from error
+            raise
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises UnavailableError where the disk does not answer."""
+        try:
+            yield
+        except sqlite3.Error as error:
+            if _passes(error) or may_be_disk(error):
                 raise _unusable(self.name, self.folder, error) from error
             raise
 
@@ -328,10 +359,11 @@ class WitnessState:
         return True
 
     def log(self, origin: str) -> KnownLog | None:
-        """A log by its origin."""
-        row = self._connection.execute(
-            "SELECT keys, size, root FROM logs WHERE origin = ?", (origin,)
-        ).fetchone()
+        """A log by its origin. Raises UnavailableError where the disk does not answer."""
+        with self._reading():
+            row = self._connection.execute(
+                "SELECT keys, size, root FROM logs WHERE origin = ?", (origin,)
+            ).fetchone()
         return None if row is None else KnownLog(origin, _decode_keys(row[0]), Held(row[1], row[2]))
 
     def logs(self) -> list[KnownLog]:
@@ -368,8 +400,9 @@ class WitnessState:
             )
 
     def cosigned(self, hash_: str) -> bytes | None:
-        """The newest cosigned note, by the SHA-256 of the origin in hexadecimal."""
-        row = self._connection.execute("SELECT cosigned FROM logs WHERE hash = ?", (hash_,)).fetchone()
+        """The newest cosigned note, by the SHA-256 of the origin in hexadecimal. Raises UnavailableError where the disk does not answer."""
+        with self._reading():
+            row = self._connection.execute("SELECT cosigned FROM logs WHERE hash = ?", (hash_,)).fetchone()
         return None if row is None else row[0]
 
     def close(self) -> None:
@@ -377,6 +410,15 @@ class WitnessState:
         self._connection.close()
         if self._lock is not None:
             self._lock.close()
+
+
+def _reads(path: Path) -> bool:
+    """Whether the disk gives all of a file."""
+    try:
+        path.read_bytes()
+    except OSError:
+        return False
+    return True
 
 
 def _passes(error: sqlite3.Error) -> bool:

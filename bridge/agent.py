@@ -26,6 +26,7 @@ from audit.origin import egress_origin
 from audit.quorum import Quorum
 from audit.submission import Submissions, SubmissionStatus
 from audit.trail import Trail, TrailStatus
+from audit.trail_reopening import LOOK_S, TrailReopening
 from audit.trust import RegionTrust, witnesses_of
 from audit.witness import DiskWitnessStore
 from audit.witness_policy import WitnessPolicy
@@ -33,7 +34,7 @@ from bridge.config import BridgeConfig, BridgePaths, paths_of
 from bridge.document_feed import DocumentFeed
 from bridge.document_sync import KINDS, Documents, DocumentSync
 from bridge.documents import POLICY, EgressDocuments
-from bridge.egress_disk import open_egress, read_words, save_ledger
+from bridge.egress_disk import open_egress, read_ledger, read_words, save_ledger
 from bridge.endpoint import RegionEndpoint
 from bridge.failpoint import Failpoints
 from bridge.health import AgentCollector
@@ -283,6 +284,10 @@ class Agent:
         self._submissions: Submissions | None = None
         self._opening: asyncio.Future[tuple[Trail, Ledger]] | None = None
         """of the egress log, until that is in use"""
+        self._failed_trail: Trail | None = None
+        """the egress log, while it is opened again"""
+        self._is_log_broken = False
+        """Whether the egress log cannot be opened, for another reason than that another process has it."""
         self._pins = Pins(self.paths.trusted)
         self._pinned_as: Link | None = None
         """the session in which the source region was asked last whom it trusts"""
@@ -337,6 +342,7 @@ class Agent:
             collector = AgentCollector(
                 self._stats,
                 self._trail_status,
+                self._log_failed,
                 self._sessions,
                 self.witnesses,
                 self._uncosigned_ms,
@@ -348,7 +354,7 @@ class Agent:
             endpoint.start()
             self._spawn(self._feeds[region].run())
         for work in (
-            self._open_log(),
+            self._keep_log(),
             self._plan_loop(),
             every(REPORT_S, self._report, "reporting links failed", log),
             every(COSIGN_S, self._cosign, "cosigning failed", log),
@@ -376,7 +382,7 @@ class Agent:
         await end_tasks(*running)
         self._workers.clear()
         await self._close_opened()
-        trail = self.context.trail
+        trail = self.context.trail or self._failed_trail
         if trail is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S):
@@ -384,6 +390,7 @@ class Agent:
         await end_tasks(*self._cosigning.values())
         if trail is not None:
             self.context.trail, self.context.trail_reason = None, "The agent is stopping."
+            self._failed_trail = None
             if self._submissions is not None:
                 await asyncio.to_thread(self._submissions.stop)
             await asyncio.to_thread(trail.close)
@@ -431,8 +438,12 @@ class Agent:
         return [(worker.report(), worker.stats) for worker, _ in list(self._workers.values())]
 
     def _trail_status(self) -> TrailStatus | None:
-        trail = self.context.trail
+        trail = self.context.trail or self._failed_trail
         return None if trail is None else trail.status()
+
+    def _log_failed(self) -> bool:
+        status = self._trail_status()
+        return self._is_log_broken if status is None else bool(status.failure)
 
     def _monotonic_ms(self) -> int:
         return int(self._runtime.clock.monotonic() * 1000)
@@ -444,6 +455,38 @@ class Agent:
         return {region: endpoint.is_up for region, endpoint in self._endpoints.items()}
 
     # -- the egress log --------------------------------------------------------------------------------
+
+    async def _keep_log(self) -> None:
+        """Open it, and again where its disk failed."""
+        await self._open_log()
+        trail = self.context.open_trail()
+        reopening = TrailReopening(trail, self._runtime.clock)
+
+        async def look() -> None:
+            if reopening.is_due():
+                await self._open_again(trail, reopening)
+
+        await every(LOOK_S, look, "the egress log could not be opened again", log)
+
+    async def _open_again(self, trail: Trail, reopening: TrailReopening) -> None:
+        """First all links end: they go by what it accepted, and some of that may not be in it. Nothing crosses before the ledger is that of what is."""
+        context, failure = self.context, trail.stopped
+        assert failure is not None
+        context.trail, context.trail_reason, self._failed_trail = None, str(failure), trail
+        workers = [worker for worker, _ in self._workers.values()]
+        await asyncio.gather(*(worker.interrupt(failure.with_traceback(None)) for worker in workers))
+        is_open = await asyncio.to_thread(reopening.open)
+        while is_open and trail.stopped is None:
+            try:
+                context.ledger = await asyncio.to_thread(read_ledger, trail)
+                break
+            except (FelixError, OSError) as error:
+                context.trail_reason = f"The egress log cannot be read: {error}"
+                self._say("the ledger", error)
+            await asyncio.sleep(TRAIL_AGAIN_S)
+        context.trail, self._failed_trail = trail, None
+        for worker, _ in list(self._workers.values()):
+            worker.retry()
 
     async def _open_log(self) -> None:
         """Open it, or wait for whoever has it open."""
@@ -479,18 +522,19 @@ class Agent:
                 self._submissions = Submissions(trail, outside, self._runtime)
                 self._submissions.start()
                 self._egress_documents.recall(await asyncio.to_thread(read_words, trail, context.ledger))
-                context.trail, self._opening = trail, None
+                context.trail, self._opening, self._is_log_broken = trail, None, False
                 log.info("the egress log %s is open, %d leaves", self.paths.egress, trail.status().durable)
                 return
             except FelixError as error:
                 if str(error) != context.trail_reason:
                     log.warning("the egress log cannot be opened: %s", error)
-                context.trail_reason = str(error)
-            except OSError as error:
+                context.trail_reason, self._is_log_broken = str(error), error.code is not Code.CONFLICT
+            except Exception as error:
+                # A disk, or a mistake of ours: nobody else would open it.
                 sentence = f"The egress log {self.paths.egress} cannot be opened: {error}."
                 if sentence != context.trail_reason:
-                    log.warning("%s", sentence)
-                context.trail_reason = sentence
+                    log.warning("%s", sentence, exc_info=not isinstance(error, OSError))
+                context.trail_reason, self._is_log_broken = sentence, True
             await self._close_opened()
             await asyncio.sleep(TRAIL_AGAIN_S)
 
@@ -786,8 +830,10 @@ class Agent:
         return "" if self._quorum is None else self._quorum.refuses(self._monotonic_ms())
 
     def _notice(self) -> str:
+        log_status = self._trail_status()
         behind = [status for status in self.witnesses() if status.lag_ms >= WITNESS_LAG_MS]
-        said = [
+        said = [] if log_status is None else list(filter(None, [log_status.failure]))
+        said += [
             f"The witness {status.witness} is {status.lag_ms // 1000} s behind: {status.sentence or 'it does not answer'}"
             for status in behind
         ]
@@ -862,8 +908,11 @@ class Agent:
                 log.error("%s: %s", what, error)
             ends_by_itself = isinstance(error, UnavailableError) and error.code not in CROWDED
             return ["" if ends_by_itself else f"{error.sentence} {error.hint}".strip()]
+        except OSError as error:
+            self._say(what, error)
+            return [f"{what} failed: {error}"]
         except Exception as error:
-            # A full disk, an answer that nobody thought of, or a mistake of ours: shown, and no other log is left out for it.
+            # An answer that nobody thought of, or a mistake of ours: shown, and no other log is left out for it.
             sentence = f"{what} failed: {type(error).__name__}: {str(error)[:300]}".rstrip(": ")
             if self._reasons.get(what) != sentence:
                 self._reasons[what] = sentence
@@ -967,7 +1016,7 @@ class Agent:
             files = files._replace(bundles=newest)
             if self._quorum is not None:
                 _check_quorum(self._quorum.policy, files.bundles[self.config.source])
-        except FelixError as error:
+        except (FelixError, OSError) as error:
             self._say("renewal", error)
             return
         held = self._files

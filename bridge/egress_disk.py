@@ -48,13 +48,19 @@ def open_egress(
         path, signer, also=also, earlier=earlier, witnesses=witnesses, files=files, runtime=runtime
     )
     try:
-        size = note_size(trail.publish())
-        ledger, at = _snapshot(trail, size)
-        _read(trail, ledger, at, size)
+        ledger = read_ledger(trail)
     except BaseException:
         trail.close()
         raise
     return trail, ledger
+
+
+def read_ledger(trail: Trail) -> Ledger:
+    """Of all that is durable. Raises as `Trail.publish`."""
+    size = note_size(trail.publish())
+    ledger, at = _snapshot(trail, size)
+    _read(trail, ledger, at, size)
+    return ledger
 
 
 def read_words(trail: Trail, ledger: Ledger) -> list[Document]:

@@ -100,6 +100,13 @@ class RegionEndpoint:
                 await connection.close()
                 await asyncio.sleep(backoff.next_ms(error.retry_after_ms) / 1000)
                 continue
+            except Exception as error:
+                # Too many open files, or a mistake of ours: nobody else would begin a session again.
+                self.reason = f"{self.region} cannot be reached: {type(error).__name__}: {error}"
+                log.error("%s", self.reason, exc_info=not isinstance(error, OSError))
+                await connection.close()
+                await asyncio.sleep(backoff.next_ms() / 1000)
+                continue
             backoff.reset()
             self._connection = connection
             connection.attach(self)

@@ -49,13 +49,14 @@ class AgentCollector(Collector):
         self,
         links: Callable[[], Sequence[tuple[LinkState, LinkStats]]],
         trail: Callable[[], TrailStatus | None],
+        log_failed: Callable[[], bool],
         regions: Callable[[], dict[str, bool]],
         witnesses: Callable[[], Sequence[SubmissionStatus]],
         uncosigned_ms: Callable[[], dict[str, int]],
         quorum_lag_ms: Callable[[], int | None],
         expiry_s: Callable[[], float],
     ) -> None:
-        self._links, self._trail, self._regions = links, trail, regions
+        self._links, self._trail, self._log_failed, self._regions = links, trail, log_failed, regions
         self._witnesses, self._uncosigned_ms, self._quorum_lag_ms = witnesses, uncosigned_ms, quorum_lag_ms
         self._expiry_s = expiry_s
 
@@ -92,9 +93,13 @@ class AgentCollector(Collector):
                 ("audit_checkpoint_leaves", status.checkpoint),
                 ("audit_cosigned_leaves", status.cosigned),
                 ("audit_pending_bytes", status.pending_bytes),
-                ("audit_failed", float(bool(status.failure))),
             ):
                 yield GaugeMetricFamily(f"felix_bridge_{name}", f"{name.replace('_', ' ')}.", value)
+        yield GaugeMetricFamily(
+            "felix_bridge_audit_failed",
+            "1 while the egress log takes no leaves, or cannot be opened.",
+            float(self._log_failed()),
+        )
 
     def _witnessing(self) -> Iterator[Metric]:
         statuses = self._witnesses()

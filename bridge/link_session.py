@@ -248,7 +248,7 @@ class LinkSession:
         try:
             self._channel = await endpoint.connection().at_leader(
                 StreamName.parse(row.destination_stream),
-                lambda link: IngestChannel.open(link, request, self._received, self._fail),
+                lambda link: IngestChannel.open(link, request, self._received, self.fail),
             )
         except RequestError as error:
             if error.code is Code.CONFLICT:
@@ -575,7 +575,7 @@ class LinkSession:
             window.durable(way)
             self._send()
 
-    def _fail(self, error: FelixError) -> None:
+    def fail(self, error: FelixError) -> None:
         """The session ends with this; the first one counts."""
         if self._failed is None:
             self._failed = error
@@ -584,7 +584,7 @@ class LinkSession:
     def _durable(self, window: SendWindow, way: OnTheWay, index: int, error: FelixError | None) -> None:
         """Step 9: its leaves are durable, so the envelope may leave."""
         if error is not None:
-            self._fail(error)
+            self.fail(error)
             return
         self._context.failpoints.at("intent-durable")
         window.durable(way)
@@ -604,7 +604,7 @@ class LinkSession:
                     # What was queued leaves at the end of this turn; the process must not die before.
                     asyncio.get_running_loop().call_later(0.005, self._context.failpoints.at, "sent")
         except FelixError as error:
-            self._fail(error)
+            self.fail(error)
 
     def _received(self, next_offset: int, receipt: bytes) -> None:
         """Step 10: a receipt came."""
@@ -616,7 +616,7 @@ class LinkSession:
             way = window.answered(next_offset)
             self._acknowledge(way, receipt)
         except FelixError as error:
-            self._fail(error)
+            self.fail(error)
             return
         CrossingTracing.end(self._spans.pop(way.last_offset, None))
         stats = self._memory.stats
@@ -661,4 +661,4 @@ class LinkSession:
 
     def _acknowledged(self, index: int, error: FelixError | None) -> None:
         if error is not None:
-            self._fail(error)
+            self.fail(error)

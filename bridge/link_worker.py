@@ -84,6 +84,9 @@ class LinkWorker:
         self._denied_backoff = Backoff(DENIED_AGAIN, context.runtime.random)
         self._session: LinkSession | None = None
         """the one that stands"""
+        self._between = asyncio.Event()
+        """set while none does"""
+        self._between.set()
 
     # -- what the agent calls --------------------------------------------------------------------------
 
@@ -144,6 +147,16 @@ class LinkWorker:
     def wake(self) -> None:
         """Something that held the link may have changed."""
         self._wake.set()
+
+    def retry(self) -> None:
+        """What kept it from a session is over: do not wait for the next try."""
+        self._planned.set()
+
+    async def interrupt(self, error: FelixError) -> None:
+        """End the session that stands, if one does."""
+        if self._session is not None:
+            self._session.fail(error)
+        await self._between.wait()
 
     def leave(self) -> None:
         """The agent stops: finish what is on the way, then end."""
@@ -228,6 +241,9 @@ class LinkWorker:
                 continue
             except FelixError as error:
                 pause_ms = self._ended(error)
+            except OSError as error:
+                # Its own disk, or too many open files: nobody refused anything.
+                pause_ms = self._ended(UnavailableError(f"The agent's own files do not answer: {error}."))
             except Exception as error:
                 log.exception("the link of %s shard %d failed", row.stream, row.shard)
                 self.step(LinkEvent.REFUSE, f"The agent failed: {type(error).__name__}: {error}")
@@ -310,11 +326,13 @@ class LinkWorker:
         context.source.link()
         endpoint.link()
         self._session = LinkSession(self, context, endpoint, self._memory, self._wake)
+        self._between.clear()
         try:
             await self._session.run(trail, row)
         finally:
             self._session.close()
             self._session = None
+            self._between.set()
 
     def crossed(self) -> None:
         """A receipt held: what was in the way before is over."""

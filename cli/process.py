@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any, Final, NamedTuple
 
 from felix.errors import Code, RequestError, UnavailableError
-from felix.storage.port import is_full
+from felix.storage.port import has_failed, is_full
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 30.0
@@ -70,11 +70,11 @@ class PidFile:
                 time.sleep(0.01)
 
     def announce(self, **state: Any) -> None:
-        """Say that the process serves now, and where. On a disk with no room for it, which a later start has where an earlier one had it, the
+        """Say that the process serves now, and where. On a disk with no room for it, which a later start has where an earlier one had it, or one that fails, the
         process serves all the same."""
         if not self._write(json.dumps({"pid": os.getpid(), **state})):
             logging.getLogger("felix.cli.process").warning(
-                "%s cannot be written, its disk is full: `status` and `down` do not find this process.",
+                "%s cannot be written, its disk is full or fails: `status` and `down` do not find this process.",
                 self.path,
             )
 
@@ -90,7 +90,7 @@ class PidFile:
             os.pwrite(self._file.fileno(), data, 0)
             os.ftruncate(self._file.fileno(), len(data))
         except OSError as error:
-            if not is_full(error):
+            if not is_full(error) and not has_failed(error):
                 raise
             return False
         return True

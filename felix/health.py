@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import socket
+import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from socketserver import ThreadingMixIn
-from threading import Thread
+from threading import Lock, Thread
+from typing import Any, Final
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 from wsgiref.types import StartResponse, WSGIEnvironment
 
@@ -21,9 +26,49 @@ from prometheus_client.registry import Collector
 from felix.address import Address
 from felix.errors import AddressInUseError, Code, RequestError
 
+ACCEPT_AGAIN_S: Final = 0.2
+"""How soon a connection is looked at again that could not be taken."""
+
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """Keeps a descriptor back: where the process may open no more files, one connection at a time is answered, which says so."""
+
     daemon_threads = True
+    _spare: int | None = None
+    _spare_lock = Lock()
+
+    def server_activate(self) -> None:
+        super().server_activate()
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+        with self._spare_lock:
+            spare, self._spare = self._spare, None
+        if spare is not None:
+            os.close(spare)
+            with suppress(OSError):
+                return super().get_request()
+        # It is still there, and would be looked at again at once.
+        time.sleep(ACCEPT_AGAIN_S)
+        raise BlockingIOError(errno.EAGAIN, "no descriptor is free")
+
+    def shutdown_request(self, request: Any) -> None:
+        super().shutdown_request(request)
+        with self._spare_lock, suppress(OSError):
+            if self._spare is None:
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+
+    def server_close(self) -> None:
+        super().server_close()
+        with self._spare_lock:
+            if self._spare is not None:
+                os.close(self._spare)
+            self._spare = None
 
 
 class _Quiet(WSGIRequestHandler):

@@ -8,7 +8,7 @@ the range: a copy that has the range has its note. So:
   the range landed, and writes the leaves itself before anybody sees the stream (`settle`);
 - a leader that is elected does the same: of the newest ranges of each link those whose leaf the ingress log lacks get it from the notes in
   its copy of the log;
-- a log that does not take the leaves at once is asked until it does (`LeafQueue`); the agent has no part in it.
+- a log that does not take the leaves at once, or that accepted them and then did not write them, is asked until it does (`LeafQueue`); the agent has no part in it.
 
 Invariants: leaves of one queue are in the log in the order in which they came; a range gets its leaves once; what was not
 appended gets none. Callers: region.ingest.
@@ -20,6 +20,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Final, NamedTuple
 
 import msgspec
@@ -103,8 +104,13 @@ class LeafQueue:
     def __init__(self, audit: AuditPort) -> None:
         self._audit = audit
         self._waiting: deque[_Waiting] = deque()
+        self._refused: list[_Waiting] = []
+        """accepted, and then not written: they come before all that waits, once what was accepted behind them is answered"""
+        self._under_way = 0
+        """accepted, and not answered"""
         self._timer: asyncio.TimerHandle | None = None
         self._waiting_bytes = 0
+        self._is_closed = False
 
     def check_room(self) -> None:
         """Before a range is appended. Raises UnavailableError where too many leaves wait already."""
@@ -119,24 +125,37 @@ class LeafQueue:
         """Have these appended, now or as soon as the log takes them; `logged` is called on the loop."""
         self._waiting.append(_Waiting(leaves, logged))
         self._waiting_bytes += _size(leaves)
-        if self._timer is None:
+        if self._timer is None and not self._refused:
             self._drain()
 
     def _drain(self) -> None:
         loop, self._timer = asyncio.get_running_loop(), None
-        while self._waiting:
-            leaves, logged = self._waiting[0]
+        while self._waiting and not self._refused:
+            waiting = self._waiting[0]
             try:
-                self._audit.append_nowait(leaves, logged, loop)
+                self._audit.append_nowait(waiting.leaves, partial(self._answered, waiting), loop)
             except Exception as error:
                 self._timer = loop.call_later(RETRY_S, self._drain)
-                logged(-1, error)
+                waiting.logged(-1, error)
                 return
             self._waiting.popleft()
-            self._waiting_bytes -= _size(leaves)
+            self._under_way += 1
+            self._waiting_bytes -= _size(waiting.leaves)
+
+    def _answered(self, waiting: _Waiting, index: int, error: Exception | None) -> None:
+        self._under_way -= 1
+        if error is not None and not self._is_closed:
+            self._refused.append(waiting)
+            self._waiting_bytes += _size(waiting.leaves)
+        if self._refused and not self._under_way:
+            self._waiting.extendleft(reversed(self._refused))
+            self._refused.clear()
+            self._timer = self._timer or asyncio.get_running_loop().call_later(RETRY_S, self._drain)
+        waiting.logged(index, error)
 
     def close(self) -> None:
         """The broker stops; what waits is left to the next start."""
+        self._is_closed = True
         self._waiting.clear()
         if self._timer is not None:
             self._timer.cancel()

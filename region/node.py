@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from itertools import count
 from typing import Final
 
+from audit.trail_reopening import LOOK_S, TrailReopening
 from felix.address import Address
 from felix.errors import FelixError
 from felix.health import HealthServer
@@ -225,6 +226,14 @@ class Node:
             (RENEW_CHECK_S, renew, "the broker's certificate could not be renewed"),
         ):
             self._spawn(every(period_s, turn, failure, log))
+        if not (trail := self.services.governance.trail).copied:
+            reopening = TrailReopening(trail, self.broker.runtime.clock)
+
+            async def open_again() -> None:
+                if reopening.is_due():
+                    await asyncio.to_thread(reopening.open)
+
+            self._spawn(every(LOOK_S, open_again, "the audit log could not be looked at", log))
 
     # -- stop ------------------------------------------------------------------------------------------
 

@@ -45,7 +45,7 @@ from felix.messages import (
 from felix.names import SpiffeId, StreamName
 from felix.peer import Peer
 from felix.session import Authenticated, CreditGranted, CreditWindow, Requested, ServerSession, grant_frame
-from felix.storage.port import is_full
+from felix.storage.port import has_failed, is_exhausted, is_full, lacks_resources
 from felix.tasks import TaskSet
 from felix.transport.port import Connection
 from policy.access import Verb
@@ -149,7 +149,7 @@ class ClientSession:
         self._release: asyncio.TimerHandle | None = None
         self._publish_idle = True
         self._told_throttled_s = 0.0
-        self._refused_full: set[str] = set()
+        self._refused_by_disk: set[str] = set()
         """requests that found no room on the disk, as far as it was said"""
         self._timeout: asyncio.TimerHandle | None = None
         self._is_wide = False
@@ -612,25 +612,35 @@ class ClientSession:
         except FelixError as error:
             self.refuse(correlation, error)
         except Exception as error:
-            if isinstance(error, OSError) and is_full(error):
-                self._refuse_full(correlation, type(request).__name__, error)
+            if isinstance(error, OSError) and (lacks_resources(error) or has_failed(error)):
+                self._refuse_disk(correlation, type(request).__name__, error)
                 return
             log.exception("request %s failed", type(request).__name__)
             self.refuse(
                 correlation, FelixError(f"The broker failed: {type(error).__name__}.", code=Code.INTERNAL)
             )
 
-    def _refuse_full(self, correlation: int, request: str, error: OSError) -> None:
-        """For what could not be written. It is asked again and again, and said once."""
-        if request not in self._refused_full:
-            self._refused_full.add(request)
-            log.error("request %s found no room on the disk: %s", request, error)
+    def _refuse_disk(self, correlation: int, request: str, error: OSError) -> None:
+        """For what could not be read or written. It is asked again and again, and said once."""
+        if request not in self._refused_by_disk:
+            self._refused_by_disk.add(request)
+            log.error("request %s could not be answered for want of the disk: %s", request, error)
+        code = Code.DISK_FULL if is_full(error) else Code.UNAVAILABLE
+        if is_full(error):
+            why, hint = "The broker's disk is full", "Make room, and ask again."
+        elif is_exhausted(error):
+            why, hint = (
+                "The broker has too many files open",
+                "Let it open more (LimitNOFILE= of its service, ulimit -n), and ask again.",
+            )
+        else:
+            why, hint = "The broker's disk failed", "Look after the disk, and ask again."
         self.refuse(
             correlation,
             UnavailableError(
-                "The broker's disk is full: what was asked for is not done, or not all of it.",
-                code=Code.DISK_FULL,
-                hint="Make room, and ask again.",
+                f"{why}: what was asked for is not done, or not all of it.",
+                code=code,
+                hint=hint,
                 retry_after_ms=FULL_AGAIN_MS,
             ),
         )

@@ -41,9 +41,9 @@ from region.log.copies import Copies
 from region.log.directory import LogDirectory
 from region.log.epochs import next_epoch
 from region.log.errors import REOPENED_MS, StorageFailedError
+from region.log.left import Left, what_is_missing
 from region.log.open_logs import OpenLogs
 from region.log.reopener import Reopener, Tried
-from region.log.reopening import Left, what_is_missing
 from region.log.ring_pool import RingPool
 from region.log.seal import MakeSeal
 from region.log.segment_limits import SegmentLimits

@@ -148,6 +148,17 @@ class FileLock:
         boot = boot_id()
         return f"{boot}:{status.st_dev}:{status.st_ino}" if boot else ""
 
+    def is_elsewhere(self) -> bool:
+        """See `FolderLock`."""
+        # Another thread may let go of it.
+        if (descriptor := self._descriptor) is None:
+            return False
+        try:
+            there = self._path.stat()
+        except FileNotFoundError:
+            return True
+        return not os.path.samestat(there, os.fstat(descriptor))
+
     def release(self) -> None:
         """Let go. The file stays: removing it would let two processes hold two files of one name."""
         if self._descriptor is not None:

@@ -234,6 +234,9 @@ class _Lock:
         self._locked, self._folder = locked, folder
         self.identity = str(folder)
 
+    def is_elsewhere(self) -> bool:
+        return False
+
     def release(self) -> None:
         self._locked.discard(self._folder)
 

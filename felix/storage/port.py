@@ -17,6 +17,7 @@ BUFFERS_PER_WRITE_MAX: Final = 1_000
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _EXHAUSTED: Final = frozenset({errno.EMFILE, errno.ENFILE})
+_FAILED: Final = frozenset({errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.EUCLEAN})
 
 
 def is_full(error: OSError) -> bool:
@@ -34,6 +35,11 @@ def lacks_resources(error: OSError) -> bool:
     return is_full(error) or is_exhausted(error)
 
 
+def has_failed(error: OSError) -> bool:
+    """True where the disk did not do what it was asked to, or is read-only or gone: nothing is wrong with what was asked."""
+    return error.errno in _FAILED
+
+
 class FolderLock(Protocol):
     """A folder that one process has to itself."""
 
@@ -42,6 +48,10 @@ class FolderLock(Protocol):
         """Until this machine restarts, only one process can hold the lock of this identity. Empty if the system does not report
         its boot.
         """
+
+    def is_elsewhere(self) -> bool:
+        """Whether the folder that is locked is not at its path any more: it was moved or unmounted, or another one mounted over it, and what is written by its path goes
+        there. False once it was let go of."""
 
     def release(self) -> None:
         """Let go; the end of the process does the same."""

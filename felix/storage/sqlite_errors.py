@@ -10,6 +10,12 @@ def result_code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
+def may_be_disk(error: sqlite3.Error) -> bool:
+    """True where SQLite calls its file damaged: also where the disk could not read it for a moment (EIO, ENXIO), which it does not tell apart
+    (SQLITE_IOERR_CORRUPTFS becomes SQLITE_CORRUPT)."""
+    return result_code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
 def is_full(error: sqlite3.Error) -> bool:
     """True where there was no room for a write, and nothing else is wrong."""
     return result_code(error) == sqlite3.SQLITE_FULL

@@ -224,7 +224,7 @@ class DocumentLeaves:
                 if (
                     self._neighbours.writes_here
                     and self._trail.stopped is not None
-                    and not self._trail.copied
+                    and not self._trail.may_reopen
                 ):
                     return  # nothing crosses any more
             await asyncio.sleep(LOG_AGAIN_S)

@@ -61,7 +61,7 @@ class SegmentDamagedError(CorruptionError):
 
 class StorageFailedError(UnavailableError):
     """A sync failed, or a write left the file in an unknown state: this log must not be used any more. Whoever has it open opens it again after a while
-    (region.log.reopening), so that asking again may do."""
+    (felix.reopening), so that asking again may do."""
 
     default_code = Code.SHARD_STOPPED
 

@@ -1,4 +1,4 @@
-"""Opens again what an error of the disk has stopped: each by itself, after pauses of its own (region.log.reopening).
+"""Opens again what an error of the disk has stopped: each by itself, after pauses of its own (felix.reopening).
 
 Invariants: of one key there is one try at a time; none begins before its pause is over. On the event loop.
 """
@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Hashable
 from enum import Enum
 from typing import Final, Generic, TypeVar
 
+from felix.reopening import Reopening
 from felix.runtime.port import Runtime
 from felix.tasks import TaskSet, end_tasks
-from region.log.reopening import Reopening
 
 NOT_YET_S: Final = 0.1
 """How soon is looked again whether what is due may be tried."""

@@ -48,13 +48,13 @@ from region.log.errors import OffsetOutOfRangeError, storage_error
 from region.log.folder_writer import FolderWriter
 from region.log.frame import Frame, SealedBatch, note_frames
 from region.log.group_commit import GroupCommit
+from region.log.left import Left
 from region.log.maintenance import COMPACTION_SHARE, Maintenance
 from region.log.message_ids import Identified, MessageIds, identified
 from region.log.offloader import OffloadReport
 from region.log.origin import Origin
 from region.log.point import LogPoint
 from region.log.recovery import Recovered, RecoveryReport
-from region.log.reopening import Left
 from region.log.ring import Entry, Ring
 from region.log.segment import ShardIdentity
 from region.log.segment_state import SegmentState

@@ -120,6 +120,9 @@ def _write_again(path: Path) -> None:
     sync_folder(path.parent)
 
 
+DAMAGED_HINT: Final = "Look at the disk, and restart the broker: one that could not be read for a moment looks the same. If it stays so, keep the file, and put back a backup (docs/metadata.md)."
+
+
 class _Database:
     """The connection and every statement. Lives in the worker thread; nothing here awaits."""
 
@@ -168,7 +171,7 @@ class _Database:
             if verdict != "ok":
                 raise CorruptionError(
                     f"The metadata store {self._path} is damaged: {verdict}.",
-                    hint="Stop, keep the file, and put back a backup (docs/metadata.md).",
+                    hint=DAMAGED_HINT,
                 )
             return
         with self._transaction():
@@ -485,7 +488,7 @@ class EmbeddedStore(LocalStore):
         except sqlite3.DatabaseError as error:
             raise CorruptionError(
                 f"The metadata store {self.where} cannot be read: {error}.",
-                hint="Stop, keep the file, and put back a backup (docs/metadata.md).",
+                hint=DAMAGED_HINT,
             ) from error
         except OSError as error:
             if is_full(error):

@@ -44,12 +44,12 @@ from region.log.compaction import CompactionReport
 from region.log.compactor import Transform
 from region.log.companions import RECORDS
 from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError, too_many_files
+from region.log.left import what_is_missing
 from region.log.offload import ListPointer, OffloadList
 from region.log.offloader import drop_local
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.reopener import Reopener, Tried
-from region.log.reopening import what_is_missing
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
 from region.log.segment_state import SegmentState

@@ -671,3 +671,69 @@ def test_a_full_disk_cosigns_nothing_is_told_once_and_goes_on_by_itself(
         assert service.add_checkpoint(log.request(3, 7)).status == 200
     assert len(caplog.records) == 2
     state.close()
+
+
+@pytest.mark.parametrize("fails", ["SELECT", "UPDATE", "COMMIT", "BEGIN"])
+def test_a_disk_that_does_not_answer_cosigns_nothing_is_told_once_and_goes_on_by_itself(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    init_witness(tmp_path / "w", NAME)
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *where, **how: connect(*where, **{**how, "factory": FailingDisk})
+    )
+    state, log = WitnessState.open(tmp_path / "w", serve=True), Log()
+    state.add_log(log.origin, log.signer.key)
+    service = WitnessService(state, lambda: NOW_S)
+    assert service.add_checkpoint(log.request(0, 3)).status == 200
+    monkeypatch.setattr(FailingDisk, "fails", (fails,))
+    with caplog.at_level(logging.INFO, logger="felix.audit.witness"):
+        for _ in range(5):
+            answer = service.add_checkpoint(log.request(3, 7))
+            assert (answer.status, b"cannot be used now: disk I/O error" in answer.body) == (503, True)
+        monkeypatch.setattr(FailingDisk, "fails", ())
+        assert service.add_checkpoint(log.request(3, 7)).status == 200
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 2, said
+    state.close()
+
+
+class UnreadableDisk(sqlite3.Connection):
+    """The disk does not read, so often; SQLite calls that damage."""
+
+    times = 0
+
+    def execute(self, sql: str, *parameters: object) -> sqlite3.Cursor:
+        if UnreadableDisk.times and sql.startswith("SELECT"):
+            UnreadableDisk.times -= 1
+            error = sqlite3.DatabaseError("database disk image is malformed")
+            error.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
+            raise error
+        return super().execute(sql, *parameters)  # type: ignore[arg-type]
+
+
+def test_a_disk_that_cannot_read_for_a_moment_is_not_taken_for_a_damaged_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    init_witness(tmp_path / "w", NAME)
+    connect = sqlite3.connect
+    monkeypatch.setattr(
+        sqlite3, "connect", lambda *where, **how: connect(*where, **{**how, "factory": UnreadableDisk})
+    )
+    monkeypatch.setattr(UnreadableDisk, "times", 1)
+    state, log = WitnessState.open(tmp_path / "w", serve=True), Log()
+    state.add_log(log.origin, log.signer.key)
+    service = WitnessService(state, lambda: NOW_S)
+    assert service.add_checkpoint(log.request(0, 3)).status == 200
+    monkeypatch.setattr(UnreadableDisk, "times", 1)
+    assert service.add_checkpoint(log.request(3, 7)).status == 503
+    assert service.add_checkpoint(log.request(3, 7)).status == 200
+    state.close()
+    # For as long as it does not give the file to anybody, that is why.
+    monkeypatch.setattr(UnreadableDisk, "times", 1_000)
+    monkeypatch.setattr("audit.witness_sqlite._reads", lambda path: False)
+    with pytest.raises(UnavailableError, match="cannot be used now"):
+        WitnessState.open(tmp_path / "w", serve=True)
+    monkeypatch.setattr("audit.witness_sqlite._reads", lambda path: True)
+    with pytest.raises(CorruptionError, match="cannot be read"):
+        WitnessState.open(tmp_path / "w", serve=True)

@@ -389,7 +389,7 @@ async def test_a_log_that_cannot_be_read_once_it_is_open_is_opened_again(
         await until(lambda: agent.context.trail, "its log")
 
 
-async def test_an_agent_whose_log_fails_to_open_by_a_mistake_of_ours_ends_in_order(
+async def test_an_agent_whose_log_fails_to_open_by_a_mistake_of_ours_says_so_and_ends_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mesh = unreachable(tmp_path)
@@ -399,7 +399,8 @@ async def test_an_agent_whose_log_fails_to_open_by_a_mistake_of_ours_ends_in_ord
 
     monkeypatch.setattr(agent_module, "open_egress", mistaken)
     agent = await Agent.start(mesh.bridge_config(), mesh.us.root)
-    await asyncio.wait(agent._tasks, return_when=asyncio.FIRST_EXCEPTION)
+    await until(lambda: "cannot be opened: a mistake" in agent.not_ready(), "what is wrong")
+    assert agent._log_failed()
     await agent.stop()
 
 

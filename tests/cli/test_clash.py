@@ -153,13 +153,15 @@ def test_a_process_says_of_itself_what_has_the_room_of_the_one_before(
         assert read_state(path) is None
     assert len(sizes) == 1
 
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    for number in (errno.ENOSPC, errno.EIO, errno.EROFS):
 
-    monkeypatch.setattr("cli.process.os.pwrite", full)
-    pid = PidFile(tmp_path / "first.pid", "The broker", "")
-    pid.announce(address="127.0.0.1:7443")
-    pid.close()
+        def fails(*_: object, number: int = number) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr("cli.process.os.pwrite", fails)
+        pid = PidFile(tmp_path / f"first{number}.pid", "The broker", "")
+        pid.announce(address="127.0.0.1:7443")
+        pid.close()
 
 
 def test_a_note_that_finds_no_room_ends_no_process(monkeypatch: pytest.MonkeyPatch) -> None:

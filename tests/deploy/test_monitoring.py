@@ -87,6 +87,7 @@ def agent_families() -> set[str]:
         AgentCollector(
             lambda: links,
             lambda: status,
+            lambda: False,
             dict,
             lambda: [WITNESS],
             lambda: {"eu-west": 0},

@@ -183,3 +183,42 @@ async def test_leaves_that_wait_are_bounded_and_all_come_in_the_end(
         assert caught.value.code is Code.LIMIT_MEMORY
     await until(lambda: said == [-1, 0, 1, 2], "the leaves")
     queue.check_room()
+
+
+async def test_leaves_that_were_accepted_and_not_written_are_brought_again_in_their_order() -> None:
+    """As by a log that stopped, and was opened again by its process."""
+    waiting: list[tuple[str, Callable[[int, Exception | None], None]]] = []
+    is_stopped = False
+
+    class Log:
+        def append_nowait(self, leaves: list[Any], done: Any, loop: object) -> int:
+            if is_stopped:
+                raise UnavailableError("it has stopped")
+            waiting.append((leaves[0].name, done))
+            return 0
+
+    def answer(error: Exception | None) -> None:
+        taken = waiting.copy()
+        waiting.clear()
+        for at, (_, done) in enumerate(taken):
+            done(-1 if error else at, error)
+
+    log: Any = Log()
+    queue, said = LeafQueue(log), list[tuple[str, int]]()
+
+    def put(name: str) -> None:
+        leaf: Any = SimpleNamespace(data=b"leaf", name=name)
+        queue.put([leaf], lambda index, error: said.append((name, index)))
+
+    put("a")
+    put("b")
+    is_stopped = True
+    answer(UnavailableError("a sync failed"))
+    put("c")
+    assert said[:2] == [("a", -1), ("b", -1)]
+    is_stopped = False
+    await until(lambda: [name for name, _ in waiting] == ["a", "b", "c"], "all of them, in their order")
+    answer(None)
+    assert said[-3:] == [("a", 0), ("b", 1), ("c", 2)]
+    queue.check_room()
+    queue.close()

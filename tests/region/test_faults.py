@@ -305,21 +305,35 @@ async def test_a_broker_stopped_twice_leaves_no_task_behind(folder: RegionFolder
     await until(lambda: not [t for t in asyncio.all_tasks() if t is not asyncio.current_task()])
 
 
-async def test_a_request_that_finds_no_room_is_told_so_and_logged_once(
-    folder: RegionFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("number", "why", "code"),
+    [
+        (errno.ENOSPC, "disk is full", Code.DISK_FULL),
+        (errno.EIO, "disk failed", Code.UNAVAILABLE),
+        (errno.EMFILE, "too many files open", Code.UNAVAILABLE),
+    ],
+)
+async def test_a_request_that_the_disk_does_not_answer_is_told_so_and_logged_once(
+    folder: RegionFolder,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    number: int,
+    why: str,
+    code: Code,
 ) -> None:
     async def full(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/file")
+        raise OSError(number, os.strerror(number), "/data/file")
 
     async with running(folder, data=str(tmp_path / "data")) as node, client(folder) as region:
         with monkeypatch.context() as patched:
             patched.setattr(node.broker.catalog, "create_stream", full)
             for _ in range(3):
-                with pytest.raises(UnavailableError, match="disk is full") as caught:
+                with pytest.raises(UnavailableError, match=why) as caught:
                     await region.create_stream(CREW)
-                assert caught.value.code is Code.DISK_FULL
+                assert caught.value.code is code
                 assert caught.value.retry_after_ms
         await region.create_stream(CREW)
-    said = [each for each in caplog.records if "no room" in each.getMessage()]
+    said = [each for each in caplog.records if "for want of the disk" in each.getMessage()]
     assert len(said) == 1
     assert not any(each.exc_info for each in caplog.records)

@@ -14,8 +14,8 @@ from long_runs import count
 from replication.replicated_region import NAMES, SimulatedRegion, failing, play
 from replication.test_host import settle
 
+from felix.reopening import REOPEN_MS_MAX, REOPEN_MS_MIN, SOUND_MS, Reopening
 from felix.storage.memory import MemoryDisk
-from region.log.reopening import REOPEN_MS_MAX, REOPEN_MS_MIN, SOUND_MS, Reopening
 
 
 def disk_of(region: SimulatedRegion, name: str) -> MemoryDisk:

@@ -177,6 +177,9 @@ class AgentHost(Host):
         self.keep_folder(folder_of("us-east").root)
         self.agent: Agent
 
+    def comes_back(self, path: Path) -> bool:
+        return True
+
     async def serve(self) -> None:
         self.agent = await Agent.start(
             self.mesh.bridge_config(),
