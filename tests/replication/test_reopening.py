@@ -15,10 +15,12 @@ from long_runs import count
 from replication.replicated_region import NAMES, SimulatedRegion, failing, play
 from replication.test_host import settle
 
-from felix.errors import CorruptionError, UnavailableError
+from felix.errors import CorruptionError
+from felix.runtime.simulated import WORK_S_MAX
 from felix.storage.memory import MemoryDisk
 from region.cluster.transactions import Transaction
 from region.log.disk_reader import READ_FAILURES_MAX
+from region.log.segment_limits import SegmentLimits
 from region.metadata.transaction import TransactResult
 from region.replication.copier import Copier
 from region.replication.disk import ReplicaDisk
@@ -581,3 +583,26 @@ def test_what_a_leaders_disk_does_not_give_is_read_and_written_anew_from_another
         assert not broker.host.alarms
 
     play(scene, 31, answers_early=True)
+
+
+def test_limits_that_are_altered_while_a_copy_is_opened_again_are_in_force() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard, name, limits = (
+            region.shards[0],
+            other_than_leader(region),
+            SegmentLimits(segment_bytes_max=7_000),
+        )
+        host = region.running[name].host
+        region.append_all_the_time()
+        await fail_a_sync(region, name)
+        region.loop.work_s_max = 3.0
+        await region.until(lambda: host._hosted[shard].is_abandoned)
+        host.limit_segments(shard, 0, limits)
+        assert not host.opened_again
+        region.loop.work_s_max = WORK_S_MAX
+        await region.until(lambda: host.opened_again)
+        disk = host.disks(shard)[0]
+        assert disk.plan.limits == disk.log.limits == limits
+        await settle(region)
+
+    play(scene, 39)
