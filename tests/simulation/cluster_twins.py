@@ -471,7 +471,7 @@ TWINS: Final = (
     ),
     Twin(
         "R1: an expansion counts for min once it is known",
-        77,
+        39,
         patched(LeaderCore, "_enough", enough_by_the_newest),
     ),
     Twin(
@@ -480,7 +480,7 @@ TWINS: Final = (
         patched(Standing, "all", property(only_read)),
         test_leader.test_r2_reading_the_same_revision_settles_no_swap,
     ),
-    Twin("a shrink counts once it is known", 77, patched(Standing, "all", property(only_sent))),
+    Twin("a shrink counts once it is known", 14, patched(Standing, "all", property(only_sent))),
     Twin(
         "R2: a swap without an answer may happen yet",
         None,
@@ -639,7 +639,7 @@ TWINS: Final = (
     ),
     Twin(
         "R17: a holder of a lease tells where a log ends",
-        14,
+        120,
         patched(cluster_readers, "may_begin", begin_without_lease),
     ),
     Twin(
@@ -711,7 +711,7 @@ TWINS: Final = (
     ),
     Twin(
         "24: nothing is deleted before a list without it is in force",
-        104,
+        127,
         patched(Turns, "_wrote", delete_at_once),
     ),
     Twin(
