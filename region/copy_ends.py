@@ -50,7 +50,7 @@ class CopyEnds:
 
     async def _told(self, peer: str, asked: EndAsk) -> EndTold:
         shard = ShardId(asked.incarnation, asked.shard)
-        found, why = self._host.end_of(shard), self._host.unopened.get(shard, "")
+        found, why = self._host.end_of(shard), self._host.why_unknown(shard)
         if found is not None:
             return EndTold(found.registration, found.last_epoch, found.election, found.end, found.journals)
         if why:

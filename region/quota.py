@@ -406,14 +406,16 @@ class Quotas:
 
     def told(self, uses: list[Use]) -> list[Use]:
         """What is told, of all that is used and of what is stored where nobody uses it: ACCOUNTS_TOLD_MAX accounts, those that wait first, and
-        CLIENTS_TOLD_MAX clients."""
+        CLIENTS_TOLD_MAX clients, of those accounts first that have fewest."""
         if len(uses) > ACCOUNTS_TOLD_MAX:
             uses = sorted(uses, key=lambda use: -max(use.rates.values(), default=0.0))[:ACCOUNTS_TOLD_MAX]
-        clients = list(accumulate(len(use.clients) for use in uses))
-        if clients and clients[-1] > CLIENTS_TOLD_MAX:
+        if sum(len(use.clients) for use in uses) > CLIENTS_TOLD_MAX:
+            # Who has many does not take their place from all the others.
+            uses = sorted(uses, key=lambda use: len(use.clients))
+            counts = accumulate(len(use.clients) for use in uses)
             uses = [
                 use if count <= CLIENTS_TOLD_MAX else replace(use, clients=[])
-                for use, count in zip(uses, clients, strict=True)
+                for use, count in zip(uses, counts, strict=True)
             ]
         keys = {(use.scope, use.name) for use in uses}
         stored = (

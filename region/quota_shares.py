@@ -24,7 +24,8 @@ FLOOR_PARTS: Final = 20
 HEADROOM: Final = 1.25
 """Who does not wait wants a quarter more than it uses, so that it may grow."""
 CLIENTS_TOLD_MAX: Final = 20_000
-"""Clients that one broker names, over all accounts: some 200 KB. Of accounts beyond that each session counts, as of clients without an id."""
+"""Clients that one broker names, over all accounts: some 200 KB. Of accounts beyond that, which have more clients than the others, each session
+counts, as of clients without an id."""
 SILENT_S: Final = 3.0
 """A broker that is alive and was not heard for so long may have its even share, or more: everybody goes back to that."""
 

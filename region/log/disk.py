@@ -470,6 +470,10 @@ class DiskLog:
 
     # Reading: region.log.log_reader, any thread.
 
+    def read_around(self) -> None:
+        """As `SegmentReader.read_around`."""
+        self._reader.read_around()
+
     def read(
         self, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
     ) -> list[SealedBatch]:

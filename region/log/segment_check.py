@@ -1,4 +1,5 @@
-"""Looking at every byte of a closed segment, a window at a time, beside whoever reads and writes the log. Blocking: threads only.
+"""Looking at every byte of a closed segment, a window at a time, beside whoever reads and writes the log. What the disk does not give is damage,
+too. Blocking: threads only.
 
 Invariant: nothing is changed; a file that is gone is a FileNotFoundError: the caller knows whether the segment was let go of meanwhile.
 """
@@ -12,6 +13,7 @@ from felix.storage.port import Files
 from region.log.segment import ENTRY_BYTES_MAX, EntryIncompleteError, scan_window
 from region.log.segment_scan import damaged
 from region.log.segment_state import SegmentState
+from region.log.unread import AroundUnread
 
 CHECK_BYTES: Final = 2 * ENTRY_BYTES_MAX
 """Looked at at a time, at most: room for the largest entry, and a few hundredths of a second of a thread."""
@@ -25,6 +27,7 @@ class SegmentCheck:
         self.position = 0
         """up to where it was looked at, in bytes"""
         self._files = files
+        self._reads = AroundUnread(files)
         self._offset = segment.base_offset
         self._batches = self._records = 0
 
@@ -38,7 +41,7 @@ class SegmentCheck:
         try:
             size = self._files.size(descriptor)
             wanted = min(CHECK_BYTES, max(0, segment.segment_bytes - begin))
-            window = self._files.pread(descriptor, wanted, begin)
+            window = self._reads.pread(descriptor, wanted, begin)
         finally:
             self._files.close(descriptor)
         if size != segment.segment_bytes or len(window) != wanted:

@@ -32,6 +32,7 @@ from region.log.segment import (
 from region.log.segment_scan import annotate, count_batch, damaged, scan_bytes, scan_file
 from region.log.segment_state import SegmentState, write_index
 from region.log.segment_survey import next_entry
+from region.log.unread import AroundUnread, Reads, is_unread
 
 _INDEXES_HELD_MAX: Final = 16
 """Indexes of closed segments in memory per shard, about 100 KiB each."""
@@ -52,11 +53,17 @@ class SegmentReader:
 
     def __init__(self, files: Files, shard: int) -> None:
         self._files = files
+        self._reads: Reads = files
         self._shard = shard
         self._indexes: BoundedMap[Path, SparseIndex] | None = None
         """made for the first of them: most logs have no closed segment that anybody reads"""
         self._lock = Lock()
         """readers come from several threads"""
+
+    def read_around(self) -> None:
+        """The log has copies: what its disk does not give counts as damage, which is repaired from them. Not where the log is cut, or its producers are
+        counted: there it is the disk that fails."""
+        self._reads = AroundUnread(self._files)
 
     def read(
         self, segment: SegmentState, offset: int, max_bytes: int, limit: int, *, around_damage: bool = False
@@ -91,7 +98,7 @@ class SegmentReader:
         reached = -1
         skipped, lost = False, 0
         while True:
-            window = memoryview(self._files.pread(descriptor, wanted, position))
+            window = memoryview(self._reads.pread(descriptor, wanted, position))
             index = 0
             try:
                 while reached < end_offset and not (compacted and position + index >= segment.segment_bytes):
@@ -143,7 +150,7 @@ class SegmentReader:
                 behind = None
                 if around_damage and not compacted and not skipped:
                     behind = next_entry(
-                        self._files, descriptor, segment.header, at + 1, segment.segment_bytes
+                        self._reads, descriptor, segment.header, at + 1, segment.segment_bytes
                     )
                 if behind is None:
                     raise damaged(
@@ -209,7 +216,7 @@ class SegmentReader:
         reached = counter.point if is_exact else None
         try:
             for entry, data in scan_bytes(
-                self._files,
+                self._reads,
                 descriptor,
                 segment.header,
                 position,
@@ -255,7 +262,7 @@ class SegmentReader:
         while position < end:
             try:
                 for entry in scan_file(
-                    self._files, descriptor, segment.header, position, end, verify_bodies=False
+                    self._reads, descriptor, segment.header, position, end, verify_bodies=False
                 ):
                     before = counter.point
                     is_own = counter.follow(entry)
@@ -275,7 +282,7 @@ class SegmentReader:
                         is_exact = True
                     position = entry.end
             except EntryDamagedError:
-                behind = next_entry(self._files, descriptor, segment.header, position + 1, end)
+                behind = next_entry(self._reads, descriptor, segment.header, position + 1, end)
                 if behind is None:
                     return None
                 position, is_exact = behind, False
@@ -300,7 +307,7 @@ class SegmentReader:
         end = index.positions[at + 1] if at + 1 < len(index.positions) else segment.segment_bytes
         try:
             for entry in scan_file(
-                self._files, descriptor, segment.header, position, end, verify_bodies=False
+                self._reads, descriptor, segment.header, position, end, verify_bodies=False
             ):
                 position = entry.end
                 yield entry
@@ -314,7 +321,7 @@ class SegmentReader:
         descriptor = self._open(segment)
         try:
             for entry in scan_file(
-                self._files,
+                self._reads,
                 descriptor,
                 segment.header,
                 segment.start,
@@ -397,7 +404,12 @@ class SegmentReader:
             held = None if self._indexes is None else self._indexes.use(segment.path)
         if held is not None:
             return held
-        stored = read_file(self._files, segment.index_path)
+        try:
+            stored = read_file(self._files, segment.index_path)
+        except OSError as error:
+            if not is_unread(error):
+                raise
+            stored = None
         index = stored and decode_index(
             stored,
             base_offset=segment.base_offset,

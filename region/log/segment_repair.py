@@ -38,6 +38,7 @@ from region.log.segment_check import SegmentCheck
 from region.log.segment_scan import damaged
 from region.log.segment_state import SegmentState
 from region.log.segment_survey import LostPart, lost_parts
+from region.log.unread import AroundUnread, is_unread
 
 COPY_BYTES: Final = 1 << 20
 """Of the old file, in memory at once."""
@@ -60,6 +61,7 @@ class SegmentRepair:
         """up to where frames of the part were taken"""
         self._log = log
         self._files = files
+        self._reads = AroundUnread(files)
         self._segment = segment
         self._parts: deque[LostPart] = deque(parts)
         self._epoch = 0
@@ -83,9 +85,9 @@ class SegmentRepair:
         self._is_misshapen = (
             self._old < 0
             or self._files.size(self._old) != segment.segment_bytes
-            or self._files.pread(self._old, len(encoded), 0) != encoded
+            or self._reads.pread(self._old, len(encoded), 0) != encoded
         )
-        self._parts = deque(lost_parts(self._files, self._old, segment))
+        self._parts = deque(lost_parts(self._reads, self._old, segment))
         self._begin_part()
 
     @property
@@ -107,6 +109,24 @@ class SegmentRepair:
     def wants_annotations(self) -> bool:
         """Whether those in force at `reached` have to come with the next frames."""
         return bool(self._parts) and self._parts[0].has_copies and self._position == self._parts[0].position
+
+    @property
+    def unread(self) -> OSError | None:
+        """Why the disk did not give some of it; None where it gave all that it has."""
+        return self._reads.error
+
+    def gives_parts(self) -> bool:
+        """Whether the disk gives the bytes of all parts, which it did not before. Raises OSError."""
+        self._open_old()
+        for part in self._parts if self._old >= 0 else ():
+            for position in range(part.position, part.end, COPY_BYTES):
+                try:
+                    self._files.pread(self._old, min(COPY_BYTES, part.end - position), position)
+                except OSError as error:
+                    if is_unread(error):
+                        return False
+                    raise
+        return True
 
     @property
     def is_changed(self) -> bool:
@@ -171,7 +191,7 @@ class SegmentRepair:
             end_note=segment.end_note,
         )
         if self.left:
-            for part in lost_parts(self._files, self._descriptor, written):
+            for part in lost_parts(self._reads, self._descriptor, written):
                 if not any(one.position <= part.position and part.end <= one.end for one in self.left):
                     raise damaged(self._aside, part.position, part.begin.offset, "it was damaged meanwhile")
         else:
@@ -218,7 +238,7 @@ class SegmentRepair:
     def _copy(self, position: int, end: int) -> None:
         while position < end:
             wanted = min(COPY_BYTES, end - position)
-            had = b"" if self._old < 0 else self._files.pread(self._old, wanted, position)
+            had = b"" if self._old < 0 else self._reads.pread(self._old, wanted, position)
             position = write_all(
                 self._files, self._descriptor, (had or bytes(wanted),), position
             )  # where the file is shorter than it was, zeros
@@ -284,7 +304,7 @@ class SegmentRepair:
         behind = min(end + ENTRY_HEAD_BYTES_MAX, self._segment.segment_bytes)
         if self._old < 0 or behind <= begin:
             return memoryview(b"")
-        return memoryview(self._files.pread(self._old, behind - begin, begin))
+        return memoryview(self._reads.pread(self._old, behind - begin, begin))
 
     def _readable(self, had: memoryview, begin: int, end: int) -> list[SegmentEntry]:
         """The old file's own entries that begin between the two, wherever it is damaged; their bodies were not looked at."""

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Final
 
 from felix.batch import BatchHeader
-from felix.storage.port import Files
 from region.log.errors import SegmentDamagedError
 from region.log.producers import ProducerTable, Remembered
 from region.log.segment import (
@@ -17,6 +16,7 @@ from region.log.segment import (
     SegmentHeader,
     decode_entry,
 )
+from region.log.unread import Reads
 
 WINDOW_BYTES: Final = 4 * ENTRY_BYTES_MAX
 """Read at once while scanning: a few of the largest entries, so memory stays bounded whatever a segment holds."""
@@ -55,7 +55,7 @@ def damaged(path: Path, position: int, offset: int, what: str) -> SegmentDamaged
 
 
 def scan_file(
-    files: Files, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
+    files: Reads, descriptor: int, segment: SegmentHeader, start: int, end: int, *, verify_bodies: bool
 ) -> Iterator[SegmentEntry]:
     """Every entry from `start` on, window by window. Raises EntryDamagedError where one is not whole before `end`."""
     for entry, _ in scan_bytes(files, descriptor, segment, start, end, verify_bodies=verify_bodies):
@@ -63,7 +63,7 @@ def scan_file(
 
 
 def scan_bytes(
-    files: Files,
+    files: Reads,
     descriptor: int,
     segment: SegmentHeader,
     start: int,

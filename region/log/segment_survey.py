@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Final, NamedTuple
 
 from felix.batch import body_checksum
-from felix.storage.port import Files
 from region.log.point import LogPoint, PointCounter
 from region.log.segment import (
     ENTRY_HEAD_BYTES_MAX,
@@ -25,6 +24,7 @@ from region.log.segment import (
 )
 from region.log.segment_scan import WINDOW_BYTES
 from region.log.segment_state import SegmentState
+from region.log.unread import Reads
 
 LOST_PARTS_MAX: Final = 4_096
 """Of a segment, half a megabyte in memory: the last one goes on to the segment's end, over what can still be read there, too."""
@@ -136,7 +136,7 @@ class _Survey:
             self.parts[-1] = self.parts[-1].joined(part)
 
 
-def lost_parts(files: Files, descriptor: int, segment: SegmentState) -> list[LostPart]:
+def lost_parts(files: Reads, descriptor: int, segment: SegmentState) -> list[LostPart]:
     """In the order of the file, which has one at most where it is gone (`descriptor` is -1). Raises OSError."""
     survey, position, end = _Survey(segment), segment.start, segment.segment_bytes
     header = segment.header
@@ -180,7 +180,7 @@ def _body_holds(window: memoryview, index: int, entry: SegmentEntry) -> bool:
     return len(body) == header.body_length and body_checksum(body) == header.body_checksum
 
 
-def next_entry(files: Files, descriptor: int, header: SegmentHeader, position: int, end: int) -> int | None:
+def next_entry(files: Reads, descriptor: int, header: SegmentHeader, position: int, end: int) -> int | None:
     """Where the first entry begins, from `position` on and before `end`, whose head can be read."""
     while position < end:
         window = files.pread(descriptor, min(WINDOW_BYTES, end - position), position)

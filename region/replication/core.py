@@ -66,6 +66,7 @@ class ReplicaCore:
         acknowledged. It leads no epoch twice, knows no older one and no older record, and its commit point does not fall. Whoever leads hears no question
         that has not a higher number than those before, and what was answered to those is not taken here."""
         self.replica.fence = before.replica.fence
+        self.replica.lost, self.replica.lost_in = before.replica.lost, before.replica.lost_in
         for number, log in self.replica.logs.items():
             log.commit = max(log.commit, min(before.replica.logs[number].commit, log.end))
         self.follower.ask = before.follower.ask

@@ -148,6 +148,7 @@ class ReplicaDisk:
         """whether the log ends before what was known here to be committed"""
         self.log = log
         log.shares_offload = True
+        log.read_around()
         self.producers = producers
         self._segments_seen = log.segment_count
         self.history = History(starts)

@@ -37,7 +37,7 @@ from felix.tasks import TaskSet, end_tasks
 from region.cluster.election import JournalEnd, LogEnd, has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
-from region.cluster.records import ShardDurability, ShardId, ShardRecord, YieldReason
+from region.cluster.records import ShardDurability, ShardId, YieldReason
 from region.cluster.registration import LEASE_MARGIN_MS
 from region.cluster.transactions import Refusal, change, leave_sets, open_again
 from region.log.compaction import CompactionReport
@@ -114,7 +114,7 @@ RETRY_MS: Final = 250
 HUNG_LOOK_MS: Final = 1_000
 """Between two looks at whether disks answer."""
 FULL_AGAIN_MS: Final = 60_000
-"""A leader whose disk is full lets another one lead once in so long: where all are full, the shard does not go round among them."""
+"""A leader whose disk is full, or takes no repair, lets another one lead once in so long: where all are so, the shard does not go round among them."""
 
 
 class Links(CopierLinks, Protocol):
@@ -163,7 +163,7 @@ class Hosted:
     to_begin: dict[int, int] = field(default_factory=dict)
     """per log the epoch that it is about to begin"""
     full_again_ms: int = 0
-    """from when on a full disk has another one lead"""
+    """from when on a full disk, or one that takes no repair, has another one lead"""
     hangs: bool = False
     """its disk has not answered for HUNG_MS"""
     broken: str = ""
@@ -172,8 +172,6 @@ class Hosted:
     """per log that has failed, and is closed: how far it may have been acknowledged"""
     is_abandoned: bool = False
     """whether its logs are closed, to be opened again"""
-    is_reopened: bool = False
-    """whether its logs had failed, and were opened again: where nobody leads, its record is to say so"""
     unchanged: str = ""
     """why its record was not changed when that was tried last, as the log has it; empty once it was"""
 
@@ -351,7 +349,7 @@ class ReplicaHost:
             {number: disk.beginning() for number, disk in disks.items()}, lease=self._broker_lease, lost=lost,
             lost_in=0 if record is None else record.epoch, answers_early=plan.answers_early,
         )  # fmt: skip
-        hosted = Hosted(plan, ReplicaCore(replica), {}, is_reopened=before is not None)
+        hosted = Hosted(plan, ReplicaCore(replica), {})
         if before is not None:
             hosted.core.go_on_from(before.core)
         for number, disk in disks.items():
@@ -475,7 +473,10 @@ class ReplicaHost:
             except CorruptionError as error:
                 why = error.sentence
                 await self._leave_sets(shard, if_alone=False)
-            lost = disks and (self._what_is_lost(plan, disks) or _what_was_lost(hosted, disks))
+            lost = _what_was_lost(hosted, disks) if disks else ""
+            # What is built anew because it was lost is no less than it was.
+            if disks and not lost and not hosted.core.replica.lost:
+                lost = self._what_is_lost(plan, disks)
             if lost:
                 why = lost
                 for disk in disks.values():
@@ -494,33 +495,42 @@ class ReplicaHost:
             return Tried.OVER
         self._over.pop(shard, None)
         log.warning("shard %s: its logs are open again; no longer: %s", shard, self.alarms.pop(shard, ""))
+        for number, disk in disks.items():
+            # They may have been altered meanwhile.
+            disk.limit_segments(hosted.workers[number].disk.plan.limits)
         self._host(plan, disks, before=hosted)
+        if self._is_leaving:
+            self._step(self._hosted[shard], Leaving())
         return Tried.OPENED
 
-    def _look_whether_it_counts(self, hosted: Hosted) -> None:
-        """Where nobody leads, and the record says that this copy has failed which is open again, it is to say so no more."""
-        record = self._mirror.view.shards.get(hosted.shard)
-        if record is not None and record.failed.get(self._broker) != self._registration:
-            hosted.is_reopened = False
-        if record is not None and self._counts_again(hosted, record) and hosted.shard not in self._counting:
-            self._counting.add(hosted.shard)
+    def _look_whether_it_may_lead(self, hosted: Hosted) -> None:
+        """A copy that cannot lead says so where it is elected: whoever led before had not heard of it. One that can, and counts as failed, says that
+        while nobody leads: its logs are open again, or its disk answers again."""
+        shard, record = hosted.shard, self._mirror.view.shards.get(hosted.shard)
+        # Of each copy once a second, and nearly all are well.
+        if record is None or not (record.failed or hosted.broken or hosted.core.replica.failed):
+            return
+        self._yield_broken(shard)
+        if shard not in self._counting and self._counts_again(hosted):
+            self._counting.add(shard)
             self._tasks.begin(self._count_again(hosted), name="replication")
 
-    def _counts_again(self, hosted: Hosted, record: ShardRecord) -> bool:
+    def _counts_again(self, hosted: Hosted) -> bool:
+        record, replica = self._mirror.view.shards.get(hosted.shard), hosted.core.replica
         return (
-            hosted.is_reopened
-            and not hosted.broken
-            and not hosted.core.replica.failed
+            record is not None
             and record.failed.get(self._broker) == self._registration
             and (not record.leader or has_yielded(record))
+            and not (hosted.broken or hosted.is_settling or hosted.core.leader.leads)
+            and not (replica.stopped or replica.lost or replica.copying)
+            and replica.synced
+            and not any(map(_is_hung, hosted.workers.values()))
         )
 
     async def _count_again(self, hosted: Hosted) -> None:
         shard = hosted.shard
         try:
-            while (record := self._mirror.view.shards.get(shard)) is not None and self._counts_again(
-                hosted, record
-            ):
+            while self._counts_again(hosted):
                 made = open_again(self._mirror.view, shard, self._broker)
                 try:
                     if not isinstance(made, Refusal):
@@ -613,9 +623,9 @@ class ReplicaHost:
         return None if hosted is None else hosted.core.replica
 
     def end_of(self, shard: ShardId) -> LogEnd | None:
-        """How far a copy here goes, led or not; None where it is not open."""
+        """How far a copy here goes, led or not; None where it is not open, or `why_unknown` says why nobody knows."""
         hosted = self._hosted.get(shard)
-        if hosted is None:
+        if hosted is None or _has_failed(hosted):
             return None
         records, *journals = (
             JournalEnd(number, log.history.epoch_before(log.end), (log.end.offset, log.end.note))
@@ -624,6 +634,13 @@ class ReplicaHost:
         begun = hosted.core.replica.logs[RECORDS].history.find(records.epoch)
         election = begun.election if begun else ""
         return LogEnd(self._registration, records.epoch, election, records.end, tuple(journals))
+
+    def why_unknown(self, shard: ShardId) -> str:
+        """Why nobody knows how far a copy here goes: it cannot be opened, or its disk has failed. Empty where it is open, or not here."""
+        if why := self.unopened.get(shard, ""):
+            return why
+        hosted = self._hosted.get(shard)
+        return self.alarms.get(shard, "it has failed") if hosted is not None and _has_failed(hosted) else ""
 
     @property
     def shards(self) -> list[ShardId]:
@@ -793,10 +810,15 @@ class ReplicaHost:
             "its disk is full: nothing is written there until there is room",
             lambda: not copies.is_full,
         )
-        self._hand_over_full(hosted)
+        self._hand_over(hosted)
 
-    def _hand_over_full(self, hosted: Hosted) -> None:
-        """Whoever has room leads, where somebody else is in sync."""
+    def hand_over(self, shard: ShardId) -> None:
+        """A damaged segment cannot be repaired, as the disk takes nothing: who leads here lets another one lead, where somebody else is in sync."""
+        if (hosted := self._hosted.get(shard)) is not None:
+            self._hand_over(hosted)
+
+    def _hand_over(self, hosted: Hosted) -> None:
+        """Whoever has room, or a disk that works, leads, where somebody else is in sync."""
         now = self._now()
         if hosted.core.leader.leads and now >= hosted.full_again_ms:
             hosted.full_again_ms = now + FULL_AGAIN_MS
@@ -1068,20 +1090,19 @@ class ReplicaHost:
             worker.halt(hosted.broken)
         self._depose(hosted, not_leader(hosted.shard))
         self._tell(hosted)
-        self._yield_broken(hosted.shard, "failed")
+        self._yield_broken(hosted.shard)
 
-    def _yield_broken(self, shard: ShardId, why: YieldReason) -> None:
-        if shard not in self._yielding and not self._is_closed:
+    def _yield_broken(self, shard: ShardId) -> None:
+        if shard not in self._yielding and not self._is_closed and self._why_elected_in_vain(shard):
             self._yielding.add(shard)
-            self._tasks.begin(self._yield_until_heard(shard, why), name="replication")
+            self._tasks.begin(self._yield_until_heard(shard), name="replication")
 
-    async def _yield_until_heard(self, shard: ShardId, why: YieldReason) -> None:
+    async def _yield_until_heard(self, shard: ShardId) -> None:
         """Say in the store that this copy cannot serve, while its record says that it leads: its core cannot any more, or it has none."""
         try:
-            while (record := self._mirror.view.shards.get(shard)) is not None and (
-                record.leader == self._broker and not has_yielded(record)
-            ):
+            while why := self._why_elected_in_vain(shard):
                 view = self._mirror.view
+                record = view.shards[shard]
                 revision = view.revision_of(view.keys.shard(shard))
                 made = change(view, shard, self._broker, record, revision, with_yield(record, why))
                 if not isinstance(made, Refusal):
@@ -1197,7 +1218,7 @@ class ReplicaHost:
                 f"its disk is full ({worker.full}): what it is to write waits, and goes on once there is room",
                 lambda: not worker.full,
             )
-            self._hand_over_full(hosted)
+            self._hand_over(hosted)
         elif isinstance(told, Collected):
             hosted.copier.go_on(told, self._now())
         elif isinstance(told, CopyFailed):
@@ -1371,25 +1392,35 @@ class ReplicaHost:
         view = self._mirror.view
         for shard in shards:
             hosted, record = self._hosted.get(shard), view.shards.get(shard)
-            if (hosted is not None and hosted.broken) or shard in self.unopened:
-                # Elected as one of its sets: nobody else knows that it is broken.
-                self._yield_broken(shard, "failed" if hosted else "corrupt")
-            elif hosted is not None and record is not None:
+            if hosted is None:
+                # Elected as one of its sets: nobody else knows that it cannot be opened.
+                self._yield_broken(shard)
+            elif record is not None:
                 key = view.keys.shard(shard)
                 self._step(hosted, RecordRead(record, view.revision_of(key), view.revision))
-                if self._is_elected_in_vain(hosted, record):
-                    self._yield_broken(shard, "failed")
-                self._look_whether_it_counts(hosted)
+                self._look_whether_it_may_lead(hosted)
 
-    def _is_elected_in_vain(self, hosted: Hosted, record: ShardRecord) -> bool:
-        """Whether a copy that failed as a follower leads by the record: whoever led before had not heard that it failed."""
-        return (
-            hosted.core.replica.failed == "failed"
-            and record.leader == self._broker
-            and record.isr.get(self._broker) == self._registration
-            and not has_yielded(record)
-            and not hosted.core.leader.leads
-        )
+    def _why_elected_in_vain(self, shard: ShardId) -> YieldReason | None:
+        """Why a copy here cannot lead that is to by the record; None where it can, or is not to."""
+        hosted, record = self._hosted.get(shard), self._mirror.view.shards.get(shard)
+        if (
+            record is None
+            or record.leader != self._broker
+            or record.isr.get(self._broker) != self._registration
+            or has_yielded(record)
+        ):
+            return None
+        if hosted is None:
+            return "corrupt" if shard in self.unopened else None
+        if hosted.broken:
+            return "failed"
+        failed = hosted.core.replica.failed
+        if failed in ("", "leaving") or hosted.core.leader.leads:
+            return None
+        if failed == "failed":
+            return "failed"
+        # One that was to cut what is committed, and did not, has that: a person is to look.
+        return "corrupt" if _has_failed(hosted) else None
 
     def _know_peers(self) -> None:
         view = self._mirror.view
@@ -1444,6 +1475,7 @@ class ReplicaHost:
                 self._hung_looked_ms = now
                 for hosted in list(self._hosted.values()):
                     self._look_whether_hung(hosted)
+                    self._look_whether_it_may_lead(hosted)
             is_detached = now > self._broker_lease.until_ms + DETACHED_MS
             for hosted in list((self._hosted if is_detached else self._ticking).values()):
                 if now < hosted.core.rests_until_ms and not is_detached:
@@ -1494,6 +1526,11 @@ def _what_was_lost(before: Hosted, disks: Mapping[int, ReplicaDisk]) -> str:
         if missing := what_is_missing(disks[number].log.end_point, end):
             return f"log {number} {missing}"
     return ""
+
+
+def _has_failed(hosted: Hosted) -> bool:
+    """Whether what is known here of its logs may not be what is on the disk."""
+    return bool(hosted.broken) or any(worker.failure for worker in hosted.workers.values())
 
 
 def _is_hung(worker: LogWorker) -> bool:

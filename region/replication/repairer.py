@@ -131,6 +131,9 @@ class Copies(Protocol):
     def may_be_compacted(self, shard: ShardId, number: int) -> bool:
         """Whether copies of the log are compacted, or this one was."""
 
+    def hand_over(self, shard: ShardId) -> None:
+        """The disk takes no repair: where this broker leads, it lets another one lead; not again and again."""
+
     def copy_anew(self, shard: ShardId, number: int) -> bool:
         """Have the whole log copied from its leader, which is another one soon where this broker leads; False where nobody has another copy."""
 
@@ -174,6 +177,8 @@ class Damage:
     """how many of these were asked for since the first of them was; they are asked for again after the others"""
     refused: int = 0
     """attempts in which somebody could not give something"""
+    is_unread: bool = False
+    """whether that is because the disk does not give it: it may yet, so nothing is put in its place before all of it is there"""
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
@@ -398,6 +403,8 @@ class Repairer:
             if self._copies.is_copying(damage.shard, damage.number):
                 return Outcome.SOON, ""
             if segment.header.span is not None:
+                if await self._holds(segment):
+                    return Outcome.REPAIRED, ""
                 return self._copy_anew(damage, "it was compacted")
             try:
                 if not await self._run(disk.close_active, segment):
@@ -408,9 +415,22 @@ class Repairer:
             except WorkEndedError:
                 return Outcome.SOON, ""
             except OSError as error:
-                return Outcome.LATER, "the disk is full" if is_full(error) else f"the disk: {error}"
+                if is_full(error):
+                    return Outcome.LATER, "the disk is full"
+                self._copies.hand_over(damage.shard)
+                return Outcome.LATER, f"the disk: {error}"
             except FelixError as error:
                 return Outcome.LATER, error.sentence.rstrip(".")
+
+    async def _holds(self, segment: SegmentState) -> bool:
+        """Whether all of it can be read by now: the disk did not give it for a moment."""
+        check = SegmentCheck(self._files, segment)
+        try:
+            while not await self._run(check.step):
+                pass
+        except (SegmentDamagedError, OSError):
+            return False
+        return True
 
     def _copy_anew(self, damage: Damage, why: str) -> tuple[Outcome, str]:
         if self._copies.copy_anew(damage.shard, damage.number):
@@ -426,6 +446,8 @@ class Repairer:
         repair = disk.begin_repair(segment, damage.parts)
         known, skipped = bool(damage.parts), damage.missed
         try:
+            if known and damage.is_unread and await self._run(repair.gives_parts):
+                known, skipped = False, 0
             if not known:
                 await self._run(repair.survey)
             for _ in range(skipped):
@@ -435,7 +457,8 @@ class Repairer:
                     continue
                 asked.missed += asked.missed < PARTS_MISSED_MAX
                 await self._run(repair.leave)
-            if repair.is_changed or not repair.left:
+            damage.is_unread = repair.unread is not None or (known and damage.is_unread)
+            if not repair.left or (repair.is_changed and not damage.is_unread):
                 try:
                     if not await self._run(disk.finish_repair, repair):
                         return Outcome.GONE, ""
@@ -446,6 +469,8 @@ class Repairer:
             self._tell_refused(asked)
             with suppress(OSError):
                 await self._run(repair.abandon)
+        if repair.unread is not None and not damage.parts:
+            log.error("shard %s: %s is not read whole: %s", damage.shard, segment.path, repair.unread)
         damage.parts = repair.left
         damage.missed = skipped + asked.missed if asked.missed == PARTS_MISSED_MAX else 0
         if damage.missed >= len(damage.parts):

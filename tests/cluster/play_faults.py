@@ -652,14 +652,18 @@ async def all_disks_hang(play: Play) -> None:
         await asyncio.to_thread(machine.go_on)
 
 
-async def _a_sync_fails(play: Play, names: Sequence[str], what: str = "") -> None:
-    """The next one of each, of a path with `what` in it. Then the power goes, and with it all that was not synced: also what a later sync of the
-    same file is taken for."""
+async def _until_a_sync_fails(play: Play, names: Sequence[str], what: str) -> None:
     for name in names:
         play.failing(name).write_text(what)
     async with asyncio.timeout(WAIT_S):
         while all(play.failing(name).exists() for name in names):  # noqa: ASYNC110 - no event is set for it
             await asyncio.sleep(0.05)
+
+
+async def _a_sync_fails(play: Play, names: Sequence[str], what: str = "") -> None:
+    """The next one of each, of a path with `what` in it. Then the power goes, and with it all that was not synced: also what a later sync of the
+    same file is taken for."""
+    await _until_a_sync_fails(play, names, what)
     if len(names) == 1:
         await play.load.goes_on(GOES_ON)
     else:
@@ -686,6 +690,32 @@ async def a_sync_of_each_broker_fails(play: Play) -> None:
     await _a_sync_fails(play, BROKERS)
 
 
+async def a_sync_of_the_leader_fails_and_it_stands_still(play: Play) -> None:
+    """About when it opens its copy again; then it loses its power."""
+    leader, _ = await play.led()
+    await _until_a_sync_fails(play, [leader], ".seg")
+    await asyncio.sleep(REOPENED_S * play.random.random())
+    play.brokers[leader].signal(signal.SIGSTOP)
+    await _lease()
+    play.brokers[leader].signal(signal.SIGCONT)
+    await asyncio.sleep(REOPENED_S * play.random.random())
+    await asyncio.to_thread(cut_power, [play.brokers[leader]])
+    await play.start_again(leader)
+
+
+async def a_sync_of_the_leader_fails_and_the_others_are_killed(play: Play) -> None:
+    """About when it opens its copy again: nobody else is there to lead."""
+    leader, others = await play.led()
+    await _until_a_sync_fails(play, [leader], ".seg")
+    await asyncio.sleep(REOPENED_S * play.random.random())
+    for name in others:
+        play.brokers[name].kill()
+    await asyncio.sleep(REOPENED_S * play.random.random())
+    await play.start_again(play.random.choice(others))
+    await play.load.goes_on(GOES_ON)
+    await play.start_again(*(name for name in others if play.brokers[name].process is None))
+
+
 FAULTS: Final[dict[str, Fault]] = {
     fault.__name__: fault
     for fault in (
@@ -698,6 +728,7 @@ FAULTS: Final[dict[str, Fault]] = {
         a_disk_is_full, two_disks_are_full, all_disks_are_full, all_disks_are_full_and_a_broker_is_killed,
         the_leaders_disk_hangs, a_followers_disk_hangs, the_queues_leaders_disk_hangs_and_it_loses_power, all_disks_hang,
         a_sync_of_the_leader_fails, a_sync_fails, a_sync_of_each_broker_fails,
+        a_sync_of_the_leader_fails_and_it_stands_still, a_sync_of_the_leader_fails_and_the_others_are_killed,
     )
 }  # fmt: skip
 

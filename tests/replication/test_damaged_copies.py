@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -366,5 +368,30 @@ def test_a_damaged_compacted_segment_has_its_log_copied_from_the_leader(
         assert is_whole(region, victim)
         assert (leader_of(region) == leader) is (victim != leader)
         await region.until(lambda: not region.running[victim].host.repairs.damaged)
+
+    play(scene, 7, scrub=OFTEN)
+
+
+def test_a_compacted_segment_that_the_disk_does_not_give_for_a_moment_is_not_copied() -> None:
+    async def scene(region: SimulatedRegion) -> None:
+        shard, leader = region.shards[0], leader_of(region)
+        for number in range(120):
+            record = NewRecord(b"%d" % number + b"." * 200, b"key %d" % (number % 7))
+            await region.running[leader].append(shard, 0, encode_batch([record]))
+        await region.well()
+        await region.running[leader].host.compact(shard, 0, Compaction(lag_ms=0), sealed, sealed)
+        segment, repairs = disk_of(region, leader).log.segments[0], region.running[leader].host.repairs
+        assert segment.header.span is not None
+        disk = region.machines[leader].disk
+        assert disk is not None
+
+        def fails(call: str, path: Path) -> None:
+            if call == "pread" and path == segment.path and not repairs.found:
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+        disk.on_call = fails
+        await region.until(lambda: repairs.found and not repairs.damaged)
+        assert disk_of(region, leader).log.segments[0] is segment and leader_of(region) == leader
+        await region.well()
 
     play(scene, 7, scrub=OFTEN)

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import sys
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -53,7 +54,7 @@ class Copies:
         self.is_compacted_elsewhere = self.is_compacted = False
         self.peers = ["b"]
         self.asked: list[str] = []
-        self.copied_anew = 0
+        self.copied_anew = self.handed_over = 0
         self.disk = MemoryDisk()
         self.files = self.disk.mount()
         self.here = replica(self.files)
@@ -71,6 +72,9 @@ class Copies:
 
     def in_sync(self, shard: ShardId) -> list[str]:
         return self.peers
+
+    def hand_over(self, shard: ShardId) -> None:
+        self.handed_over += 1
 
     def is_copying(self, shard: ShardId, number: int) -> bool:
         return False
@@ -446,4 +450,96 @@ async def test_a_copy_that_guessed_wrongly_before_a_part_that_nobody_has_still_g
                 await asyncio.sleep(0.01)
         (frame,) = copies.here.log.read_frames(LogPoint(3), 1, segment.end_point)
         assert frame.base_offset == 3
+        await asked.repairs.close()
+
+
+def unread(copies: Copies, path: Path) -> None:
+    """The disk does not give this file, until another one takes its place."""
+
+    def on_call(name: str, of: Path) -> None:
+        if name == "rename" and path.name in of.name:
+            copies.disk.on_call = None
+        elif name == "pread" and of == path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(of))
+
+    copies.disk.on_call = on_call
+
+
+def bytes_of(copies: Copies, path: Path) -> bytes:
+    descriptor = copies.files.open(path, os.O_RDONLY)
+    try:
+        return copies.files.pread(descriptor, copies.files.size(descriptor), 0)
+    finally:
+        copies.files.close(descriptor)
+
+
+async def test_what_the_disk_does_not_give_is_written_anew_from_another_copy() -> None:
+    with repairing() as asked:
+        copies, segment = asked.copies, asked.copies.here.log.segments[1]
+        was = bytes_of(copies, segment.path)
+        unread(copies, segment.path)
+        with pytest.raises(SegmentDamagedError) as found:
+            copies.here.log.read(segment.base_offset, 100, segment.next_offset)
+        await asked.repairs.repair(SHARD, 0, found.value)
+        assert copies.here.log.read(segment.base_offset, 100, segment.next_offset)
+        assert bytes_of(copies, segment.path) == was
+        await asked.repairs.close()
+
+
+async def test_the_scrub_finds_what_the_disk_does_not_give() -> None:
+    with repairing(Scrub(every_ms=1)) as asked:
+        segment = asked.copies.here.log.segments[1]
+        unread(asked.copies, segment.path)
+        asked.repairs.start()
+        while not asked.repairs.repaired:  # noqa: ASYNC110 - counted by the repairer, which tells nobody
+            await asyncio.sleep(0.001)
+        assert asked.copies.here.log.read(segment.base_offset, 100, segment.next_offset)
+        await asked.repairs.close()
+
+
+async def test_what_the_disk_does_not_give_for_a_while_and_nobody_else_has_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(repairer, "REPAIR_AGAIN_S", 0.001)
+    with repairing() as asked:
+        copies, segment = asked.copies, asked.copies.here.log.segments[1]
+        was, tries = bytes_of(copies, segment.path), Counter[str]()
+        copies.peers = []
+
+        def on_call(name: str, of: Path) -> None:
+            if of == segment.path:
+                tries[name] += 1
+                if name == "pread":
+                    raise OSError(errno.EIO, os.strerror(errno.EIO), str(of))
+
+        copies.disk.on_call = on_call
+        with pytest.raises(SegmentDamagedError) as found:
+            copies.here.log.read(segment.base_offset, 100, segment.next_offset)
+        with pytest.raises(CorruptionError, match="no copy in sync could give them"):
+            await asked.repairs.repair(SHARD, 0, found.value)
+        before = tries["open"]
+        while tries["open"] < before + 5:  # noqa: ASYNC110 - of its disk alone
+            await asyncio.sleep(0.001)
+        # What is lost was found once: since then it was only looked whether the disk gives it.
+        assert tries["pread"] - before < 40
+        copies.disk.on_call = None
+        assert bytes_of(copies, segment.path) == was
+        while asked.repairs.damaged:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        assert bytes_of(copies, segment.path) == was and not any(map(is_aside, copies.disk.files()))
+        await asked.repairs.close()
+
+
+async def test_where_the_disk_takes_no_repair_another_copy_is_led() -> None:
+    with repairing() as asked:
+
+        def broken(name: str, path: Path) -> None:
+            if is_aside(path) and name == "pwritev":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+        asked.copies.disk.on_call = broken
+        damage = asked.repairs.note(SHARD, 0, asked.copies.damage())
+        assert damage is not None
+        await damage.news.wait()
+        assert asked.copies.handed_over == 1 and "Input/output" in damage.why
         await asked.repairs.close()

@@ -44,6 +44,7 @@ from region import reconciliation
 from region.cluster import controller
 from region.cluster.controller import ControllerCore
 from region.cluster.election import has_yielded
+from region.cluster.membership import with_yield
 from region.cluster.records import (
     BrokerRecord,
     ClusterKeys,
@@ -62,6 +63,7 @@ from region.cluster.transactions import (
     change,
     leave_sets,
     move,
+    open_again,
 )  # fmt: skip
 from region.cluster.view import ClusterView
 from region.log.point import LogPoint
@@ -145,6 +147,8 @@ class Scene:
     """`acks: leader`: records are answered once they are durable on their leader"""
     numbered: bool = False
     """producers write as well, with several batches in flight under sequences"""
+    reopened: bool = False
+    """copies whose disks failed are opened again by their brokers, and not by a restart"""
 
 
 FAULTS: Final = {
@@ -173,6 +177,8 @@ ANSWERED_EARLY: Final = 0.15
 """In so many of the rest records are answered once they are durable on their leader."""
 NUMBERED: Final = 0.2
 """In so many of the rest there are producers with sequences, and a broker stands still for longer than its lease."""
+REOPENED: Final = 0.25
+"""In so many seeds more syncs fail, and the copies are opened again in the same process."""
 WATCH_LATE_MS: Final = 1_000
 """How long a process that stood still may go on before its watch shows it what happened meanwhile."""
 EARLY_FAULTS: Final = {"stop": 5, "yield": 5, "move": 2, "slow": 3, "net": 3, "trim": 1, "link": 1, "late": 6}
@@ -252,10 +258,15 @@ def draw(seed: int) -> Scene:
         at, where = random.randrange(1_000, 5_000), random.randrange(brokers)
         lasts = random.randrange(3 * LEASE_MS // 2, 3 * LEASE_MS)
         faults.append(Fault(at, "frozen", where, where, lasts, random.getrandbits(16)))
+    random = Random(f"reopened {seed}")
+    reopened = random.random() < REOPENED
+    for _ in range(random.randint(1, 5) if reopened else 0):
+        at, where = random.randrange(700, FAULTS_MS), random.randrange(brokers)
+        faults.append(Fault(at, "fail", where, where, 0, random.getrandbits(16)))
     faults.sort()
     return Scene(
         brokers, shards, minimum, tuple(faults),
-        audited=audited, transacted=transacted, offloaded=offloaded, numbered=numbered,
+        audited=audited, transacted=transacted, offloaded=offloaded, numbered=numbered, reopened=reopened,
     )  # fmt: skip
 
 
@@ -311,6 +322,10 @@ class Machine:
     appends: dict[ShardId, deque[Append]] = field(default_factory=dict)
     syncing: set[tuple[ShardId, int]] = field(default_factory=set)
     again: set[tuple[ShardId, int]] = field(default_factory=set)
+    reopening: set[ShardId] = field(default_factory=set)
+    """copies that have failed, and are opened again soon"""
+    reopened: set[ShardId] = field(default_factory=set)
+    """copies that were; where nobody leads, their records are to say so"""
     controller: ControllerCore | None = None
     replacing: bool = False
     stopping: bool = False
@@ -508,7 +523,8 @@ class ClusterWorld:
         for machine in self.machines:
             # A pause goes on to its end: cut short, what it put off would be heard after what came later.
             disk = machine.disk
-            bad = disk.fails or disk.hangs or any(core.replica.failed for core in machine.cores.values())
+            failed = {shard for shard, core in machine.cores.items() if core.replica.failed}
+            bad = disk.fails or disk.hangs or not failed <= machine.reopening
             disk.fails = disk.hangs = False
             disk.slow_ms = 0
             if machine.up and bad:
@@ -603,6 +619,7 @@ class ClusterWorld:
         machine.view = ClusterView(self.keys)
         machine.cores, machine.appends = {}, {}
         machine.syncing, machine.again = set(), set()
+        machine.reopening, machine.reopened = set(), set()
         machine.lease = machine.registration = 0
         machine.is_told, machine.was_fenced = True, False
         machine.stopping = False
@@ -1007,16 +1024,12 @@ class ClusterWorld:
         for copy in ready.copy:
             self.on(
                 machine, self.random.randint(20, 300),
-                lambda copy=copy: self._copy(machine, shard, copy.peer, copy.log),  # type: ignore[misc]
+                self._of(core, machine, shard, partial(self._copy, machine, shard, copy.peer, copy.log)),
             )  # fmt: skip
         for read in ready.read:
             frames = disk.log(shard, read.log).read(read.begin, min(read.size, 400))
-            self.on(
-                machine, 1,
-                lambda read=read, frames=frames: self.step(  # type: ignore[misc]
-                    machine, shard, FramesRead(read.peer, read.ask, read.log, read.begin, frames)
-                ),
-            )  # fmt: skip
+            event = FramesRead(read.peer, read.ask, read.log, read.begin, frames)
+            self.on(machine, 1, self._of(core, machine, shard, partial(self.step, machine, shard, event)))
         for keep in ready.keep:
             disk.log(shard, keep.log).kept = keep.point
             disk.marks[shard, keep.log] = keep.point
@@ -1049,7 +1062,7 @@ class ClusterWorld:
                 disk.log(shard, number).sync(synced)
             self.step(machine, shard, Begun(epoch))
 
-        self.on(machine, self._sync_ms(machine), begun)
+        self.on(machine, self._sync_ms(machine), self._of(core, machine, shard, begun))
 
     def _sync_ms(self, machine: Machine) -> int:
         slow = machine.disk.slow_ms
@@ -1061,16 +1074,17 @@ class ClusterWorld:
             machine.again.add(at)
             return
         machine.syncing.add(at)
-        log = machine.disk.log(shard, number)
+        log, core = machine.disk.log(shard, number), machine.cores[shard]
         captured, point = log.begin_sync(), log.end
 
         def synced() -> None:
             if machine.disk.hangs:
                 return
             machine.syncing.discard(at)
-            core = machine.cores[shard]
             if machine.disk.fails:
                 self._disk_fails(machine, shard, number)
+                return
+            if core.replica.failed:
                 return
             log.sync(captured)
             if at in machine.again:
@@ -1078,16 +1092,103 @@ class ClusterWorld:
                 self._sync(machine, shard, number, core.replica.logs[number].cuts)
             self.step(machine, shard, Synced(number, point, cuts))
 
-        self.on(machine, self._sync_ms(machine), synced)
+        self.on(machine, self._sync_ms(machine), self._of(core, machine, shard, synced))
+
+    def _of(
+        self, core: ReplicaCore, machine: Machine, shard: ShardId, happens: Callable[[], None]
+    ) -> Callable[[], None]:
+        """What is under way for a core whose copy is opened again is over."""
+
+        def due() -> None:
+            if machine.cores.get(shard) is core:
+                happens()
+
+        return due
 
     def _disk_fails(self, machine: Machine, shard: ShardId, number: int) -> None:
         self.note(machine.name, "fails a sync of log", number)
         machine.disk.log(shard, number).fail()
         machine.disk.fails = False
         self.counts["failed syncs"] += 1
+        had_failed = machine.cores[shard].replica.failed
         self.step(machine, shard, DiskFailed(number))
-        # An operator, or what watches over processes, starts it again.
-        self.later(self.random.randint(500, 3_000), partial(self._restart, machine, machine.life))
+        after = self.random.randint(500, 3_000)
+        if not self.scene.reopened:
+            # An operator, or what watches over processes, starts it again.
+            self.later(after, partial(self._restart, machine, machine.life))
+        elif not had_failed:
+            machine.reopening.add(shard)
+            self.on(machine, after, partial(self._open_again, machine, shard))
+
+    def _open_again(self, machine: Machine, shard: ShardId) -> None:
+        """As `ReplicaHost._open_again`: once nobody leads with it, and the record says so."""
+        core, record = machine.cores[shard], machine.view.shards.get(shard)
+        if (
+            record is None
+            or core.replica.fence.frozen
+            or core.leader.leads
+            or machine.disk.hangs
+            or (record.leader == machine.name and not has_yielded(record))
+        ):
+            self.on(machine, 200, partial(self._open_again, machine, shard))
+            return
+        if core.replica.failed != "failed":
+            machine.reopening.discard(shard)
+            return
+        self.note(machine.name, "opens", shard.incarnation[-1], "again")
+        self.counts["opened again"] += 1
+        again = self._core(machine, shard, core.replica.registered_at)
+        for number, log in again.replica.logs.items():
+            model = machine.disk.log(shard, number)
+            model.sync(model.begin_sync())
+            log.durable = log.end
+            assert log.end >= core.replica.logs[number].durable
+        again.replica.lost = core.replica.lost
+        again.replica.lost_in = core.replica.lost_in
+        again.go_on_from(core)
+        machine.cores[shard] = again
+        machine.reopening.discard(shard)
+        machine.reopened.add(shard)
+        for number in (0, 1):
+            machine.syncing.discard((shard, number))
+            machine.again.discard((shard, number))
+        self.step(machine, shard, Living(machine.view.brokers.registrations()))
+        self._hear_records(machine, [shard])
+
+    def _say_of_failed(self, machine: Machine, shard: ShardId) -> None:
+        """As the host does: a copy that failed and is elected says so; one that is open again and counts as failed, while nobody leads, does too."""
+        core, record = machine.cores[shard], machine.view.shards.get(shard)
+        if record is None or not self.scene.reopened:
+            return
+        view, made = machine.view, None
+        if record.failed.get(machine.name) != machine.registration and not core.replica.failed:
+            machine.reopened.discard(shard)
+        if (
+            core.replica.failed == "failed"
+            and record.leader == machine.name
+            and record.isr.get(machine.name) == machine.registration
+            and not has_yielded(record)
+            and not core.leader.leads
+        ):
+            self.counts["elected in vain"] += 1
+            made = change(
+                view,
+                shard,
+                machine.name,
+                record,
+                view.revision_of(self.keys.shard(shard)),
+                with_yield(record, "failed"),
+            )
+        elif (
+            shard in machine.reopened
+            and not core.replica.failed
+            and (not record.leader or has_yielded(record))
+        ):
+            made = open_again(view, shard, machine.name)
+            self.counts["counted again"] += not isinstance(made, Refusal)
+        if made is not None and not isinstance(made, Refusal):
+            assert machine.client is not None
+            machine.client.transact(made.compares, made.writes, lambda answer: None)
 
     def _restart(self, machine: Machine, life: int) -> None:
         if machine.life == life and machine.up:
@@ -1117,18 +1218,19 @@ class ClusterWorld:
     # -- the record ------------------------------------------------------------------------------------
 
     def _swap(self, machine: Machine, shard: ShardId, swap: Swap) -> None:
-        client = machine.client
+        client, core = machine.client, machine.cores[shard]
         assert client is not None
         made = change(machine.view, shard, machine.name, swap.before, swap.revision, swap.record)
         if isinstance(made, Refusal):
-            self.on(
-                machine, 1, lambda: self.step(machine, shard, SwapAnswered(swap.attempt, Outcome.REFUSED))
-            )
+            refused = partial(self.step, machine, shard, SwapAnswered(swap.attempt, Outcome.REFUSED))
+            self.on(machine, 1, self._of(core, machine, shard, refused))
             return
         self.note(machine.name, "swaps", _told(swap.before), "for", _told(swap.record))
 
         def done(answer: Answer) -> None:
             outcome, revision = Outcome.UNKNOWN, 0
+            if machine.cores.get(shard) is not core:
+                return
             if isinstance(answer, TransactResult):
                 outcome = Outcome.APPLIED if answer.succeeded else Outcome.REFUSED
                 revision = answer.revision
@@ -1184,6 +1286,7 @@ class ClusterWorld:
                     self.checks.left_out(machine, core)
             else:
                 self.step(machine, shard, Tick())
+            self._say_of_failed(machine, shard)
         self.steer(machine, controller.Tick())
         if self.audit is not None:
             self.audit.look(machine)
