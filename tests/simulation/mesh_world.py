@@ -146,8 +146,8 @@ class RegionHost(Host):
         self.node: Node | None = None
 
     def comes_back(self, path: Path) -> bool:
-        """The logs of streams do; the audit log and what is known of documents wait for a start."""
-        return "streams" in path.parts
+        """The logs of streams do, and the audit log; what is known of documents waits for a start."""
+        return "streams" in path.parts or "audit" in path.parts
 
     def budgets(self) -> Iterable[Budget]:
         return self.node.broker.budgets.all() if self.node is not None else ()
