@@ -28,7 +28,7 @@ class TrailReopening:
 
     def __init__(self, trail: Trail, clock: Clock) -> None:
         self._trail, self._clock = trail, clock
-        self._reopening = Reopening(SOUND_MS)
+        self._reopening = Reopening(sound_ms=SOUND_MS)
         self._failed: AuditUnavailableError | None = None
         self._hung_told = Told(clock.monotonic)
         self.opened = 0

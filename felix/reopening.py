@@ -20,12 +20,12 @@ SOUND_MS: Final = 3_600_000
 class Reopening:
     """Of one log, one shard, or one stream."""
 
-    sound_ms: int = SOUND_MS
     pause_ms: int = 0
     due_ms: int = 0
     """when it is tried next"""
     opened_ms: int = -1
     """when it was open again; -1: it is not"""
+    sound_ms: int = SOUND_MS
 
     def failed(self, now: int) -> None:
         """It has failed, or could not be opened."""

@@ -60,7 +60,7 @@ class Reopener(Generic[KeyT]):
 
     def next_pause_s(self, key: KeyT) -> int:
         """How long is waited after a try that fails now."""
-        after = Reopening(self._known[key].pause_ms)
+        after = Reopening(pause_ms=self._known[key].pause_ms)
         after.failed(0)
         return after.pause_ms // 1_000
 
