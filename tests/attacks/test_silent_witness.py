@@ -106,8 +106,8 @@ async def test_a_checkpoint_that_has_no_line_of_its_log_keeps_no_other_log_from_
 ) -> None:
     honest = Witnessing.checkpoint
 
-    async def hostile(self: Witnessing, actor: SpiffeId, from_size: int) -> CheckpointAnswer:
-        answer = await honest(self, actor, from_size)
+    async def hostile(self: Witnessing, actor: SpiffeId, from_size: int, leaf: int) -> CheckpointAnswer:
+        answer = await honest(self, actor, from_size, leaf)
         if self._region != "eu-west":
             return answer
         note = parse_note(answer.checkpoint)

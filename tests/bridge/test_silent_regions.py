@@ -37,6 +37,7 @@ async def test_a_region_that_does_not_answer_keeps_no_other_from_cosigning(
         region: SimpleNamespace(is_up=True, region=region) for region in ("ap-south", "eu-west")
     }
     agent._cosigning, agent._uncosigned, agent._reasons, agent._askings = {}, {}, {}, {}
+    agent._failed_trail = None
     agent._runtime, agent._shown = REAL, MemoryWitnessStore()  # type: ignore[assignment]
     for _ in range(3):
         await agent._cosign_all()
@@ -57,6 +58,7 @@ def agent_of_two_regions() -> Agent:
     agent.config = SimpleNamespace(mesh="acme")  # type: ignore[assignment]
     agent._endpoints = {"us-east": source, "eu-west": end}  # type: ignore[dict-item]
     agent._cosigning, agent._uncosigned, agent._reasons, agent._askings = {}, {}, {}, {}
+    agent._failed_trail = None
     agent._runtime, agent._shown = REAL, MemoryWitnessStore()  # type: ignore[assignment]
     agent._submissions = None
     return agent

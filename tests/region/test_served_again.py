@@ -11,7 +11,7 @@ from region_peer import until
 import felix
 from felix.errors import Code
 from felix.names import StreamName
-from region.log import reopening
+from felix import reopening
 from region.log.errors import StorageFailedError
 from region.log.shard import ShardLog
 from region.node import Node

@@ -131,6 +131,7 @@ async def test_a_commit_point_that_waits_for_room_is_let_go_of_where_the_log_is_
         worker.put(Keep(0, end))
         await until_told(filling, DiskFull(0))
         filling.full(False)
+        filling.told.clear()
         worker.put(Truncate(0, BEGINNING))
         again = filling.write(0, 2)
         await until_told(filling, Synced(0, again, 0))
@@ -159,6 +160,8 @@ async def test_a_cut_goes_on_wherever_the_disk_was_full(fails: int) -> None:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
         filling.disk.on_call = no_room
+        # On a busy machine the log was synced as far as that before it is cut, too.
+        filling.told.clear()
         worker.put(Truncate(0, ends[0]))
         again = filling.write(1, 5)
         await until_told(filling, Synced(0, again, 0))

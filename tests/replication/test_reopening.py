@@ -334,7 +334,7 @@ def test_a_copy_that_is_built_anew_and_whose_disk_fails_meanwhile_goes_on_withou
         region.network.heal()
         await region.until(lambda: has_failed(region, name))
         disk.on_call = None
-        await region.until(lambda: broker.host.opened_again)
+        await region.until(lambda: broker.host.reopener.opened)
         opened = broker.host.replica(shard)
         assert opened is not None and opened is not replica
         await settle(region)
@@ -352,7 +352,7 @@ def test_nobody_is_told_how_far_a_copy_goes_whose_disk_has_failed() -> None:
         assert host.end_of(shard) and not host.why_unknown(shard)
         await fail_a_sync(region, name)
         assert host.end_of(shard) is None and "its disk has failed" in host.why_unknown(shard)
-        await region.until(lambda: host.opened_again)
+        await region.until(lambda: host.reopener.opened)
         assert host.end_of(shard) and not host.why_unknown(shard)
         await settle(region)
 
@@ -399,7 +399,7 @@ def test_a_copy_that_fails_after_it_was_elected_and_before_it_leads_gives_way(
         host._hosted[shard].workers[0].put(Keep(0, host.committed(shard, 0)))
         await region.until(lambda: has_failed(region, name))
         disk_of(region, name).on_call = None
-        await region.until(lambda: host.opened_again)
+        await region.until(lambda: host.reopener.opened)
         await goes_on_with(region, name, third, leader)
 
     play(scene, 17)
@@ -454,12 +454,12 @@ def test_a_copy_that_is_open_again_before_its_word_that_it_cannot_lead_is_writte
 
         await fail_a_sync(region, name)
         region.machines[name].standstill.begin()
-        await region.until(lambda: host._opening_again)
+        await region.until(lambda: host._hosted[region.shards[0]].broken)
         monkeypatch.setattr(host._mirror, "commit", commit_late)
         region.kill(leader)
         await region.until(lambda: host._yielding)
         region.machines[name].standstill.end()
-        await region.until(lambda: host.opened_again)
+        await region.until(lambda: host.reopener.opened)
         await asyncio.sleep(0.5)
         held.set()
         await goes_on_with(region, name, third, leader)
@@ -598,9 +598,9 @@ def test_limits_that_are_altered_while_a_copy_is_opened_again_are_in_force() -> 
         region.loop.work_s_max = 3.0
         await region.until(lambda: host._hosted[shard].is_abandoned)
         host.limit_segments(shard, 0, limits)
-        assert not host.opened_again
+        assert not host.reopener.opened
         region.loop.work_s_max = WORK_S_MAX
-        await region.until(lambda: host.opened_again)
+        await region.until(lambda: host.reopener.opened)
         disk = host.disks(shard)[0]
         assert disk.plan.limits == disk.log.limits == limits
         await settle(region)
