@@ -9,9 +9,9 @@ import pytest
 from region_peer import until
 
 import felix
+from felix import reopening
 from felix.errors import Code
 from felix.names import StreamName
-from felix import reopening
 from region.log.errors import StorageFailedError
 from region.log.shard import ShardLog
 from region.node import Node
