@@ -429,6 +429,65 @@ async def test_a_bridge_that_only_sends_again_what_landed_keeps_no_other_one_out
     assert mesh.verify_ingress().ok
 
 
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_bridge_that_opens_its_link_again_and_again_keeps_no_other_one_out(
+    mesh: Mesh, tally: Tally, closes: bool
+) -> None:
+    """As an agent that is started anew each time that it dies at the same batch: each of its links counted as one that had just begun."""
+    stream = "acme/ops/again"
+    one, two = [await granted(mesh, stream=stream, bridge=identity(name)) for name in BOTH]
+    loop, refused, opened = asyncio.get_running_loop(), 0, 0
+    async with (
+        rogue_agent(mesh, one, stream=stream) as holds,
+        rogue_agent(mesh, two, bridge=OTHER, stream=stream) as other,
+    ):
+        await holds.open()
+        begun = loop.time()
+        while True:
+            try:
+                assert (await other.open()).position == 0
+                break
+            except UnavailableError as error:
+                assert error.code is Code.STANDBY
+                refused += 1
+            assert loop.time() - begun < 8, "it is never relieved"
+            await asyncio.sleep(0.3)
+            if closes:
+                holds.peer.send(b"", holds.stream, end=True)
+            await holds.open()
+            opened += 1
+        assert loop.time() - begun >= 2 and opened > 2
+        await other.cross([Wild(b'{"n":1}')])
+        with pytest.raises(UnavailableError):
+            await holds.open()
+    tally("links that a bridge opened anew to keep another one out", opened)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_bridge_that_had_nothing_to_bring_for_long_is_not_relieved_at_once(mesh: Mesh) -> None:
+    """A record of now, which it is about to bring, waits no longer than any other: whoever asked in between threw it out."""
+    stream = "acme/ops/seldom"
+    one, two = [await granted(mesh, stream=stream, bridge=identity(name)) for name in BOTH]
+
+    async def stands_by(rogue: Any, log_end: int) -> None:
+        with pytest.raises(UnavailableError) as caught:
+            await rogue.open(statement=mesh.statement(stream=stream, log_end=log_end))
+        assert caught.value.code is Code.STANDBY
+
+    async with (
+        rogue_agent(mesh, one, stream=stream) as carries,
+        rogue_agent(mesh, two, bridge=OTHER, stream=stream) as other,
+    ):
+        await carries.open()
+        for sent in range(1, 3):
+            await carries.cross([Wild(b'{"n":1}')])
+            await stands_by(other, sent)
+            await asyncio.sleep(2.5)
+            await stands_by(other, sent)
+            await stands_by(other, sent + 1)
+
+
 # -- at random -----------------------------------------------------------------------------------------
 
 MOVES = 10
