@@ -387,6 +387,9 @@ class IngestStream:
                 stands_by = carrier.keeps_out(peer.spiffe_id, request.incarnation, statement.log_end)
                 if stands_by is not None:
                     raise stands_by
+                if service.landings.is_settled(*self._place):
+                    # It says already what it will say then: what is refused ends nobody's link.
+                    self._recorded(link)
             self._take_window()
         except UnavailableError as error:
             self._fail(error, correlation)

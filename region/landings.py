@@ -127,6 +127,11 @@ class Landings:
         landing = self._landings.get((name, shard, slot))
         return None if landing is None else landing.stream
 
+    def is_settled(self, name: StreamName, shard: int, slot: int) -> bool:
+        """Whether nothing is on its way by a link shard."""
+        landing = self._landings.get((name, shard, slot))
+        return landing is None or landing.settled.is_set()
+
     def waits_s(self, name: StreamName, shard: int, slot: int, carrier: SpiffeId, now_s: float) -> float:
         """Another bridge asks for a link shard, and has records for it. Returns for how long bridges have asked so since the one that carries brought something new: also
         where it opened the link anew meanwhile, since one that always dies at the same batch would never be relieved."""
