@@ -26,12 +26,16 @@ _COUNTERS: Final = (
 _GAUGES: Final = (
     ("position", "position", "The source offset that crosses next."),
     ("high_watermark", "high_watermark", "The source's high watermark."),
-    ("lag_records", "lag_records", "Records that are still to cross; -1: not known, or the grant has ended."),
+    (
+        "lag_records",
+        "lag_records",
+        "Records that are still to cross; -1: not known, the grant has ended, or another bridge carries.",
+    ),
     ("lag_bytes", "lag_bytes", "The same in bytes, by their share of the shard; -1: not known."),
     (
         "lag_ms",
         "lag_ms",
-        "How long the oldest record that waits has waited, at most; 0 where none does; -1: not known, or the grant has ended.",
+        "How long the oldest record that waits has waited, at most; 0 where none does; -1: as above.",
     ),
 )
 _WITNESS_GAUGES: Final = (
@@ -78,6 +82,14 @@ class AgentCollector(Collector):
         for state, _ in links:
             phases.add_metric([*_labels(state), state.state], 1)
         yield phases
+        standing_by = GaugeMetricFamily(
+            "felix_bridge_stands_by",
+            "1 while another bridge carries the link, as the destination says.",
+            labels=_LABELS,
+        )
+        for state, stats in links:
+            standing_by.add_metric(_labels(state), float(stats.stands_by))
+        yield standing_by
         sessions = GaugeMetricFamily("felix_bridge_session", "1 while a session stands.", labels=["region"])
         for region, is_up in self._regions().items():
             sessions.add_metric([region], float(is_up))

@@ -96,6 +96,8 @@ class LinkStats:
     high_watermark: int = 0
     lag_bytes: int = -1
     answered_append_ms: int = 0
+    stands_by: bool = False
+    """whether another bridge carries the shard, by what the destination said last"""
 
 
 @dataclass(slots=True)
@@ -106,8 +108,6 @@ class LinkMemory:
     alarm: str = ""
     truncation: str = ""
     """what the source or the destination no longer has, until the link is opened behind it"""
-    stands_by: bool = False
-    """whether another bridge carries the shard, by what the destination said last"""
     cut: CutState | None = None
     """What an operator is to decide about, while the link is truncated."""
     incarnation: bytes = b""

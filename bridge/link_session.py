@@ -175,7 +175,7 @@ class LinkSession:
         memory = self._memory
         memory.stats.sessions += 1
         memory.truncation, memory.cut, memory.incarnation = "", None, opening.source.live.incarnation
-        memory.stands_by = False
+        memory.stats.stands_by = False
         self._link.step(LinkEvent.OPENED, "")
         await self._carry()
 

@@ -170,7 +170,7 @@ class LinkWorker:
         window = None if self._session is None else self._session.window
         # Under a grant that has ended nothing is still to cross, however far the stream goes on; nor by a bridge that stands by.
         has_ended = self._ended_by in (Code.GRANT_REVOKED, Code.GRANT_EXPIRED)
-        known = stats.sessions > 0 and not has_ended and not memory.stands_by
+        known = stats.sessions > 0 and not has_ended and not stats.stands_by
         behind = max(0, stats.high_watermark - stats.position)
         lag_ms = -1
         if known and not behind:
@@ -220,6 +220,7 @@ class LinkWorker:
     def rest(self) -> None:
         """The plan says that the link does not run, and why."""
         row = self.row
+        self.stats.stands_by = False
         self.step(EVENT_OF.get(row.verdict, LinkEvent.HOLD), row.reason, row.code)
 
     # -- the actor -------------------------------------------------------------------------------------
@@ -268,7 +269,7 @@ class LinkWorker:
     def _ended(self, error: FelixError) -> int:
         """A session ended with an error: say so, write a DENY leaf where it is a refusal. Returns the pause in ms."""
         code = int(error.code)
-        self._memory.stands_by = error.code is Code.STANDBY
+        self.stats.stands_by = error.code is Code.STANDBY
         if error.code is Code.POSITION_GAP:
             # What landed longer ago than the destination remembers is not asked for again.
             self._memory.ask_again = False

@@ -119,7 +119,7 @@ INGEST_WINDOW_BYTES: Final = 8 << 20
 STEP_S: Final = 0.005
 """How long a foreign envelope may hold the event loop before other work runs."""
 STANDBY_S: Final = 10.0
-"""How long a bridge that carries a shard may bring nothing, while its source has more, before another one takes over."""
+"""How long a bridge that carries a shard may bring nothing new, while another one asks and its source has more, before that one takes over."""
 SETTLED_S: Final = 10.0
 """How long a stream that is opened again waits for leaves that are on their way; then it is tried again later."""
 HOLD_S: Final = 0.25
@@ -243,8 +243,6 @@ class IngestStream:
         self._meter: GrantMeter
         self._position = Position(0)
         self._logged_to = 0
-        self._active_s = 0.0
-        """when it was opened, or brought something new last; of the loop's clock"""
         self._before = OffsetSet()
         """what crossed before a resend"""
         self._record: LinkRecord
@@ -315,15 +313,24 @@ class IngestStream:
         scope = self._key.scope
         if bridge == scope.bridge:
             return None
-        stands_still = asyncio.get_running_loop().time() - self._active_s >= STANDBY_S
-        has_all = self._is_open and incarnation == scope.incarnation and log_end <= self._position.next_offset
-        if (stands_still and not has_all) or not self._may_bring():
+        if not self._may_bring():
             return None
+        has_all = self._is_open and incarnation == scope.incarnation and log_end <= self._position.next_offset
+        if not has_all:
+            # From now on, where nobody has asked since it brought something: until then it may have had all.
+            now_s = asyncio.get_running_loop().time()
+            if self._service.landings.waits_s(*self._place, scope.bridge, now_s) >= STANDBY_S:
+                return None
         return UnavailableError(
             f"{scope.bridge} carries shard {scope.shard} of {scope.stream} at the moment; this bridge stands by.",
             code=Code.STANDBY,
             retry_after_ms=1000,
         )
+
+    @property
+    def _place(self) -> tuple[StreamName, int, int]:
+        """Of its link shard, among the landings."""
+        return self._hosted.name, self._key.scope.shard, self._slot
 
     def _may_bring(self) -> bool:
         """Whether its grant holds: an idle stream may not have been told yet that it ended."""
@@ -375,11 +382,14 @@ class IngestStream:
             self._hosted = await self._destination(terms.destination, request)
             self._shard = self._hosted.shard(request.shard)
             self._slot = link_slot(request.from_region, request.stream, request.shard)
-            carrier = service.landings.carrier(self._hosted.name, request.shard, self._slot)
+            carrier = service.landings.carrier(*self._place)
             if carrier is not None:
                 stands_by = carrier.keeps_out(peer.spiffe_id, request.incarnation, statement.log_end)
                 if stands_by is not None:
                     raise stands_by
+                if service.landings.is_settled(*self._place):
+                    # It says already what it will say then: what is refused ends nobody's link.
+                    self._recorded(link)
             self._take_window()
         except UnavailableError as error:
             self._fail(error, correlation)
@@ -392,8 +402,7 @@ class IngestStream:
             self._fail(FelixError(f"The broker failed: {type(error).__name__}."), correlation)
             return
         self._grant_id = request.grant
-        self._active_s = asyncio.get_running_loop().time()
-        self._landing = service.landings.claim(self._hosted.name, request.shard, self._slot, self)
+        self._landing = service.landings.claim(*self._place, self)
         await self._landing.settled.wait()
         self._landing.grant_id = self._grant_id
         try:
@@ -632,7 +641,7 @@ class IngestStream:
         self._meter.take(way.charge)
         self._position = position.after(landed, header.next_offset)
         # What is sent again keeps no other bridge out.
-        self._active_s = asyncio.get_running_loop().time()
+        self._service.landings.brought(*self._place)
         record = self._record._replace(position=self._position)
         if landed.records:
             record = record._replace(epoch=header.epoch, read_to=header.next_offset)

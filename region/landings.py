@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol
+from typing import Final, NamedTuple, Protocol
 
 from felix.errors import Code, FelixError, ProtocolError
 from felix.names import SpiffeId, StreamName
+
+ASKS_S: Final = 15.0
+"""A bridge that stands by asks every 5 s, or sooner. After a longer time without a question it counts anew how long records have waited."""
 
 
 class Replaceable(Protocol):
@@ -21,6 +24,14 @@ class Replaceable(Protocol):
 
     def replaced(self) -> None:
         """A newer one feeds its link shard."""
+
+
+class _Waits(NamedTuple):
+    """Records that wait for the bridge that carries, by the statement that another one showed; of a loop's clock, in s."""
+
+    carrier: SpiffeId
+    since_s: float
+    asked_s: float
 
 
 class Landing:
@@ -95,6 +106,7 @@ class Landings:
         self._landings: dict[tuple[StreamName, int, int], Landing] = {}
         self._streams_open = asyncio.Event()
         self._unopened: dict[StreamName, asyncio.Event] = {}
+        self._waits: dict[tuple[StreamName, int, int], _Waits] = {}
 
     def streams_opened(self) -> None:
         """Every stream that the broker found at its start is open, or `unopened`."""
@@ -114,6 +126,30 @@ class Landings:
         """The ingest stream that a link shard has; None where it has none."""
         landing = self._landings.get((name, shard, slot))
         return None if landing is None else landing.stream
+
+    def is_settled(self, name: StreamName, shard: int, slot: int) -> bool:
+        """Whether nothing is on its way by a link shard."""
+        landing = self._landings.get((name, shard, slot))
+        return landing is None or landing.settled.is_set()
+
+    def waits_s(self, name: StreamName, shard: int, slot: int, carrier: SpiffeId, now_s: float) -> float:
+        """Another bridge asks for a link shard, and has records for it. Returns for how long bridges have asked so since the one that carries brought something new: also
+        where it opened the link anew meanwhile, since one that always dies at the same batch would never be relieved."""
+        key = (name, shard, slot)
+        waits = self._waits.get(key)
+        if waits is None:
+            late = [each for each, found in self._waits.items() if now_s - found.asked_s > ASKS_S]
+            for each in late:
+                del self._waits[each]
+        since_s = now_s
+        if waits is not None and waits.carrier == carrier and now_s - waits.asked_s <= ASKS_S:
+            since_s = waits.since_s
+        self._waits[key] = _Waits(carrier, since_s, now_s)
+        return now_s - since_s
+
+    def brought(self, name: StreamName, shard: int, slot: int) -> None:
+        """Something new has come in by a link shard."""
+        self._waits.pop((name, shard, slot), None)
 
     def claim(self, name: StreamName, shard: int, slot: int, stream: Replaceable) -> Landing:
         """One ingest stream per link shard: a newer one ends an older one, whose agent may be gone.

@@ -4,9 +4,9 @@ Two kinds of leaves take the destination's word, and a destination may lie, or t
 
 - WITHHELD with the reason `crossed-before`: a resend passes these records by. Each of them must have arrived under an incarnation
   that theirs goes on from (`audit.crossed`, with the documents of all logs);
-- GAP of the kind `elsewhere`: another bridge brought these offsets, or this one under another grant. Their arrivals under the same
-  incarnation must cover them; of the arrivals of the link that says so, under the same grant, only the records that they list
-  count: an empty envelope of its own says nothing of what others brought.
+- GAP of the kind `elsewhere`: another bridge brought these offsets. Arrivals under the same incarnation must cover them; of those of the
+  bridge that says so, under whichever grant, only the records that they list count: an empty envelope of its own says nothing of
+  what others brought.
 
 One row for each shard goes to a worker, which reads the leaves again; a set of offsets takes a bit each. Who may call:
 `audit.spark.report`, where there are such leaves. Executors import this module by name.
@@ -51,10 +51,10 @@ class _Arrived:
             if found.by in ends:
                 self._crossed.derive(incarnation, *found)
         self._bridges = frozenset(bridges)
-        self._brought: defaultdict[bytes, defaultdict[tuple[str, str], RangeSet]] = defaultdict(
+        self._brought: defaultdict[bytes, defaultdict[str, RangeSet]] = defaultdict(
             lambda: defaultdict(RangeSet)
         )
-        """by incarnation, and by the bridge and the grant"""
+        """by incarnation, and by the bridge"""
         self._listed: defaultdict[bytes, RangeSet] = defaultdict(RangeSet)
         """the records that arrived through one of `bridges`"""
 
@@ -63,7 +63,7 @@ class _Arrived:
         self._crossed.take(leaf)
         header = leaf.header
         first, following = _range(leaf)
-        self._brought[header.incarnation][header.bridge, header.grant_id].add(first, following)
+        self._brought[header.incarnation][header.bridge].add(first, following)
         if header.bridge not in self._bridges:
             return
         listed = self._listed[header.incarnation]
@@ -79,7 +79,7 @@ class _Arrived:
         if header.kind is not Kind.GAP:
             return [(offset, offset) for offset in self._crossed.lacks(leaf)]
         brought = self._brought[header.incarnation]
-        counting = [found for link, found in brought.items() if link != (header.bridge, header.grant_id)]
+        counting = [found for bridge, found in brought.items() if bridge != header.bridge]
         missing = [_range(leaf)]
         for found in (*counting, self._listed[header.incarnation]):
             missing = [lacking for each in missing for lacking in found.missing(*each)]

@@ -399,8 +399,13 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     ("withheld", "agent"): Cell(
         _Y,
         "it may withhold what the terms would let cross, and name another reason. The source, which has the stream and the link "
-        "secret, can tell. It is found where a record that was withheld crossed after all, and where a record is in no leaf",
-        ("attacks/test_accounting_worlds.py", "attacks/test_one_party_alone.py"),
+        "secret, can tell. It is found where a record that was withheld crossed after all, where a record is in no leaf, and where it "
+        "says of one that another bridge brought it, and none did",
+        (
+            "attacks/test_accounting_worlds.py",
+            "attacks/test_one_party_alone.py",
+            "spark/test_truncation_report.py",
+        ),
     ),
     ("withheld", "source"): Cell(
         _Y, "it may withhold what it likes: Felix proves what crossed, not that all did"

@@ -12,11 +12,12 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from attacks.accounting_worlds import INVENTED, SETTLED, SIGNED, UNLAWFUL, Said, draw, is_lawful, judged
 from attacks.chance import Chance
 from attacks.conftest import Tally
-from audit_log import BRIDGE
+from audit_log import BRIDGE, receipt_for
 from crossing_logs import (
     COMMITMENT_KEY,
     DAY_MS,
@@ -28,7 +29,7 @@ from crossing_logs import (
     write_world,
 )
 from crossing_logs import SIGNED as GRANTS
-from signed_grants import signed_grant
+from signed_grants import grant_leaves, signed_grant
 from slow_runs import only_slow
 
 from audit.continuity import Continuity
@@ -46,6 +47,8 @@ KINDS = {
     "ack": Kind.ACK,
 }
 OTHER = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
+OTHER_BRIDGE = f"{BRIDGE}-2"
+OTHERS = signed_grant(stream=DEPARTURES, bridge=OTHER_BRIDGE, expires=START_MS + 90 * DAY_MS)
 INVENTED_ID = "g-aaaaaaaaaaaaaaaa"
 PAPERS = dict(zip(SIGNED, (GRANTS[DEPARTURES], OTHER), strict=True))
 TERMS = {
@@ -108,17 +111,19 @@ def test_the_verifier_finds_exactly_the_shards_that_are_not_lawful(
 class Logs(World):
     """Both logs of many shards."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.landed: dict[str, int] = {}
+        """by envelope the leaf of its arrival"""
+
     def add(self, shard: int, leaves: list[Said]) -> list[Said]:
         """Write these. Returns what was written: an ACK that no receipt can be made for is left out."""
         committer = Committer(COMMITMENT_KEY, DEPARTURES, INCARNATION, shard)
         intents: dict[str, list[Leaf]] = {}
         written: list[Said] = []
-        for said in leaves:
+        for number, said in enumerate(leaves):
             if said.kind == "ack":
-                listed = [at for leaf in intents.get(said.envelope, ()) for at in iter_offsets(leaf)]
-                if said.envelope in intents and listed == sorted(
-                    {*listed} & {*range(said.first, said.last + 1)}
-                ):
+                if _may_arrive(said, intents):
                     self.answer(shard, said, intents[said.envelope])
                     written.append(said)
                 continue
@@ -135,17 +140,70 @@ class Logs(World):
                 (leaf,) = intent_leaves(made, records, committer)
             else:
                 leaf = Leaf(made)
+                if said.kind == "elsewhere":
+                    # What this bridge brought before has landed, though the receipt may come later.
+                    before = [
+                        each for each in leaves[number:] if each.kind == "ack" and each.last < said.first
+                    ]
+                    for each in sorted(before, key=lambda each: each.first):
+                        if each.envelope not in self.landed and _may_arrive(each, intents):
+                            self.arrive(shard, each, intents[each.envelope])
+                    self.brought(shard, said)
             self.egress.append([leaf])
         return written
 
-    def answer(self, shard: int, said: Said, intents: list[Leaf]) -> None:
-        """The arrival and the receipt."""
+    def brought(self, shard: int, said: Said) -> None:
+        """The arrival of what another bridge brought, whose log nobody has."""
+        committer = Committer(COMMITMENT_KEY, DEPARTURES, INCARNATION, shard)
+        terms = {"bridge": OTHER_BRIDGE, "grant_id": OTHERS.grant, "terms_hash": OTHERS.terms.hash()}
+        envelope = sha256(f"{shard} {said} {len(self.ingress)}".encode()).digest()
+        intent = header(said, shard, **terms, kind=Kind.INTENT, gap=None, path=("us-east",), envelope_sha256=envelope, commitment_key_id=COMMITMENT_KEY.key_id)  # fmt: skip
+        records = [Record(at, START_MS, b"k", {}, b"another") for at in range(said.first, said.last + 1)]
+        names = ("destination_stream", "shard", "source_epoch", "incarnation", "envelope_sha256", "first_offset", "last_offset")  # fmt: skip
+        common = {name: getattr(intent, name) for name in names} | terms
+        self.cross(common, intent_leaves(intent, records, committer), receipt=False)
+
+    def arrive(self, shard: int, said: Said, intents: list[Leaf]) -> None:
         head = intents[0].header
         common = {
             name: getattr(head, name)
             for name in ("destination_stream", "shard", "source_epoch", "incarnation", "grant_id", "terms_hash", "envelope_sha256")
         }  # fmt: skip
-        self.cross(common | {"first_offset": said.first, "last_offset": said.last}, intents)
+        at = sum(map(len, self.ingress))
+        self.cross(common | {"first_offset": said.first, "last_offset": said.last}, intents, receipt=False)
+        self.landed[said.envelope] = at
+
+    def answer(self, shard: int, said: Said, intents: list[Leaf]) -> None:
+        """The receipt, and the arrival before it."""
+        if said.envelope not in self.landed:
+            self.arrive(shard, said, intents)
+        at = self.landed[said.envelope]
+        arrived = [leaf for append in self.ingress for leaf in append][at].header
+        names = ("destination_stream", "shard", "source_epoch", "incarnation", "grant_id", "terms_hash", "envelope_sha256",
+                 "first_offset", "last_offset", "attempt", "path", "destination_first_offset", "destination_last_offset")  # fmt: skip
+        said_there = {name: getattr(arrived, name) for name in names}
+        count = sum(leaf.header.records for leaf in intents)
+        ack = self.header(
+            Kind.ACK, Side.EGRESS, arrived.time_ms + 70, DEPARTURES, records=count, **said_there
+        )
+        if count:
+            last = (ack.destination_first_offset or 0) + count - 1
+            ack = msgspec.structs.replace(ack, destination_last_offset=last, last_offset=said.last)
+        self.egress.append([Leaf(msgspec.structs.replace(ack, receipt=receipt_for(ack, intents, at)))])
+
+
+def _may_arrive(said: Said, intents: dict[str, list[Leaf]]) -> bool:
+    """Whether a receipt can be made for this."""
+    listed = [at for leaf in intents.get(said.envelope, ()) for at in iter_offsets(leaf)]
+    return said.envelope in intents and listed == sorted({*listed} & {*range(said.first, said.last + 1)})
+
+
+def is_brought_twice(leaves: list[Said]) -> bool:
+    """Whether an offset arrives by another bridge, and by this one or once more."""
+    arrivals = [range(said.first, said.last + 1) for said in leaves if said.kind in ("elsewhere", "ack")]
+    others = {at for said in leaves if said.kind == "elsewhere" for at in range(said.first, said.last + 1)}
+    brought = Counter(at for offsets in arrivals for at in offsets)
+    return any(brought[at] > 1 for at in others)
 
 
 def iter_offsets(leaf: Leaf) -> Iterator[int]:
@@ -167,12 +225,16 @@ def test_the_report_reconciles_exactly_the_shards_that_are_lawful(
     random, wanted, world = chance(76), dict[int, list[Said]](), Logs()
     for signed in PAPERS.values():
         world.grant(DEPARTURES, START_MS - 1_000, signed)
+    world.ingress.append(grant_leaves(OTHERS, Side.INGRESS, START_MS - 1_000))
     for shard in range(REPORTED_SHARDS * min(attack_scale, 40)):
-        leaves = draw(random, str(shard))
+        leaves = draw(random, str(shard), takeovers=shard % 2 == 1)
+        # What two bridges brought differs by the destination's log, whatever this one says.
+        if is_brought_twice(leaves):
+            continue
         if not any(said.grant == INVENTED and said.kind in ("intent", "ack") for said in leaves):
             wanted[shard] = world.add(shard, leaves)
     result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
-    rows = {row["shard"]: row for row in result.report.reconciliation.records()}
+    rows = {row["shard"]: row for row in result.report.reconciliation.records() if row["bridge"] == BRIDGE}
     # Under a grant that nobody signed nothing crosses, also where all offsets are accounted for: each such leaf is a breach.
     invented = {shard for shard, leaves in wanted.items() if any(said.grant == INVENTED for said in leaves)}
     assert sum(
@@ -185,3 +247,6 @@ def test_the_report_reconciles_exactly_the_shards_that_are_lawful(
         assert (state == "reconciled") == (oracle == SETTLED), (oracle, rows[shard], *leaves)
         assert oracle != UNLAWFUL or state == "differs", (rows[shard], *leaves)
     tally("shards in a report", len(wanted))
+    over = [shard for shard, leaves in wanted.items() if any(said.kind == "elsewhere" for said in leaves)]
+    assert over
+    tally("of them with takeovers", len(over))

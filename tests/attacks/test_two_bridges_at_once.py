@@ -25,7 +25,7 @@ from slow_runs import only_slow
 from audit.leaf import GapKind, Header, Kind
 from audit.verify import verify_log
 from bridge.agent import Agent
-from felix.errors import Code, UnavailableError
+from felix.errors import Code, FelixError, UnavailableError
 from felix.messages import LOGGED_UNTOLD, LinkState
 from felix.ranges import RangeSet
 from felix.runtime.real import now_ms
@@ -120,18 +120,20 @@ async def test_one_carries_and_the_other_stands_by_until_it_stops(mesh: Mesh, ta
             await asyncio.sleep(1.5)
             held = stands_by(standing)
             assert held is not None and held.state == "waiting"
+            assert standing.stats(held.grant, STREAM, 0).stands_by
             assert (held.lag_records, held.lag_ms) == (-1, -1), (
                 "what the other one carries is none of its lag"
             )
             assert not standing.not_ready()
             (carried,) = carrying.links()
             assert (carried.state, carried.position) == ("active", 6)
-            sessions = carrying.stats(carried.grant, STREAM, 0).sessions
-            assert sessions == 1, "and nobody disturbs it"
+            stats = carrying.stats(carried.grant, STREAM, 0)
+            assert stats.sessions == 1 and not stats.stands_by, "and nobody disturbs it"
         # The one ends, and the other carries all that comes.
         await mesh.publish(numbered(6, 3))
         await mesh.crossed(9)
-        await link(other, "active", 9)
+        carries = await link(other, "active", 9)
+        assert not other.stats(carries.grant, STREAM, 0).stands_by
         assert not elsewhere(mesh, BRIDGE) or not elsewhere(mesh, OTHER)
     await check(mesh, list(range(9)))
     tally("takeovers of two bridges", 1)
@@ -427,6 +429,90 @@ async def test_a_bridge_that_only_sends_again_what_landed_keeps_no_other_one_out
         assert (await holds.open()).position == 2
     await mesh.stop("eu-west")
     assert mesh.verify_ingress().ok
+
+
+@pytest.mark.usefixtures("soon")
+@pytest.mark.parametrize("closes", [False, True])
+async def test_a_bridge_that_opens_its_link_again_and_again_keeps_no_other_one_out(
+    mesh: Mesh, tally: Tally, closes: bool
+) -> None:
+    """As an agent that is started anew each time that it dies at the same batch: each of its links counted as one that had just begun."""
+    stream = "acme/ops/again"
+    one, two = [await granted(mesh, stream=stream, bridge=identity(name)) for name in BOTH]
+    loop, refused, opened = asyncio.get_running_loop(), 0, 0
+    async with (
+        rogue_agent(mesh, one, stream=stream) as holds,
+        rogue_agent(mesh, two, bridge=OTHER, stream=stream) as other,
+    ):
+        await holds.open()
+        begun = loop.time()
+        while True:
+            try:
+                assert (await other.open()).position == 0
+                break
+            except UnavailableError as error:
+                assert error.code is Code.STANDBY
+                refused += 1
+            assert loop.time() - begun < 8, "it is never relieved"
+            await asyncio.sleep(0.3)
+            if closes:
+                holds.peer.send(b"", holds.stream, end=True)
+            await holds.open()
+            opened += 1
+        assert loop.time() - begun >= 2 and opened > 2
+        await other.cross([Wild(b'{"n":1}')])
+        with pytest.raises(UnavailableError):
+            await holds.open()
+    tally("links that a bridge opened anew to keep another one out", opened)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_bridge_that_had_nothing_to_bring_for_long_is_not_relieved_at_once(mesh: Mesh) -> None:
+    """A record of now, which it is about to bring, waits no longer than any other: whoever asked in between threw it out."""
+    stream = "acme/ops/seldom"
+    one, two = [await granted(mesh, stream=stream, bridge=identity(name)) for name in BOTH]
+
+    async def stands_by(rogue: Any, log_end: int) -> None:
+        with pytest.raises(UnavailableError) as caught:
+            await rogue.open(statement=mesh.statement(stream=stream, log_end=log_end))
+        assert caught.value.code is Code.STANDBY
+
+    async with (
+        rogue_agent(mesh, one, stream=stream) as carries,
+        rogue_agent(mesh, two, bridge=OTHER, stream=stream) as other,
+    ):
+        await carries.open()
+        for sent in range(1, 3):
+            await carries.cross([Wild(b'{"n":1}')])
+            await stands_by(other, sent)
+            await asyncio.sleep(2.5)
+            await stands_by(other, sent)
+            await stands_by(other, sent + 1)
+
+
+@pytest.mark.usefixtures("soon")
+async def test_a_bridge_that_is_refused_ends_no_link_of_another_one(mesh: Mesh) -> None:
+    """It shows a statement of yesterday, or of another stream of this name, while the one that carries has nothing to bring."""
+    stream = "acme/ops/refused"
+    one, two = [await granted(mesh, stream=stream, bridge=identity(name)) for name in BOTH]
+    async with (
+        rogue_agent(mesh, one, stream=stream) as carries,
+        rogue_agent(mesh, two, bridge=OTHER, stream=stream) as other,
+        rogue_agent(mesh, two, bridge=OTHER, stream=stream, incarnation=b"o" * 16) as another,
+    ):
+        await carries.open()
+        await carries.cross([Wild(b'{"n":1}')])
+        old = mesh.now_ms() - 3_600_000
+        for code in (Code.STANDBY, Code.CONFLICT):
+            for rogue in (other, another):
+                incarnation = rogue.key.scope.incarnation
+                said = mesh.statement(stream=stream, incarnation=incarnation, time_ms=old)
+                with pytest.raises(FelixError) as caught:
+                    await rogue.open(statement=said)
+                assert caught.value.code is code
+            await asyncio.sleep(2.5)
+        await carries.cross([Wild(b'{"n":2}')])
+        assert carries.position == 2
 
 
 # -- at random -----------------------------------------------------------------------------------------

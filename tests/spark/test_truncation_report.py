@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossing_logs import DEPARTURES, INCARNATION, SIGNED, START_MS, World, trust, write_world
-from signed_grants import paper_leaf, signing_key
+from crossing_logs import DAY_MS, DEPARTURES, INCARNATION, SIGNED, START_MS, World, trust, write_world
+from signed_grants import paper_leaf, signed_grant, signing_key
 from slow_runs import only_slow
 
 from audit.leaf import GapKind, Header, Kind, Leaf, Side
@@ -172,6 +172,28 @@ def test_an_empty_envelope_of_its_own_is_not_what_another_bridge_brought(spark: 
     world.egress[-2] = [Leaf(Header(**(fields | {"gap": GapKind.ELSEWHERE}))), intent]
     world.batch(DEPARTURES, 0, START_MS + 2_000, 10, withheld=0.0)
     result = run_report(write_world(tmp_path, world), tmp_path / "out", trust=trust(), session=spark)
+    (found,) = result.report.findings.records()
+    assert (found["status"], found["finding"]) == ("differs", "elsewhere-without-arrival")
+    assert (found["first_offset"], found["last_offset"], found["records"]) == (0, 9, 10)
+
+
+def test_nor_is_one_under_another_grant_of_its_own(spark: Any, tmp_path: Path) -> None:
+    """The agent has two grants, leaves 10 records out under the one, and has the destination pass over them under the other. Both logs verify, and agree."""
+    other = signed_grant(stream=DEPARTURES, purpose="marketing", expires=START_MS + 90 * DAY_MS)
+    world = CutWorld()
+    world.grant(DEPARTURES, START_MS)
+    world.grant(DEPARTURES, START_MS, other)
+    world.gap(DEPARTURES, 0, 10, START_MS + 1_000)
+    gap, intent = world.egress[-2]
+    fields = {name: getattr(gap.header, name) for name in gap.header.__struct_fields__}
+    said = {"gap": GapKind.ELSEWHERE, "grant_id": other.grant, "terms_hash": other.terms.hash()}
+    world.egress[-2] = [Leaf(Header(**(fields | said))), intent]
+    world.batch(DEPARTURES, 0, START_MS + 2_000, 10, withheld=0.0)
+    logs = write_world(tmp_path, world)
+    for log in logs:
+        report = verify_log(Folder(log), trust())
+        assert report.ok, report.findings
+    result = run_report(logs, tmp_path / "out", trust=trust(), session=spark)
     (found,) = result.report.findings.records()
     assert (found["status"], found["finding"]) == ("differs", "elsewhere-without-arrival")
     assert (found["first_offset"], found["last_offset"], found["records"]) == (0, 9, 10)
