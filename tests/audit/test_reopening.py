@@ -392,3 +392,16 @@ def check_folder(folder: Path, size: int) -> None:
     report = verify_log(Folder(folder), trust(), cosignatures_min=0)
     assert report.ok, report.findings
     assert report.size == size
+
+
+def test_a_log_that_is_opened_again_while_the_process_ends_waits_for_no_room() -> None:
+    disk = MemoryDisk()
+    writer = stopped_writer(disk)
+    writer.trail.end_waiting()
+    writer.trail.reopen()
+    disk.room_bytes = 0
+    refused = writer.append()
+    assert refused is not None and "it ends while its disk is full" in refused.sentence
+    disk.room_bytes = 1 << 30
+    writer.trail.close()
+    check(disk, writer.told)
