@@ -162,6 +162,7 @@ class Trail:
         self._cosigned_lock = threading.Lock()
         """held from the comparison until it is kept: of two cosignatures that cross, the second is added to the first"""
         self._closing = False
+        self._waits_for_room = True
         self._reopening_lock = threading.Lock()
         """held while it is opened again, which an orderly end waits for"""
         self._begin(state)
@@ -179,7 +180,6 @@ class Trail:
         self._failure: AuditUnavailableError | None = None
         self._full: AuditUnavailableError | None = None
         """of what waits for room on the disk"""
-        self._waits_for_room = True
         self._lacking_room: set[str] = set()
         self._full_told = Told(self._clock.monotonic)
         self._asked_s: dict[str, float] = {}
@@ -393,7 +393,16 @@ class Trail:
     def may_reopen(self) -> bool:
         """Whether it has stopped, and may be opened again (`reopen`): where its disk has failed, and not where something is wrong with what it says, or with us."""
         failure = self._failure
-        return failure is not None and (self._wal is None or isinstance(failure.__cause__, OSError))
+        return failure is not None and self._is_passing(failure)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has stopped, and takes nothing any more before a restart."""
+        failure = self._failure
+        return failure is not None and not self._is_passing(failure)
+
+    def _is_passing(self, failure: AuditUnavailableError) -> bool:
+        return self._wal is None or isinstance(failure.__cause__, OSError)
 
     def held_back(self) -> AuditUnavailableError | None:
         """Why the log may not be written now, though nothing is wrong with it; None where it may."""

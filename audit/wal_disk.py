@@ -333,6 +333,19 @@ class Recovery:
             if self._unsure is not None:
                 at, data = self._unsure
                 write_all(self._files, file, (data,), at)
+            if self._end is not None:
+                self._cut_again(file)
             self._files.sync(file)
         finally:
             self._files.close(file)
+
+    def _cut_again(self, file: int) -> None:
+        """A try before this one may have cut what was refused, and its sync have failed: the same length once more would change nothing, and what is on the disk
+        come back behind the next leaves."""
+        end = self._files.size(file)
+        try:
+            write_all(self._files, file, (b"\0",), end)
+        except OSError as error:
+            if not is_full(error):
+                raise
+        self._files.truncate(file, end)

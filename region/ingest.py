@@ -104,8 +104,10 @@ from region.link_slot import (
     old_slot,
 )
 from region.log.ahead import Note
+from region.log.errors import StorageFailedError
 from region.log.segment import ShardIdentity
 from region.log.shard import Appended, ShardLog
+from region.log.states import State
 from region.metadata.records import StreamConfig
 from region.ports import Ingesting
 from region.stated_link import StatedLink
@@ -158,7 +160,7 @@ class IngestService:
             raise UnavailableError(f"What arrived in {name} waits for its audit leaves.") from None
         for shard in shards:
             await settle(shard, self.governance.arrivals, self.meter, self._identity)
-        self.landings.opened(name)
+        self.landings.opened(name, [shard.identity.shard for shard in shards])
 
     async def notes_from(self, shard: ShardIdentity, annotations: Mapping[int, bytes]) -> int | None:
         """From which offset on a copy keeps its notes: `arrivals.notes_from`."""
@@ -736,6 +738,8 @@ class IngestStream:
             assert way.note is not None
             self._shard.release_note(way.note)
             self._meter.give_back(way.charge)
+            if isinstance(result, StorageFailedError):
+                self._in_doubt()
             if isinstance(result, OffsetMismatchError):
                 result = UnavailableError("The append was moved; open the stream again.", retry_after_ms=50)
             self._lost(way, result)
@@ -744,6 +748,12 @@ class IngestStream:
             # The record that has just landed holds what stood there.
             self._shard.free_slot_nowait(self._old_slot, lambda freed: None)
         self._log(way)
+
+    def _in_doubt(self) -> None:
+        """The range may stand in the shard, and gets its leaf where that is opened again. Of a log with copies whoever leads next says so."""
+        shard = self._shard
+        if shard.state is State.FAILED and not shard.has_copies:
+            self._service.landings.in_doubt(self._hosted.name, shard.identity.shard)
 
     def _log(self, way: _Way) -> None:
         """Step 7, and 8 after it."""

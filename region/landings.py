@@ -6,7 +6,7 @@ Ingest streams begin and end their ranges here; whoever ends a grant, or stops i
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Final, NamedTuple, Protocol
 
 from felix.errors import Code, FelixError, ProtocolError
@@ -107,6 +107,7 @@ class Landings:
         self._streams_open = asyncio.Event()
         self._unopened: dict[StreamName, asyncio.Event] = {}
         self._waits: dict[tuple[StreamName, int, int], _Waits] = {}
+        self._in_doubt: dict[tuple[StreamName, int], asyncio.Event] = {}
 
     def streams_opened(self) -> None:
         """Every stream that the broker found at its start is open, or `unopened`."""
@@ -116,11 +117,18 @@ class Landings:
         """A stream cannot be opened at a start: what a crash left in it has no leaves yet."""
         self._unopened.setdefault(name, asyncio.Event())
 
-    def opened(self, name: StreamName) -> None:
-        """What landed in the stream has its leaves by now, or is deleted."""
+    def in_doubt(self, name: StreamName, shard: int) -> None:
+        """The disk of a shard has failed, which is opened again by itself: what was being written then may stand there, and has no leaves yet."""
+        self._in_doubt.setdefault((name, shard), asyncio.Event())
+
+    def opened(self, name: StreamName, shards: Container[int] | None = None) -> None:
+        """What landed in the stream has its leaves by now, or is deleted. `shards`: those that are open; what is in doubt in another one still is."""
         waiting = self._unopened.pop(name, None)
         if waiting is not None:
             waiting.set()
+        for key in [key for key in self._in_doubt if key[0] == name]:
+            if shards is None or key[1] in shards:
+                self._in_doubt.pop(key).set()
 
     def carrier(self, name: StreamName, shard: int, slot: int) -> Replaceable | None:
         """The ingest stream that a link shard has; None where it has none."""
@@ -174,8 +182,8 @@ class Landings:
     async def drained(self, concerns: Callable[[str], bool], leads_to: Callable[[StreamName], bool]) -> None:
         """Wait until nothing that was taken before is on its way to the disk or the log any more.
 
-        Each range ends: answered, or lost with its stream; at a start, what a crash left of it in the streams has its leaves first.
-        `concerns`: whether what was taken under a grant is waited for. `leads_to`: whether such records arrive in a stream; one that
+        Each range ends: answered, or lost with its stream; at a start, what a crash left of it in the streams has its leaves first, and so has what is in doubt
+        where a disk has failed. `concerns`: whether what was taken under a grant is waited for. `leads_to`: whether such records arrive in a stream; one that
         could not be opened yet is waited for.
         """
         await self._streams_open.wait()
@@ -185,3 +193,7 @@ class Landings:
         for landing in list(self._landings.values()):
             if concerns(landing.grant_id):
                 await landing.passed()
+        # Behind the ranges: one of them may be in doubt only now.
+        for (name, _), opened in list(self._in_doubt.items()):
+            if leads_to(name):
+                await opened.wait()

@@ -553,7 +553,7 @@ async def open_broker(
 
     async def open_stream(record: Stream) -> None:
         try:
-            follower.opened(await streams.open(record))
+            opened = await streams.open(record)
         except FelixError as error:
             # One stream that does not fit must not keep the others from being served.
             log.error("stream %s cannot be opened: %s", record.name, error)
@@ -562,7 +562,10 @@ async def open_broker(
                 landings.unopened(name)  # of several brokers, what may be here alone is waited for already
             follower.retry(name)
         else:
+            follower.opened(opened)
             follower.assigned(record.name)
+            for number in opened.failed if clustered is None else ():
+                landings.in_doubt(opened.name, number)
 
     with collector_paused():
         await at_once(OPENED_AT_ONCE, open_stream, records.values())

@@ -40,7 +40,12 @@ class DiskFiles:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, self._mode)
 
     def close(self, descriptor: int) -> None:
-        os.close(descriptor)
+        try:
+            os.close(descriptor)
+        except OSError as error:
+            # Else the number is another file's by now, or will be.
+            if error.errno == errno.EBADF:
+                raise
 
     def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
         return os.pwritev(descriptor, buffers, position)
@@ -161,9 +166,9 @@ class FileLock:
 
     def release(self) -> None:
         """Let go. The file stays: removing it would let two processes hold two files of one name."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def __enter__(self) -> Self:
         return self

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -293,8 +294,11 @@ class MemoryFiles:
             return descriptor
 
     def close(self, descriptor: int) -> None:
-        with self._call("close", self._opened(descriptor).path):
-            del self._open[descriptor]
+        opened = self._opened(descriptor)
+        # As of a disk: the number is free, whatever it says.
+        with suppress(OSError), self._call("close", opened.path):
+            pass
+        self._open.pop(descriptor, None)
 
     def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
         opened = self._opened(descriptor)

@@ -64,7 +64,8 @@ class Files(Protocol):
         """A descriptor. `flags`: of `os.O_RDONLY`, `O_WRONLY`, `O_RDWR`, `O_CREAT`, `O_EXCL`, `O_TRUNC`. Never waits, as for whoever
         would write into a pipe."""
 
-    def close(self, descriptor: int) -> None: ...
+    def close(self, descriptor: int) -> None:
+        """Let go of it, which no error of the disk prevents: none is raised. What was to last was synced before."""
 
     def pwritev(self, descriptor: int, buffers: Sequence[bytes | memoryview], position: int) -> int:
         """How many bytes were written; fewer than given where there is no room for more."""

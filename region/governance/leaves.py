@@ -221,11 +221,7 @@ class DocumentLeaves:
                     log.error(
                         "the audit log did not take a %s of %s: %s", document.purpose, document.region, error
                     )
-                if (
-                    self._neighbours.writes_here
-                    and self._trail.stopped is not None
-                    and not self._trail.may_reopen
-                ):
+                if self._neighbours.writes_here and self._trail.is_over:
                     return  # nothing crosses any more
             await asyncio.sleep(LOG_AGAIN_S)
         self._written(document)

@@ -33,7 +33,7 @@ WAIT_S: Final = 10.0
 async def until_taken(
     append: Callable[[], Awaitable[object]], what: str, trail: Trail, writes_here: Callable[[], bool]
 ) -> bool:
-    """Call `append` until the audit log takes it; False where the log is written here no more, or by nobody."""
+    """Call `append` until the audit log takes it; False where the log is written here no more, or by nobody before a restart."""
     told = ""
     while writes_here():
         try:
@@ -42,7 +42,7 @@ async def until_taken(
             if str(error) != told:
                 told = str(error)
                 log.error("the audit log did not take %s: %s", what, error)
-            if trail.stopped is not None and not trail.copied:
+            if trail.is_over:
                 return False  # nothing crosses any more
             await asyncio.sleep(AGAIN_S)
         else:

@@ -161,6 +161,7 @@ class LogDirectory:
         self._clean = take_clean_stop(self.files, data, self._lock.identity)
         self._open: dict[tuple[StreamName, bytes, int], ShardLog] = {}
         self._opening: set[tuple[StreamName, bytes, int]] = set()
+        self._closing: set[asyncio.Task[None]] = set()
         # The folders of streams whose names no crash takes back, as far as that was seen to by this process.
         self._lasting: set[Path] = set()
         self.commit_pool.submit(self._finish_deletions)
@@ -321,10 +322,13 @@ class LogDirectory:
         return self._open.get((name, incarnation, shard))
 
     async def close_shard(self, name: StreamName, incarnation: bytes, shard: int) -> None:
-        """Close a shard; one that is not open is closed already."""
+        """Close a shard; one that is not open is closed already. It is closed to the end also where nobody waits for it any more."""
         log = self._open.pop((name, incarnation, shard), None)
         if log:
-            await self._close(name, log)
+            closing = asyncio.ensure_future(self._close(name, log))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+            await asyncio.shield(closing)
 
     async def _close(self, name: StreamName, log: ShardLog) -> None:
         await log.close()
@@ -422,7 +426,9 @@ class LogDirectory:
         """Close every shard, the threads and the lock."""
         shards, self._open = self._open, {}
         results: list[object] = await asyncio.gather(
-            *(self._close(name, log) for (name, _, _), log in shards.items()), return_exceptions=True
+            *(self._close(name, log) for (name, _, _), log in shards.items()),
+            *self._closing,
+            return_exceptions=True,
         )
         self.creation_pool.shutdown()
         self.commit_pool.shutdown()

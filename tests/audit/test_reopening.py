@@ -205,6 +205,46 @@ def test_a_log_that_lost_what_no_checkpoint_covers_stays_stopped() -> None:
     writer.trail.close()
 
 
+def test_what_was_refused_does_not_come_back_where_the_sync_behind_its_cut_failed() -> None:
+    """It was on the disk: the next segment could not be made behind it."""
+    disk = MemoryDisk()
+    writer = Writer(disk)
+    opens = 0
+
+    def fail(call: str, path: Path) -> None:
+        nonlocal opens
+        if call == "open" and path.suffix == ".wal":
+            opens += 1
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    disk.on_call = fail
+    while writer.append() is None:
+        pass
+    assert opens == 1 and writer.told
+    failing(disk, "sync", ".wal")
+    with pytest.raises(OSError, match="Input/output"):
+        writer.trail.reopen()
+    writer.trail.reopen()
+    assert writer.trail.status().durable == writer.told
+    disk.lose_power(random.Random(1))
+    again = Writer(disk)
+    assert again.trail.status().durable == writer.told
+    again.trail.close()
+    check(disk, writer.told)
+
+
+def test_a_cut_that_is_made_again_needs_no_room() -> None:
+    disk = MemoryDisk()
+    writer = stopped_writer(disk)
+    disk.room_bytes = 0
+    # What a snapshot needs is written when there is room.
+    writer.trail.reopen()
+    assert writer.trail.status().durable == writer.told
+    disk.room_bytes = 1 << 30
+    writer.trail.close()
+    check(disk, writer.told)
+
+
 def test_tries_come_at_their_times_and_a_mistake_is_not_tried() -> None:
     class Clock:
         now_s = 100.0
@@ -352,3 +392,16 @@ def check_folder(folder: Path, size: int) -> None:
     report = verify_log(Folder(folder), trust(), cosignatures_min=0)
     assert report.ok, report.findings
     assert report.size == size
+
+
+def test_a_log_that_is_opened_again_while_the_process_ends_waits_for_no_room() -> None:
+    disk = MemoryDisk()
+    writer = stopped_writer(disk)
+    writer.trail.end_waiting()
+    writer.trail.reopen()
+    disk.room_bytes = 0
+    refused = writer.append()
+    assert refused is not None and "it ends while its disk is full" in refused.sentence
+    disk.room_bytes = 1 << 30
+    writer.trail.close()
+    check(disk, writer.told)

@@ -3,9 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+from transaction_home import Plain
+
+from felix.batch import NewRecord, encode_batch
+from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
+from felix.storage.memory import MemoryDisk
+from region.budget import Budgets
+from region.ingest import IngestService, IngestStream
 from region.landings import ASKS_S, Landings
+from region.log.directory import LogDirectory
+from region.log.errors import StorageFailedError
+from region.log.shard import Appended, ShardHooks, ShardSettings
 
 
 class Feeding:
@@ -50,3 +66,96 @@ def test_of_what_nobody_asks_any_more_nothing_is_remembered() -> None:
     for shard in range(100):
         landings.waits_s(name, shard, 7, bridge, shard * (ASKS_S + 1))
     assert len(landings._waits) == 1
+
+
+def everything(_: object) -> bool:
+    return True
+
+
+async def test_whoever_ends_a_grant_waits_for_what_is_in_doubt_where_a_disk_has_failed() -> None:
+    """Behind a revocation's leaf nothing may stand that arrived under the grant: a range whose write failed may be there once its shard is open again."""
+    landings, feeding = Landings(), Feeding()
+    name, other = StreamName.parse("acme/ops/crew"), StreamName.parse("acme/ops/jobs")
+    landings.streams_opened()
+    landing = landings.claim(name, 1, 7, feeding)
+    landing.begin(10)
+    draining = asyncio.ensure_future(landings.drained(everything, everything))
+    await asyncio.sleep(0)
+    landings.in_doubt(name, 1)
+    landing.end(10)
+    await asyncio.sleep(0.01)
+    assert not draining.done(), "it was on its way, and is in doubt now"
+    await landings.drained(everything, lambda each: each == other)
+    landings.opened(name, [0])
+    landings.opened(other)
+    await asyncio.sleep(0.01)
+    assert not draining.done(), "another shard, and another stream"
+    landings.opened(name, [0, 1])
+    await draining
+    landings.in_doubt(name, 1)
+    landings.opened(name)
+    await landings.drained(everything, everything)
+
+
+@pytest.mark.parametrize("is_read_on", [True, False])
+async def test_a_range_whose_write_failed_is_in_doubt_until_its_shard_has_its_leaves(
+    is_read_on: bool,
+) -> None:
+    """By the code of an ingest stream, over a real log: not where its log was closed by then, which is open anew."""
+    landings, disk = Landings(), MemoryDisk()
+    landings.streams_opened()
+    name = StreamName.parse("acme/ops/crew")
+    directory = LogDirectory(Path("/data"), "eu-central", files=disk.mount())
+    plain = Plain()
+    hooks = ShardHooks(plain.seal, plain.open_batch, plain.commitment)
+    shard = await directory.open_shard(name, bytes(16), 3, ShardSettings(), hooks)
+    await shard.append(encode_batch([NewRecord(b"before")]))
+    governance = SimpleNamespace(audit=None, arrivals=None)
+    broker = SimpleNamespace(region="eu-central", mesh="acme", broker_id="b1")
+    service: Any = IngestService(broker, governance, landings, None, None)  # type: ignore[arg-type]
+    service.broker = SimpleNamespace(metrics=SimpleNamespace(refused=lambda error: None), budgets=Budgets())
+    session = SimpleNamespace(
+        send=lambda *_, **__: None, end_role=lambda _: None, hold_request=lambda _: None
+    )
+    stream: Any = IngestStream(service, session, 1)  # type: ignore[arg-type]
+    stream._shard, stream._hosted = shard, SimpleNamespace(name=name)
+    stream._meter = SimpleNamespace(give_back=lambda charge: None)
+    stream._landing = landings.claim(name, 3, 7, stream)
+    stream._landing.begin(10)
+    way: Any = SimpleNamespace(
+        note=shard.take_note(b"its leaves"), charge=1, header=SimpleNamespace(base_offset=10)
+    )
+
+    def fail(call: str, path: Path) -> None:
+        if call == "sync" and ".seg" in path.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    disk.on_call = fail
+    answered = asyncio.Event()
+
+    def appended(result: Appended | FelixError) -> None:
+        assert isinstance(result, StorageFailedError)
+        if is_read_on:
+            stream._appended(way, result)
+        answered.set()
+
+    shard.append_nowait(encode_batch([NewRecord(b"arrived")]), appended, note=way.note)
+    async with asyncio.timeout(10):
+        await answered.wait()
+    disk.on_call = None
+    draining = asyncio.ensure_future(landings.drained(everything, everything))
+    await asyncio.sleep(0.01)
+    assert not draining.done()
+    await directory.close_shard(name, bytes(16), 3)
+    if is_read_on:
+        # Its sibling is served, and it is not yet.
+        await service.settle(name, [])
+        await asyncio.sleep(0.01)
+        assert not draining.done()
+        again = await directory.open_shard(name, bytes(16), 3, ShardSettings(), hooks)
+        assert again.take_notes_found(), "what `settle` goes by"
+        await service.settle(name, [again])
+    else:
+        stream._appended(way, shard.failure)
+    await draining
+    await directory.close()

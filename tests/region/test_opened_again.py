@@ -442,3 +442,49 @@ def test_a_stream_is_gone_that_is_deleted_while_its_disk_fails() -> None:
 
     with pytest.raises(StoppedScene):
         play(scene)
+
+
+def test_what_is_closed_to_be_served_again_is_on_the_disk_where_the_broker_ends_meanwhile() -> None:
+    """One shard has failed; the other is closed with it, on a slow disk, with what was acknowledged and not synced yet."""
+    durability, interrupted = Durability("interval", 3_600_000), 0
+    for seed in range(12):
+        loop, disk = SimulatedLoop(Random(seed)), MemoryDisk()
+
+        async def run(loop: SimulatedLoop = loop, disk: MemoryDisk = disk) -> bool:
+            made, acknowledged, is_over = Scene(loop, disk), list[bytes](), False
+            await made.open(shards=2, durability=durability)
+
+            async def publish() -> None:
+                while not is_over:
+                    payload = b"%d" % len(acknowledged)
+                    try:
+                        await made.publish(payload, shard=1)
+                        acknowledged.append(payload)
+                    except FelixError:
+                        await asyncio.sleep(0.05)
+
+            publishing = asyncio.ensure_future(publish())
+            made.fail("pwritev", of="/00000/")
+            with pytest.raises(UnavailableError):
+                await made.publish(b"in doubt", shard=0)
+            made.disk.on_call = None
+            await asyncio.sleep(4.9)
+            loop.work_s_max = 0.5
+            await made.until(lambda: not made.stream.replicas)
+            await made.streams.close()
+            await made.directory.close()
+            is_over = True
+            await publishing
+            disk.lose_power(loop.random)
+            after = Scene(loop, disk)
+            await after.open(shards=2, durability=durability)
+            assert (await after.records(1))[: len(acknowledged)] == acknowledged and acknowledged
+            await after.streams.close()
+            await after.directory.close()
+            return not made.streams.reopener.opened
+
+        try:
+            interrupted += loop.run_until_complete(run())
+        finally:
+            loop.close()
+    assert interrupted

@@ -227,3 +227,29 @@ def test_a_file_whose_name_could_not_be_synced_is_not_said_to_lack_room(error: i
     assert not is_full(caught.value) and not is_exhausted(caught.value)
     disk.on_call = None
     assert load_checked(files, Path("/one")) == b"new"
+
+
+def test_a_descriptor_is_let_go_of_once_whatever_the_disk_says(
+    files: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of NFS, whose `close` tells errors: the number is another file's next, which nobody closes who had it before."""
+    first = files.open(tmp_path / "one", NEW)
+    if isinstance(files, DiskFiles):
+        close = os.close
+
+        def failing(descriptor: int) -> None:
+            close(descriptor)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+        monkeypatch.setattr("felix.storage.disk.os.close", failing)
+    else:
+
+        def fail(call: str, path: Path) -> None:
+            if call == "close":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+        files._disk.on_call = fail  # type: ignore[attr-defined]
+    files.close(first)
+    monkeypatch.undo()
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        files.close(first)
