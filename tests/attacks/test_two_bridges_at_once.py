@@ -77,6 +77,26 @@ def span(header: Header) -> tuple[int, int]:
     return header.first_offset, header.last_offset
 
 
+async def taken_over(mesh: Mesh, dies_at: str) -> None:
+    """One bridge dies at this step of a range, the other one brings that and more, and the first one goes on: 39 records."""
+    await both_granted(mesh)
+    await mesh.publish(numbered(0, 3))
+    async with mesh.agent() as agent:
+        await link(agent, "active", 3)
+    await mesh.publish(numbered(3, 3))
+    child = await mesh.child(dies_at)
+    await asyncio.wait_for(child.wait(), 60)
+    for number in range(6, 36):
+        # More ranges than the destination remembers of what it can answer again.
+        await mesh.publish(numbered(number, 1))
+    async with mesh.agent(name=OTHER) as agent:
+        await link(agent, "active", 36)
+    async with mesh.agent() as agent:
+        await link(agent, "active", 36)
+        await mesh.publish(numbered(36, 3))
+        await link(agent, "active", 39)
+
+
 async def check(mesh: Mesh, expected: list[int]) -> None:
     """Each record is at the destination once, in order; every log verifies; and what a log says that others brought, the other bridge's arrivals cover."""
     assert await mesh.arrived() == len(expected)
@@ -173,23 +193,8 @@ async def test_what_one_announced_before_it_died_and_the_other_one_brought_count
     mesh: Mesh, dies_at: str, tally: Tally
 ) -> None:
     """It may have arrived before, without the receipt; or the other one brought it, and then nobody answers it any more."""
-    await both_granted(mesh)
-    await mesh.publish(numbered(0, 3))
-    async with mesh.agent() as agent:
-        await link(agent, "active", 3)
-    await mesh.publish(numbered(3, 3))
-    child = await mesh.child(dies_at)
-    await asyncio.wait_for(child.wait(), 60)
-    for number in range(6, 36):
-        # More ranges than the destination remembers of what it can answer again.
-        await mesh.publish(numbered(number, 1))
-    async with mesh.agent(name=OTHER) as agent:
-        await link(agent, "active", 36)
-    async with mesh.agent() as agent:
-        await link(agent, "active", 36)
-        await mesh.publish(numbered(36, 3))
-        await link(agent, "active", 39)
-        # Once more, by the snapshots of what its log says.
+    await taken_over(mesh, dies_at)
+    # Once more, by the snapshots of what its log says.
     async with mesh.agent() as agent:
         await mesh.publish(numbered(39, 1))
         await link(agent, "active", 40)
@@ -602,21 +607,7 @@ async def test_a_report_over_takeovers_reconciles_and_names_what_nobody_answered
     """One bridge dies with records announced, another one brings those and more, and the first one goes on under the grant that it has."""
     from audit.spark.report import run_report
 
-    await both_granted(mesh)
-    await mesh.publish(numbered(0, 3))
-    async with mesh.agent() as agent:
-        await link(agent, "active", 3)
-    await mesh.publish(numbered(3, 3))
-    child = await mesh.child("intent-durable")
-    await asyncio.wait_for(child.wait(), 60)
-    for number in range(6, 36):
-        await mesh.publish(numbered(number, 1))
-    async with mesh.agent(name=OTHER) as agent:
-        await link(agent, "active", 36)
-    async with mesh.agent() as agent:
-        await link(agent, "active", 36)
-        await mesh.publish(numbered(36, 3))
-        await link(agent, "active", 39)
+    await taken_over(mesh, "intent-durable")
     await check(mesh, list(range(39)))
     logs = [egress(mesh, BRIDGE), egress(mesh, OTHER), mesh.ingress_folder, mesh.us.root / "data" / "audit"]
     result = await asyncio.to_thread(

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 
 import pytest
-from audit_log import Link, log_signer
+from audit_log import Link
+from document_logs import opened
 
 from audit.errors import AuditUnavailableError
-from audit.trail import Trail
 from felix.storage.memory import MemoryDisk
-from region.document_log import DocumentLog
 
-LOG = Path("/data/audit")
 WAIT_S = 30
-
-
-def opened(disk: MemoryDisk) -> tuple[Trail, DocumentLog]:
-    files = disk.mount()
-    files.make_folder(LOG)
-    trail = Trail.open(LOG, log_signer(), files=files)
-    return trail, DocumentLog.open(trail, LOG.parent / "documents-logged")
 
 
 async def test_a_document_that_waits_for_room_keeps_nobody_from_closing_and_no_other_waiting() -> None:

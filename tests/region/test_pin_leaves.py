@@ -8,7 +8,8 @@ import os
 from pathlib import Path
 
 import pytest
-from audit_log import Link, log_signer
+from audit_log import Link
+from document_logs import opened
 
 from audit.position import Positions
 from audit.trail import Trail
@@ -17,15 +18,7 @@ from region.document_log import DocumentLog
 from region.governance import pin_leaves
 from region.governance.pin_leaves import until_taken
 
-LOG = Path("/data/audit")
 WAIT_S = 30
-
-
-def opened(disk: MemoryDisk) -> tuple[Trail, DocumentLog]:
-    files = disk.mount()
-    files.make_folder(LOG)
-    trail = Trail.open(LOG, log_signer(), files=files)
-    return trail, DocumentLog.open(trail, LOG.parent / "documents-logged")
 
 
 def writing(trail: Trail, logged: DocumentLog) -> asyncio.Task[bool]:
