@@ -77,7 +77,7 @@ async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_
     for _ in range(3):
         await table.upkeep.sweep(1)
     assert {name: shards[name].swept for name in names} == {name: 3 if name in kept else 1 for name in names}
-    assert [str(stream.name) for stream in table.retaining()] == ["globex/ops/s0"]
+    assert [str(stream.name) for stream in table.upkeep.retaining()] == ["globex/ops/s0"]
 
     for name in names[:4]:
         table._drop(found(table, name))
