@@ -33,8 +33,8 @@ STEP_RECORDS: Final = 256
 STEP_BYTES: Final = 32 << 10
 """Bytes after which a step ends, however few records they are: each may be looked at, value by value."""
 
-COMPRESS_STEP_BYTES: Final = 256 << 10
-"""Bytes that are compressed in one step: a millisecond."""
+COMPRESS_STEP_BYTES: Final = 128 << 10
+"""Bytes that are compressed in one step: one or two milliseconds."""
 COMPRESS_LEVELS: Final = (1, 9)
 """Of zstd: as bridges compress; and where that is too long for a batch, since the bridge of another release makes it shorter, better."""
 
