@@ -172,6 +172,8 @@ class ProvenLeaf(msgspec.Struct, frozen=True):
     entry: Entry | None
     """the record's; None in the proof of an ACK whose receipt does not say which records it is for"""
     header: Header
+    version: int
+    """of the leaf's format"""
     receipt: Receipt | None
     origin: str
     size: int
@@ -248,6 +250,7 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
         offset,
         find_entry(listed, offset),
         header,
+        leaf.version,
         receipt,
         checkpoint.origin,
         checkpoint.size,

@@ -780,7 +780,13 @@ def _cosigners(cosigned: Iterable[tuple[str, int]]) -> str:
 def _show_leaf(file: Path, proven: ProvenLeaf, json: bool) -> None:
     if json:
         print_json(proven)
-        return
+    else:
+        _print_leaf(file, proven)
+    if proven.version == 1:
+        raise typer.Exit(EXIT_VERSION_1)
+
+
+def _print_leaf(file: Path, proven: ProvenLeaf) -> None:
     out.print(styled(("The proof holds.", "green"), f" {file}"))
     header, entry = proven.header, proven.entry
     size = "" if entry is None else f", {entry.size} bytes as it crossed"
