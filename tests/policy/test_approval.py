@@ -175,7 +175,8 @@ def test_a_chain_is_the_path_to_the_root_and_has_nothing_beside_it() -> None:
     root = authority("us-east").anchor().root
     chains = {
         "a certificate of somebody's": APPROVAL.chain_pem + _certificate_with(b"SSN 078-05-1120 " * 500),
-        "another approver's": APPROVAL.chain_pem + encode_chain(x509.load_pem_x509_certificates(approver("ciso").chain_pem)[:1]),
+        "another approver's": APPROVAL.chain_pem
+        + encode_chain(x509.load_pem_x509_certificates(approver("ciso").chain_pem)[:1]),
         "one twice": encode_chain([leaf, issuing, issuing]),
         "the root": encode_chain([leaf, issuing, root]),
         "another order": encode_chain([leaf, root, issuing]),
