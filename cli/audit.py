@@ -941,7 +941,7 @@ def report(
             f"{counted(len(result.report.logs), 'log')}, {result.seconds:.1f} s"
         )
     missing = result.report.missing
-    for sentence in (*missing.counterparts, *missing.region_logs):
+    for sentence in (*missing.counterparts, *missing.region_logs, *missing.granted):
         note(sentence)
     for name, rows in result.report.left_off.items():
         note(f"The table {name} has {rows:,} rows more than a report lists; the totals count them.")
