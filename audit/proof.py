@@ -11,7 +11,7 @@ Where a document or the receipt is under a key that ended since, the proof is of
 region names for its end (audit.keys_in_log).
 
 Invariants: `check_proof(prove(…), …)` holds for every record that the checkpoint covers; any change of the
-document that changes its meaning is refused. Callers: cli, tests.
+document that changes its meaning is refused, but that whoever hands it on may leave the receipt out: what is left proves the INTENT alone, and says nothing of an answer. Callers: cli, tests.
 """
 
 from __future__ import annotations

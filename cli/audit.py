@@ -841,7 +841,10 @@ def _print_leaf(file: Path, proven: ProvenLeaf) -> None:
         ["under grant", f"{header.grant_id}, terms {header.terms_hash.hex()}"],
         ["leaf", f"{proven.index}, {proven.kind}, {iso(header.time_ms)}"],
         ["envelope", header.envelope_sha256.hex()],
-        ["arrived", arrived or "another proof says so: of the ACK leaf with this envelope"],
+        [
+            "arrived",
+            arrived or "not shown here: a proof of the ACK leaf with this envelope says so, if there is one",
+        ],
         ["commitment", "" if entry is None else entry.commitment.hex()],
         ["log", f"{proven.origin}, {proven.size:,} leaves"],
         ["cosigned", _cosigners(proven.cosigned)],
@@ -867,7 +870,7 @@ def _approval(proven: Proven) -> list[list[object]]:
 
 def _arrival(receipt: Receipt | None, leaf: int | None) -> str:
     if receipt is None:
-        return "no receipt in the log yet"
+        return "not shown: this proof has no receipt"
     return (
         f"{iso(receipt.time_ms)}, destination offsets {receipt.destination_first_offset}–"
         f"{receipt.destination_last_offset}, leaf {leaf}, receipt signed by {receipt.destination_region}"

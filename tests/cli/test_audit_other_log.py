@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from shutil import copytree
 
 import pytest
-from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, REGION_ORIGIN, egress_appends, key, region_bundle
+from audit_log import EGRESS_ORIGIN, POLICY_SEEDS, REGION_ORIGIN, STREAM, egress_appends, key, region_bundle
 from crossing_logs import write_log
 from region_home import make_region
 from signed_grants import paper_leaf, signed_grant
@@ -22,7 +23,7 @@ from keys.bundle import sign_bundle
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two logs of us-east, its bridge's and its own, and bundles of both regions."""
     folder = tmp_path_factory.mktemp("other")
-    write_log(folder / "log", EGRESS_ORIGIN, egress_appends(2))
+    write_log(folder / "log", EGRESS_ORIGIN, egress_appends(2), cosign=True)
     signed = signed_grant()
     write_log(folder / "own", REGION_ORIGIN, [[paper_leaf(signed.source_policy, signed)]])
     for region in ("us-east", "eu-west"):
@@ -74,3 +75,15 @@ def test_another_log_in_a_logs_folder_does_not_pass_for_it(folder: Path, tmp_pat
     words = ("report", "--log", str(place), "--cosignatures", "0", "--out", str(tmp_path / "out"))
     code, said = audit(folder, tmp_path, *words)
     assert code == EXIT_DAMAGED and "is the folder of" in said and not (tmp_path / "out").exists()
+
+
+def test_a_proof_without_its_receipt_does_not_say_that_the_log_has_none(folder: Path, tmp_path: Path) -> None:
+    """Whoever hands a proof on may leave the receipt out; what is left is a genuine proof of the INTENT."""
+    proof, changed = tmp_path / "whole.json", tmp_path / "changed.json"
+    words = ("--log", str(folder / "log"), "--stream", STREAM, "--offset", "0", "--out", str(proof))
+    assert audit(folder, tmp_path, "prove", *words)[0] == 0
+    code, said = audit(folder, tmp_path, "check-proof", str(proof))
+    assert code == 0 and "receipt signed by eu-west" in said
+    changed.write_text(json.dumps({**json.loads(proof.read_bytes()), "ack": None}))
+    code, said = audit(folder, tmp_path, "check-proof", str(changed))
+    assert code == 0 and "not shown: this proof has no receipt" in said and "in the log yet" not in said
