@@ -20,11 +20,10 @@ import zstandard
 from msgspec import structs
 
 from audit.leaf import Committer, Header, LeafPart, iter_leaf_parts, iter_packed
-from felix.batch import FLAG_ZSTD, Batch, compressed_with, decode_columns, expanded
+from felix.batch import BATCH_BYTES_MAX, FLAG_ZSTD, Batch, compressed_with, decode_columns, expanded
 from felix.errors import RequestError
 from felix.peer import Peer
 from felix.provenance import PathUnion
-from keys.envelope import SEALABLE_BYTES_MAX
 from keys.transfer import TransferEnvelope, TransferKey, open_envelope
 from policy.inspection import Inspection
 
@@ -37,6 +36,8 @@ COMPRESS_STEP_BYTES: Final = 128 << 10
 """Bytes that are compressed in one step: one or two milliseconds."""
 COMPRESS_LEVELS: Final = (1, 9)
 """Of zstd: as bridges compress; and where that is too long for a batch, since the bridge of another release makes it shorter, better."""
+FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX - 256
+"""Of a batch that a stream takes: there is room for its header and its seal."""
 
 Steps = Generator[None, None, "Inspected"]
 
@@ -116,7 +117,7 @@ def _compress(batch: Batch) -> Generator[None, None, Batch]:
         frame = b"".join(pieces)
         if not shortest or len(frame) < len(shortest):
             shortest = frame
-        if len(shortest) <= SEALABLE_BYTES_MAX:
+        if len(shortest) <= FRAME_BYTES_MAX:
             break
     return compressed_with(batch, shortest) if len(shortest) < len(body) else batch
 
