@@ -33,6 +33,7 @@ import msgspec
 
 from audit.agreement import VERSION_1_UNSUPPORTED
 from audit.checkpoint import SignedCheckpoint
+from audit.cosigned_times import dated_late
 from audit.keys_in_log import keys_of_proof
 from audit.leaf import ENTRY_BYTES, Entry, Header, Kind, Leaf, Side, decode_leaf, find_entry
 from audit.merkle import HASH_BYTES, PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
@@ -244,6 +245,8 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
         raise TamperError("The proof's receipt is for other records than the proof lists.")
     elif find_entry(listed, offset) is None:
         raise TamperError(f"The proof's receipt is not for the record at offset {offset}: it stayed.")
+    cosigned = cosigned_by(log, signed)
+    unsupported += dated_late(cosigned, header.time_ms)
     return ProvenLeaf(
         header.kind.name,
         proof.leaf_index,
@@ -254,7 +257,7 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
         receipt,
         checkpoint.origin,
         checkpoint.size,
-        cosigned_by(log, signed),
+        cosigned,
         unsupported,
     )
 

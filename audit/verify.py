@@ -20,6 +20,7 @@ from audit.checkpoint import Checkpoint, SignedCheckpoint, notes_of, origin_of
 from audit.consistency import continues
 from audit.continuity import Continuity
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.cosigned_times import DatedLate, TimesOfCosignatures
 from audit.crossed import CROSSED_BEFORE
 from audit.document_leaf import read_document
 from audit.keys_in_log import KeysInLog, keys_of_log
@@ -95,6 +96,7 @@ TAKEN_LATE: Final = "taken-after-revocation"
 APPROVED_LATE: Final = "approved-after-certificate"
 FASTER: Final = "faster-than-rate"
 UNCOSIGNED: Final = "not-cosigned"
+DATED_LATE: Final = "dated-after-cosignature"
 """Kinds of notices."""
 OVER_BUDGET: Final = "crossed-over-budget"
 PIN_FAILS: Final = "pin-does-not-hold"
@@ -282,6 +284,8 @@ class _Run:
         self._late = Largest[Notice](NOTICES_MAX)
         self._approved_late = Largest[Notice](NOTICES_MAX)
         self._allowances = Allowances()
+        self._cosigned_times = TimesOfCosignatures()
+        self._dated_late = Largest[Notice](NOTICES_MAX)
         self._uncosigned_from: int | None = None
         """the first leaf behind what is cosigned as required; None: nothing is, or nothing has to be"""
         self._uncosigned_crossings = self._uncosigned_records = 0
@@ -363,7 +367,9 @@ class _Run:
         faster = Largest[Notice](NOTICES_MAX)
         for each in self._allowances.faster():
             faster.add(each.size, _faster(each))
-        times = (self._back, self._late, self._approved_late, faster)
+        if (last := self._cosigned_times.end()) is not None:
+            self._dated_late.add(last.by_ms, _dated_late(last))
+        times = (self._back, self._late, self._approved_late, self._dated_late, faster)
         told = (notice for largest in times for notice in largest.in_order())
         report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
@@ -476,6 +482,9 @@ class _Run:
             report.cosigners[party] = max(report.cosigners.get(party, 0), size)
         for region in signed.seen_by:
             self._seen[region] = max(self._seen.get(region, 0), size)
+        for by in signed.cosigned:
+            if by.time_s and (party := self._log.witnesses.get(by.key)):
+                self._cosigned_times.add(size, by.time_s * 1000, party)
 
     def _uncosigned(self) -> Iterable[Notice]:
         """What no checkpoint covers that is cosigned as required."""
@@ -618,6 +627,9 @@ class _Run:
             self._approved_late.add(by_ms, _approved_late(index, header.grant_id, by_ms))
 
     def _look_at_time(self, index: int, header: Header) -> None:
+        ended = self._cosigned_times.take(index, header.time_ms, header.records if crosses(header) else 0)
+        if ended is not None:
+            self._dated_late.add(ended.by_ms, _dated_late(ended))
         latest = header.time_ms if self._latest_ms is None else self._latest_ms
         self._latest_ms = max(latest, header.time_ms)
         by_ms = latest - header.time_ms
@@ -933,6 +945,11 @@ def _skipped(found: Skipped) -> Notice:
 
 def _ran_back(leaf: int, by_ms: int) -> Notice:
     return Notice(leaf, TIME_BACK, f"Its time is {by_ms // 1000:,} s before that of a leaf before it: the order of leaves is sure, the time is the writer's word.")  # fmt: skip
+
+
+def _dated_late(found: DatedLate) -> Notice:
+    more = f" So are {found.leaves - 1:,} behind it." if found.leaves > 1 else ""
+    return Notice(found.leaf, DATED_LATE, f"Its time is {found.by_ms // 1000:,} s after {found.party} cosigned it: one of the two clocks was wrong, or the time is made up.{more}", found.records)  # fmt: skip
 
 
 def _faster(found: Faster) -> Notice:
