@@ -674,6 +674,29 @@ class Agreements:
             problem = self._refusal(held, older, attempt, header)
         return [f"{what}: {problem}"] if problem else []
 
+    def outlawed(self, header: Header) -> str:
+        """Of a crossing that may stand here: why the newest policy of the own side in the log, or the one that its half names once that is over, does not allow it; or nothing. Brokers ask the
+        policy in force, and agents do now, so no honest one is in a log since. It breaks no rule: what was read before may have been announced then by agents of before."""
+        held = self._grants.get(header.grant_id)
+        if held is None or not held.exports or not held.imports:
+            return ""
+        export, accepted, own = held.exports[-1], held.imports[-1], self._own(header)
+        until_ms = header.time_ms - STANDING_GRACE_MS
+        known = (each for each in self._policies.get(own, {}).values() if each.time_ms <= until_ms)
+        newest = max(known, key=lambda each: each.rank, default=None)
+        if newest is None:
+            return ""
+        policy = newest.policy
+        if not policy.in_force(until_ms):
+            return f"revision {policy.revision} of the policy of {own} is not in force by its own dates"
+        if (export if own == export.terms.from_region else accepted).policy_hash == policy.hash.hex():
+            return ""
+        stream = StreamName.parse(header.stream)
+        decision = self._decide(held, export, accepted, stream, policy, header.time_ms)
+        return (
+            "" if decision.allowed else f"revision {policy.revision} of the policy of {own} does not allow it"
+        )
+
     def strayed(self, header: Header) -> list[str]:
         """Why the records of this egress ACK of version 2 may not have been where it says, and its receipt: a sentence, or nothing. An INTENT may
         have said nothing of it. Whether its grant stands is asked of INTENTs alone (`judge`)."""
@@ -1048,6 +1071,9 @@ class Agreements:
         stop: Stop | None = None
         for at, each in enumerate(in_force):
             until = in_force[at + 1].time_ms if at + 1 < len(in_force) else NEVER
+            if until <= begun or each.time_ms >= terms.expires:
+                # Nothing crosses under it then, and a region may have had any number of policies.
+                continue
             allowed_from, allowed_to = _allows(each.policy, terms, stream)
             for from_ms, to_ms in (
                 (each.time_ms, min(until, allowed_from)),

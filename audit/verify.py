@@ -97,6 +97,7 @@ APPROVED_LATE: Final = "approved-after-certificate"
 FASTER: Final = "faster-than-rate"
 UNCOSIGNED: Final = "not-cosigned"
 DATED_LATE: Final = "dated-after-cosignature"
+OUTLAWED: Final = "crossed-though-outlawed"
 """Kinds of notices."""
 OVER_BUDGET: Final = "crossed-over-budget"
 PIN_FAILS: Final = "pin-does-not-hold"
@@ -121,6 +122,16 @@ class Place(NamedTuple):
     about: tuple[object, ...]
     is_limited: bool
     """whether a log may have any number of such things: PLACES_MAX of them have a place"""
+
+
+class _Outlawed(NamedTuple):
+    """Crossings under one grant that a policy in the log does not allow any more."""
+
+    leaf: int
+    """the first"""
+    why: str
+    leaves: int
+    records: int
 
 
 class Version1(NamedTuple):
@@ -286,6 +297,8 @@ class _Run:
         self._allowances = Allowances()
         self._cosigned_times = TimesOfCosignatures()
         self._dated_late = Largest[Notice](NOTICES_MAX)
+        self._outlawed: dict[str, _Outlawed] = {}
+        """by grant"""
         self._uncosigned_from: int | None = None
         """the first leaf behind what is cosigned as required; None: nothing is, or nothing has to be"""
         self._uncosigned_crossings = self._uncosigned_records = 0
@@ -369,7 +382,10 @@ class _Run:
             faster.add(each.size, _faster(each))
         if (last := self._cosigned_times.end()) is not None:
             self._dated_late.add(last.by_ms, _dated_late(last))
-        times = (self._back, self._late, self._approved_late, self._dated_late, faster)
+        outlawed = Largest[Notice](NOTICES_MAX)
+        for grant, found in self._outlawed.items():
+            outlawed.add(found.records, _outlawed(grant, found))
+        times = (self._back, self._late, self._approved_late, self._dated_late, outlawed, faster)
         told = (notice for largest in times for notice in largest.in_order())
         report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
@@ -603,7 +619,7 @@ class _Run:
             # 10. Every document is there, and signed by the region that it speaks for.
             (10, lambda: self._agreements.take(index, leaf, self._document)),
             # 7. Every record is accounted for once, under a grant.
-            (7, lambda: self._granted(leaf)),
+            (7, lambda: self._granted(index, leaf)),
             (7, lambda: self._accounted(index, leaf)),
             (7, lambda: self._again(leaf)),
             # 8. Every delivery has its receipt.
@@ -681,7 +697,7 @@ class _Run:
             self._storage_failed = error
             raise
 
-    def _granted(self, leaf: Leaf) -> list[str]:
+    def _granted(self, index: int, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what the documents before a crossing of version 2 say about it."""
         kind, side = leaf.header.kind, leaf.header.side
         if kind in (Kind.WITHHELD, Kind.GAP) and leaf.version > 1:
@@ -696,7 +712,16 @@ class _Run:
             return []
         if leaf.header.records and not leaf.header.path:
             self._does_not_show(WITHOUT_PATH_UNSUPPORTED)
-        return self._agreements.judge(leaf.header)
+        found = self._agreements.judge(leaf.header)
+        if not found and (why := self._agreements.outlawed(leaf.header)):
+            grant, records = leaf.header.grant_id, leaf.header.records
+            before = self._outlawed.get(grant)
+            self._outlawed[grant] = (
+                _Outlawed(index, why, 1, records)
+                if before is None
+                else before._replace(leaves=before.leaves + 1, records=before.records + records)
+            )
+        return found
 
     def _over_budget(self, index: int, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what its terms allow altogether."""
@@ -950,6 +975,11 @@ def _ran_back(leaf: int, by_ms: int) -> Notice:
 def _dated_late(found: DatedLate) -> Notice:
     more = f" So are {found.leaves - 1:,} behind it." if found.leaves > 1 else ""
     return Notice(found.leaf, DATED_LATE, f"Its time is {found.by_ms // 1000:,} s after {found.party} cosigned it: one of the two clocks was wrong, or the time is made up.{more}", found.records)  # fmt: skip
+
+
+def _outlawed(grant: str, found: _Outlawed) -> Notice:
+    more = f", and so did {found.leaves - 1:,} leaves behind it" if found.leaves > 1 else ""
+    return Notice(found.leaf, OUTLAWED, f"It crossed under {grant}{more}, more than 10 s after the log had it that {found.why}: brokers refuse that, and what was read before may have been announced.", found.records)  # fmt: skip
 
 
 def _faster(found: Faster) -> Notice:
