@@ -1209,8 +1209,8 @@ def _lacking(
 
 def _allows(policy: ResidencyPolicy, terms: GrantTerms, stream: StreamName) -> tuple[int, int]:
     """From when to when (ms) a policy that is in force all the time would allow these terms; never: (NEVER, NEVER)."""
-    begin, end = policy.file.valid_from or 0, policy.file.valid_until
-    end = NEVER if end is None else end
+    begin: int = policy.file.valid_from or 0
+    end: int = NEVER if policy.file.valid_until is None else policy.file.valid_until
     if begin >= end or not decide_grant(policy, terms, stream, begin).allowed:
         return NEVER, NEVER
     return begin, end

@@ -499,8 +499,8 @@ class _Run:
         for region in signed.seen_by:
             self._seen[region] = max(self._seen.get(region, 0), size)
         for by in signed.cosigned:
-            if by.time_s and (party := self._log.witnesses.get(by.key)):
-                self._cosigned_times.add(size, by.time_s * 1000, party)
+            if by.time_s and by.key in self._log.witnesses:
+                self._cosigned_times.add(size, by.time_s * 1000, self._log.witnesses[by.key])
 
     def _uncosigned(self) -> Iterable[Notice]:
         """What no checkpoint covers that is cosigned as required."""
