@@ -11,7 +11,8 @@ from itertools import product
 import msgspec
 import pytest
 from attacks.conftest import Tally
-from attacks.test_one_party_alone import EGRESS, INGRESS, ORIGINS, WITNESS, files_of, world
+from attacks.test_one_party_alone import EGRESS, INGRESS, ORIGINS, WITNESS, world
+from attacks.test_one_party_alone import files_of as files_cosigned
 from audit_log import STREAM, TIME_MS, log_signer, trust, witness_signer
 
 from audit.checkpoint import Checkpoint
@@ -19,12 +20,17 @@ from audit.cosigned_times import SLACK_MS
 from audit.leaf import Kind, Leaf
 from audit.note import Note, encode_note
 from audit.proof import check_proof, prove
+from audit.tile import MemoryFiles
 from audit.tlog_proof import check_leaf, prove_leaves
 from audit.verify import DATED_LATE, Notice, verify_log
 
 COSIGNED_MS = TIME_MS + 3_600_000
-"""When `files_of` has its logs cosigned."""
+"""When the logs are cosigned."""
 LATER_MS = (SLACK_MS + 1_000, 3_600_000, 8 * 86_400_000)
+
+
+def files_of(log: str, leaves: list[Leaf]) -> MemoryFiles:
+    return files_cosigned(log, leaves, cosigned_ms=COSIGNED_MS)
 
 
 def dated(log: str, kind: Kind, time_ms: int) -> list[Leaf]:
