@@ -362,6 +362,8 @@ class Agreements:
         self._policies: dict[str, dict[bytes, _Policy]] = {}
         self._read_policies: dict[bytes, dict[str, Any] | str] = {}
         """by the SHA-256 of the document, what its leaf repeats, or why it does not hold"""
+        self._has_forgotten = False
+        """whether some policies of the own region are held no more: which was in force when is not known then"""
         self._denied = Denied()
         self._own_denies = _Stops()
         self.documents = 0
@@ -508,6 +510,7 @@ class Agreements:
                     self._remember_older(about, grant, header.time_ms)
             if len(held) > POLICIES_MAX:
                 self._policies[policy.region] = self._half_of(held)
+                self._has_forgotten |= policy.region == self._origin.region
         return differing
 
     def _half_of(self, policies: dict[bytes, _Policy]) -> dict[bytes, _Policy]:
@@ -1053,8 +1056,10 @@ class Agreements:
         return (*found, *self._own_denies.all())
 
     def _in_force(self) -> list[_Policy]:
-        """The policies of the log's own region that were in force, one after the other."""
+        """The policies of the log's own region that were in force, one after the other; none where not all are held."""
         found: list[_Policy] = []
+        if self._has_forgotten:
+            return found
         for each in sorted(self._policies.get(self._origin.region, {}).values(), key=lambda each: each.leaf):
             if not found or each.rank > found[-1].rank:
                 found.append(each)
