@@ -29,7 +29,7 @@ What the log's own region forbade, and when (`stops`), is held as long as the lo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from typing import Any, Final, NamedTuple
@@ -183,7 +183,7 @@ class Stop(NamedTuple):
 
     leaf: int
     word: str
-    """revoked, paused or denied"""
+    """revoked, paused, denied or outlawed"""
     grant_id: str
     """empty of a deny entry"""
     streams: str
@@ -195,6 +195,8 @@ class Stop(NamedTuple):
     """None: it still holds at the log's end"""
     document: bytes = b""
     """the SHA-256 of the word"""
+    may_wait: bool = False
+    """whether what crossed before may arrive long after it: a policy is brought to nobody, and an envelope waits at the destination until the grant's rate lets it in"""
 
 
 class _Policy(NamedTuple):
@@ -204,6 +206,8 @@ class _Policy(NamedTuple):
     leaf: int
     time_ms: int
     era: int = 0
+    document: bytes = b""
+    """its SHA-256"""
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -303,7 +307,7 @@ class _Held:
             if self.export is not None:
                 self.export.take(Half(body, paper), time_ms)
                 return
-            self.export = Halves(Half(body, paper))
+            self.export = Halves(Half(body, paper), time_ms)
             self.approved = {
                 place: {key: each for key, each in held.items() if approves(body, each[0])}
                 for place, held in self.approved.items()
@@ -358,6 +362,8 @@ class Agreements:
         self._policies: dict[str, dict[bytes, _Policy]] = {}
         self._read_policies: dict[bytes, dict[str, Any] | str] = {}
         """by the SHA-256 of the document, what its leaf repeats, or why it does not hold"""
+        self._has_forgotten = False
+        """whether some policies of the own region are held no more: which was in force when is not known then"""
         self._denied = Denied()
         self._own_denies = _Stops()
         self.documents = 0
@@ -492,7 +498,9 @@ class Agreements:
         differing = _differences(header, said)
         if not differing:
             held, era = self._policies.setdefault(policy.region, {}), self._in_log.era(document)
-            known = held.setdefault(policy.hash, _Policy(policy, index, header.time_ms, era))
+            known = held.setdefault(
+                policy.hash, _Policy(policy, index, header.time_ms, era, header.document_sha256)
+            )
             if known.era < era:
                 # The same text, signed again under a later key.
                 held[policy.hash] = known._replace(era=era)
@@ -502,6 +510,7 @@ class Agreements:
                     self._remember_older(about, grant, header.time_ms)
             if len(held) > POLICIES_MAX:
                 self._policies[policy.region] = self._half_of(held)
+                self._has_forgotten |= policy.region == self._origin.region
         return differing
 
     def _half_of(self, policies: dict[bytes, _Policy]) -> dict[bytes, _Policy]:
@@ -667,6 +676,29 @@ class Agreements:
             # It was on its way when a half was signed again, or may not stand under the one before either.
             problem = self._refusal(held, older, attempt, header)
         return [f"{what}: {problem}"] if problem else []
+
+    def outlawed(self, header: Header) -> str:
+        """Of a crossing that may stand here: why the newest policy of the own side in the log, or the one that its half names once that is over, does not allow it; or nothing. Brokers ask the
+        policy in force, and agents do now, so no honest one is in a log since. It breaks no rule: what was read before may have been announced then by agents of before."""
+        held = self._grants.get(header.grant_id)
+        if held is None or not held.exports or not held.imports:
+            return ""
+        export, accepted, own = held.exports[-1], held.imports[-1], self._own(header)
+        until_ms = header.time_ms - STANDING_GRACE_MS
+        known = (each for each in self._policies.get(own, {}).values() if each.time_ms <= until_ms)
+        newest = max(known, key=lambda each: each.rank, default=None)
+        if newest is None:
+            return ""
+        policy = newest.policy
+        if not policy.in_force(until_ms):
+            return f"revision {policy.revision} of the policy of {own} is not in force by its own dates"
+        if (export if own == export.terms.from_region else accepted).policy_hash == policy.hash.hex():
+            return ""
+        stream = StreamName.parse(header.stream)
+        decision = self._decide(held, export, accepted, stream, policy, header.time_ms)
+        return (
+            "" if decision.allowed else f"revision {policy.revision} of the policy of {own} does not allow it"
+        )
 
     def strayed(self, header: Header) -> list[str]:
         """Why the records of this egress ACK of version 2 may not have been where it says, and its receipt: a sentence, or nothing. An INTENT may
@@ -1014,11 +1046,56 @@ class Agreements:
         """What the log's own region forbade to leave it: its revocations and pauses of grants out of it, its deny entries. An agent that
         keeps such a document to itself has it neither in its egress log nor at the destination."""
         found: list[Stop] = []
-        for _, held in sorted(self._grants.items()):
+        in_force = self._in_force()
+        for grant, held in sorted(self._grants.items()):
             is_own = held.exports and held.exports[-1].terms.from_region == self._origin.region
             if is_own and held.stops is not None:
                 found += held.stops.all()
+            if is_own:
+                found += self._outlawed(grant, held, in_force)
         return (*found, *self._own_denies.all())
+
+    def _in_force(self) -> list[_Policy]:
+        """The policies of the log's own region that were in force, one after the other; none where not all are held."""
+        found: list[_Policy] = []
+        if self._has_forgotten:
+            return found
+        for each in sorted(self._policies.get(self._origin.region, {}).values(), key=lambda each: each.leaf):
+            if not found or each.rank > found[-1].rank:
+                found.append(each)
+        return found
+
+    def _outlawed(self, grant: str, held: _Held, in_force: Sequence[_Policy]) -> Iterator[Stop]:
+        """When the own policy in force did not allow the terms of a grant of one stream. Approvals that it asked for may have come in between, and are not asked for here; nor is a pattern,
+        of which a policy may forbid single streams."""
+        assert held.export is not None
+        terms = held.export.newest.body.terms
+        if terms.wildcard:
+            return
+        stream, begun = StreamName.parse(terms.stream), held.export.first_ms
+        stop: Stop | None = None
+        for at, each in enumerate(in_force):
+            until = in_force[at + 1].time_ms if at + 1 < len(in_force) else NEVER
+            if until <= begun or each.time_ms >= terms.expires:
+                # Nothing crosses under it then, and a region may have had any number of policies.
+                continue
+            allowed_from, allowed_to = _allows(each.policy, terms, stream)
+            for from_ms, to_ms in (
+                (each.time_ms, min(until, allowed_from)),
+                (max(each.time_ms, allowed_to), until),
+            ):
+                if from_ms >= to_ms or to_ms <= begun:
+                    continue
+                if stop is None or stop.until_ms != from_ms:
+                    if stop is not None:
+                        yield stop
+                    stop = Stop(
+                        each.leaf, "outlawed", grant, "", "", max(begun, from_ms), to_ms, each.document,
+                        terms.rate_bytes > 0,
+                    )  # fmt: skip
+                stop = stop._replace(until_ms=to_ms)
+        if stop is not None:
+            yield stop if stop.until_ms != NEVER else stop._replace(until_ms=None)
 
 
 class _Stops:
@@ -1133,6 +1210,15 @@ def _lacking(
     """How far the approvals that this half of the two asks for have come."""
     region = export.terms.from_region if half is export else export.terms.to_region
     return _tally(held, ApprovalRule(half.approvals, half.separate), region, export, accepted, now)
+
+
+def _allows(policy: ResidencyPolicy, terms: GrantTerms, stream: StreamName) -> tuple[int, int]:
+    """From when to when (ms) a policy that is in force all the time would allow these terms; never: (NEVER, NEVER)."""
+    begin: int = policy.file.valid_from or 0
+    end: int = NEVER if policy.file.valid_until is None else policy.file.valid_until
+    if begin >= end or not decide_grant(policy, terms, stream, begin).allowed:
+        return NEVER, NEVER
+    return begin, end
 
 
 def _differences(header: Header, said: dict[str, Any]) -> list[str]:

@@ -40,10 +40,12 @@ class Half(NamedTuple, Generic[H]):
 class Halves(Generic[H]):
     """Of one region and grant, all with the same terms."""
 
-    __slots__ = ("_replaced", "newest")
+    __slots__ = ("_replaced", "first_ms", "newest")
 
-    def __init__(self, first: Half[H]) -> None:
+    def __init__(self, first: Half[H], time_ms: int = 0) -> None:
+        """`time_ms`: of the first one's leaf."""
         self.newest: Half[H] = first
+        self.first_ms = time_ms
         self._replaced: list[tuple[int, Half[H]]] = []
         """with the time (ms) of the leaf that took its place, the last one at the end"""
 

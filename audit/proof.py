@@ -11,7 +11,7 @@ Where a document or the receipt is under a key that ended since, the proof is of
 region names for its end (audit.keys_in_log).
 
 Invariants: `check_proof(prove(…), …)` holds for every record that the checkpoint covers; any change of the
-document that changes its meaning is refused. Callers: cli, tests.
+document that changes its meaning is refused, but that whoever hands it on may leave the receipt out: what is left proves the INTENT alone, and says nothing of an answer. Callers: cli, tests.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.checkpoint import Checkpoint, SignedCheckpoint
 from audit.consistency import continues
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.cosigned_times import dated_late
 from audit.document_leaf import DOCUMENT_FILE_BYTES_MAX, read_document
 from audit.keys_in_log import KeysInLog, keys_of_log, keys_of_proof
 from audit.leaf import (
@@ -554,6 +555,8 @@ def check_proof(
         unsupported += WITHOUT_ENTRIES_UNSUPPORTED
     if not (header.path if receipt is None else receipt.path_sha256):
         unsupported += WITHOUT_PATH_UNSUPPORTED
+    cosigned = cosigned_by(log, signed)
+    unsupported += dated_late(cosigned, header.time_ms, None if ack is None else ack.time_ms)
     batch = _batch(proof.parts, signed, proof.intent.index, intent) if proof.parts else [intent]
     if receipt is None or not receipt.entries_sha256:
         if proof.parts:
@@ -577,7 +580,7 @@ def check_proof(
         receipt,
         signed.checkpoint.origin,
         signed.checkpoint.size,
-        cosigned_by(log, signed),
+        cosigned,
     )
 
 

@@ -33,6 +33,7 @@ import msgspec
 
 from audit.agreement import VERSION_1_UNSUPPORTED
 from audit.checkpoint import SignedCheckpoint
+from audit.cosigned_times import dated_late
 from audit.keys_in_log import keys_of_proof
 from audit.leaf import ENTRY_BYTES, Entry, Header, Kind, Leaf, Side, decode_leaf, find_entry
 from audit.merkle import HASH_BYTES, PROOF_HASHES_MAX, inclusion_proof, leaf_hash, verify_inclusion
@@ -172,6 +173,8 @@ class ProvenLeaf(msgspec.Struct, frozen=True):
     entry: Entry | None
     """the record's; None in the proof of an ACK whose receipt does not say which records it is for"""
     header: Header
+    version: int
+    """of the leaf's format"""
     receipt: Receipt | None
     origin: str
     size: int
@@ -242,16 +245,19 @@ def check_leaf(data: bytes, trust: Trust, *, cosignatures_min: int = COSIGNATURE
         raise TamperError("The proof's receipt is for other records than the proof lists.")
     elif find_entry(listed, offset) is None:
         raise TamperError(f"The proof's receipt is not for the record at offset {offset}: it stayed.")
+    cosigned = cosigned_by(log, signed)
+    unsupported += dated_late(cosigned, header.time_ms)
     return ProvenLeaf(
         header.kind.name,
         proof.leaf_index,
         offset,
         find_entry(listed, offset),
         header,
+        leaf.version,
         receipt,
         checkpoint.origin,
         checkpoint.size,
-        cosigned_by(log, signed),
+        cosigned,
         unsupported,
     )
 

@@ -16,10 +16,11 @@ from typing import Final, NamedTuple
 from audit.accounting import AnnouncedAgain, Skipped
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.allowance import Allowances, Faster, crosses
-from audit.checkpoint import Checkpoint, SignedCheckpoint, notes_of
+from audit.checkpoint import Checkpoint, SignedCheckpoint, notes_of, origin_of
 from audit.consistency import continues
 from audit.continuity import Continuity
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
+from audit.cosigned_times import DatedLate, TimesOfCosignatures
 from audit.crossed import CROSSED_BEFORE
 from audit.document_leaf import read_document
 from audit.keys_in_log import KeysInLog, keys_of_log
@@ -95,6 +96,8 @@ TAKEN_LATE: Final = "taken-after-revocation"
 APPROVED_LATE: Final = "approved-after-certificate"
 FASTER: Final = "faster-than-rate"
 UNCOSIGNED: Final = "not-cosigned"
+DATED_LATE: Final = "dated-after-cosignature"
+OUTLAWED: Final = "crossed-though-outlawed"
 """Kinds of notices."""
 OVER_BUDGET: Final = "crossed-over-budget"
 PIN_FAILS: Final = "pin-does-not-hold"
@@ -119,6 +122,16 @@ class Place(NamedTuple):
     about: tuple[object, ...]
     is_limited: bool
     """whether a log may have any number of such things: PLACES_MAX of them have a place"""
+
+
+class _Outlawed(NamedTuple):
+    """Crossings under one grant that a policy in the log does not allow any more."""
+
+    leaf: int
+    """the first"""
+    why: str
+    leaves: int
+    records: int
 
 
 class Version1(NamedTuple):
@@ -282,6 +295,10 @@ class _Run:
         self._late = Largest[Notice](NOTICES_MAX)
         self._approved_late = Largest[Notice](NOTICES_MAX)
         self._allowances = Allowances()
+        self._cosigned_times = TimesOfCosignatures()
+        self._dated_late = Largest[Notice](NOTICES_MAX)
+        self._outlawed: dict[str, _Outlawed] = {}
+        """by grant"""
         self._uncosigned_from: int | None = None
         """the first leaf behind what is cosigned as required; None: nothing is, or nothing has to be"""
         self._uncosigned_crossings = self._uncosigned_records = 0
@@ -363,7 +380,12 @@ class _Run:
         faster = Largest[Notice](NOTICES_MAX)
         for each in self._allowances.faster():
             faster.add(each.size, _faster(each))
-        times = (self._back, self._late, self._approved_late, faster)
+        if (last := self._cosigned_times.end()) is not None:
+            self._dated_late.add(last.by_ms, _dated_late(last))
+        outlawed = Largest[Notice](NOTICES_MAX)
+        for grant, found in self._outlawed.items():
+            outlawed.add(found.records, _outlawed(grant, found))
+        times = (self._back, self._late, self._approved_late, self._dated_late, outlawed, faster)
         told = (notice for largest in times for notice in largest.in_order())
         report.notices = (*self._uncosigned(), *map(_skipped, accounts.skips.in_order()), *told)
         report.notices_left_off = accounts.skips.left_off + sum(largest.left_off for largest in times)
@@ -398,6 +420,9 @@ class _Run:
             if data is None:
                 report.find(1, "The checkpoint is missing.", path=CHECKPOINT_PATH)
                 return None
+            said = origin_of(data)
+            if report.origin and said not in ("", report.origin):
+                raise TamperError(f"The checkpoint is of the log {said[:200]!r}, expected {report.origin!r}.")
             self._log = self._trust.log(report.origin) if report.origin else self._trust.log_of(data)
             report.origin = self._log.name
             signed = self._log.open(data)
@@ -473,6 +498,9 @@ class _Run:
             report.cosigners[party] = max(report.cosigners.get(party, 0), size)
         for region in signed.seen_by:
             self._seen[region] = max(self._seen.get(region, 0), size)
+        for by in signed.cosigned:
+            if by.time_s and by.key in self._log.witnesses:
+                self._cosigned_times.add(size, by.time_s * 1000, self._log.witnesses[by.key])
 
     def _uncosigned(self) -> Iterable[Notice]:
         """What no checkpoint covers that is cosigned as required."""
@@ -591,7 +619,7 @@ class _Run:
             # 10. Every document is there, and signed by the region that it speaks for.
             (10, lambda: self._agreements.take(index, leaf, self._document)),
             # 7. Every record is accounted for once, under a grant.
-            (7, lambda: self._granted(leaf)),
+            (7, lambda: self._granted(index, leaf)),
             (7, lambda: self._accounted(index, leaf)),
             (7, lambda: self._again(leaf)),
             # 8. Every delivery has its receipt.
@@ -615,6 +643,9 @@ class _Run:
             self._approved_late.add(by_ms, _approved_late(index, header.grant_id, by_ms))
 
     def _look_at_time(self, index: int, header: Header) -> None:
+        ended = self._cosigned_times.take(index, header.time_ms, header.records if crosses(header) else 0)
+        if ended is not None:
+            self._dated_late.add(ended.by_ms, _dated_late(ended))
         latest = header.time_ms if self._latest_ms is None else self._latest_ms
         self._latest_ms = max(latest, header.time_ms)
         by_ms = latest - header.time_ms
@@ -666,7 +697,7 @@ class _Run:
             self._storage_failed = error
             raise
 
-    def _granted(self, leaf: Leaf) -> list[str]:
+    def _granted(self, index: int, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what the documents before a crossing of version 2 say about it."""
         kind, side = leaf.header.kind, leaf.header.side
         if kind in (Kind.WITHHELD, Kind.GAP) and leaf.version > 1:
@@ -681,7 +712,16 @@ class _Run:
             return []
         if leaf.header.records and not leaf.header.path:
             self._does_not_show(WITHOUT_PATH_UNSUPPORTED)
-        return self._agreements.judge(leaf.header)
+        found = self._agreements.judge(leaf.header)
+        if not found and (why := self._agreements.outlawed(leaf.header)):
+            grant, records = leaf.header.grant_id, leaf.header.records
+            before = self._outlawed.get(grant)
+            self._outlawed[grant] = (
+                _Outlawed(index, why, 1, records)
+                if before is None
+                else before._replace(leaves=before.leaves + 1, records=before.records + records)
+            )
+        return found
 
     def _over_budget(self, index: int, leaf: Leaf) -> list[str]:
         """Step 7, the grant: what its terms allow altogether."""
@@ -930,6 +970,16 @@ def _skipped(found: Skipped) -> Notice:
 
 def _ran_back(leaf: int, by_ms: int) -> Notice:
     return Notice(leaf, TIME_BACK, f"Its time is {by_ms // 1000:,} s before that of a leaf before it: the order of leaves is sure, the time is the writer's word.")  # fmt: skip
+
+
+def _dated_late(found: DatedLate) -> Notice:
+    more = f" So are {found.leaves - 1:,} behind it." if found.leaves > 1 else ""
+    return Notice(found.leaf, DATED_LATE, f"Its time is {found.by_ms // 1000:,} s after {found.party} cosigned it: one of the two clocks was wrong, or the time is made up.{more}", found.records)  # fmt: skip
+
+
+def _outlawed(grant: str, found: _Outlawed) -> Notice:
+    more = f", and so did {found.leaves - 1:,} leaves behind it" if found.leaves > 1 else ""
+    return Notice(found.leaf, OUTLAWED, f"It crossed under {grant}{more}, more than 10 s after the log had it that {found.why}: brokers refuse that, and what was read before may have been announced.", found.records)  # fmt: skip
 
 
 def _faster(found: Faster) -> Notice:

@@ -26,7 +26,7 @@ from audit.verify import Report, verify_log
 from audit.witness import DiskWitnessStore
 from audit.witness_policy import PolicyError, WitnessPolicy, format_policy
 from cli.audit_copies import furthest_copy
-from cli.exits import EXIT_DAMAGED, EXIT_VERSION_1
+from cli.exits import EXIT_DAMAGED, EXIT_FAILED, EXIT_VERSION_1
 from cli.grants import known_bundles, parse_past
 from cli.output import counted, err, iso, note, out, print_json, progress, styled, table, verdict
 from cli.process import read_state
@@ -38,7 +38,7 @@ from cli.setting import (
     preferred_region,
     read_file,
 )
-from felix.errors import Code, CorruptionError, FelixError, RequestError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, TamperError
 from felix.files import write_output
 from felix.names import StreamName
 from felix.runtime.real import now_ms
@@ -240,7 +240,8 @@ def verify(
 ) -> None:
     """Verify logs from their files alone: every leaf, the tree, signatures, continuity. Exit code 5 if not, 13 where all is well but what
     crossed in leaves of Felix 0.1."""
-    trust, notes, old = trusted(bundle, policy), remembered_notes(remembered), _roots(accept_version_1)
+    trust, held, old = trusted(bundle, policy), remembered_notes(remembered), _roots(accept_version_1)
+    notes = [data for _, data in held]
     reports: list[tuple[Path, Report]] = []
     until_ms = now_ms() + Duration.parse(wait)
     for path in choose_logs(logs, "" if every else region or preferred_region()):
@@ -275,8 +276,13 @@ def verify(
             hints = (cosignature_hint(report, trust, cosignatures) for _, report in reports)
             for hint in dict.fromkeys(filter(None, hints)):
                 note(hint)
+    unheld = _of_other_logs(held, {report.origin for _, report in reports})
+    for sentence in unheld:
+        note(sentence)
     if any(report.findings for _, report in reports):
         raise typer.Exit(EXIT_DAMAGED)
+    if unheld:
+        raise typer.Exit(EXIT_FAILED)
     if not all(report.ok for _, report in reports):
         raise typer.Exit(EXIT_VERSION_1)
 
@@ -352,6 +358,7 @@ def verify_one(
         return verify_log(
             Folder(path),
             trust,
+            origin=place_of(path),
             cosignatures_min=cosignatures_min,
             remembered=(*notes, *remembered_here()),
             accept_version_1=accept_version_1,
@@ -359,15 +366,37 @@ def verify_one(
         )
 
 
-def remembered_notes(files: list[Path] | None) -> list[bytes]:
+def remembered_notes(files: list[Path] | None) -> list[tuple[Path, bytes]]:
     """Checkpoints from files. Raises RequestError where a file cannot be read or holds none."""
-    notes = [read_file(path, "The remembered checkpoint") for path in files or []]
-    for path, data in zip(files or [], notes, strict=True):
+    notes = [(path, read_file(path, "The remembered checkpoint")) for path in files or []]
+    for path, data in notes:
         if not origin_of(data):
             raise RequestError(
                 f"{path} holds no checkpoint.", hint="Ask the witness for the last note of this log."
             )
     return notes
+
+
+def _of_other_logs(notes: Sequence[tuple[Path, bytes]], origins: Collection[str]) -> list[str]:
+    """A sentence for each of these checkpoints that is of none of these logs: whoever gave it wanted a log held to it, and none was."""
+    return [
+        f"{path} is a checkpoint of {origin_of(data)}, which is none of these logs: nothing was held to it."
+        for path, data in notes
+        if origin_of(data) not in origins
+    ]
+
+
+def _require_of(notes: Sequence[tuple[Path, bytes]], logs: Iterable[str]) -> list[bytes]:
+    """The checkpoints, of logs that are given by folder or URL. Raises RequestError where one is of none of them, TamperError as reading does."""
+    if notes:
+        from audit.spark.files import open_files
+
+        origins = {origin_of(open_files(log).read(CHECKPOINT_PATH) or b"") for log in logs}
+        if unheld := _of_other_logs(notes, origins):
+            raise RequestError(
+                unheld[0], code=Code.NOT_FOUND, hint="Give the log that it is of, too, or leave it out."
+            )
+    return [data for _, data in notes]
 
 
 def remembered_here() -> list[bytes]:
@@ -537,9 +566,9 @@ def restore_(
             source,
             to.resolve(),
             trusted(bundle),
-            (*remembered_notes(remembered), *remembered_here()),
+            (*_require_of(remembered_notes(remembered), [copy]), *remembered_here()),
             lambda done, of: bar.update(task, completed=done, total=of),
-            origin=_place_of(to),
+            origin=place_of(to),
         )
     more = f", and {made.carried:,} behind them of what stood there" if made.carried else ""
     out.print(f"{to}: {made.origin}, {made.size:,} leaves{more}")
@@ -552,16 +581,30 @@ def restore_(
     )
 
 
-def _place_of(path: Path) -> str:
-    """Which log has this folder, of a region of this machine; empty for any other folder."""
+def place_of(path: Path) -> str:
+    """Which log has this folder, of a region of this machine; empty for any other folder. So no other log passes for it."""
     wanted = path.resolve()
     for region in known_regions():
-        folder, config = folder_of(region)
+        try:
+            folder, config = folder_of(region)
+        except (FelixError, OSError):
+            continue  # whoever needs the region says so
         if wanted in [(folder.root / data / "audit").resolve() for data in config.data_folders]:
             return region_origin(config.region, config.mesh)
         if wanted.name == "egress" and wanted.parent.parent == folder.bridges.resolve():
             return egress_origin(config.region, config.mesh, wanted.parent.name)
     return ""
+
+
+def _require_place(log: str) -> None:
+    """Raises TamperError where another log than its own lies in the folder of a log of this machine."""
+    expected = place_of(Path(log))
+    data = b"" if not expected else Folder(Path(log)).read(CHECKPOINT_PATH) or b""
+    if data and origin_of(data) not in ("", expected):
+        raise TamperError(
+            f"{log} is the folder of {expected}, and the log there is {origin_of(data)}.",
+            hint="Put the right log back (felix audit restore), or give this one from another folder.",
+        )
 
 
 # -- show ----------------------------------------------------------------------------------------------
@@ -780,7 +823,13 @@ def _cosigners(cosigned: Iterable[tuple[str, int]]) -> str:
 def _show_leaf(file: Path, proven: ProvenLeaf, json: bool) -> None:
     if json:
         print_json(proven)
-        return
+    else:
+        _print_leaf(file, proven)
+    if proven.version == 1:
+        raise typer.Exit(EXIT_VERSION_1)
+
+
+def _print_leaf(file: Path, proven: ProvenLeaf) -> None:
     out.print(styled(("The proof holds.", "green"), f" {file}"))
     header, entry = proven.header, proven.entry
     size = "" if entry is None else f", {entry.size} bytes as it crossed"
@@ -792,7 +841,10 @@ def _show_leaf(file: Path, proven: ProvenLeaf, json: bool) -> None:
         ["under grant", f"{header.grant_id}, terms {header.terms_hash.hex()}"],
         ["leaf", f"{proven.index}, {proven.kind}, {iso(header.time_ms)}"],
         ["envelope", header.envelope_sha256.hex()],
-        ["arrived", arrived or "another proof says so: of the ACK leaf with this envelope"],
+        [
+            "arrived",
+            arrived or "not shown here: a proof of the ACK leaf with this envelope says so, if there is one",
+        ],
         ["commitment", "" if entry is None else entry.commitment.hex()],
         ["log", f"{proven.origin}, {proven.size:,} leaves"],
         ["cosigned", _cosigners(proven.cosigned)],
@@ -818,7 +870,7 @@ def _approval(proven: Proven) -> list[list[object]]:
 
 def _arrival(receipt: Receipt | None, leaf: int | None) -> str:
     if receipt is None:
-        return "no receipt in the log yet"
+        return "not shown: this proof has no receipt"
     return (
         f"{iso(receipt.time_ms)}, destination offsets {receipt.destination_first_offset}–"
         f"{receipt.destination_last_offset}, leaf {leaf}, receipt signed by {receipt.destination_region}"
@@ -857,11 +909,15 @@ def report(
     trust = trusted(bundle, policy)
     now = now_ms()
     moments = [parse_past(text, now) if text else None for text in (since, until)]
-    told = remembered_notes(remembered)
+    held = remembered_notes(remembered)
     logs: list[str] = list(log or ())
     if not logs:
         found = choose_logs(None, region)
-        logs = [str(path) for path in (to_report(found, trust, told) if cosignatures else found)]
+        notes = [data for _, data in held]
+        logs = [str(path) for path in (to_report(found, trust, notes) if cosignatures else found)]
+    told = _require_of(held, logs)
+    for name in logs:
+        _require_place(name)
     notes = [*told, *remembered_here()]
     old = _roots(accept_version_1)
     with progress(counted=False) as bar:
@@ -888,7 +944,7 @@ def report(
             f"{counted(len(result.report.logs), 'log')}, {result.seconds:.1f} s"
         )
     missing = result.report.missing
-    for sentence in (*missing.counterparts, *missing.region_logs):
+    for sentence in (*missing.counterparts, *missing.region_logs, *missing.granted):
         note(sentence)
     for name, rows in result.report.left_off.items():
         note(f"The table {name} has {rows:,} rows more than a report lists; the totals count them.")

@@ -20,6 +20,7 @@ from policy.residency import (
     Where,
     parse_policy,
     require_size_to_sign,
+    require_visible,
     sign_policy,
 )
 from policy.signed import SignedDocument
@@ -43,6 +44,7 @@ def check(file: File, json: JsonOption = False) -> None:
     """Check a policy; every mistake with file, line and what was expected."""
     policy = load_policy(file)
     require_size_to_sign(policy)
+    require_visible(policy)
     _show(policy, json)
     if not json:
         out.print(f"{file} holds.")

@@ -447,6 +447,27 @@ def plain_body(batch: Batch) -> bytes | memoryview:
     return body
 
 
+def expanded(batch: Batch) -> Batch:
+    """The same records with their body uncompressed, for who looks into it and then makes it anew: it may be longer than a batch may travel.
+    The batch must not be sealed. Raises RequestError(BATCH_MALFORMED)."""
+    if not batch.header.flags & FLAG_ZSTD:
+        return batch
+    body = plain_body(batch)
+    return Batch(_of_body(batch.header, batch.header.flags & ~FLAG_ZSTD, body), body)
+
+
+def compressed_with(batch: Batch, frame: bytes) -> Batch:
+    """An uncompressed batch with this zstd frame, which must be of its body."""
+    assert not batch.header.flags & FLAG_ZSTD
+    return Batch(_of_body(batch.header, batch.header.flags | FLAG_ZSTD, frame), frame)
+
+
+def _of_body(header: BatchHeader, flags: int, body: Buffer) -> BatchHeader:
+    return msgspec.structs.replace(
+        header, flags=flags, body_length=len(body), body_checksum=body_checksum(body)
+    )
+
+
 def cut_batch(batch: Batch, first: int, count: int) -> Batch:
     """`count` consecutive records of an unsealed batch, from its record `first` on, as a batch of their own.
 

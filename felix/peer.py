@@ -199,19 +199,22 @@ def verify_chain(
     bundle: TrustBundle,
     now_ms: int,
     expected_kinds: Collection[str] = SESSION_KINDS,
+    *,
+    exact: bool = False,
 ) -> Peer:
-    """Steps 1 to 5: whose certificate this is, if its region is trusted. The holder of the key is not proved by it.
+    """Steps 1 to 5: whose certificate this is, if its region is trusted. The holder of the key is not proved by it. `exact`: the chain is the path to the root, without that,
+    in its order, and has no certificate beside it: of a chain that is kept, nobody signed which certificates stand in it.
 
     Raises RequestError: IDENTITY_REFUSED, IDENTITY_EXPIRED, WRONG_REGION.
     """
     try:
-        return _verify_chain(chain_pem, bundle, now_ms, expected_kinds)
+        return _verify_chain(chain_pem, bundle, now_ms, expected_kinds, exact)
     except UNREADABLE as error:
         raise refusal(f"The certificate chain cannot be read: {error}.") from error
 
 
 def _verify_chain(
-    chain_pem: bytes, bundle: TrustBundle, now_ms: int, expected_kinds: Collection[str]
+    chain_pem: bytes, bundle: TrustBundle, now_ms: int, expected_kinds: Collection[str], exact: bool
 ) -> Peer:
     chain = _load_chain(chain_pem)
     leaf = chain[0]
@@ -236,12 +239,17 @@ def _verify_chain(
         PolicyBuilder().store(Store([anchor.root])).time(now).max_chain_depth(1).build_client_verifier()
     )
     try:
-        verifier.verify(leaf, [c for c in chain[1:] if c != anchor.root])
+        path = verifier.verify(leaf, [c for c in chain[1:] if c != anchor.root]).chain
     except VerificationError as error:
         raise refusal(
             f"The certificate of {spiffe_id} was not issued under the root of {anchor.trust_domain}: {error}.",
             hint="If that region made a new authority, take its bundle again and have the identity issued anew.",
         ) from error
+    if exact and chain != path[:-1]:
+        raise refusal(
+            f"The chain of {spiffe_id} is not the path to the root of {anchor.trust_domain} and nothing besides: nobody signed what else stands in it.",
+            hint="Take it from the file that the approver wrote.",
+        )
     public_key = leaf.public_key()
     assert isinstance(public_key, ec.EllipticCurvePublicKey)  # _check_leaf saw to it
     return Peer(

@@ -9,7 +9,8 @@ Checked by `open_approval`, in this order:
 
 1. the body is of a version that is known here, and its grant id is that of its terms hash;
 2. the approver is an identity of kind `approver` of the region that the approval speaks for;
-3. the chain leads to the root of that region in its bundle, and was valid at `at` (felix.peer, steps 1 to 5);
+3. the chain leads to the root of that region in its bundle, and was valid at `at` (felix.peer, steps 1 to 5); it is that path and has no certificate
+   besides, since the approver's signature is over the body alone: whoever carries an approval would put into it what he likes;
 4. the signature is by the leaf's key, over these bytes and for this purpose.
 
 Invariants:
@@ -416,7 +417,7 @@ def _failure(approval: Approval, anchor: TrustAnchor, at: int) -> str:
     """Why an approval does not hold under this root at `at`, or nothing."""
     claim = approval.claim
     try:
-        peer = verify_chain(approval.chain_pem, TrustBundle([anchor]), at, (APPROVER,))
+        peer = verify_chain(approval.chain_pem, TrustBundle([anchor]), at, (APPROVER,), exact=True)
     except FelixError as error:
         return f"The approval by {claim.approver} does not hold: {error.sentence}"
     if str(peer.spiffe_id) != claim.approver:

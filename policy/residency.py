@@ -33,6 +33,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from felix.errors import Code, RequestError
 from felix.names import NamePattern, StreamName, parse_region
+from felix.visible import visible
 from policy.approval import KIND_BYTES_MAX, ApprovalRule
 from policy.documents import ConfigError, Document, Mistake, Parsed, Path, Place, decode_placed, nearest
 from policy.fieldpath import FieldPath
@@ -289,9 +290,10 @@ def _undeclared(document: Document[PolicyFile]) -> Iterator[Mistake]:
 
 
 def sign_policy(policy: ResidencyPolicy, key: Ed25519PrivateKey) -> SignedDocument:
-    """The region's policy, signed by its policy key; the text is the body. Raises what `require_size_to_sign` and `require_revision` do."""
+    """The region's policy, signed by its policy key; the text is the body. Raises what `require_size_to_sign`, `require_revision` and `require_visible` do."""
     require_size_to_sign(policy)
     require_revision(policy)
+    require_visible(policy)
     return sign(Purpose.POLICY, policy.region, policy.text.encode(), key)
 
 
@@ -303,6 +305,21 @@ def require_revision(policy: ResidencyPolicy) -> None:
             code=Code.CONFIG_INVALID,
             hint="Give it the number that follows the one in force.",
         )
+
+
+def require_visible(policy: ResidencyPolicy) -> None:
+    """Raises ResidencyError where the text has what an editor does not show and readers of YAML take differently: U+0085, U+2028 and U+2029 end a line, and a comment with it, in
+    YAML 1.1, as here, and not in 1.2; other characters hide what follows or turn its direction. What stands in a log is not asked."""
+    lines = policy.text.replace("\r\n", "\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        shown = visible(line, keep="\t")
+        if shown != line:
+            at = next(at for at, one in enumerate(line) if visible(one, keep="\t") != one)
+            raise ResidencyError(
+                f"Line {number} of the policy of {policy.region} has a character that is not shown, {visible(line[at])}: who reads the text may take it for another policy.",
+                code=Code.CONFIG_INVALID,
+                hint="Take it out. A text in quotes may name it by an escape.",
+            )
 
 
 def require_size_to_sign(policy: ResidencyPolicy) -> None:

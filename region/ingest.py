@@ -55,7 +55,7 @@ from audit.leaf import (
 from audit.position import LinkShard
 from audit.receipt import Receipt, sign_receipt
 from audit.stream_statement import StreamStatement, open_statement
-from felix.batch import BRIDGED_EPOCH, Batch, decode_batch
+from felix.batch import BRIDGED_EPOCH, Batch, decode_batch, plain_body
 from felix.errors import (
     Code,
     CorruptionError,
@@ -820,7 +820,7 @@ class IngestStream:
             entries = await self._shard.read(landed.base_offset, 1)
             (frame,) = FrameDecoder().feed(entries[0].data)
             held = decode_batch(frame.body)
-            if held.header.base_offset != landed.base_offset or held.body != batch.body:
+            if held.header.base_offset != landed.base_offset or plain_body(held) != plain_body(batch):
                 raise self._another(way)
         # It was within the budget when it landed, and counts from here on.
         self._meter.take(way.charge)

@@ -4,7 +4,9 @@ An envelope of 198 kB can hold 65,536 records. Opening it, checking each record 
 audit leaves takes longer than an event loop may be held, so all of it is a generator: between two steps, its caller decides
 whether other work runs. A step takes a few milliseconds at most.
 
-Nothing of an envelope is used before all of it was inspected: one record that breaks the terms refuses the whole.
+Nothing of an envelope is used before all of it was inspected: one record that breaks the terms refuses the whole. And nothing of it is kept but what was
+inspected: a body that came compressed is compressed anew, here. Of one body there are any number of zstd frames (RFC 8878), which hold blocks of no bytes, and
+choices, that no reader shows: a sender's own would carry what no leaf commits to and no budget counts.
 Callers: region.ingest.
 """
 
@@ -14,10 +16,11 @@ from collections.abc import Generator, Sequence
 from hashlib import sha256
 from typing import Final, NamedTuple
 
+import zstandard
 from msgspec import structs
 
 from audit.leaf import Committer, Header, LeafPart, iter_leaf_parts, iter_packed
-from felix.batch import Batch, decode_columns
+from felix.batch import BATCH_BYTES_MAX, FLAG_ZSTD, Batch, compressed_with, decode_columns, expanded
 from felix.errors import RequestError
 from felix.peer import Peer
 from felix.provenance import PathUnion
@@ -28,6 +31,13 @@ STEP_RECORDS: Final = 256
 """Records of one step: about a millisecond."""
 STEP_BYTES: Final = 32 << 10
 """Bytes after which a step ends, however few records they are: each may be looked at, value by value."""
+
+COMPRESS_STEP_BYTES: Final = 128 << 10
+"""Bytes that are compressed in one step: one or two milliseconds."""
+COMPRESS_LEVELS: Final = (1, 9)
+"""Of zstd: as bridges compress; and where that is too long for a batch, since the bridge of another release makes it shorter, better."""
+FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX - 256
+"""Of a batch that a stream takes: there is room for its header and its seal."""
 
 Steps = Generator[None, None, "Inspected"]
 
@@ -65,12 +75,13 @@ def inspect(
     yield
     if crossing.batch is None:
         return Inspected(None, 0, 0, tuple(iter_leaf_parts(leaf, b"")), sha256().digest(), (), ())
-    columns = decode_columns(crossing.batch)
+    batch = expanded(crossing.batch)
+    columns = decode_columns(batch)
     yield
     offsets, packed, size = crossing.source_offsets, [], 0
     stepped = 0
     union = PathUnion()
-    entries = iter_packed(offsets, crossing.batch.header.append_time_ms, columns, committer)
+    entries = iter_packed(offsets, batch.header.append_time_ms, columns, committer)
     check = inspection.record
     for at, (offset, (record_key, headers, payload)) in enumerate(zip(offsets, columns.rows(), strict=True)):
         try:
@@ -87,7 +98,28 @@ def inspect(
         parts.append(part)
         digest.update(part.entries)
         yield
-    return Inspected(crossing.batch, len(packed), size, tuple(parts), digest.digest(), path, offsets)
+    if crossing.batch.header.flags & FLAG_ZSTD:
+        batch = yield from _compress(batch)
+    return Inspected(batch, len(packed), size, tuple(parts), digest.digest(), path, offsets)
+
+
+def _compress(batch: Batch) -> Generator[None, None, Batch]:
+    """The batch with its body compressed; as it is where that does not make it shorter."""
+    body = memoryview(batch.body)
+    shortest = b""
+    for level in COMPRESS_LEVELS:
+        into = zstandard.ZstdCompressor(level=level).compressobj(size=len(body))
+        pieces = []
+        for at in range(0, len(body), COMPRESS_STEP_BYTES):
+            pieces.append(into.compress(body[at : at + COMPRESS_STEP_BYTES]))
+            yield
+        pieces.append(into.flush())
+        frame = b"".join(pieces)
+        if not shortest or len(frame) < len(shortest):
+            shortest = frame
+        if len(shortest) <= FRAME_BYTES_MAX:
+            break
+    return compressed_with(batch, shortest) if len(shortest) < len(body) else batch
 
 
 def _at(error: RequestError, offset: int) -> RequestError:

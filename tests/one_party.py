@@ -68,7 +68,7 @@ EVENTS: Final = _set("DENY", "KEY", "SEAL")
 
 CAN: Final = (
     Rule(
-        "when the keeper of the log says that it was: inside the grant's window, and not later than the cosignature",
+        "when the keeper of the log says that it was: inside the grant's window, and told where it is later than a cosignature that covers it",
         _set("time_ms"),
     ),
     Rule(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
 
@@ -69,8 +69,9 @@ def wild_batch(
     time_ms: int = 1_760_000_000_000,
     flags_more: int = 0,
     plain_length: int | None = None,
+    squeeze: Callable[[bytes], bytes] | None = None,
 ) -> bytes:
-    """One batch, header and body. `behind` stands behind the body's columns, or behind its zstd frame."""
+    """One batch, header and body. `behind` stands behind the body's columns, or behind its zstd frame; `squeeze` makes that frame."""
     keys, headers = [record.key for record in records], [record.encoded_headers() for record in records]
     columns = [[record.payload for record in records]]
     flags = flags_more
@@ -90,9 +91,9 @@ def wild_batch(
     for column in (*columns[1:], columns[0]):
         body += b"".join(column)
     length = len(body) if plain_length is None else plain_length
-    if compress:
+    if compress or squeeze is not None:
         flags |= 0x01
-        body = zstandard.ZstdCompressor(level=1).compress(body)
+        body = (squeeze or zstandard.ZstdCompressor(level=1).compress)(body)
     body += behind
     head = struct.pack(
         ">2sBBIQqIIQIIQ16sII", b"FX", 1, flags, shard, 0, time_ms, 0, len(records), producer, 0, length, 0, bytes(16),

@@ -73,7 +73,7 @@ LEGAL_FIELDS: Final = _NAMES[9:]
 _REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
 _STOP: Final = (
     "source_region string, stop_key string, word string, from_ms bigint, until_ms bigint, stop_log string, known_leaf bigint, "
-    "least_ms bigint, most_ms bigint"
+    "least_ms bigint, most_ms bigint, may_wait boolean"
 )
 
 
@@ -82,6 +82,14 @@ class FirstCrossing(NamedTuple):
 
     leaf: int
     time_ms: int
+
+
+class Granted(NamedTuple):
+    """A link that a grant lets records cross by: both regions signed, and each has its approvals."""
+
+    source_region: str
+    destination_region: str
+    bridge: str
 
 
 class LogDocuments(NamedTuple):
@@ -100,6 +108,8 @@ class LogDocuments(NamedTuple):
     """hashes of terms (hex) of which the row is as of a first crossing in this log"""
     doubted: bytes = b""
     """of the leaves whose document was not believed here, as `audit.verify.Report.doubted`"""
+    granted: Mapping[Granted, str] = MappingProxyType({})
+    """with the first of the grants, by id"""
 
 
 class Signed(NamedTuple):
@@ -115,6 +125,8 @@ class Signed(NamedTuple):
     unjudged: tuple[tuple[str, int, str], ...] = ()
     doubted: Mapping[str, bytes] = MappingProxyType({})
     """the same by log, of those that have documents"""
+    granted: Mapping[Granted, str] = MappingProxyType({})
+    """of all logs"""
 
 
 def _row(place: Mapping[str, Any], legal: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -220,6 +232,7 @@ def rows_of(
                 held.setdefault(leaf.header.grant_id, (index, leaf))
     look(NEVER)
     rows, told = list[tuple[Any, ...]](), list[tuple[str, int, str]]()
+    granted = dict[Granted, str]()
     for grant_id, (index, leaf) in sorted(read.items()):
         try:
             agreement = then.get(grant_id) or agreements.agreement(grant_id)
@@ -230,6 +243,7 @@ def rows_of(
                     "stream": terms.stream, "actor": terms.drawn_up_by,
                 }  # fmt: skip
                 rows.append(_row(place, _signed(agreement)))
+                granted.setdefault(Granted(terms.from_region, terms.to_region, terms.bridge), grant_id)
         except Exception as error:
             told.append((origin, index, unjudged.sentence(error, f"The grant {grant_id} of leaf {index}")))
     for _, (index, leaf) in sorted(claims.items()):
@@ -252,6 +266,7 @@ def rows_of(
         seen,
         crossed_under,
         doubted.digest(),
+        granted,
     )
 
 
@@ -360,7 +375,10 @@ def read_signed(
     terms = [signed[key] for key in sorted(signed)] + [kept[key] for key in sorted(kept)]
     frames = signed_frames(spark, terms, revocations, derived, list(stops))
     doubted = {origin: read.doubted for origin, read in found.items()}
-    return frames._replace(words=Words(said), unjudged=tuple(unjudged), doubted=doubted)
+    granted = dict[Granted, str]()
+    for origin in sorted(found):
+        granted = {**found[origin].granted, **granted}
+    return frames._replace(words=Words(said), unjudged=tuple(unjudged), doubted=doubted, granted=granted)
 
 
 _CLAIMED_FOR: Final = ("log", "grant_id", "terms_hash", "source_region", "destination_region")

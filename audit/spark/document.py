@@ -75,6 +75,8 @@ class Missing:
     """of each region of a link whose own log was not given: what may stand only there"""
     sources: tuple[str, ...] = ()
     """those of them that records left: what they revoked, paused or denied and an agent kept to itself is not looked for"""
+    granted: tuple[str, ...] = ()
+    """of each link that a grant in these logs lets records cross by, and of which neither log is among them: which one"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "not_given": {
             "counterparts": list(report.missing.counterparts),
             "region_logs": list(report.missing.region_logs),
+            "granted": list(report.missing.granted),
         },
         "rows_left_off": dict(report.left_off),
         "tables": {table.name: json_rows(table) for table in report.tables},

@@ -25,11 +25,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from audit.origin import Origin
 from audit.spark import begun_again, exceptions, lineage, openlineage, page, reconciliation, register, volumes
-from audit.spark.agreements import Signed, read_signed
+from audit.spark.agreements import Granted, Signed, read_signed
 from audit.spark.arrived_before import unfounded
 from audit.spark.comparison import compare_records
 from audit.spark.document import TABLES, Cosigner, Missing, Report, Totals, VerifiedLog, as_json
@@ -533,7 +534,7 @@ def _compute(
         tuple(
             (row["start_ms"], row["stream"], row["records"], row["record_bytes"], row["withheld"]) for row in line
         ),
-        _missing(logs, table, links, given),
+        _missing(logs, table, links, given, signed.granted),
         listed.left_off,
     )  # fmt: skip
 
@@ -578,9 +579,14 @@ def _end(log: OpenedLog, said: Mapping[str, Any] | None) -> reconciliation.LogEn
 
 
 def _missing(
-    logs: Sequence[VerifiedLog], transfers: Table, reconciled: Sequence[Any], given: reconciliation.Given
+    logs: Sequence[VerifiedLog],
+    transfers: Table,
+    reconciled: Sequence[Any],
+    given: reconciliation.Given,
+    granted: Mapping[Granted, str] = MappingProxyType({}),
 ) -> Missing:
-    """What was not given, by the links that the logs are about."""
+    """What was not given, by the links that the logs are about. `granted`: links that documents in them let records cross by, whether or not a log
+    of what crossed there is among them."""
     links: dict[tuple[str, str], set[str]] = {}
     for row in reconciled:
         source, destination, bridge = row["source_region"], row["destination_region"], row["bridge"]
@@ -613,7 +619,26 @@ def _missing(
             for region in regions
         ),
         tuple(sorted(sources)),
+        _granted_elsewhere(granted, given, own),
     )
+
+
+def _granted_elsewhere(
+    granted: Mapping[Granted, str], given: reconciliation.Given, own: Collection[str]
+) -> tuple[str, ...]:
+    """Links that are granted, and of which neither side's log of what crossed was given: these logs do not show that nothing did."""
+    unseen = sorted(
+        link
+        for link in granted
+        if not given.has_egress_of(link.bridge) and link.destination_region not in own
+    )
+    found = [
+        f"{link.source_region} to {link.destination_region}: {link.bridge} may carry records, by {granted[link]} and perhaps other grants; neither its egress log nor the log of "
+        f"{link.destination_region} was given, so what crossed there is not in this report."
+        for link in unseen[:LINKS_MAX]
+    ]
+    more = len(unseen) - len(found)
+    return (*found, *([f"Of {more:,} further links that are granted no log was given."] if more else []))
 
 
 def _fill(moved: Sequence[Any], logs: Mapping[str, VerifiedLog], reconciled: Table) -> list[dict[str, Any]]:

@@ -124,4 +124,14 @@ def rows(
             for stop in found:
                 there = documents.get(stop.document)
                 known = there and there.leaf
-                yield source, key_of(stop), stop.word, stop.from_ms, stop.until_ms, other, known, *apart
+                yield (
+                    source,
+                    key_of(stop),
+                    stop.word,
+                    stop.from_ms,
+                    stop.until_ms,
+                    other,
+                    known,
+                    *apart,
+                    stop.may_wait,
+                )

@@ -38,7 +38,7 @@ from policy.grant import (
     open_export,
     open_import,
 )
-from policy.residency import check_successor, open_policy, require_revision
+from policy.residency import check_successor, open_policy, require_revision, require_visible
 from policy.signed import Purpose, SignedDocument, decode_body, verify
 from policy.signed_again import accepted_by
 from policy.truncation import Truncation
@@ -244,6 +244,7 @@ class DocumentIntake:
     async def _put_policy(self, actor: SpiffeId, document: SignedDocument) -> str:
         policy = open_policy(document, {self._own.region: self._own.policy_keys}, "the policy")
         require_revision(policy)
+        require_visible(policy)
         if self._judgement.policies.newest is not None:
             check_successor(self._judgement.policies.newest, policy)
         unbelieved = self._judgement.policies.unbelieved

@@ -228,7 +228,7 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
         _Y,
         "the terms are taken from documents that both regions signed, and the destination checks against them all that it can see "
         "of a record. It cannot see whether a filter's field, which did not cross, let the record pass, nor whether a pseudonym "
-        "was made from the right value. The agent may also keep back a revocation, pause or deny entry of its own region. That is "
+        "was made from the right value. The agent may also keep back a revocation, pause or deny entry of its own region, and a policy that outlaws the grant. That is "
         "found where the source's own log is given; it is only a notice as far as the agent had brought *all* halves between the "
         "two regions as late. What crosses beyond a budget each log shows. "
         "Which regions a record was in before the source is the word of the source's agent and brokers; both logs repeat what the "
@@ -334,8 +334,14 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     # -- in this order, and not later than this checkpoint
     ("order", "agent"): Cell(
         _F,
-        "the other region cosigned its log: another history at that size, or a shorter one, is refused and verifies nowhere",
-        ("attacks/test_f05_witnesses_and_names.py", "audit/test_witness.py", "audit/test_verify.py"),
+        "the other region cosigned its log: another history at that size, or a shorter one, is refused and verifies nowhere. A leaf that is dated later than a "
+        "cosignature which covers it is told where that cosignature is known: a log has its newest, and the others remember one each",
+        (
+            "attacks/test_f05_witnesses_and_names.py",
+            "attacks/test_dated_after_cosignature.py",
+            "audit/test_witness.py",
+            "audit/test_verify.py",
+        ),
     ),
     ("order", "source"): Cell(
         _F,
@@ -447,12 +453,14 @@ CELLS: Final[dict[tuple[str, str], Cell]] = {
     # -- nothing else went through Felix
     ("else", "agent"): Cell(
         _F,
-        "all that it may ask of the destination leaves a leaf there: records, documents and checkpoints. What is refused leaves "
+        "all that it may ask of the destination leaves a leaf there: records, documents and checkpoints. Of a batch the destination keeps the records and makes the rest "
+        "anew, of a document nothing beside what was signed. What is refused leaves "
         "hashes, also where the destination's broker dies on the way. What the agent leaves out of its own log, the destination's "
         "log shows",
         (
             "attacks/test_f07_foreign_bridge.py",
             "attacks/test_rogue_agent.py",
+            "attacks/test_bytes_within_a_frame.py",
             "attacks/test_f07_canaries.py",
             "attacks/test_destination_killed.py",
             "attacks/test_two_bridges.py",

@@ -76,7 +76,7 @@ def write(path: Path, cosigned_at: Mapping[NoteSigner, Iterable[int]]) -> Folder
         by = [signer for signer in cosigners if at in cosigned_at[signer]]
         if by:
             note = parse_note(trail.publish())
-            cosigned = note.with_signatures([signer.cosign(note.text, 1) for signer in by])
+            cosigned = note.with_signatures([signer.cosign(note.text, 2_000_000_000) for signer in by])
             notes.append(encode_note(cosigned))
             trail.add_cosigned(notes[-1])
     trail.publish()

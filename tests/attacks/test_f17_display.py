@@ -255,7 +255,7 @@ def hostile_report() -> Report:
         volumes=hostile_table("volumes", volumes.COLUMNS, own=("day",)),
         lineage=hostile_table("lineage", lineage.COLUMNS, own=("action",)),
         totals=Totals(**dict.fromkeys(Totals.__slots__, 7)),
-        missing=Missing(HOSTILE, HOSTILE),
+        missing=Missing(HOSTILE, HOSTILE, (), HOSTILE),
         bucket_ms=3_600_000,
         time_line=tuple((1_760_000_000_000, text, 1, 1, 1) for text in HOSTILE),
         left_off={},

@@ -18,16 +18,18 @@ from signed_grants import (
     paper_leaf,
     policy_document,
     signed_grant,
+    signing_key,
 )
 
 from audit.agreement import STANDING_GRACE_MS, Agreements
 from audit.leaf import DOCUMENT_KINDS, Kind, Leaf, Side
 from audit.origin import Origin
 from audit.proof import check_proof, prove
-from audit.verify import verify_log
+from audit.verify import OUTLAWED, verify_log
 from felix.errors import TamperError
 from felix.names import SpiffeId, StreamName
 from policy.grant import Allowed, Attempt, GrantBook
+from policy.residency import parse_policy, sign_policy
 
 NEWER, BACK = policy(3, "IE", "dpo"), policy(4, "IE", "ciso")
 
@@ -100,3 +102,32 @@ def test_what_was_on_its_way_when_a_policy_ended_stands(tally: Tally) -> None:
     (said,) = found.judge(crossing(signed, Side.EGRESS, ends + STANDING_GRACE_MS))
     assert "valid until" in said
     tally("ends of a policy", 1)
+
+
+def told_of(leaves: list[Leaf]) -> list[tuple[int, int]]:
+    report = verify_log(files_of(EGRESS, leaves), trust())
+    assert report.ok and report.findings == []
+    return [(notice.leaf, notice.records) for notice in report.notices if notice.name == OUTLAWED]
+
+
+def test_what_crosses_though_a_newer_policy_in_the_log_forbids_it_is_told(tally: Tally) -> None:
+    """A rogue agent that had read ahead, and announces it under the policy that the half names. No broker serves it any more, and no agent of ours announces it."""
+    signed = grant_approved_by("ciso")
+    over = datetime.fromtimestamp((TIME_MS + 1_000) / 1000, UTC).isoformat()
+    forbids = policy(3, "IE", "ciso").body.decode().replace("bases: [scc, adequacy]", "bases: [bcr]")
+    newer = {
+        "forbids": sign_policy(parse_policy(forbids, "us-east"), signing_key("us-east")),
+        "is over": policy(3, "IE", "ciso", f"revision: 3\nvalid_until: {over}"),
+        "allows": policy(3, "IE", "ciso"),
+        "asks for another approver": NEWER,
+    }
+    assert "bcr" in forbids
+    for what, document in newer.items():
+        leaves = leaves_with(signed, NAMED, document)
+        at = next(at for at, leaf in enumerate(leaves) if leaf.header.kind is Kind.INTENT)
+        records = sum(leaf.header.records for leaf in leaves if leaf.header.kind is Kind.INTENT)
+        found = [(at, records)] if what in ("forbids", "is over") else []
+        late = later(leaves, 2 * STANDING_GRACE_MS)
+        assert told_of(late) == found, what
+        assert told_of(leaves) == [], "what was on its way may be written down"
+    tally("policies that forbid what crosses", 2)

@@ -134,6 +134,16 @@ def test_the_commands_say_so_and_how_to_accept_it(home: Path) -> None:
     assert code == EXIT_DAMAGED
     code, said = run(home, "check-proof", str(home / "record.proof.json"))
     assert code == EXIT_VERSION_1 and "The proof holds" in said and "cannot support" in said
+    record = msgspec.json.decode((home / "record.proof.json").read_bytes())["record"]
+    code, said = run(
+        home, "prove", "--format", "tlog-proof", "--log", log, "--out", str(home / "record"),
+        "--stream", record["stream"], "--shard", str(record["shard"]), "--offset", str(record["offset"]),
+    )  # fmt: skip
+    assert code == 0, said
+    for file in ("record.tlog-proof", "record.ack.tlog-proof"):
+        for form in ((), ("--json",)):
+            code, said = run(home, "check-proof", str(home / file), *form)
+            assert code == EXIT_VERSION_1 and "that Felix 0.1 wrote them" in said, file
 
 
 @only_slow

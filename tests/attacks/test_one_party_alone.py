@@ -53,6 +53,8 @@ WITNESS = {EGRESS: "eu-west", INGRESS: "us-east", REGION: "eu-west"}
 HEADER_FIELDS = Header.__struct_fields__
 ENTRY_FIELDS = tuple(f"entries.{name}" for name, _ in ENTRY_COLUMNS)
 Logs = dict[str, list[Leaf]]
+COSIGNED_MS = TIME_MS + 4 * 365 * 86_400_000
+"""Behind all leaves."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -131,8 +133,10 @@ def arrivals(link: Link, intents: list[Leaf], first: int = 0) -> list[Leaf]:
     return link.delivery(intents)
 
 
-def files_of(log: str, leaves: Iterable[Leaf], *, signer: NoteSigner | None = None) -> MemoryFiles:
-    """The log with these leaves, signed by its key and cosigned by the other region."""
+def files_of(
+    log: str, leaves: Iterable[Leaf], *, signer: NoteSigner | None = None, cosigned_ms: int = COSIGNED_MS
+) -> MemoryFiles:
+    """The log with these leaves, signed by its key and cosigned by the other region, at that time."""
     found: dict[str, bytes] = {}
     data = [encoded(leaf) for leaf in leaves]
     tree = Tree()
@@ -145,7 +149,7 @@ def files_of(log: str, leaves: Iterable[Leaf], *, signer: NoteSigner | None = No
     text = Checkpoint(ORIGINS[log], len(data), tree.root()).text()
     signer = signer or log_signer(ORIGINS[log])
     cosigner = witness_signer(f"{WITNESS[log]}.acme/witness")
-    signatures = (signer.sign(text), cosigner.cosign(text, TIME_MS // 1000 + 3_600))
+    signatures = (signer.sign(text), cosigner.cosign(text, cosigned_ms // 1000))
     found["checkpoint"] = encode_note(Note(text, signatures))
     return MemoryFiles(found)
 

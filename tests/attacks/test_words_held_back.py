@@ -13,8 +13,27 @@ from typing import Any
 import pytest
 from attacks.conftest import Tally
 from audit_log import REGION_ORIGIN
-from crossing_logs import CREW, DEPARTURES, ORDERS, SIGNED, START_MS, World, trust, write_log, write_world
-from signed_grants import deny_entry, grant_leaves, paper_leaf, signed_grant, standing
+from crossing_logs import (
+    CREW,
+    DEPARTURES,
+    ORDERS,
+    SIGNED,
+    START_MS,
+    TERMS,
+    World,
+    trust,
+    write_log,
+    write_world,
+)
+from signed_grants import (
+    deny_entry,
+    grant_leaves,
+    paper_leaf,
+    policy_document,
+    signed_grant,
+    signing_key,
+    standing,
+)
 from slow_runs import only_slow
 
 from audit.agreement import Agreements, Stop
@@ -27,6 +46,9 @@ from audit.tile_disk import Folder
 from audit.verify import verify_log
 from felix.batch import OFFSET_MAX
 from policy.grant import StandingAction
+from policy.quantity import Instant
+from policy.residency import parse_policy, sign_policy
+from policy.signed import SignedDocument
 
 MINUTE_MS = 60_000
 PAUSE, RESUME, REVOKE = StandingAction.PAUSE, StandingAction.RESUME, StandingAction.REVOKE
@@ -102,6 +124,100 @@ def test_a_stop_that_is_said_again_goes_on_from_where_it_began(tally: Tally) -> 
 def test_no_later_word_takes_a_revocation_back(action: StandingAction) -> None:
     leaves = words((START_MS, REVOKE, 1, "us-east"), (START_MS + 1, action, 2, "us-east"))
     assert [stop.until_ms for stop in stops_of(leaves) if stop.word == "revoked"] == [None]
+
+
+def policy(revision: int, *, allows: bool = True, more: str = "") -> SignedDocument:
+    """us-east's policy in another revision. `more`: a line at its end."""
+    text = policy_document("us-east", revision=revision).body.decode()
+    text = text if allows else text.replace("bases: [scc, adequacy]", "bases: [bcr]")
+    return sign_policy(parse_policy(text + more, "us-east"), signing_key("us-east"))
+
+
+def policies(*said: tuple[int, SignedDocument]) -> list[Leaf]:
+    """The source's own log: what is agreed, and then its later policies, each in its minute."""
+    signed = SIGNED[DEPARTURES]
+    return words() + [
+        paper_leaf(document, signed, time_ms=START_MS + minute * MINUTE_MS) for minute, document in said
+    ]
+
+
+def outlawed(leaves: list[Leaf]) -> list[tuple[int, int | None]]:
+    """From when to when, in minutes."""
+    return [
+        ((stop.from_ms - START_MS) // MINUTE_MS, stop.until_ms and (stop.until_ms - START_MS) // MINUTE_MS)
+        for stop in stops_of(leaves)
+        if stop.word == "outlawed"
+    ]
+
+
+def test_a_policy_forbids_while_it_is_in_force_and_does_not_allow_the_terms(tally: Tally) -> None:
+    no, yes = partial(policy, allows=False), policy
+    until = f'valid_until: "{Instant(START_MS + 7 * MINUTE_MS)}"\n'
+    since = f'valid_from: "{Instant(START_MS + 9 * MINUTE_MS)}"\n'
+    logs: list[tuple[list[Leaf], list[tuple[int, int | None]]]] = [
+        (policies(), []),
+        (policies((3, yes(2))), []),
+        (policies((3, no(2))), [(3, None)]),
+        (policies((3, no(2)), (5, yes(3))), [(3, 5)]),
+        (policies((3, no(2)), (5, no(3)), (8, yes(4))), [(3, 8)]),
+        (policies((3, no(2)), (5, yes(3)), (8, no(4))), [(3, 5), (8, None)]),
+        # One that another had taken the place of says nothing.
+        (policies((3, yes(5)), (5, no(2))), []),
+        (policies((3, no(5)), (5, yes(2))), [(3, None)]),
+        # Its own dates.
+        (policies((3, yes(2, more=until))), [(7, None)]),
+        (policies((3, yes(2, more=until)), (8, no(3)), (9, yes(4))), [(7, 9)]),
+        (policies((3, yes(2, more=since))), [(3, 9)]),
+    ]
+    for number, (leaves, found) in enumerate(logs):
+        assert outlawed(leaves) == found, number
+    tally("policies that outlaw a grant, and give way", len(logs))
+
+
+def test_a_policy_forbids_no_grant_before_it_was_made_and_no_pattern() -> None:
+    signed = SIGNED[DEPARTURES]
+    grant, first = grant_leaves(signed, Side.EGRESS, START_MS), policy(1)
+    early = [
+        paper_leaf(policy(revision, allows=revision > 2), signed, time_ms=START_MS - 9) for revision in (2, 3)
+    ]
+    assert outlawed([paper_leaf(first, signed, time_ms=START_MS - 10), *early, *grant[1:]]) == []
+    wild = signed_grant(stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True)
+    leaves = [*grant_leaves(wild, Side.EGRESS, START_MS), paper_leaf(policy(2, allows=False), wild)]
+    assert outlawed(leaves) == []
+
+
+@only_slow
+@pytest.mark.parametrize("rate", [0, 1_000])
+def test_what_arrived_against_a_policy_that_a_bridge_kept_to_itself_is_told(
+    spark: Any, tmp_path: Path, rate: int, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A breach; but where what had crossed before may have waited for the grant's rate, whose crossings are looked at first."""
+    signed = signed_grant(
+        stream=DEPARTURES, destination_stream=DEPARTURES, rate_bytes=rate, expires=START_MS + 10**10
+    )
+    monkeypatch.setitem(SIGNED, DEPARTURES, signed)
+    monkeypatch.setitem(TERMS, DEPARTURES, signed.terms)
+    world = World()
+    world.grant(DEPARTURES, START_MS - 1_000)
+    for minute in (1, 3, 5, 9):
+        world.batch(DEPARTURES, 0, START_MS + minute * MINUTE_MS, 10, withheld=0.0)
+    own = grant_leaves(signed, Side.EGRESS, START_MS - 1_000)
+    for minute, document in ((2, policy(2, allows=False)), (7, policy(3))):
+        own.append(paper_leaf(document, signed, time_ms=START_MS + minute * MINUTE_MS))
+    paths = [*write_world(tmp_path, world), tmp_path / "region"]
+    write_log(paths[2], REGION_ORIGIN, [own], cosign=True)
+    for path in paths:
+        assert verify_log(Folder(path), trust()).ok
+    result = run_report(paths, tmp_path / "out", trust=trust(), session=spark)
+    found = {
+        (row["severity"], row["exception"]): row["records"]
+        for row in result.report.exceptions.records()
+        if row["exception"].startswith("arrived")
+    }
+    told = ("notice", "arrived-perhaps-though-outlawed") if rate else (BREACH, "arrived-though-outlawed")
+    assert found == {told: 20}
+    assert (result.exit_code == EXIT_DIFFERENCES) is not rate
+    tally("arrivals against a policy that was held back", 2)
 
 
 def extremes(world: World) -> None:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
 from approvers import DAY, MADE_MS, approver, authority, roots
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
 from departures import terms
 
 from felix.errors import Code, RequestError
 from felix.identity import Binding, Identity, prove
 from felix.names import IDENTITY_KINDS, SESSION_KINDS, SpiffeId
-from felix.peer import TrustBundle, verify_peer
+from felix.peer import TrustBundle, encode_chain, verify_peer
 from keys.authority import IDENTITY_LIFETIME, create_authority
 from policy.approval import (
     Approval,
@@ -154,3 +158,31 @@ def test_a_chain_with_comments_is_another_file_and_refused(tmp_path: Path) -> No
     commented = Approval(APPROVAL.body, b"# me\n" + APPROVAL.chain_pem, APPROVAL.signature)
     with pytest.raises(SignatureError, match="not in canonical form"):
         Approval.parse(commented.encode_file())
+
+
+def _certificate_with(text: bytes) -> bytes:
+    """Anybody's, self-signed, which says what he likes."""
+    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([])
+    made = datetime.fromtimestamp((NOW - DAY) / 1000, UTC)
+    extension = x509.UnrecognizedExtension(x509.ObjectIdentifier("1.2.3.4"), text)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, made, made + timedelta(days=9))
+    return encode_chain([builder.add_extension(extension, critical=False).sign(key, SHA256())])
+
+
+def test_a_chain_is_the_path_to_the_root_and_has_nothing_beside_it() -> None:
+    """The approver signs the body alone. Who carries his approval to another region would carry 12 kB of his own in a certificate that leads nowhere."""
+    leaf, issuing = x509.load_pem_x509_certificates(APPROVAL.chain_pem)
+    root = authority("us-east").anchor().root
+    chains = {
+        "a certificate of somebody's": APPROVAL.chain_pem + _certificate_with(b"SSN 078-05-1120 " * 500),
+        "another approver's": APPROVAL.chain_pem
+        + encode_chain(x509.load_pem_x509_certificates(approver("ciso").chain_pem)[:1]),
+        "one twice": encode_chain([leaf, issuing, issuing]),
+        "the root": encode_chain([leaf, issuing, root]),
+        "another order": encode_chain([leaf, root, issuing]),
+    }
+    for what, chain in chains.items():
+        carried = Approval(APPROVAL.body, chain, APPROVAL.signature)
+        with pytest.raises(SignatureError, match="nothing besides") as caught:
+            open_approval(Approval.parse(carried.encode_file()), roots())
+        assert "078-05-1120" not in caught.value.sentence, what

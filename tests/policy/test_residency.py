@@ -25,7 +25,7 @@ from policy.residency import (
     parse_policy,
     sign_policy,
 )
-from policy.signed import SignatureError, SignedDocument, raw_public_key
+from policy.signed import Purpose, SignatureError, SignedDocument, raw_public_key, sign
 from policy.terms import Basis
 from policy.transform import Format, KeyRule, TransformSpec, build_spec
 
@@ -362,6 +362,29 @@ def test_a_region_cannot_sign_the_policy_of_another() -> None:
     moved = SignedDocument(eu.purpose, "eu-west", eu.key, eu.body, eu.signature)
     with pytest.raises(SignatureError, match="The policy is for us-east, but eu-west signed it"):
         open_policy(moved, trusted, "p")
+
+
+HIDDEN = {
+    "a line that ends in a comment": ("# Reviewed.\u2028valid_until: 2099-01-01\n", "\\u2028"),
+    "the same, as in IBM's text": ("# Reviewed.\x85valid_until: 2099-01-01\n", "\\x85"),
+    "a paragraph": ("# Reviewed.\u2029valid_until: 2099-01-01\n", "\\u2029"),
+    "a carriage return": ("# Reviewed.\rvalid_until: 2099-01-01\n", "\\r"),
+    "a turned direction": ("# \u202egnihtyna\n", "\\u202e"),
+    "a joiner in a text": ("classes: {ops: {streams: [acme/ops/*], description: a\u200bb}}\n", "\\u200b"),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_a_policy_with_what_an_editor_does_not_show_is_not_signed(what: str) -> None:
+    """In YAML 1.1 the line ends there, and the comment with it; in 1.2 it does not. What stands in a log is read as it was."""
+    text, told = HIDDEN[what]
+    hidden = policy(text)
+    with pytest.raises(ResidencyError, match="Line 10 of the policy of us-east") as caught:
+        sign_policy(hidden, KEY)
+    assert caught.value.code is Code.CONFIG_INVALID and f" {told}:" in caught.value.sentence
+    document = sign(Purpose.POLICY, "us-east", hidden.text.encode(), KEY)
+    assert open_policy(document, TRUSTED, "a log").text == hidden.text
+    sign_policy(policy("# Reviewed,\tby all.\r\ndeny: []\n"), KEY)
 
 
 def test_an_older_revision_cannot_take_the_place_of_a_newer_one() -> None:

@@ -36,11 +36,12 @@ from crossing_logs import (
     write_log,
     write_world,
 )
-from signed_grants import ACCEPTOR, signed_grant
+from signed_grants import ACCEPTOR, grant_leaves, signed_grant
 from slow_runs import only_slow
 from spark.lineage_endpoint import Again
 
 from audit.leaf import Header, Kind, Leaf
+from audit.spark.agreements import rows_of
 from audit.spark.document import STATEMENT
 from audit.spark.reconciliation import Given, LogEnd
 from audit.spark.report import (
@@ -56,6 +57,7 @@ from audit.spark.report import (
     run_report,
 )
 from audit.spark.table import Column, Table, Type
+from audit.tile import MemoryFiles
 from audit.trust import Trust
 from felix.errors import RequestError
 
@@ -565,6 +567,45 @@ def test_the_egress_log_of_one_bridge_stands_in_for_no_other(spark: Any) -> None
     assert found.counterparts == (
         f"us-east to eu-west: the egress log of {second} was not given, so this link rests on one side's word.",
     )
+
+
+def granted_by(*origins: str) -> tuple[str, ...]:
+    """What a report of these logs says of granted links of which it has no log; us-east's own has all documents of a grant."""
+    signed = signed_grant()
+    read = rows_of(REGION_ORIGIN, enumerate(grant_leaves(signed)), MemoryFiles(), trust())
+    empty = Table("transfers", "", (), ())
+    logs = [SimpleNamespace(origin=origin) for origin in origins]
+    given = Given(LogEnd(origin, 1, 0) for origin in origins)
+    return _missing(logs, empty, [], given, read.granted).granted  # type: ignore[arg-type]
+
+
+def test_a_link_that_is_granted_and_of_which_no_log_was_given_is_named() -> None:
+    """A region that gives the logs of one bridge, and not those of another: its own log says that there is one."""
+    (said,) = granted_by(REGION_ORIGIN)
+    assert said.startswith(f"us-east to eu-west: {BRIDGE} may carry records, by {signed_grant().grant}")
+    assert granted_by(REGION_ORIGIN, EGRESS_ORIGIN) == granted_by(REGION_ORIGIN, INGRESS_ORIGIN) == ()
+    (said,) = granted_by(REGION_ORIGIN, EGRESS_ORIGIN + "-2", "ap-south.acme/audit")
+    assert "neither its egress log nor the log of eu-west was given" in said
+
+
+def test_a_grant_that_lets_nothing_cross_is_no_link() -> None:
+    signed = signed_grant()
+    for lacking in range(1, len(grant_leaves(signed))):
+        leaves = [leaf for at, leaf in enumerate(grant_leaves(signed)) if at != lacking]
+        assert rows_of(REGION_ORIGIN, enumerate(leaves), MemoryFiles(), trust()).granted == {}
+
+
+@only_slow
+def test_a_report_names_such_a_link_on_its_first_page(spark: Any, tmp_path: Path) -> None:
+    own = World()
+    own.grant(DEPARTURES, START_MS - 1_000)
+    write_log(tmp_path / "own", REGION_ORIGIN, own.egress, cosign=True)
+    result = run_report([tmp_path / "own"], tmp_path / "out", trust=trust(), session=spark)
+    assert result.exit_code == EXIT_CLEAN
+    (said,) = result.report.missing.granted
+    page = result.page.read_text()
+    assert page.index("so what crossed there is not in this report") < page.index("Records crossed")
+    assert json.loads((result.out / "report.json").read_text())["not_given"]["granted"] == [said]
 
 
 # Bad input
