@@ -273,12 +273,14 @@ class PublisherOpened(Message, frozen=True, tag="publisher_opened"):
 class Start(Message, frozen=True, tag="start"):
     """`kind` is earliest, latest, offset (`value` in records) or time (`value` in ms since the epoch).
 
-    `offsets`, where given, overrides it per shard: a resuming subscriber says where it stands.
+    `offsets`, where given, overrides it per shard: a resuming subscriber says where it stands; `epochs`, of these shards, the leader
+    epoch of the newest batch that it had: where this log parts before `offsets` from the one that it read, it begins there.
     """
 
     kind: Name = "latest"
     value: Natural = 0
     offsets: dict[int, int] = {}
+    epochs: dict[int, int] = {}
 
 
 class Subscribe(Request["Subscribed"], frozen=True, tag="subscribe"):

@@ -110,6 +110,11 @@ class EpochHistory:
         end = self._starts[at].start_offset if at < len(self._starts) else log_end
         return EpochStart(self._starts[at - 1].epoch if at else 0, end)
 
+    def shared_end(self, epoch: int, offset: int) -> int:
+        """How far a reader has read this log, who stands at `offset` and had a record of `epoch` before it as its newest. Less than `offset`: the log
+        lost its end since then, or was put back, and has other records from there on."""
+        return min(offset, self.end_of(epoch, offset).start_offset)
+
     def truncate(self, offset: int, epoch: int = 0) -> None:
         """Forget epochs that begin at or after `offset`, but those up to `epoch`: of it is what stands there still, a position."""
         while self._starts and self._starts[-1].start_offset >= offset and self._starts[-1].epoch > epoch:
