@@ -916,18 +916,20 @@ class OpenCache(Request["CacheOpened"], frozen=True, tag="open_cache"):
 
 
 class CacheOpened(Message, frozen=True, tag="cache_opened"):
-    """`shards`: a key's is the hash of it. `now_ms` is the broker's clock, which times of expiry are by."""
+    """`shards`: a key's is the hash of it. `now_ms` is the broker's clock, which times of expiry are by. `epochs`: of a watch, per shard, the leader epoch of
+    what it tells from now on."""
 
     incarnation: bytes
     shards: int
     now_ms: int
+    epochs: dict[int, int] = {}
 
 
 class WatchCache(Request["CacheOpened"], frozen=True, tag="watch_cache"):
     """First frame of an exchange that follows one `key` of a cache, or all keys that begin with `prefix`.
 
-    `offsets` (with their `incarnation`) resumes: per shard, the first offset not seen yet. `coalesce`: of values of a key that
-    are sent together, the last one is enough. At most `credit_bytes` are sent before more is granted (CREDIT).
+    `offsets` (with their `incarnation`) resumes: per shard, the first offset not seen yet; `epochs`, what the watch that came there was told of them. `coalesce`:
+    of values of a key that are sent together, the last one is enough. At most `credit_bytes` are sent before more is granted (CREDIT).
     """
 
     stream: Name
@@ -937,6 +939,7 @@ class WatchCache(Request["CacheOpened"], frozen=True, tag="watch_cache"):
     offsets: dict[int, Natural] = {}
     coalesce: bool = False
     credit_bytes: Natural = 0
+    epochs: dict[int, int] = {}
 
 
 class Cosign(Request["Witnessed"], frozen=True, tag="cosign"):

@@ -3,7 +3,7 @@
 It begins with the whole state: it notes each shard's offset, sends the keys page by page, each page as of the moment it is read,
 and then every change from the noted offsets on. So there is no gap, and the broker holds nothing for it meanwhile; versions show
 where a page is ahead of the noted offset. Or it begins at the watcher's own position, as long as the log still has all changes
-since. If it does not (tombstones compacted away, a ring that advanced), the watch sends a Reset and then the whole state. The
+since. If it does not (tombstones compacted away, a ring that advanced, a log that was put back to an earlier copy), the watch sends a Reset and then the whole state. The
 same happens to a watch that falls so far behind.
 
 Invariants: nothing is sent beyond credit; unsent changes are not held; changes are sent in the log's order, and none is left
@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -110,6 +111,7 @@ class CacheWatch:
         except UnavailableError as error:
             exchange.fail(error, correlation)
             return
+        epochs = await self._told_epochs()
         refusal = self._refusal()
         if refusal is not None:
             exchange.fail(refusal, correlation)
@@ -121,14 +123,18 @@ class CacheWatch:
             exchange.fail(error, correlation)
             return
         self._holds = True
-        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.streams_ms())
+        opened = CacheOpened(
+            cache.stream.incarnation, cache.stream.shard_count, exchange.broker.streams_ms(), epochs
+        )
         exchange.opened(correlation, opened)
         cache.watches += 1
         self._unwatch = [shard.watch(self) for shard in self._shards.values()]
         self._order = deque(self._shards)
         offsets = request.offsets if request.incarnation == cache.stream.incarnation else {}
         if set(offsets) >= set(self._shards) and all(
-            shard.covers(offsets[number]) and offsets[number] <= shard.applied
+            shard.covers(offsets[number])
+            and offsets[number] <= shard.applied
+            and self._has_read(shard, offsets[number], request.epochs.get(number, 0))
             for number, shard in self._shards.items()
         ):
             self._cursors = {number: offsets[number] for number in self._shards}
@@ -138,6 +144,20 @@ class CacheWatch:
             self._reset()
         self._live = True
         self.pump()
+
+    async def _told_epochs(self) -> dict[int, int]:
+        """Of what is appended to each shard from now on, as far as it can be said: else a resume goes by the offset alone."""
+        found = {}
+        for number, shard in self._shards.items():
+            with suppress(FelixError, OSError):
+                await shard.log.begin_due_epoch()
+                found[number] = shard.log.epochs.current
+        return found
+
+    @staticmethod
+    def _has_read(shard: CacheShard, offset: int, epoch: int) -> bool:
+        """Whether a watch that was told this epoch and came to this offset has read what stands below it here; where it was told none, it is believed."""
+        return not epoch or shard.log.epochs.shared_end(epoch, offset) == offset
 
     def call(self, correlation: int, call: Any) -> None:
         raise AssertionError("no call decodes on a watch")

@@ -10,14 +10,15 @@ from pathlib import Path
 
 from ports import claim_port
 from region_home import running, us_east
-from region_peer import client
+from region_peer import client, until
 
 import felix
 from felix.address import Address
+from felix.cache import Change, Position
 from felix.frames import GapReason
 from region.folder import RegionFolder
 
-ORDERS = "acme/ops/orders"
+ORDERS, STATE = "acme/ops/orders", "acme/ops/state"
 
 
 @contextmanager
@@ -102,3 +103,77 @@ async def test_a_reader_of_a_log_that_is_still_shorter_gets_all_that_was_written
             await publish(region, *range(100, 105))
             assert await take(subscription, 5) == [(10 + n, b"%d" % (100 + n)) for n in range(5)]
             assert [(each.first_offset, each.next_offset) for each in subscription.gaps] == [(20, 10)]
+
+
+async def test_a_watch_and_a_mirror_begin_anew_where_the_cache_that_they_followed_was_put_back(
+    tmp_path: Path,
+) -> None:
+    folder, listen = us_east(tmp_path / "home"), Address("127.0.0.1", claim_port())
+    async with running(folder, listen=listen), client(folder) as region:
+        cache = await region.create_cache(STATE)
+        await cache.put("lost later", b"1")
+        await cache.put("kept", b"1")
+    async with AsyncExitStack() as stack:
+        with put_back(folder, tmp_path / "copy"):
+            async with running(folder, listen=listen), client(folder) as region:
+                reader = await stack.enter_async_context(client(folder))
+                watch = await stack.enter_async_context(reader.cache(STATE).watch())
+                mirror = await stack.enter_async_context(reader.cache(STATE).mirror())
+                for number in range(5):
+                    await region.cache(STATE).put("lost", b"%d" % number)
+                await region.cache(STATE).delete("lost later")
+                await until(lambda: set(mirror) == {b"kept", b"lost"})
+                async with asyncio.timeout(60):
+                    async for change in watch:
+                        if change.kind == "deleted":
+                            position = change.position
+                            break
+                assert position is not None
+        async with running(folder, listen=listen), client(folder) as region:
+            for number in range(9):
+                await region.cache(STATE).put("new", b"%d" % number)
+            await until(lambda: mirror.get(b"new") == b"8" and set(mirror) == {b"kept", b"lost later", b"new"})
+            assert (await told(watch))[0].kind == "reset"
+            kept = Position.parse(str(position))
+            assert kept == position
+            async with region.cache(STATE).watch(resume=kept) as again:
+                assert (await told(again))[0].kind == "reset"
+                at = again.position
+            assert at is not None
+            # What came there since the restart goes on without one.
+            await region.cache(STATE).put("newer", b"1")
+            async with region.cache(STATE).watch(resume=str(at)) as again:
+                first, *_ = await told(again)
+                assert (first.kind, first.key) == ("put", b"newer")
+            # And without epochs, as of an earlier release, by its offset.
+            bare = Position(position.incarnation, position.offsets)
+            async with region.cache(STATE).watch(resume=str(bare)) as again:
+                assert (await told(again))[0].kind == "put"
+
+
+async def told(watch: felix.Watch) -> list[Change]:
+    """Changes up to the next `ready`."""
+    found = []
+    async with asyncio.timeout(60):
+        async for change in watch:
+            found.append(change)
+            if change.kind == "ready":
+                break
+    return found
+
+
+async def test_a_watch_that_its_broker_left_in_order_goes_on_where_it_was(tmp_path: Path) -> None:
+    folder, listen = us_east(tmp_path / "home"), Address("127.0.0.1", claim_port())
+    async with AsyncExitStack() as stack:
+        for start in range(3):
+            async with running(folder, listen=listen), client(folder) as region:
+                if not start:
+                    reader = await stack.enter_async_context(client(folder))
+                    await region.create_cache(STATE)
+                    watch = await stack.enter_async_context(reader.cache(STATE).watch())
+                    await told(watch)
+                for number in range(3):
+                    await region.cache(STATE).put("key", b"%d" % number)
+                    async with asyncio.timeout(60):
+                        change = await anext(watch)
+                    assert (change.kind, change.value) == ("put", b"%d" % number), start
