@@ -67,8 +67,13 @@ def stage_file(path: Path, data: bytes, mode: int = PRIVATE) -> Path:
 
 
 def commit_file(staged: Path, path: Path) -> None:
-    """Put a staged file in place of `path`, in one step. After an OSError it is not known which of the two is there."""
-    staged.replace(path)
+    """Put a staged file in place of `path`, in one step. After an OSError it is not known which of the two is there; beside it is left nothing that can be removed."""
+    try:
+        staged.replace(path)
+    except OSError:
+        with suppress(OSError):
+            staged.unlink()
+        raise
     sync_folder(path.parent)
 
 
