@@ -41,6 +41,7 @@ from felix.messages import AlterStream, Answer, CacheOpened, OpenCache, StreamSt
 from felix.names import StreamName, shard_for_key
 from felix.runtime.port import Clock
 from felix.settings import DURATION_MS_MAX, EXCHANGES_DEFAULT, CacheChange
+from felix.subscription import EpochsRead
 
 EXCHANGES_MAX: Final = 16
 WATCH_CREDIT_BYTES: Final = 2 << 20
@@ -85,12 +86,12 @@ class Position(NamedTuple):
 
     incarnation: bytes
     offsets: Mapping[int, int]
-    epochs: Mapping[int, int] = MappingProxyType({})
+    epochs: EpochsRead = MappingProxyType({})
     """By them the broker sees whether the log was put back to an earlier copy since."""
 
     def __str__(self) -> str:
         offsets = ",".join(
-            f"{shard}:{offset}" + (f":{epoch}" if (epoch := self.epochs.get(shard)) else "")
+            f"{shard}:{offset}" + "".join(f":{epoch}-{since}" for epoch, since in self.epochs.get(shard, ()))
             for shard, offset in sorted(self.offsets.items())
         )
         return f"{self.incarnation.hex()}@{offsets}"
@@ -100,12 +101,18 @@ class Position(NamedTuple):
         """Raises RequestError(INVALID)."""
         incarnation, _, rest = text.partition("@")
         try:
-            parts = [list(map(int, part.split(":"))) for part in rest.split(",")]
-            offsets = {shard: offset for shard, offset, *_ in parts}
-            epochs = {shard: epoch for shard, _, epoch in (part for part in parts if len(part) > 2)}
+            parts = [part.split(":") for part in rest.split(",")]
+            offsets = {int(shard): int(offset) for shard, offset, *_ in parts}
+            epochs = {int(shard): [_epoch(each) for each in met] for shard, _, *met in parts if met}
             return cls(bytes.fromhex(incarnation), offsets, epochs)
         except ValueError as error:
             raise RequestError(f"{text[:80]!r} is no position of a watch.") from error
+
+
+def _epoch(text: str) -> tuple[int, int]:
+    """Raises ValueError."""
+    epoch, since = text.split("-")
+    return int(epoch), int(since)
 
 
 class Change(NamedTuple):
@@ -394,7 +401,7 @@ class _Opened(msgspec.Struct):
 
     incarnation: bytes
     skew_ms: int
-    epochs: dict[int, int]
+    epochs: EpochsRead
 
 
 class Watch:
@@ -423,7 +430,7 @@ class Watch:
         self._incarnation = resume.incarnation if resume else b""
         self._reached: dict[int, int] = dict(resume.offsets) if resume else {}
         self._resumable = resume is not None
-        self._epochs: Mapping[int, int] = dict(resume.epochs) if resume else {}
+        self._epochs: EpochsRead = dict(resume.epochs) if resume else {}
         self._link_epochs = self._epochs
         """What the link that stands was told. They count once it has told something: until then it is not known that it goes on from there."""
         # Changes that were not given out yet, and the credit for them.
@@ -572,7 +579,7 @@ class Watch:
             dict(self._reached) if resumes else {},
             self._coalesce,
             self._window_bytes,
-            dict(self._epochs) if resumes else {},
+            {shard: list(met) for shard, met in self._epochs.items()} if resumes else {},
         )
 
     def _decode(self, body: memoryview) -> wire.WatchEvent:

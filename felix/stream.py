@@ -42,7 +42,15 @@ from felix.settings import (
     SubscriptionSettings,
     Views,
 )
-from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt, Subscription, start_message
+from felix.subscription import (
+    CREDIT_BYTES_DEFAULT,
+    EpochsRead,
+    Gap,
+    OnGap,
+    StartAt,
+    Subscription,
+    start_message,
+)
 
 if TYPE_CHECKING:
     from felix.client import RegionClient
@@ -160,7 +168,7 @@ class Stream:
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
         on_gap: OnGap = "log",
         grant: str = "",
-        epochs: dict[int, int] | None = None,
+        epochs: EpochsRead | None = None,
     ) -> Subscription:
         """A subscription: an async iterator of records; `batches()` of it is the fast way.
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
@@ -57,6 +57,11 @@ GAPS_KEPT: Final = 64
 """The newest gaps that a subscription remembers; their number is counted without bound."""
 
 StartAt = Literal["earliest", "latest"] | int | datetime
+EPOCHS_READ_MAX: Final = 32
+"""How many leader epochs a reader remembers of a shard: one for each start of a broker, or each election, that it has met there since the last gap."""
+
+EpochsRead = Mapping[int, Sequence[tuple[int, int]]]
+"""Per shard: leader epochs, each with the offset from which on batches of it were read; oldest first."""
 OnGap = Literal["log", "raise"] | Callable[["Gap"], None]
 
 _log = logging.getLogger("felix.subscription")
@@ -210,7 +215,7 @@ class Feed:
         credit_bytes: int,
         grant: str,
         incarnation: bytes,
-        epochs: Mapping[int, int],
+        epochs: EpochsRead,
     ) -> None:
         self._region = connection
         self._loop = asyncio.get_running_loop()
@@ -236,8 +241,8 @@ class Feed:
         # Where the consumer stands, per shard; with the incarnation that these offsets count in.
         self.positions: dict[int, int] = dict(start.offsets)
         self.incarnation = incarnation
-        self.epochs: dict[int, int] = dict(epochs)
-        """Of the newest batch that the consumer had, per shard, where it stands behind one: by it the broker sees whether it has that batch."""
+        self.epochs = {shard: list(met) for shard, met in epochs.items()}
+        """Per shard, of the batches that the consumer had right before its position: by them the broker sees whether its log is the one that was read."""
         self.closed = False
         self._left = False
         self._untold: list[Gap] = []
@@ -486,7 +491,7 @@ class Feed:
         self.positions[shard] = following
         self.epochs.pop(shard, None)
 
-    def _epochs_at(self, offsets: Mapping[int, int]) -> dict[int, int]:
+    def _epochs_at(self, offsets: Mapping[int, int]) -> dict[int, list[tuple[int, int]]]:
         """Of the shards in which the consumer stands behind a batch. A bridge asks for statements, which say more."""
         if self._grant:
             return {}
@@ -538,7 +543,7 @@ class Subscription:
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
         on_gap: OnGap = "log",
         grant: str = "",
-        epochs: Mapping[int, int] | None = None,
+        epochs: EpochsRead | None = None,
     ) -> None:
         if not CREDIT_BYTES_MIN <= credit_bytes <= CREDIT_BYTES_MAX:
             raise RequestError(
@@ -624,10 +629,10 @@ class Subscription:
         return dict(self._feed.positions)
 
     @property
-    def epochs(self) -> dict[int, int]:
-        """Per shard, the leader epoch of the batch before `positions`, where it stands behind one. `epochs=` takes it, beside `offsets=`: so a log that was put back
-        to an earlier copy, and has grown since, is not taken for the one that was read."""
-        return dict(self._feed.epochs)
+    def epochs(self) -> dict[int, list[tuple[int, int]]]:
+        """Per shard, the newest leader epochs of the batches right before `positions`, each with the offset from which on they were read. `epochs=` takes it,
+        beside `offsets=`: so a log that was put back to an earlier copy, and has grown since, is not taken for the one that was read."""
+        return {shard: list(met) for shard, met in self._feed.epochs.items()}
 
     @property
     def incarnation(self) -> bytes:
@@ -707,7 +712,10 @@ class Subscription:
                 self._skip(Gap(self.stream, header.shard, GapReason.TRUNCATED, stands, header.base_offset))
                 continue
             feed.positions[header.shard] = header.next_offset
-            feed.epochs[header.shard] = header.leader_epoch
+            met = feed.epochs.setdefault(header.shard, [])
+            if not met or met[-1][0] != header.leader_epoch:
+                met.append((header.leader_epoch, max(stands, header.base_offset)))
+                del met[:-EPOCHS_READ_MAX]
             return ReceivedBatch(batch, max(stands, header.base_offset))
 
     def _skip(self, gap: Gap) -> None:

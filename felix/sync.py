@@ -101,7 +101,7 @@ from felix.settings import (
     Views,
 )
 from felix.stream import Stream
-from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt
+from felix.subscription import CREDIT_BYTES_DEFAULT, EpochsRead, Gap, OnGap, StartAt
 from felix.transaction import TransactionRecord
 from felix.transport.port import Engine, TransportLimits
 
@@ -623,7 +623,7 @@ class SyncStream(Blocking[Stream]):
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
         on_gap: OnGap = "log",
         grant: str = "",
-        epochs: dict[int, int] | None = None,
+        epochs: EpochsRead | None = None,
     ) -> SyncSubscription:
         """A subscription: an async iterator of records; `batches()` of it is the fast way.
 
@@ -858,9 +858,9 @@ class SyncSubscription(RecordIterator):
         return self._inner.positions
 
     @property
-    def epochs(self) -> dict[int, int]:
-        """Per shard, the leader epoch of the batch before `positions`, where it stands behind one. `epochs=` takes it, beside `offsets=`: so a log that was put back
-        to an earlier copy, and has grown since, is not taken for the one that was read."""
+    def epochs(self) -> dict[int, list[tuple[int, int]]]:
+        """Per shard, the newest leader epochs of the batches right before `positions`, each with the offset from which on they were read. `epochs=` takes it,
+        beside `offsets=`: so a log that was put back to an earlier copy, and has grown since, is not taken for the one that was read."""
         return self._inner.epochs
 
     @property

@@ -71,8 +71,8 @@ async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, 
             starts[number] = start.offsets[number]
             if starts[number] < 0:
                 raise RequestError(f"There is no offset {starts[number]}; offsets begin at 0.")
-            if epoch := start.epochs.get(number, 0):
-                starts[number] = shard.epochs.shared_end(epoch, starts[number])
+            if (read := start.epochs.get(number)) and not stream.ephemeral:
+                starts[number] = shard.epochs.shared_end(read, starts[number])
         elif start.kind == "earliest" or start.offsets:
             # Offsets of another incarnation mean nothing here: begin where this one begins.
             starts[number] = shard.log_start_offset

@@ -44,6 +44,8 @@ EVENT_BYTES: Final = 64 << 10
 size.
 """
 PAGE_KEYS: Final = 1_024
+EPOCHS_TOLD: Final = 4
+"""A watcher says with these that it has read this log: the newest that both know is enough."""
 PROGRESS_OFFSETS: Final = 4_096
 """After so many offsets without a change for it, a watcher is sent the log's end, so that it can resume there."""
 
@@ -111,7 +113,7 @@ class CacheWatch:
         except UnavailableError as error:
             exchange.fail(error, correlation)
             return
-        epochs = await self._told_epochs()
+        epochs = {} if cache.stream.ephemeral else await self._told_epochs()
         refusal = self._refusal()
         if refusal is not None:
             exchange.fail(refusal, correlation)
@@ -131,10 +133,11 @@ class CacheWatch:
         self._unwatch = [shard.watch(self) for shard in self._shards.values()]
         self._order = deque(self._shards)
         offsets = request.offsets if request.incarnation == cache.stream.incarnation else {}
+        epochs_read = {} if cache.stream.ephemeral else request.epochs
         if set(offsets) >= set(self._shards) and all(
             shard.covers(offsets[number])
             and offsets[number] <= shard.applied
-            and self._has_read(shard, offsets[number], request.epochs.get(number, 0))
+            and shard.log.epochs.shared_end(epochs_read.get(number, ()), offsets[number]) == offsets[number]
             for number, shard in self._shards.items()
         ):
             self._cursors = {number: offsets[number] for number in self._shards}
@@ -145,19 +148,14 @@ class CacheWatch:
         self._live = True
         self.pump()
 
-    async def _told_epochs(self) -> dict[int, int]:
-        """Of what is appended to each shard from now on, as far as it can be said: else a resume goes by the offset alone."""
+    async def _told_epochs(self) -> dict[int, list[tuple[int, int]]]:
+        """The newest ones of each shard, as far as they can be said: else a resume goes by the offset alone."""
         found = {}
         for number, shard in self._shards.items():
             with suppress(FelixError, OSError):
                 await shard.log.begin_due_epoch()
-                found[number] = shard.log.epochs.current
+                found[number] = [(*start,) for start in shard.log.epochs.starts[-EPOCHS_TOLD:]]
         return found
-
-    @staticmethod
-    def _has_read(shard: CacheShard, offset: int, epoch: int) -> bool:
-        """Whether a watch that was told this epoch and came to this offset has read what stands below it here; where it was told none, it is believed."""
-        return not epoch or shard.log.epochs.shared_end(epoch, offset) == offset
 
     def call(self, correlation: int, call: Any) -> None:
         raise AssertionError("no call decodes on a watch")

@@ -132,7 +132,9 @@ async def test_a_watch_and_a_mirror_begin_anew_where_the_cache_that_they_followe
         async with running(folder, listen=listen), client(folder) as region:
             for number in range(9):
                 await region.cache(STATE).put("new", b"%d" % number)
-            await until(lambda: mirror.get(b"new") == b"8" and set(mirror) == {b"kept", b"lost later", b"new"})
+            await until(
+                lambda: mirror.get(b"new") == b"8" and set(mirror) == {b"kept", b"lost later", b"new"}
+            )
             assert (await told(watch))[0].kind == "reset"
             kept = Position.parse(str(position))
             assert kept == position

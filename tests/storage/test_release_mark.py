@@ -58,7 +58,7 @@ async def test_a_broker_starts_in_no_folder_that_a_later_release_has_served(tmp_
     own = mark.read_text()
     mark.write_text("99.0.0\n")
     before = {path: path.read_bytes() for path in folder.root.rglob("*") if path.is_file()}
-    with pytest.raises(RequestError, match="release 99.0.0 of Felix"):
+    with pytest.raises(RequestError, match=r"release 99\.0\.0 of Felix"):
         await Node.start(folder, load_config(folder.config))
     after = {path: path.read_bytes() for path in folder.root.rglob("*") if path.is_file()}
     changed = [path.name for path in before.keys() | after.keys() if before.get(path) != after.get(path)]
