@@ -7,6 +7,7 @@ Every call here blocks on the disk: never on an event loop. Errors name the file
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections.abc import Iterator
@@ -64,6 +65,13 @@ def stage_file(path: Path, data: bytes, mode: int = PRIVATE) -> Path:
             beside.unlink()
         raise
     return beside
+
+
+def remove_staged(path: Path) -> None:
+    """Remove what writers of this file left beside it that were cut off, for callers who know that nobody writes it now: of a private key it is a copy."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        with suppress(FileNotFoundError):
+            left.unlink()
 
 
 def commit_file(staged: Path, path: Path) -> None:
