@@ -10,8 +10,6 @@ ones' place. Callers: cli.region, region.governance.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from audit.note import VerifierKey
