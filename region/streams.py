@@ -522,6 +522,9 @@ class StreamTable:
         self._busy: WeakValueDictionary[StreamName, asyncio.Lock] = WeakValueDictionary()
         # Incarnations that were removed here of late: a record that was read before must not bring one back.
         self._removed: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
+        self._unremoved: dict[str, StreamName] = {}
+        """by incarnation: deleted streams that the disk has still; no more than it had folders"""
+        self._left_watchers: list[Callable[[], None]] = []
         self.before_opening: list[Callable[[StreamName, Stream], Awaitable[None]]] = []
         """Awaited before the logs of a stream are opened: what they need. Where one raises, the stream is not served."""
         self.before_found: list[Callable[[StreamName, list[ShardLog]], Awaitable[None]]] = []
@@ -1020,7 +1023,18 @@ class StreamTable:
 
     def problems(self) -> list[str]:
         """That the disk has failed, is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
-        return [*self._failed(), *self._no_room(), *self._unanswered()]
+        return [*self._failed(), *self._left_there(), *self._no_room(), *self._unanswered()]
+
+    def _left_there(self) -> list[str]:
+        if not self._unremoved:
+            return []
+        names = sorted(map(str, self._unremoved.values()))
+        of = (
+            f"{names[0]}, which is" if len(names) == 1 else f"{len(names)} streams ({names[0]}, …), which are"
+        )
+        return [
+            f"The disk has failed: the records of {of} deleted, are not removed from it yet. They are removed by themselves once it works."
+        ]
 
     def _failed(self) -> list[str]:
         told: list[str] = []
@@ -1158,8 +1172,9 @@ class StreamTable:
                     if error.code is not Code.SHUTTING_DOWN:
                         log.error("offload of %s shard %d: %s", stream.name, shard.identity.shard, error)
 
-    async def remove(self, name: StreamName, incarnation: str) -> None:
-        """Close this incarnation and delete its records: it is marked as deleted in the catalog."""
+    async def remove(self, name: StreamName, incarnation: str) -> str:
+        """Close this incarnation and delete its records: it is marked as deleted in the catalog. Why they are on the disk still, where it does not remove them: that is tried again
+        (`remove_left`), and at the next start."""
         async with self._busy.setdefault(name, asyncio.Lock()):
             self._removed.put(incarnation, True)
             held = self._streams.get(name)
@@ -1169,7 +1184,36 @@ class StreamTable:
                     await self._close(held)
             if self._leading is not None:
                 await self._leading.forget(incarnation)
+            return await self._remove_records(name, incarnation)
+
+    async def _remove_records(self, name: StreamName, incarnation: str) -> str:
+        try:
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
+        except OSError as error:
+            if incarnation not in self._unremoved:
+                log.error("%s is deleted, and its records cannot be removed from the disk: %s", name, error)
+                self._unremoved[incarnation] = name
+                for watcher in self._left_watchers:
+                    watcher()
+            return str(error)
+        if self._unremoved.pop(incarnation, None) is not None:
+            log.warning("the records of %s, which is deleted, are removed from the disk", name)
+        return ""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether records of deleted streams are on the disk still."""
+        return bool(self._unremoved)
+
+    def on_left(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` where the disk does not remove the records of a deleted stream: `remove_left` is to be called later."""
+        self._left_watchers.append(watcher)
+
+    async def remove_left(self) -> None:
+        """Remove records of deleted streams that the disk did not remove before."""
+        for incarnation, name in list(self._unremoved.items()):
+            async with self._busy.setdefault(name, asyncio.Lock()):
+                await self._remove_records(name, incarnation)
 
     async def is_closed(self, name: StreamName, incarnation: str) -> bool:
         """Whether nothing of this incarnation is open, once what is under way with streams of this name is done."""
