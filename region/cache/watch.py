@@ -17,7 +17,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -113,7 +112,6 @@ class CacheWatch:
         except UnavailableError as error:
             exchange.fail(error, correlation)
             return
-        epochs = {} if cache.stream.ephemeral else await self._told_epochs()
         refusal = self._refusal()
         if refusal is not None:
             exchange.fail(refusal, correlation)
@@ -125,6 +123,8 @@ class CacheWatch:
             exchange.fail(error, correlation)
             return
         self._holds = True
+        told = {} if cache.stream.ephemeral else self._shards
+        epochs = {number: shard.log.newest_epochs(EPOCHS_TOLD) for number, shard in told.items()}
         opened = CacheOpened(
             cache.stream.incarnation, cache.stream.shard_count, exchange.broker.streams_ms(), epochs
         )
@@ -147,15 +147,6 @@ class CacheWatch:
             self._reset()
         self._live = True
         self.pump()
-
-    async def _told_epochs(self) -> dict[int, list[tuple[int, int]]]:
-        """The newest ones of each shard, as far as they can be said: else a resume goes by the offset alone."""
-        found = {}
-        for number, shard in self._shards.items():
-            with suppress(FelixError, OSError):
-                await shard.log.begin_due_epoch()
-                found[number] = [(*start,) for start in shard.log.epochs.starts[-EPOCHS_TOLD:]]
-        return found
 
     def call(self, correlation: int, call: Any) -> None:
         raise AssertionError("no call decodes on a watch")

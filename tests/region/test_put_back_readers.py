@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ports import claim_port
@@ -179,3 +179,47 @@ async def test_a_watch_that_its_broker_left_in_order_goes_on_where_it_was(tmp_pa
                     async with asyncio.timeout(60):
                         change = await anext(watch)
                     assert (change.kind, change.value) == ("put", b"%d" % number), start
+
+
+async def test_a_publisher_and_a_worker_that_run_go_on_with_what_was_put_back(tmp_path: Path) -> None:
+    folder, listen = us_east(tmp_path / "home"), Address("127.0.0.1", claim_port())
+    jobs = "acme/ops/jobs"
+    async with AsyncExitStack() as stack:
+        async with running(folder, listen=listen), client(folder) as region:
+            writer = await stack.enter_async_context(client(folder))
+            await region.create_stream(ORDERS)
+            await region.create_queue(jobs)
+            publisher = await stack.enter_async_context(writer.stream(ORDERS).publisher())
+            for number in range(3):
+                await publisher.send(b"%d" % number)
+            await publisher.flush()
+            await region.queue(jobs).put_many([b"0", b"1"])
+        with put_back(folder, tmp_path / "copy"):
+            async with running(folder, listen=listen), client(folder) as region:
+                for number in range(3, 8):
+                    await publisher.send(b"%d" % number)
+                await publisher.flush()
+                worker = await stack.enter_async_context(writer.queue(jobs).consume())
+                await region.queue(jobs).put(b"lost")
+                async with asyncio.timeout(60):
+                    held = [await anext(worker) for _ in range(3)]
+                await held[0].ack()
+        async with running(folder, listen=listen), client(folder) as region:
+            for number in range(100, 104):
+                await publisher.send(b"%d" % number)
+            await publisher.flush()
+            found = await take(region.stream(ORDERS).subscribe("earliest"), 7)
+            assert [payload for _, payload in found] == [b"0", b"1", b"2", b"100", b"101", b"102", b"103"]
+            # A lease that nobody remembers settles nothing, whatever job has the offset now.
+            await region.queue(jobs).put(b"instead")
+            for job in held[1:]:
+                with suppress(felix.FelixError):
+                    await job.ack()
+            done = []
+            async with asyncio.timeout(60):
+                async for job in worker:
+                    await job.ack()
+                    done.append(bytes(job.payload))
+                    if len(done) == 3:
+                        break
+            assert sorted(done) == [b"0", b"1", b"instead"]
