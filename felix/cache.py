@@ -431,7 +431,7 @@ class Watch:
         self._reached: dict[int, int] = dict(resume.offsets) if resume else {}
         self._resumable = resume is not None
         self._epochs: EpochsRead = dict(resume.epochs) if resume else {}
-        self._link_epochs = self._epochs
+        self._link_epochs: EpochsRead = self._epochs
         """What the link that stands was told. They count once it has told something: until then it is not known that it goes on from there."""
         # Changes that were not given out yet, and the credit for them.
         self._events: deque[tuple[object, int]] = deque()
@@ -442,7 +442,8 @@ class Watch:
         self._at: dict[int, int] = dict(self._reached)
         self._at_incarnation = self._incarnation
         self._at_resumable = self._resumable
-        self._at_epochs = self._at_link_epochs = self._epochs
+        self._at_epochs: EpochsRead = self._epochs
+        self._at_link_epochs: EpochsRead = self._epochs
         self._ready = False
         self._began = resume is not None
         self._ahead: dict[bytes, int] = {}

@@ -56,7 +56,7 @@ def new_path(path: Path) -> Path:
 def put_in_place(paths: Iterable[Path]) -> None:
     """Private keys that lie beside these (`new_path`) take their places, which is durable when this returns. Of the ones before nothing is left in these folders, nor of a
     call that was cut off as it wrote."""
-    folders = {}
+    folders: dict[Path, None] = {}
     for path in paths:
         if new_path(path).exists():
             _move(new_path(path), path)
