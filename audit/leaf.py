@@ -50,7 +50,7 @@ import msgspec
 
 from audit.unjudged import Unjudged
 from felix.batch import OFFSET_MAX, Columns, Parts, encode_headers
-from felix.errors import CorruptionError, RequestError
+from felix.errors import LATER_RELEASE, CorruptionError, RequestError, of_later_release
 from felix.names import parse_region
 
 LEAF_BYTES_MAX: Final = 65_535
@@ -551,7 +551,8 @@ def _decode(data: Buffer) -> tuple[int, Header, int]:
     magic, version, reserved, header_length, entries = _PREFIX.unpack_from(data, 0)
     if magic != _MAGIC or version not in _VERSIONS or reserved:
         raise CorruptionError(
-            f"An audit leaf starts with {magic!r} version {version}; {_MAGIC!r} with versions 1 and {VERSION} is read."
+            f"An audit leaf starts with {magic!r} version {version}; {_MAGIC!r} with versions 1 and {VERSION} is read.",
+            hint=LATER_RELEASE if magic == _MAGIC and version > VERSION else "",
         )
     entries_at = _PREFIX.size + header_length
     if header_length > HEADER_BYTES_MAX or len(data) != entries_at + entries * ENTRY_BYTES:
@@ -561,7 +562,9 @@ def _decode(data: Buffer) -> tuple[int, Header, int]:
     try:
         header = _decoder.decode(memoryview(data)[_PREFIX.size : entries_at])
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise CorruptionError(f"An audit leaf's header does not decode: {error}.") from error
+        raise CorruptionError(
+            f"An audit leaf's header does not decode: {error}.", hint=of_later_release(error)
+        ) from error
     mistake = _header_mistake(header, version)
     if not mistake and not names_stand_once(memoryview(data)[_PREFIX.size : entries_at], header):
         mistake = "its header has a name twice"

@@ -14,7 +14,7 @@ from typing import Annotated, Final, Generic, TypeVar
 import msgspec
 
 from audit.leaf import Id16, names_stand_once
-from felix.errors import TamperError
+from felix.errors import TamperError, of_later_release
 from keys.signing import SigningKey, VerifyKey
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -96,7 +96,9 @@ class SignedForm(Generic[Body]):
         try:
             body = self._bodies.decode(signed.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise TamperError(f"A {self._what}'s body does not decode: {error}.") from error
+            raise TamperError(
+                f"A {self._what}'s body does not decode: {error}.", hint=of_later_release(error)
+            ) from error
         self._require_names_once(signed.body, body)
         return body
 

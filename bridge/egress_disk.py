@@ -19,11 +19,13 @@ from audit.tile import TileHashes, read_entries
 from audit.trail import Trail
 from audit.unjudged import Unjudged
 from bridge.ledger import Ledger
+from felix import __version__
 from felix.errors import CorruptionError, FelixError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files
+from felix.storage.release_mark import mark_release, require_release
 from policy.approval import Document, parse_document
 
 log = logging.getLogger("felix.bridge.egress")
@@ -43,11 +45,13 @@ def open_egress(
     files: Files = SHARED_FILES,
     runtime: Runtime = REAL,
 ) -> tuple[Trail, Ledger]:
-    """Open or begin the log. Raises as `Trail.open` does."""
+    """Open or begin the log. Raises as `Trail.open` does, and RequestError(UNSUPPORTED) where a later release has written it."""
+    require_release(files, path, __version__)
     trail = Trail.open(
         path, signer, also=also, earlier=earlier, witnesses=witnesses, files=files, runtime=runtime
     )
     try:
+        mark_release(files, path, __version__)
         ledger = read_ledger(trail)
     except BaseException:
         trail.close()

@@ -23,7 +23,7 @@ from cli.exits import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_TERMINATED, exit_code
 from cli.form import DATA_FORMS, read_off
 from felix import __version__
 from felix.errors import Code, FelixError
-from felix.storage.port import is_full
+from felix.storage.port import has_failed, is_full
 from felix.visible import VisibleFormatter
 
 app = typer.Typer(
@@ -154,6 +154,8 @@ def main(command: typer.Typer = app) -> None:
                 where = "Standard output: "
             else:
                 hint = "Make room on the disk that this command writes to."
+        elif has_failed(error):
+            hint = "The disk did not do what it was asked to. Look at it (dmesg, SMART), then run the same command again."
         _say(f"{where}{error.strerror or error}.", hint, "system", error.errno or 0, ended)
         _leave_stdout()
     # Python looks for cycles once more at its end, in everything that was imported: nothing of it has to be found.

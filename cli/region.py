@@ -114,6 +114,12 @@ def init(
             parse_option(health, "--health") if health else free_address(8080, [], socket.SOCK_STREAM)
         )
     if folder.root.is_dir() and any(folder.root.iterdir()):
+        if not any(path.exists() for path in (folder.config, folder.profile, folder.root / "data")):
+            raise RequestError(
+                f"{folder.root} has a part of a region {name}, and no {folder.config.name}: `felix region init` was cut off there, or is under way.",
+                code=Code.ALREADY_EXISTS,
+                hint="Where none is under way, remove the folder, and run this again: nobody knows any of its keys yet.",
+            )
         raise RequestError(
             f"There is a region {name} already: {folder.root} is not empty.",
             code=Code.ALREADY_EXISTS,

@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import count
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any, Final, Literal, NamedTuple, Self
 
 import msgspec
@@ -41,6 +41,7 @@ from felix.messages import AlterStream, Answer, CacheOpened, OpenCache, StreamSt
 from felix.names import StreamName, shard_for_key
 from felix.runtime.port import Clock
 from felix.settings import DURATION_MS_MAX, EXCHANGES_DEFAULT, CacheChange
+from felix.subscription import EpochsRead
 
 EXCHANGES_MAX: Final = 16
 WATCH_CREDIT_BYTES: Final = 2 << 20
@@ -85,9 +86,14 @@ class Position(NamedTuple):
 
     incarnation: bytes
     offsets: Mapping[int, int]
+    epochs: EpochsRead = MappingProxyType({})
+    """By them the broker sees whether the log was put back to an earlier copy since."""
 
     def __str__(self) -> str:
-        offsets = ",".join(f"{shard}:{offset}" for shard, offset in sorted(self.offsets.items()))
+        offsets = ",".join(
+            f"{shard}:{offset}" + "".join(f":{epoch}-{since}" for epoch, since in self.epochs.get(shard, ()))
+            for shard, offset in sorted(self.offsets.items())
+        )
         return f"{self.incarnation.hex()}@{offsets}"
 
     @classmethod
@@ -95,10 +101,18 @@ class Position(NamedTuple):
         """Raises RequestError(INVALID)."""
         incarnation, _, rest = text.partition("@")
         try:
-            pairs = [part.split(":") for part in rest.split(",")]
-            return cls(bytes.fromhex(incarnation), {int(shard): int(offset) for shard, offset in pairs})
+            parts = [part.split(":") for part in rest.split(",")]
+            offsets = {int(shard): int(offset) for shard, offset, *_ in parts}
+            epochs = {int(shard): [_epoch(each) for each in met] for shard, _, *met in parts if met}
+            return cls(bytes.fromhex(incarnation), offsets, epochs)
         except ValueError as error:
             raise RequestError(f"{text[:80]!r} is no position of a watch.") from error
+
+
+def _epoch(text: str) -> tuple[int, int]:
+    """Raises ValueError."""
+    epoch, since = text.split("-")
+    return int(epoch), int(since)
 
 
 class Change(NamedTuple):
@@ -387,6 +401,7 @@ class _Opened(msgspec.Struct):
 
     incarnation: bytes
     skew_ms: int
+    epochs: EpochsRead
 
 
 class Watch:
@@ -415,6 +430,9 @@ class Watch:
         self._incarnation = resume.incarnation if resume else b""
         self._reached: dict[int, int] = dict(resume.offsets) if resume else {}
         self._resumable = resume is not None
+        self._epochs: EpochsRead = dict(resume.epochs) if resume else {}
+        self._link_epochs: EpochsRead = self._epochs
+        """What the link that stands was told. They count once it has told something: until then it is not known that it goes on from there."""
         # Changes that were not given out yet, and the credit for them.
         self._events: deque[tuple[object, int]] = deque()
         self._came = asyncio.Event()
@@ -424,6 +442,8 @@ class Watch:
         self._at: dict[int, int] = dict(self._reached)
         self._at_incarnation = self._incarnation
         self._at_resumable = self._resumable
+        self._at_epochs: EpochsRead = self._epochs
+        self._at_link_epochs: EpochsRead = self._epochs
         self._ready = False
         self._began = resume is not None
         self._ahead: dict[bytes, int] = {}
@@ -477,7 +497,9 @@ class Watch:
     @property
     def position(self) -> Position | None:
         """Where to resume after the last change given out; None while the initial state is being delivered."""
-        return Position(self._at_incarnation, dict(self._at)) if self._at_resumable else None
+        if not self._at_resumable:
+            return None
+        return Position(self._at_incarnation, dict(self._at), dict(self._at_epochs))
 
     async def _next_event(self) -> list[Change]:
         await self.open()
@@ -496,6 +518,8 @@ class Watch:
 
     def _told(self, event: object) -> list[Change]:
         """The changes that an event means to the application."""
+        if not isinstance(event, _Opened):
+            self._at_epochs = self._at_link_epochs
         match event:
             case wire.Changes(shard, next_offset, rows):
                 base, incarnation = dict(self._at), self._at_incarnation
@@ -503,7 +527,11 @@ class Watch:
                 for kind, key, version, value, expires_at_ms in rows:
                     if version <= self._ahead.get(key, 0):
                         continue
-                    position = Position(incarnation, {**base, shard: version}) if self._at_resumable else None
+                    position = (
+                        Position(incarnation, {**base, shard: version}, self._at_epochs)
+                        if self._at_resumable
+                        else None
+                    )
                     told.append(
                         Change(
                             _KINDS[kind],
@@ -535,8 +563,9 @@ class Watch:
                 self._ahead.clear()
                 was_ready, self._ready, self._at_resumable = self._ready, True, True
                 return [] if was_ready else [Change("ready", position=self.position)]
-            case _Opened(incarnation, skew_ms):
+            case _Opened(incarnation, skew_ms, epochs):
                 self._at_incarnation, self.skew_ms = incarnation, skew_ms
+                self._at_link_epochs = epochs
         return []
 
     # -- the exchange ----------------------------------------------------------------------------------
@@ -551,6 +580,7 @@ class Watch:
             dict(self._reached) if resumes else {},
             self._coalesce,
             self._window_bytes,
+            {shard: list(met) for shard, met in self._epochs.items()} if resumes else {},
         )
 
     def _decode(self, body: memoryview) -> wire.WatchEvent:
@@ -563,7 +593,8 @@ class Watch:
             # Unread events belong to the previous link, whose credit is void.
             self._events = deque((event, 0) for event, _ in self._events)
             self._given_bytes, self._granted_bytes = 0, self._window_bytes
-            self._push(_Opened(answer.incarnation, answer.now_ms - self._clock.now_ms()), 0)
+            self._link_epochs = answer.epochs
+            self._push(_Opened(answer.incarnation, answer.now_ms - self._clock.now_ms(), answer.epochs), 0)
 
     def lost(self, error: FelixError) -> None: ...
 
@@ -572,6 +603,7 @@ class Watch:
         self._came.set()
 
     def event(self, event: Any) -> None:
+        self._epochs = self._link_epochs
         match event:
             case wire.Changes(shard, next_offset, _):
                 self._reached[shard] = next_offset

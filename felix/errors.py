@@ -15,6 +15,7 @@ mistakes only; bytes from a peer or a disk always raise one of these.
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 
 class Code(IntEnum):
@@ -222,6 +223,15 @@ class TamperError(CorruptionError):
     """Evidence does not hold: a signature, a seal, a hash or a proof. The sentence says which."""
 
     default_code = Code.TAMPERED
+
+
+LATER_RELEASE: Final = "Where nothing damaged it, a later release of Felix made it, which writes what this one does not know: upgrade this side."
+
+
+def of_later_release(reason: object) -> str:
+    """What to do where bytes that have their checksum or signature do not decode for this reason: a field or a value is in them that this release has no name for. Else nothing."""
+    told = str(reason)
+    return LATER_RELEASE if "unknown field" in told or "Invalid enum value" in told else ""
 
 
 def error_for(

@@ -7,6 +7,7 @@ Every call here blocks on the disk: never on an event loop. Errors name the file
 
 from __future__ import annotations
 
+import glob
 import os
 import stat
 from collections.abc import Iterator
@@ -66,9 +67,21 @@ def stage_file(path: Path, data: bytes, mode: int = PRIVATE) -> Path:
     return beside
 
 
+def remove_staged(path: Path) -> None:
+    """Remove what writers of this file left beside it that were cut off, for callers who know that nobody writes it now: of a private key it is a copy."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.new"):
+        with suppress(FileNotFoundError):
+            left.unlink()
+
+
 def commit_file(staged: Path, path: Path) -> None:
-    """Put a staged file in place of `path`, in one step. After an OSError it is not known which of the two is there."""
-    staged.replace(path)
+    """Put a staged file in place of `path`, in one step. After an OSError it is not known which of the two is there; beside it is left nothing that can be removed."""
+    try:
+        staged.replace(path)
+    except OSError:
+        with suppress(OSError):
+            staged.unlink()
+        raise
     sync_folder(path.parent)
 
 

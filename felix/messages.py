@@ -273,12 +273,15 @@ class PublisherOpened(Message, frozen=True, tag="publisher_opened"):
 class Start(Message, frozen=True, tag="start"):
     """`kind` is earliest, latest, offset (`value` in records) or time (`value` in ms since the epoch).
 
-    `offsets`, where given, overrides it per shard: a resuming subscriber says where it stands.
+    `offsets`, where given, overrides it per shard: a resuming subscriber says where it stands; `epochs`, of these shards, the newest
+    leader epochs of the batches before that, each with the offset from which on it read them: where this log parts below `offsets` from the one that it read, it
+    begins there.
     """
 
     kind: Name = "latest"
     value: Natural = 0
     offsets: dict[int, int] = {}
+    epochs: dict[int, list[tuple[int, int]]] = {}
 
 
 class Subscribe(Request["Subscribed"], frozen=True, tag="subscribe"):
@@ -914,18 +917,20 @@ class OpenCache(Request["CacheOpened"], frozen=True, tag="open_cache"):
 
 
 class CacheOpened(Message, frozen=True, tag="cache_opened"):
-    """`shards`: a key's is the hash of it. `now_ms` is the broker's clock, which times of expiry are by."""
+    """`shards`: a key's is the hash of it. `now_ms` is the broker's clock, which times of expiry are by. `epochs`: of a watch, per shard, the newest
+    leader epochs of its log, each with the offset at which it begins; the last is that of what comes from now on."""
 
     incarnation: bytes
     shards: int
     now_ms: int
+    epochs: dict[int, list[tuple[int, int]]] = {}
 
 
 class WatchCache(Request["CacheOpened"], frozen=True, tag="watch_cache"):
     """First frame of an exchange that follows one `key` of a cache, or all keys that begin with `prefix`.
 
-    `offsets` (with their `incarnation`) resumes: per shard, the first offset not seen yet. `coalesce`: of values of a key that
-    are sent together, the last one is enough. At most `credit_bytes` are sent before more is granted (CREDIT).
+    `offsets` (with their `incarnation`) resumes: per shard, the first offset not seen yet; `epochs`, what the watch that came there was told of them. `coalesce`:
+    of values of a key that are sent together, the last one is enough. At most `credit_bytes` are sent before more is granted (CREDIT).
     """
 
     stream: Name
@@ -935,6 +940,7 @@ class WatchCache(Request["CacheOpened"], frozen=True, tag="watch_cache"):
     offsets: dict[int, Natural] = {}
     coalesce: bool = False
     credit_bytes: Natural = 0
+    epochs: dict[int, list[tuple[int, int]]] = {}
 
 
 class Cosign(Request["Witnessed"], frozen=True, tag="cosign"):

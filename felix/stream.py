@@ -42,7 +42,15 @@ from felix.settings import (
     SubscriptionSettings,
     Views,
 )
-from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt, Subscription, start_message
+from felix.subscription import (
+    CREDIT_BYTES_DEFAULT,
+    EpochsRead,
+    Gap,
+    OnGap,
+    StartAt,
+    Subscription,
+    start_message,
+)
 
 if TYPE_CHECKING:
     from felix.client import RegionClient
@@ -160,11 +168,13 @@ class Stream:
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
         on_gap: OnGap = "log",
         grant: str = "",
+        epochs: EpochsRead | None = None,
     ) -> Subscription:
         """A subscription: an async iterator of records; `batches()` of it is the fast way.
 
         `start`: "earliest", "latest", an offset, or a time (with a time zone). `offsets` overrides it per shard, as in
-        `Subscription.positions` of an earlier one; with its `incarnation`, a re-created stream is detected.
+        `Subscription.positions` of an earlier one; with its `incarnation`, a re-created stream is detected, and with its `epochs` a log that
+        lost records since, or was put back.
         `shards`: only these; None: all. `credit_bytes` bounds what is held here unread. `on_gap`: see felix.subscription.
         `grant`: sealed batches under an export grant, for bridges. Raises RequestError(INVALID, CONFIG_INVALID) here, and
         what the broker refuses it with at the first record.
@@ -179,6 +189,7 @@ class Stream:
             credit_bytes=credit_bytes,
             on_gap=on_gap,
             grant=grant,
+            epochs=epochs,
         )
 
     def consumer(

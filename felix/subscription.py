@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from types import TracebackType
@@ -57,6 +57,11 @@ GAPS_KEPT: Final = 64
 """The newest gaps that a subscription remembers; their number is counted without bound."""
 
 StartAt = Literal["earliest", "latest"] | int | datetime
+EPOCHS_READ_MAX: Final = 32
+"""How many leader epochs a reader remembers of a shard: one for each start of a broker, or each election, that it has met there since the last gap."""
+
+EpochsRead = Mapping[int, Sequence[tuple[int, int]]]
+"""Per shard: leader epochs, each with the offset from which on batches of it were read; oldest first."""
 OnGap = Literal["log", "raise"] | Callable[["Gap"], None]
 
 _log = logging.getLogger("felix.subscription")
@@ -67,7 +72,7 @@ class Gap(NamedTuple):
 
     With RECREATED, `first_offset` is where the consumer stood in the old incarnation, `next_offset` where the new one
     begins; the two count different records. With TRUNCATED and a `next_offset` below `first_offset`, the log lost its end
-    in a crash: offsets from `next_offset` on are given to other records, which follow.
+    in a crash, or was put back to an earlier copy: offsets from `next_offset` on are given to other records, which follow.
     """
 
     stream: StreamName
@@ -89,7 +94,7 @@ class Gap(NamedTuple):
             )
         if self.next_offset < self.first_offset:
             return (
-                f"Shard {self.shard} of {self.stream} lost its end in a crash: it was read to offset {self.first_offset}, and "
+                f"Shard {self.shard} of {self.stream} lost its end in a crash, or was put back to an earlier copy: it was read to offset {self.first_offset}, and "
                 f"goes on from offset {self.next_offset} with other records"
             )
         return (
@@ -210,6 +215,7 @@ class Feed:
         credit_bytes: int,
         grant: str,
         incarnation: bytes,
+        epochs: EpochsRead,
     ) -> None:
         self._region = connection
         self._loop = asyncio.get_running_loop()
@@ -235,6 +241,8 @@ class Feed:
         # Where the consumer stands, per shard; with the incarnation that these offsets count in.
         self.positions: dict[int, int] = dict(start.offsets)
         self.incarnation = incarnation
+        self.epochs = {shard: list(met) for shard, met in epochs.items()}
+        """Per shard, of the batches that the consumer had right before its position: by them the broker sees whether its log is the one that was read."""
         self.closed = False
         self._left = False
         self._untold: list[Gap] = []
@@ -413,6 +421,7 @@ class Feed:
     def _leave_incarnation(self) -> None:
         self._left = True
         self.incarnation = b""
+        self.epochs.clear()
         self._start = Start("earliest")
 
     async def _subscribe(self, link: Link) -> None:
@@ -424,13 +433,17 @@ class Feed:
             self.incarnation = (await self._describe(link)).incarnation
         # The consumer has not seen the waiting items, so they are requested again instead of being held twice.
         self._drop_held()
-        answer = await self._ask(link, self._goes_on_at())
+        stands = self._goes_on_at()
+        answer = await self._ask(link, stands)
         if self.incarnation and answer.incarnation != self.incarnation:
             link.forget_subscription(answer.subscription, unsubscribe=True)
             self._leave_incarnation()
             await self._subscribe_anew(link)
             return
-        for shard, start in answer.starts.items():
+        for shard, start in sorted(answer.starts.items()):
+            if start < stands.get(shard, 0):
+                # Other records have stood from there on since the log was shorter.
+                self._goes_back(shard, stands[shard], start)
             # An offset that was asked for is where the consumer stands, also where the log begins behind it.
             self.positions.setdefault(shard, self._start.value if self._start.kind == "offset" else start)
         self._stand_on(link, answer)
@@ -471,14 +484,24 @@ class Feed:
             stands = goes_on_at.get(shard.shard)
             if stands is not None and stands > shard.high_watermark:
                 ephemeral = state.durability.kind == "ephemeral"
-                following = shard.log_start if ephemeral else shard.high_watermark
-                self._untold.append(Gap(self.stream, shard.shard, GapReason.TRUNCATED, stands, following))
-                self.positions[shard.shard] = following
+                self._goes_back(shard.shard, stands, shard.log_start if ephemeral else shard.high_watermark)
+
+    def _goes_back(self, shard: int, stands: int, following: int) -> None:
+        self._untold.append(Gap(self.stream, shard, GapReason.TRUNCATED, stands, following))
+        self.positions[shard] = following
+        self.epochs.pop(shard, None)
+
+    def _epochs_at(self, offsets: Mapping[int, int]) -> dict[int, list[tuple[int, int]]]:
+        """Of the shards in which the consumer stands behind a batch. A bridge asks for statements, which say more."""
+        if self._grant:
+            return {}
+        moved = {gap.shard for gap in self._untold}
+        return {shard: self.epochs[shard] for shard in offsets if shard in self.epochs and shard not in moved}
 
     async def _ask(self, link: Link, offsets: dict[int, int]) -> Subscribed:
         request = Subscribe(
             str(self.stream),
-            Start(self._start.kind, self._start.value, offsets),
+            Start(self._start.kind, self._start.value, offsets, self._epochs_at(offsets)),
             self._shards,
             self._credit_bytes,
             self.incarnation,
@@ -520,6 +543,7 @@ class Subscription:
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
         on_gap: OnGap = "log",
         grant: str = "",
+        epochs: EpochsRead | None = None,
     ) -> None:
         if not CREDIT_BYTES_MIN <= credit_bytes <= CREDIT_BYTES_MAX:
             raise RequestError(
@@ -545,6 +569,7 @@ class Subscription:
             credit_bytes=credit_bytes,
             grant=grant,
             incarnation=incarnation,
+            epochs=epochs or {},
         )
         self.gap_count = 0
         self.gaps: deque[Gap] = deque(maxlen=GAPS_KEPT)
@@ -602,6 +627,12 @@ class Subscription:
     def positions(self) -> dict[int, int]:
         """Per shard, the offset after the last batch given out: where a resume goes on. `offsets=` takes it."""
         return dict(self._feed.positions)
+
+    @property
+    def epochs(self) -> dict[int, list[tuple[int, int]]]:
+        """Per shard, the newest leader epochs of the batches right before `positions`, each with the offset from which on they were read. `epochs=` takes it,
+        beside `offsets=`: so a log that was put back to an earlier copy, and has grown since, is not taken for the one that was read."""
+        return {shard: list(met) for shard, met in self._feed.epochs.items()}
 
     @property
     def incarnation(self) -> bytes:
@@ -681,6 +712,10 @@ class Subscription:
                 self._skip(Gap(self.stream, header.shard, GapReason.TRUNCATED, stands, header.base_offset))
                 continue
             feed.positions[header.shard] = header.next_offset
+            met = feed.epochs.setdefault(header.shard, [])
+            if not met or met[-1][0] != header.leader_epoch:
+                met.append((header.leader_epoch, max(stands, header.base_offset)))
+                del met[:-EPOCHS_READ_MAX]
             return ReceivedBatch(batch, max(stands, header.base_offset))
 
     def _skip(self, gap: Gap) -> None:
@@ -693,6 +728,8 @@ class Subscription:
                 return
             gap = gap._replace(first_offset=max(stands, gap.first_offset))
             positions[gap.shard] = gap.next_offset
+        # Of no batch is it known that it stands before that.
+        self._feed.epochs.pop(gap.shard, None)
         if gap.reason is GapReason.COMPACTED:
             # Not a loss: later records of the same keys took the place of what stood there.
             return

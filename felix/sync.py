@@ -101,7 +101,7 @@ from felix.settings import (
     Views,
 )
 from felix.stream import Stream
-from felix.subscription import CREDIT_BYTES_DEFAULT, Gap, OnGap, StartAt
+from felix.subscription import CREDIT_BYTES_DEFAULT, EpochsRead, Gap, OnGap, StartAt
 from felix.transaction import TransactionRecord
 from felix.transport.port import Engine, TransportLimits
 
@@ -623,11 +623,13 @@ class SyncStream(Blocking[Stream]):
         credit_bytes: int = CREDIT_BYTES_DEFAULT,
         on_gap: OnGap = "log",
         grant: str = "",
+        epochs: EpochsRead | None = None,
     ) -> SyncSubscription:
         """A subscription: an async iterator of records; `batches()` of it is the fast way.
 
         `start`: "earliest", "latest", an offset, or a time (with a time zone). `offsets` overrides it per shard, as in
-        `Subscription.positions` of an earlier one; with its `incarnation`, a re-created stream is detected.
+        `Subscription.positions` of an earlier one; with its `incarnation`, a re-created stream is detected, and with its `epochs` a log that
+        lost records since, or was put back.
         `shards`: only these; None: all. `credit_bytes` bounds what is held here unread. `on_gap`: see felix.subscription.
         `grant`: sealed batches under an export grant, for bridges. Raises RequestError(INVALID, CONFIG_INVALID) here, and
         what the broker refuses it with at the first record.
@@ -643,6 +645,7 @@ class SyncStream(Blocking[Stream]):
                 credit_bytes=credit_bytes,
                 on_gap=on_gap,
                 grant=grant,
+                epochs=epochs,
             ),
         )
 
@@ -853,6 +856,12 @@ class SyncSubscription(RecordIterator):
     def positions(self) -> dict[int, int]:
         """Per shard, the offset after the last batch given out: where a resume goes on. `offsets=` takes it."""
         return self._inner.positions
+
+    @property
+    def epochs(self) -> dict[int, list[tuple[int, int]]]:
+        """Per shard, the newest leader epochs of the batches right before `positions`, each with the offset from which on they were read. `epochs=` takes it,
+        beside `offsets=`: so a log that was put back to an earlier copy, and has grown since, is not taken for the one that was read."""
+        return self._inner.epochs
 
     @property
     def incarnation(self) -> bytes:

@@ -21,6 +21,7 @@ the disk; all else is pure, with `now_ms` handed in.
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Sequence
@@ -350,7 +351,9 @@ def save_authority(authority: RegionAuthority, folder: Path) -> None:
         try:
             # Renaming a folder succeeds only where the target is absent or an empty folder.
             beside.rename(folder)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
             raise RequestError(
                 f"{folder} holds an authority already; it is not overwritten.",
                 code=Code.ALREADY_EXISTS,

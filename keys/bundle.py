@@ -30,7 +30,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, RequestError, TamperError, of_later_release
 from felix.names import trust_domain
 from felix.peer import TrustAnchor
 from keys.hybrid import PUBLIC_BYTES, HybridPublicKey
@@ -268,7 +268,8 @@ def decode_bundle(data: bytes) -> SignedBundle:
         signed = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise RequestError(
-            f"This is not a region's bundle: {error}.", hint="Have that region export its bundle again."
+            f"This is not a region's bundle: {error}.",
+            hint=of_later_release(error) or "Have that region export its bundle again.",
         ) from error
     check_holds(signed)
     return signed

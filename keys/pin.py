@@ -14,7 +14,7 @@ from typing import Annotated, Final, Literal
 
 import msgspec
 
-from felix.errors import Code, FelixError, RequestError, TamperError
+from felix.errors import Code, FelixError, RequestError, TamperError, of_later_release
 from felix.names import trust_domain
 from keys.bundle import BUNDLE_BYTES_MAX, RegionBundle, SignedBundle, check_holds, check_update
 from keys.signing import SIGNATURE_BYTES, SigningKey, VerifyKey
@@ -179,4 +179,6 @@ def _decode(data: bytes) -> SignedPin:
     try:
         return _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise RequestError(f"This is not a region's pin: {error}.", code=Code.INVALID) from error
+        raise RequestError(
+            f"This is not a region's pin: {error}.", code=Code.INVALID, hint=of_later_release(error)
+        ) from error

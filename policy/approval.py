@@ -32,7 +32,7 @@ from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 import msgspec
 from cryptography import x509
 
-from felix.errors import FelixError, RequestError
+from felix.errors import FelixError, RequestError, of_later_release
 from felix.frames import CONTROL_BYTES_MAX
 from felix.identity import CHAIN_BYTES_MAX, Identity
 from felix.names import SpiffeId, parse_region
@@ -250,7 +250,7 @@ Document = SignedDocument | Approval
 def _unreadable(reason: str) -> SignatureError:
     return SignatureError(
         f"The approval cannot be read: {reason.removesuffix('.')}.",
-        hint="Have it made again with `felix bridge approve`.",
+        hint=of_later_release(reason) or "Have it made again with `felix bridge approve`.",
     )
 
 

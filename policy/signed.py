@@ -27,7 +27,7 @@ import msgspec
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from felix.errors import Code, FelixError, RequestError
+from felix.errors import Code, FelixError, RequestError, of_later_release
 from felix.names import parse_region
 from felix.remembered import Remembered, digest_of
 
@@ -184,7 +184,7 @@ class SignedDocument:
 def _unreadable(reason: str) -> SignatureError:
     return SignatureError(
         f"The signed document cannot be read: {reason.removesuffix('.')}.",
-        hint="Fetch it again from the region that signed it.",
+        hint=of_later_release(reason) or "Fetch it again from the region that signed it.",
     )
 
 

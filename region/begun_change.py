@@ -6,12 +6,13 @@ began, and what was named meanwhile would be named no more. Callers: region.sign
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 from felix.errors import Code, RequestError, UnavailableError
+from felix.files import remove_staged, sync_folder
 from felix.storage.disk import FileLock
 from keys.bundle import RegionBundle, SignedBundle, decode_bundle
 from keys.key_file import load_signing_key
@@ -50,6 +51,24 @@ def signing_key_path(folder: RegionFolder, role: Role) -> Path:
 
 def new_path(path: Path) -> Path:
     return path.with_name(f"new.{path.name}")
+
+
+def put_in_place(paths: Iterable[Path]) -> None:
+    """Private keys that lie beside these (`new_path`) take their places, which is durable when this returns. Of the ones before nothing is left in these folders, nor of a
+    call that was cut off as it wrote."""
+    folders: dict[Path, None] = {}
+    for path in paths:
+        if new_path(path).exists():
+            _move(new_path(path), path)
+        for each in (path, new_path(path)):
+            remove_staged(each)
+        folders[path.parent] = None
+    for folder in folders:
+        sync_folder(folder)
+
+
+def _move(path: Path, place: Path) -> None:
+    path.replace(place)
 
 
 def holds_key_of_now(folder: RegionFolder, bundle: RegionBundle, role: Role) -> bool:

@@ -57,7 +57,8 @@ class DeliveryFilter(Protocol):
 
 
 async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, int]:
-    """First offset to deliver, per shard asked for. Raises RequestError(OFFSET_OUT_OF_RANGE, INVALID)."""
+    """First offset to deliver, per shard asked for: below one that is asked for, where the log lost its end since then. Raises
+    RequestError(OFFSET_OUT_OF_RANGE, INVALID)."""
     start = request.start
     shards = request.shards or list(range(stream.shard_count))
     if len(set(shards)) != len(shards):
@@ -70,6 +71,8 @@ async def resolve_starts(stream: HostedStream, request: Subscribe) -> dict[int, 
             starts[number] = start.offsets[number]
             if starts[number] < 0:
                 raise RequestError(f"There is no offset {starts[number]}; offsets begin at 0.")
+            if (read := start.epochs.get(number)) and not stream.ephemeral:
+                starts[number] = shard.epochs.shared_end(read, starts[number])
         elif start.kind == "earliest" or start.offsets:
             # Offsets of another incarnation mean nothing here: begin where this one begins.
             starts[number] = shard.log_start_offset

@@ -49,7 +49,7 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region.begun_change import changes_bundle, new_path, require_none_begun
+from region.begun_change import changes_bundle, new_path, put_in_place, require_none_begun
 from region.changed_log_key import CHANGED_SENTENCE
 from region.config import RegionConfig
 from region.copied_log import is_copied, measure
@@ -605,6 +605,4 @@ def append_waiting(trail: Trail, leaf: Leaf) -> None:
 
 
 def _put_in_place(files: _Files) -> None:
-    for new, old in ((files.new_ml_dsa, files.ml_dsa), (files.new_ed25519, files.ed25519)):
-        if new.exists():
-            new.replace(old)
+    put_in_place((files.ml_dsa, files.ed25519))

@@ -292,8 +292,12 @@ class Requests:
             deleted_ms=self._broker.clock_ms(),
             by=str(identity),
         )
-        await self._broker.streams.remove(name, deleted.incarnation)
-        said = f"{name} and its records are deleted."
+        left = await self._broker.streams.remove(name, deleted.incarnation)
+        said = (
+            f"{name} is deleted. Its records are not removed from the disk yet, which failed ({left}): that is done by itself once it works."
+            if left
+            else f"{name} and its records are deleted."
+        )
         if self._broker.erasure is not None and not hosted.ephemeral:
             said = f"{said} {await self._broker.erasure.stream_deleted(deleted)}".rstrip()
         return Done(said)

@@ -51,6 +51,7 @@ from region.begun_change import (
     holds_key_of_now,
     is_in_place,
     new_path,
+    put_in_place,
     require_none_begun,
     signing_key_path,
     written,
@@ -412,10 +413,7 @@ def _put_in_place(folder: RegionFolder, signed: SignedBundle) -> ChangedSigningK
 
 
 def _move_new(folder: RegionFolder) -> None:
-    for role in ROLES:
-        path = signing_key_path(folder, role)
-        if new_path(path).exists():
-            new_path(path).replace(path)
+    put_in_place(signing_key_path(folder, role) for role in ROLES)
 
 
 def _record(

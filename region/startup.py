@@ -44,6 +44,7 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES, boot_id
 from felix.storage.port import Files
+from felix.storage.release_mark import mark_release
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from felix.transport.port import Engine, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
@@ -251,6 +252,8 @@ async def open_broker(
     issuing = await asyncio.to_thread(authority)
     certification = await asyncio.to_thread(load_certification, folder.authority)
     own = await asyncio.to_thread(own_bundle, folder, config)
+    # Nothing is written before that: from here on an earlier release has no business in the folder.
+    await asyncio.to_thread(mark_release, machine.files, data, __version__)
     if config.cluster is None:
         alone = await asyncio.to_thread(machine.open_keys, folder.keys, config.region, runtime=runtime)
         stack.callback(alone.close)

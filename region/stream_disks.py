@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Final
 
+from felix.names import StreamName
 from felix.runtime.port import Clock
 from felix.told import Told
 from region.hosted_stream import HostedStream
@@ -37,6 +38,8 @@ class StreamDisks:
         self._full: dict[ShardLog, None] = {}
         """those that found no room on the disk when they were written to last"""
         self._full_told = Told(clock.monotonic)
+        self.unremoved: dict[str, StreamName] = {}
+        """by incarnation: deleted streams that the disk has still; no more than it had folders"""
 
     def begin(self, stream: HostedStream) -> None:
         """Its shards are others than before."""
@@ -89,7 +92,18 @@ class StreamDisks:
 
     def problems(self) -> list[str]:
         """That the disk has failed, is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
-        return [*self._failed(), *self._no_room(), *self._unanswered()]
+        return [*self._failed(), *self._left_there(), *self._no_room(), *self._unanswered()]
+
+    def _left_there(self) -> list[str]:
+        if not self.unremoved:
+            return []
+        names = sorted(map(str, self.unremoved.values()))
+        of = (
+            f"{names[0]}, which is" if len(names) == 1 else f"{len(names)} streams ({names[0]}, …), which are"
+        )
+        return [
+            f"The disk has failed: the records of {of} deleted, are not removed from it yet. They are removed by themselves once it works."
+        ]
 
     def _failed(self) -> list[str]:
         told: list[str] = []

@@ -1,6 +1,6 @@
 """The follower of the catalog's streams: it opens those that came and closes those that went, also when another broker wrote it.
 
-Invariant: a stream that could not be opened is tried again with the next change, which may be what makes room, and every RETRY_S.
+Invariant: a stream that could not be opened, or be removed from the disk, is tried again with the next change, which may be what makes room, and every RETRY_S.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class StreamFollower:
         self._assigned: set[StreamName] = set()
         self._changed = asyncio.Event()
         mirror.on_change(self._note)
+        streams.on_left(self._changed.set)
 
     def retry(self, name: StreamName) -> None:
         """A stream that could not be opened: try again later."""
@@ -74,7 +75,7 @@ class StreamFollower:
         """Follow, for ever."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if self._wanted or self._assigned else None):
+                async with asyncio.timeout(RETRY_S if self._is_behind() else None):
                     await self._changed.wait()
             self._changed.clear()
             try:
@@ -83,8 +84,12 @@ class StreamFollower:
                 # A mistake of ours: what changes next is followed all the same.
                 log.exception("the catalog's streams could not be followed")
 
+    def _is_behind(self) -> bool:
+        return bool(self._wanted or self._assigned) or self._streams.has_left
+
     async def _follow_once(self) -> None:
-        """The streams that changed since, and those that could not be opened then."""
+        """The streams that changed since, and those that could not be opened, or removed, then."""
+        await self._streams.remove_left()
         while self._gone:
             deleted = self._mirror.deleted_streams.get(self._gone.pop())
             if deleted is None:

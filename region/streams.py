@@ -109,6 +109,7 @@ class StreamTable:
         self._busy: WeakValueDictionary[StreamName, asyncio.Lock] = WeakValueDictionary()
         # Incarnations that were removed here of late: a record that was read before must not bring one back.
         self._removed: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
+        self._left_watchers: list[Callable[[], None]] = []
         self.before_opening: list[Callable[[StreamName, Stream], Awaitable[None]]] = []
         """Awaited before the logs of a stream are opened: what they need. Where one raises, the stream is not served."""
         self.before_found: list[Callable[[StreamName, list[ShardLog]], Awaitable[None]]] = []
@@ -565,8 +566,9 @@ class StreamTable:
             self._look_whether_failed(stream, shard)
         self.disks.begin(stream)
 
-    async def remove(self, name: StreamName, incarnation: str) -> None:
-        """Close this incarnation and delete its records: it is marked as deleted in the catalog."""
+    async def remove(self, name: StreamName, incarnation: str) -> str:
+        """Close this incarnation and delete its records: it is marked as deleted in the catalog. Why they are on the disk still, where it does not remove them: that is tried again
+        (`remove_left`), and at the next start."""
         async with self._busy.setdefault(name, asyncio.Lock()):
             self._removed.put(incarnation, True)
             held = self.index.get(name)
@@ -576,7 +578,36 @@ class StreamTable:
                     await self._close(held)
             if self._leading is not None:
                 await self._leading.forget(incarnation)
+            return await self._remove_records(name, incarnation)
+
+    async def _remove_records(self, name: StreamName, incarnation: str) -> str:
+        try:
             await self._directory.delete_stream(name, bytes.fromhex(incarnation))
+        except OSError as error:
+            if incarnation not in self.disks.unremoved:
+                log.error("%s is deleted, and its records cannot be removed from the disk: %s", name, error)
+                self.disks.unremoved[incarnation] = name
+                for watcher in self._left_watchers:
+                    watcher()
+            return str(error)
+        if self.disks.unremoved.pop(incarnation, None) is not None:
+            log.warning("the records of %s, which is deleted, are removed from the disk", name)
+        return ""
+
+    @property
+    def has_left(self) -> bool:
+        """Whether records of deleted streams are on the disk still."""
+        return bool(self.disks.unremoved)
+
+    def on_left(self, watcher: Callable[[], None]) -> None:
+        """Call `watcher` where the disk does not remove the records of a deleted stream: `remove_left` is to be called later."""
+        self._left_watchers.append(watcher)
+
+    async def remove_left(self) -> None:
+        """Remove records of deleted streams that the disk did not remove before."""
+        for incarnation, name in list(self.disks.unremoved.items()):
+            async with self._busy.setdefault(name, asyncio.Lock()):
+                await self._remove_records(name, incarnation)
 
     async def is_closed(self, name: StreamName, incarnation: str) -> bool:
         """Whether nothing of this incarnation is open, once what is under way with streams of this name is done."""

@@ -10,8 +10,6 @@ ones' place. Callers: cli.region, region.governance.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from audit.note import VerifierKey
@@ -22,7 +20,7 @@ from keys.bundle import AuditKey, RegionBundle, SignedBundle, decode_bundle, sig
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
-from region.begun_change import changes_bundle, new_path, require_none_begun
+from region.begun_change import changes_bundle, new_path, put_in_place, require_none_begun
 from region.config import RegionConfig
 from region.folder import RegionFolder
 
@@ -33,10 +31,7 @@ def change_witness_key(folder: RegionFolder, config: RegionConfig, now_ms: int) 
     Raises RequestError where the bundle has no room, or a change of signing keys was cut off (CONFLICT)."""
     signed = decode_bundle(folder.bundle.read_bytes())
     bundle = signed.bundle
-    pairs = (
-        (new_path(folder.witness_ml_dsa_key), folder.witness_ml_dsa_key),
-        (new_path(folder.witness_key), folder.witness_key),
-    )
+    places = (folder.witness_ml_dsa_key, folder.witness_key)
     if not _begun(bundle, folder):
         require_none_begun(folder, bundle)
         name = witness_name(config.region, config.mesh)
@@ -52,15 +47,13 @@ def change_witness_key(folder: RegionFolder, config: RegionConfig, now_ms: int) 
             ),
         )
         signed = sign_bundle(changed, load_signing_key(folder.policy_key))
-        for path, _ in pairs:
+        for path in places:
             # Of a call that did not come as far as the bundle: nobody knows them.
-            path.unlink(missing_ok=True)
+            new_path(path).unlink(missing_ok=True)
         save_signing_key(new, new_path(folder.witness_key))
         save_ml_dsa_key(new_ml_dsa, new_path(folder.witness_ml_dsa_key))
         replace_file(folder.bundle, signed.encode(), PUBLIC)
-    for path, place in pairs:
-        if path.exists():
-            _move(path, place)
+    put_in_place(places)
     return signed
 
 
@@ -72,10 +65,6 @@ def unnamed(own: RegionBundle, key: VerifierKey) -> str:
         f"The witness key with which this broker cosigns is none that the bundle of {own.region} in this folder names, so its cosignatures count nowhere. Put witness.pem, witness.mldsa.pem and "
         "bundle.json of one and the same time into the region's folder, the newest, and start the broker again; where a change was cut off, run felix region change-witness-key again first."
     )
-
-
-def _move(path: Path, place: Path) -> None:
-    path.replace(place)
 
 
 def _begun(bundle: RegionBundle, folder: RegionFolder) -> bool:

@@ -3,7 +3,7 @@
 It begins with the whole state: it notes each shard's offset, sends the keys page by page, each page as of the moment it is read,
 and then every change from the noted offsets on. So there is no gap, and the broker holds nothing for it meanwhile; versions show
 where a page is ahead of the noted offset. Or it begins at the watcher's own position, as long as the log still has all changes
-since. If it does not (tombstones compacted away, a ring that advanced), the watch sends a Reset and then the whole state. The
+since. If it does not (tombstones compacted away, a ring that advanced, a log that was put back to an earlier copy), the watch sends a Reset and then the whole state. The
 same happens to a watch that falls so far behind.
 
 Invariants: nothing is sent beyond credit; unsent changes are not held; changes are sent in the log's order, and none is left
@@ -43,6 +43,8 @@ EVENT_BYTES: Final = 64 << 10
 size.
 """
 PAGE_KEYS: Final = 1_024
+EPOCHS_TOLD: Final = 4
+"""A watcher says with these that it has read this log: the newest that both know is enough."""
 PROGRESS_OFFSETS: Final = 4_096
 """After so many offsets without a change for it, a watcher is sent the log's end, so that it can resume there."""
 
@@ -121,14 +123,21 @@ class CacheWatch:
             exchange.fail(error, correlation)
             return
         self._holds = True
-        opened = CacheOpened(cache.stream.incarnation, cache.stream.shard_count, exchange.broker.streams_ms())
+        told = {} if cache.stream.ephemeral else self._shards
+        epochs = {number: shard.log.newest_epochs(EPOCHS_TOLD) for number, shard in told.items()}
+        opened = CacheOpened(
+            cache.stream.incarnation, cache.stream.shard_count, exchange.broker.streams_ms(), epochs
+        )
         exchange.opened(correlation, opened)
         cache.watches += 1
         self._unwatch = [shard.watch(self) for shard in self._shards.values()]
         self._order = deque(self._shards)
         offsets = request.offsets if request.incarnation == cache.stream.incarnation else {}
+        epochs_read = {} if cache.stream.ephemeral else request.epochs
         if set(offsets) >= set(self._shards) and all(
-            shard.covers(offsets[number]) and offsets[number] <= shard.applied
+            shard.covers(offsets[number])
+            and offsets[number] <= shard.applied
+            and shard.log.epochs.shared_end(epochs_read.get(number, ()), offsets[number]) == offsets[number]
             for number, shard in self._shards.items()
         ):
             self._cursors = {number: offsets[number] for number in self._shards}

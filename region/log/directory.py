@@ -355,7 +355,8 @@ class LogDirectory:
                 self.files.remove(file)
 
     async def delete_stream(self, name: StreamName, incarnation: bytes) -> None:
-        """Delete every shard of this incarnation, data and all. Cannot be undone."""
+        """Delete every shard of this incarnation, data and all. Cannot be undone. Raises OSError where something is left on the disk: called again, it goes on; so
+        does the next start."""
         for key in [key for key in self._open if key[:2] == (name, incarnation)]:
             await self._open.pop(key).close()
         self._lasting.discard(self._data / folder_name(name, incarnation))
@@ -363,11 +364,12 @@ class LogDirectory:
 
     def _delete(self, name: StreamName, incarnation: bytes) -> None:
         folder = self._data / folder_name(name, incarnation)
-        if not self.files.exists(folder):
-            return
-        # Renamed first: a crash in the middle leaves no half of a stream under its name.
         deleted = folder.with_name(folder.name + _DELETED_SUFFIX)
-        self.files.rename(folder, deleted)
+        if self.files.exists(folder):
+            # Renamed first: a crash in the middle leaves no half of a stream under its name.
+            self.files.rename(folder, deleted)
+        elif not self.files.exists(deleted):
+            return
         self.files.sync_folder(self._data)
         if self._shed(deleted):
             self._store.pool.submit(self._finish_deletion, deleted)
@@ -375,8 +377,10 @@ class LogDirectory:
     def _finish_deletions(self) -> None:
         """What a crash, or a store that did not answer, left of deletions that were asked for."""
         for folder in self._doomed():
-            if self._shed(folder):
-                self._store.pool.submit(self._finish_deletion, folder)
+            # What stays keeps its name of a deleted stream: the next start tries again.
+            with suppress(OSError):
+                if self._shed(folder):
+                    self._store.pool.submit(self._finish_deletion, folder)
 
     def _doomed(self) -> list[Path]:
         return [
@@ -391,18 +395,18 @@ class LogDirectory:
             self._finish_deletion(folder)
 
     def _shed(self, deleted: Path) -> bool:
-        """Remove all of a deleted stream's folder but the names of its objects in stores; whether there are any."""
+        """Remove all of a deleted stream's folder but the names of its objects in stores; whether there are any. Raises OSError."""
         files, left = self.files, False
         for shard in (deleted / name for name in files.names(deleted)):
             if not files.exists(shard / OFFLOADED_NAME):
-                self._remove_folder(shard)
+                files.remove_folder(shard)
                 continue
             left = True
             for held in files.names(shard):
                 if held != OFFLOADED_NAME:
                     files.remove(shard / held)
         if not left:
-            self._remove_folder(deleted)
+            files.remove_folder(deleted)
         return left
 
     def _remove_folder(self, folder: Path) -> None:

@@ -12,6 +12,7 @@ start offsets never decrease.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from felix.errors import Code, RequestError
@@ -109,6 +110,17 @@ class EpochHistory:
         at = bisect_right(self._starts, epoch, key=lambda start: start.epoch)
         end = self._starts[at].start_offset if at < len(self._starts) else log_end
         return EpochStart(self._starts[at - 1].epoch if at else 0, end)
+
+    def shared_end(self, read: Iterable[tuple[int, int]], offset: int) -> int:
+        """How far a reader has read this log, who stands at `offset` and has met these epochs before it, each from which offset on; oldest first, and
+        perhaps only the newest ones. Less than `offset`: the log lost its end since then, or was put back, and has other records from there on."""
+        known = {start.epoch for start in self._starts}
+        for epoch, since in sorted(read, reverse=True):
+            if epoch in known or epoch < min(known, default=0):
+                return min(offset, self.end_of(epoch, offset).start_offset)
+            # Nothing that the reader had of it is here.
+            offset = min(offset, max(since, 0))
+        return offset
 
     def truncate(self, offset: int, epoch: int = 0) -> None:
         """Forget epochs that begin at or after `offset`, but those up to `epoch`: of it is what stands there still, a position."""

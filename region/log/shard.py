@@ -882,6 +882,15 @@ class ShardLog:
         self._epoch_due = False
         self._happened(core.EpochBegan(self._next_epoch()))
 
+    def newest_epochs(self, count: int) -> list[tuple[int, int]]:
+        """So many of its epochs, each with its first offset, oldest first. The last one is that of what is appended from now on; nothing is written for it."""
+        if self._epoch_due:
+            self._begin_due_epoch()
+        found = [(start.epoch, start.start_offset) for start in self._epochs.starts]
+        if self._core.epoch > self._epochs.current:
+            found.append((self._core.epoch, self.log_end_offset))
+        return found[-count:]
+
     async def begin_due_epoch(self) -> None:
         """Have it in `epochs`, where `begin_epoch_later` put it off: for whoever tells others of the epochs that are to come. Raises as
         `begin_epoch`."""

@@ -16,7 +16,7 @@ from typing import Annotated, Final, Literal, TypeVar, get_args
 
 import msgspec
 
-from felix.errors import Code, CorruptionError, RequestError
+from felix.errors import Code, CorruptionError, RequestError, of_later_release
 from felix.names import SpiffeId, StreamName, parse_region, parse_subscription
 from felix.settings import NO_VIEWS, Durability, Retention, SubscriptionSettings, Views
 from policy.access import RIGHTS_PER_IDENTITY_MAX, parse_rights
@@ -518,7 +518,8 @@ def decode(value: bytes, kind: type[_Record], key: str) -> _Record:
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise CorruptionError(
             f"The metadata record {key} cannot be read: {error}.",
-            hint="It was changed by something other than Felix; put the record right, or put back a backup.",
+            hint=of_later_release(error)
+            or "It was changed by something other than Felix; put the record right, or put back a backup.",
         ) from error
 
 

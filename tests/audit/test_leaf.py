@@ -271,3 +271,18 @@ def test_a_flipped_bit_raises_nothing_but_corruption(data: st.DataObject) -> Non
     changed[data.draw(st.integers(0, len(changed) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     with contextlib.suppress(CorruptionError):
         assert decode_leaf(bytes(changed)) != leaf
+
+
+@pytest.mark.parametrize("change", [{"of_later": 1}, {"kind": 99}])
+def test_a_leaf_of_a_later_release_is_refused_as_one(change: dict[str, object]) -> None:
+    (leaf,) = intent_leaves(header(), records(0, 10), committer())
+    data = encode_leaf(leaf)
+    length = int.from_bytes(data[4:6], "big")
+    head = msgspec.msgpack.encode({**msgspec.msgpack.decode(data[8 : 8 + length]), **change})
+    later = data[:4] + len(head).to_bytes(2, "big") + data[6:8] + head + data[8 + length :]
+    for each in (later, data[:2] + b"\x03" + data[3:]):
+        with pytest.raises(CorruptionError, match="later release of Felix made it"):
+            decode_leaf(each)
+    with pytest.raises(CorruptionError) as refused:
+        decode_leaf(data[:8] + b"\xff" + data[9:])
+    assert "later" not in str(refused.value)

@@ -67,3 +67,15 @@ def test_arbitrary_bytes_are_no_receipt(data: bytes) -> None:
 def read_of() -> Receipt:
     link = Link()
     return read_unverified(link.ack(link.intent()).header.receipt)
+
+
+def test_what_a_later_release_signed_is_told_from_what_was_changed() -> None:
+    link = Link()
+    parts = msgspec.msgpack.decode(link.ack(link.intent()).header.receipt)
+    body = msgspec.msgpack.encode({**msgspec.msgpack.decode(parts["body"]), "of_later": 1})
+    signed = {**parts, "body": body, "signature": RECEIPT_KEY.sign("receipt", body)}
+    with pytest.raises(TamperError, match=r"unknown field `of_later`.*later release.*upgrade this side"):
+        open_receipt(msgspec.msgpack.encode(signed), RECEIPT_KEYS)
+    with pytest.raises(TamperError) as refused:
+        open_receipt(msgspec.msgpack.encode({**parts, "body": b"\xff"}), RECEIPT_KEYS)
+    assert "later release" not in str(refused.value)

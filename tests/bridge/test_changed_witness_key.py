@@ -21,7 +21,7 @@ from cli.region import app
 from felix.messages import PutDocument
 from felix.runtime.real import now_ms
 from keys.bundle import SignedBundle, decode_bundle
-from region import witness_key
+from region import begun_change, witness_key
 from region.bootstrap import trust_region
 from region.config import load_config
 from region.witness_key import change_witness_key
@@ -127,7 +127,7 @@ async def test_a_change_that_is_cut_off_is_finished_by_the_next_call_and_a_broke
             patch.setattr(witness_key, name, cut_off)
             change_witness_key(folder, config, now_ms())
         assert folder.bundle.read_bytes() == before
-    moved = witness_key._move
+    moved = begun_change._move
 
     def second_fails(path: Path, place: Path) -> None:
         if path.name == "new.witness.pem":
@@ -136,7 +136,7 @@ async def test_a_change_that_is_cut_off_is_finished_by_the_next_call_and_a_broke
 
     for fails in (cut_off, second_fails):
         with monkeypatch.context() as patch, pytest.raises(OSError, match="no power"):
-            patch.setattr(witness_key, "_move", fails)
+            patch.setattr(begun_change, "_move", fails)
             change_witness_key(folder, config, now_ms())
     named = folder.bundle.read_bytes()
     assert named != before

@@ -98,3 +98,61 @@ def test_two_elections_after_one_epoch_begin_different_ones_that_rise() -> None:
         current = ours
     assert same == 0, "with this seed; each time it is one in hundreds of thousands"
     assert elected_epoch(EPOCH_MAX - 1, "f" * 16) == EPOCH_MAX
+
+
+def test_a_reader_has_read_as_much_of_a_log_as_its_records_say_however_often_it_was_put_back() -> None:
+    """Against the records themselves: a log that is written, copied, put back and cut, in epochs by chance, and a reader that comes now and then."""
+    compared = parted = 0
+    for seed in range(400):
+        random = Random(seed)
+        log: list[tuple[int, int]] = []
+        history, copies = EpochHistory(), [([], EpochHistory())]
+        read: list[tuple[int, int]] = []
+        met: list[tuple[int, int]] = []
+        epoch, numbers = 0, iter(random.sample(range(1, EPOCH_MAX), 100))
+        for number in range(60):
+            what = random.choice(("write", "write", "start", "copy", "put back", "cut", "read"))
+            if what == "write" and epoch:
+                history.begin(epoch, len(log))
+                log += [(epoch, number * 10 + each) for each in range(random.randint(1, 4))]
+            elif what == "copy":
+                copies.append((list(log), EpochHistory(list(history.starts))))
+            elif what in ("put back", "cut"):
+                if what == "put back":
+                    kept, known = random.choice(copies)
+                    log, history = list(kept), EpochHistory(list(known.starts))
+                else:
+                    del log[random.randint(0, len(log)) :]
+                    history.truncate(len(log))
+            if what in ("start", "put back", "cut") or not epoch:
+                # Each opening begins an epoch, above those of the log and of a number that was never given.
+                above = [each for each in numbers if each > history.current]
+                if not above:
+                    break
+                epoch = random.choice(above)
+                numbers = iter([each for each in random.sample(range(1, EPOCH_MAX), 100) if each != epoch])
+            if what == "read":
+                shared = next(
+                    (at for at, (one, other) in enumerate(zip(read, log, strict=False)) if one != other),
+                    min(len(read), len(log)),
+                )
+                said = min(history.shared_end(met, len(read)), len(log))
+                assert said == shared, (seed, met, history.starts, len(read))
+                compared, parted = compared + 1, parted + (shared < len(read))
+                del read[shared:]
+                met = [each for each in met if each[1] < shared]
+                for at in range(shared, len(log)):
+                    if not met or met[-1][0] != log[at][0]:
+                        met.append((log[at][0], at))
+                read = list(log)
+    assert compared > 1_000 and parted > 100, (compared, parted)
+
+
+def test_an_epoch_that_is_not_remembered_any_more_is_taken_for_one_of_the_log() -> None:
+    history = EpochHistory()
+    for number in range(EPOCHS_MAX + 10):
+        history.begin(10 + number, number)
+    # Its record stands below the first that is remembered.
+    assert history.shared_end([(10, 0)], 1) == 1
+    assert history.shared_end([(10, 0), (11, 1)], 5) == 5
+    assert EpochHistory().shared_end([], 7) == 7

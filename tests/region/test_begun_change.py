@@ -23,6 +23,7 @@ from keys.bundle import RegionBundle, decode_bundle
 from keys.key_file import load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
+from region import begun_change
 from region.bootstrap import add_log_keys, issue_identity
 from region.config import RegionConfig, load_config
 from region.folder import RegionFolder
@@ -321,3 +322,33 @@ def test_a_copy_whose_leaves_were_changed_says_nothing_of_the_keys(
 
 def parse_checkpoint(log: Path) -> Checkpoint:
     return Checkpoint.parse(parse_note(Folder(log).read("checkpoint") or b"").text)
+
+
+@pytest.mark.parametrize("what", ["log keys", "a bridge's log keys", "the witness's key", "signing keys"])
+def test_of_keys_that_were_given_up_nothing_is_left_and_the_next_ones_have_their_names_durably(
+    folder: RegionFolder, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, told = load_config(folder.config), list[str]()
+    add_log_keys(folder, config, NOW - 1)
+    keys = [
+        folder.audit_key, folder.audit_ml_dsa_key, folder.egress_key(BRIDGE), folder.egress_ml_dsa_key(BRIDGE),
+        folder.witness_key, folder.witness_ml_dsa_key, folder.policy_key, folder.receipt_key,
+    ]  # fmt: skip
+    # Of writers that were killed: each is a copy of the key.
+    left = [path.with_name(f".{path.name}.{number}.0a1b2c3d.new") for number, path in enumerate(keys)]
+    for path, copy in zip(keys, left, strict=True):
+        shutil.copy2(path, copy)
+    move, sync = begun_change._move, begun_change.sync_folder
+    monkeypatch.setattr(begun_change, "_move", lambda new, old: (told.append(old.name), move(new, old)))
+    monkeypatch.setattr(begun_change, "sync_folder", lambda path: (told.append("synced"), sync(path)))
+    writers = {**WRITERS, "signing keys": lambda folder, config: change(folder, config, NOW + 5)}
+    before = {path: path.read_bytes() for path in keys}
+    writers[what](folder, config)
+    changed = [path for path in keys if path.read_bytes() != before[path]]
+    assert len(changed) == 2 and sorted(told[:2]) == sorted(path.name for path in changed)
+    assert set(told[2:]) == {"synced"} and len(told) > 2
+    held = {path.read_bytes() for path in folder.root.rglob("*") if path.is_file() and path not in left}
+    for path in changed:
+        assert before[path] not in held
+        copies = [copy for copy in left if copy.name.startswith(f".{path.name}.")]
+        assert copies and not any(copy.exists() for copy in copies), path

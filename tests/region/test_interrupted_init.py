@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from cli.main import app
 from felix.address import Address
 from felix.errors import RequestError
 from region.bootstrap import found_region
@@ -72,3 +73,37 @@ def test_what_somebody_else_founds_at_the_same_time_is_left_alone(
     with pytest.raises(RequestError, match="exists already"):
         found(folder)
     assert begun[0] and folder.bundle.read_bytes() == b"theirs"
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_an_authority_that_the_disk_does_not_take_is_no_authority_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    folder, rename = RegionFolder(tmp_path / "eu-west"), Path.rename
+
+    def fails(path: Path, target: Path) -> Path:
+        if target == folder.authority:
+            raise OSError(number, os.strerror(number), str(path))
+        return rename(path, target)
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
+        patch.setattr(Path, "rename", fails)
+        found(folder)
+    assert not list(folder.root.iterdir())
+    found(folder)
+
+
+def test_what_an_init_that_was_killed_left_is_told_from_a_region(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    folder = RegionFolder(tmp_path / "eu-west")
+    found(folder)
+    words = ["region", "init", "eu-west", "--mesh", "acme"]
+    with pytest.raises(RequestError, match="There is a region eu-west already"):
+        app(words, standalone_mode=False)
+    folder.config.unlink()
+    folder.profile.unlink()
+    with pytest.raises(RequestError, match="was cut off there") as refused:
+        app(words, standalone_mode=False)
+    assert "remove the folder" in refused.value.hint
