@@ -177,7 +177,7 @@ def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableEr
             hint="Make room; it is opened by itself within seconds.",
             retry_after_ms=FULL_AGAIN_MS,
         )
-    if isinstance(why, StorageFailedError):
+    if isinstance(why, StorageFailedError) or _passes(why):
         return UnavailableError(
             f"Shard {number} of {name} does not serve: {why.sentence}",
             code=why.code,
@@ -335,17 +335,12 @@ class HostedStream:
         ]
 
     @property
-    def lacks_room(self) -> bool:
-        """Whether a shard could not be opened for want of room on the disk: it is to be tried again."""
-        return bool(self.without_room)
-
-    @property
-    def without_room(self) -> list[int]:
-        """The shards that could not be opened for want of room on the disk."""
+    def unopened(self) -> list[int]:
+        """The shards that could not be opened for what passes, and is no error of the disk: they are to be tried again."""
         return [
             number
             for number, each in self.replicas.items()
-            if isinstance(each, FelixError) and each.code is Code.DISK_FULL
+            if isinstance(each, FelixError) and _passes(each)
         ]
 
     @property
@@ -453,6 +448,14 @@ class _LackingError(UnavailableError):
     """A log has lost what was acknowledged: it stays stopped until a restart."""
 
     default_code = Code.SHARD_STOPPED
+
+
+def _passes(why: FelixError) -> bool:
+    """Whether what keeps a shard from being opened passes, and nothing is wrong with its log: no room on the disk, too many open files, a read that the disk did not answer, a key service
+    that does not. An error of the disk is for `StreamTable.reopener`."""
+    return isinstance(why, UnavailableError) and not isinstance(
+        why, (StorageFailedError, _LackingError, NotLeaderError)
+    )
 
 
 def _why(replica: Replica | None) -> FelixError | None:
@@ -605,7 +608,7 @@ class StreamTable:
                     if record.revision >= held.record.revision:
                         held.alter(record)
                         self._work.place(held, record.config)
-                    if self._leading is None and (held.lacks_room or not held.replicas):
+                    if self._leading is None and (held.unopened or not held.replicas):
                         await self._serve_again(held, {})
                     return held
                 if held.record.revision > record.revision:
@@ -672,7 +675,7 @@ class StreamTable:
             if held is None:
                 return
             if (epochs := leading.epochs(held.record)) == held.epochs:
-                if held.lacks_room:
+                if held.unopened:
                     await self._serve_again(held, epochs)
                 return
             if held.replicas:
@@ -685,12 +688,17 @@ class StreamTable:
             self._changed(held)
 
     async def _serve_again(self, stream: HostedStream, epochs: dict[int, int]) -> None:
-        """Serve all of its shards, where those have room by now that had none. Raises as `open`."""
-        for number in stream.without_room:
-            if await self._try_log(stream, number, epochs) is not None:
+        """Serve all of its shards, where those can be opened by now that could not. Raises as `open`."""
+        for number in stream.unopened:
+            if (why := await self._try_log(stream, number, epochs)) is not None:
+                # What is answered, and said in the status, is why it cannot be opened now.
+                stream.replicas[number] = why
+                if stream.failed:
+                    self.reopener.failed(stream)
                 return
         await self._serve_anew(stream, epochs)
-        log.info("stream %s found room on the disk, and is served", stream.name)
+        if not stream.unopened:
+            log.info("all shards of stream %s could be opened now, and are served", stream.name)
 
     async def _try_log(self, stream: HostedStream, number: int, epochs: dict[int, int]) -> FelixError | None:
         """Why a shard or companion that is not open still cannot be opened; None where it can. Those that serve are not disturbed before it is of use."""
@@ -783,6 +791,10 @@ class StreamTable:
             numbers = ", ".join(map(str, unproved))
             log.error("stream %s: log %s is not opened again before a restart", stream.name, numbers)
             return Tried.OVER
+        if unopened := stream.unopened:
+            numbers = ", ".join(map(str, unopened))
+            log.warning("stream %s: shard %s is not open again yet, and is tried again", stream.name, numbers)
+            return Tried.OPENED
         log.warning("stream %s: its disk had failed, and its logs are open again", stream.name)
         return Tried.OPENED
 
@@ -1020,7 +1032,7 @@ class StreamTable:
 
     def problems(self) -> list[str]:
         """That the disk has failed, is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
-        return [*self._failed(), *self._no_room(), *self._unanswered()]
+        return [*self._failed(), *self._no_room(), *self._unopened(), *self._unanswered()]
 
     def _failed(self) -> list[str]:
         told: list[str] = []
@@ -1063,9 +1075,7 @@ class StreamTable:
 
     def _no_room(self) -> list[str]:
         full = [each.identity for each in self._found_full()]
-        unopened = [
-            (each.text, number) for each in self._ordered if each.lacks_room for number in each.without_room
-        ]
+        unopened = [(name, number) for name, number, why in self._waiting() if why.code is Code.DISK_FULL]
         places = [*((each.stream, each.shard) for each in full), *unopened]
         if not places:
             return []
@@ -1074,6 +1084,23 @@ class StreamTable:
         more = ", …" if len(places) > 1 else ""
         return [
             f"The disk is full: {shards} nothing that is published ({name} shard {number}{more}). Reading goes on; publishing does once there is room."
+        ]
+
+    def _waiting(self) -> Iterator[tuple[str, int, FelixError]]:
+        """The shards that could not be opened for what passes, and why."""
+        for stream in self._ordered:
+            for number in stream.unopened:
+                if (why := _why(stream.replicas[number])) is not None:
+                    yield stream.text, number, why
+
+    def _unopened(self) -> list[str]:
+        waiting = [each for each in self._waiting() if each[2].code is not Code.DISK_FULL]
+        if not waiting:
+            return []
+        name, number, why = waiting[0]
+        shards, more = ("1 shard", "") if len(waiting) == 1 else (f"{len(waiting)} shards", ", …")
+        return [
+            f"{shards} could not be opened ({name} shard {number}{more}), which is tried again by itself: {why}"
         ]
 
     def _begin_measuring(self, stream: HostedStream) -> None:

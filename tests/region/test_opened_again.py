@@ -20,11 +20,12 @@ from felix.errors import Code, FelixError, NotLeaderError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES
 from felix.names import StreamName
 from felix.runtime.simulated import SimulatedLoop, simulated
-from felix.settings import Durability
+from felix.settings import Deduplication, Durability, Views
 from felix.storage.memory import MemoryDisk
 from region.budget import Budgets
 from region.log.companions import JournalKind
 from region.log.directory import LogDirectory
+from region.log.message_ids import MessageIds
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import Stream, StreamConfig
 from region.streams import HostedStream, StreamTable
@@ -488,3 +489,74 @@ def test_what_is_closed_to_be_served_again_is_on_the_disk_where_the_broker_ends_
         finally:
             loop.close()
     assert interrupted
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOSPC])
+def test_a_sibling_that_finds_no_descriptors_or_room_as_its_stream_is_served_again_is_tried_again(
+    error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What serves is closed with what had failed; of that, no restart is needed either."""
+
+    async def scene(made: Scene) -> None:
+        stream = await made.open(shards=2)
+        told: list[list[int]] = []
+        made.streams.on_change(lambda each: told.append(each.unopened))
+        for number in range(2):
+            await made.publish(b"first", shard=number)
+        made.fail("sync", of="/00000")
+        with pytest.raises(UnavailableError):
+            await made.publish(b"in doubt")
+        cease = made.streams._cease
+
+        async def cease_and_lack(each: HostedStream) -> None:
+            await cease(each)
+            made.fail("open", of="/00001", error=error)
+
+        made.streams._cease = cease_and_lack  # type: ignore[method-assign]
+        await made.until(lambda: made.streams.reopener.opened)
+        made.streams._cease = cease  # type: ignore[method-assign]
+        assert stream.unopened == [1] and told[-1] == [1]
+        (problem,) = made.streams.problems()
+        assert "shard 1" in problem
+        refused = stream.find(1)
+        assert isinstance(refused, UnavailableError) and refused.retry_after_ms
+        assert not any("its logs are open again" in line for line in caplog.messages)
+        # What the follower does, which is told of it.
+        await made.streams.open(stream.record)
+        assert not stream.unopened and not made.streams.problems() and not stream.left
+        for number in range(2):
+            await made.publish(b"last", shard=number)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
+def test_a_shard_that_cannot_be_read_as_it_is_opened_is_tried_again(error: int) -> None:
+    """Its message ids are read from the records, which is no part of its recovery."""
+
+    async def scene(made: Scene) -> None:
+        config: dict[str, Any] = {"views": Views(deduplication=Deduplication())}
+        stream = await made.open(**config)
+        await made.publish(b"first")
+        await made.streams.close()
+        made.streams = StreamTable(
+            made.directory,
+            made.budgets.ring,
+            lambda *_: Plain(),
+            runtime=simulated(made.loop, 1_800_000_000_000),
+        )
+        read_ids = ShardLog._read_ids
+
+        async def fail_first(shard: ShardLog, window: MessageIds) -> None:
+            made.fail("pread" if error == errno.EIO else "open", of="/00000", error=error)
+            await read_ids(shard, window)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ShardLog, "_read_ids", fail_first)
+            stream = await made.open(**config)
+        assert stream.unopened == [0] and made.streams.problems()
+        await made.open(**config)
+        assert not stream.unopened
+        await made.publish(b"last")
+
+    play(scene)
