@@ -527,8 +527,9 @@ class StreamTable:
         self._removed: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
         self.before_opening: list[Callable[[StreamName, Stream], Awaitable[None]]] = []
         """Awaited before the logs of a stream are opened: what they need. Where one raises, the stream is not served."""
-        self.before_found: list[Callable[[StreamName, list[ShardLog]], Awaitable[None]]] = []
-        """Called with a stream's open shards before anybody can find them by its name: what must stand before they are read."""
+        self.before_found: list[Callable[[StreamName, list[ShardLog], list[int]], Awaitable[None]]] = []
+        """Called with a stream's open shards before anybody can find them by its name: what must stand before they are read; and with the numbers of those that are not open, and
+        may have records that stand behind nothing yet."""
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         """Called with a stream whose shards are open, before anybody is told of it: what must be in them first."""
         self._watchers: list[Callable[[HostedStream], None]] = []
@@ -641,8 +642,10 @@ class StreamTable:
 
         try:
             await at_once(SHARDS_AT_ONCE, open_shard, range(record.config.shards))
+            shards = [each for each in replicas.values() if isinstance(each, ShardLog)]
+            unsettled = await self._unsettled(stream, replicas)
             for prepare_shards in self.before_found:
-                await prepare_shards(name, [each for each in replicas.values() if isinstance(each, ShardLog)])
+                await prepare_shards(name, shards, unsettled)
             stream.is_settling = True
             stream.begin(dict(sorted(replicas.items())), taken, epochs)
             for settle in self.before_serving:
@@ -656,6 +659,27 @@ class StreamTable:
             raise
         finally:
             stream.is_settling = False
+
+    async def _unsettled(self, stream: HostedStream, replicas: dict[int, Replica]) -> list[int]:
+        """The shards that could not be opened here, and have notes of records that may be in them, or may have: they did not let themselves be asked."""
+        incarnation, loop = bytes.fromhex(stream.record.incarnation), asyncio.get_running_loop()
+        found = []
+        for number, each in sorted(replicas.items()):
+            if not isinstance(each, FelixError) or isinstance(each, NotLeaderError) or stream.ephemeral:
+                continue
+            try:
+                has_notes = await loop.run_in_executor(
+                    self._directory.commit_pool,
+                    self._directory.has_notes,
+                    stream.name,
+                    incarnation,
+                    number,
+                )
+            except OSError:
+                has_notes = True
+            if has_notes:
+                found.append(number)
+        return found
 
     async def release(self, name: StreamName) -> None:
         """Close the logs of a stream that is to be opened as copies. Raises UnavailableError where its disk has failed, and nobody has seen yet whether

@@ -25,7 +25,8 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import DiskFiles
 from felix.storage.port import Files
-from felix.storage.small_file import load_checked
+from felix.storage.small_file import load_checked, read_file
+from region.log.ahead import AHEAD_NAMES
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.copies import Copies
@@ -188,6 +189,14 @@ class LogDirectory:
     def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
         """Where a shard is kept."""
         return shard_folder(self._data, name, incarnation, shard)
+
+    def has_notes(self, name: StreamName, incarnation: bytes, shard: int) -> bool:
+        """Whether a shard's folder has notes, of which some may not be released (region.log.ahead). Blocks. Raises OSError."""
+        folder = self.shard_folder(name, incarnation, shard)
+        return any(
+            self.files.exists(folder / each) and bool(read_file(self.files, folder / each))
+            for each in AHEAD_NAMES
+        )
 
     async def open_shard(
         self,
