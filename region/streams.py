@@ -793,6 +793,9 @@ class StreamTable:
         for number in failed:
             found = await self._try_log(stream, number, epochs)
             if isinstance(found, UnavailableError) and not isinstance(found, _LackingError):
+                if isinstance(found, StorageFailedError) and number in stream.replicas:
+                    # What keeps it from being opened now, which may be another reason than what had stopped it.
+                    stream.replicas[number] = found
                 return found
         if failed or not stream.replicas:
             await self._serve_anew(stream, epochs)

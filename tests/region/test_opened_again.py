@@ -560,3 +560,42 @@ def test_a_shard_that_cannot_be_read_as_it_is_opened_is_tried_again(error: int) 
         await made.publish(b"last")
 
     play(scene)
+
+
+@pytest.mark.parametrize("is_mounted_over", [False, True])
+def test_a_folder_that_is_away_for_a_while_is_not_begun_anew(is_mounted_over: bool) -> None:
+    """A file system that was unmounted, or another one mounted over it: what is acknowledged meanwhile would be there, and a log that is opened would have lost all."""
+
+    async def scene(made: Scene) -> None:
+        stream = await made.open(shards=2)
+        for number in range(2):
+            await made.publish(b"first", shard=number)
+        files, away = made.disk.mounted, DATA.with_name("away")
+        files.rename(DATA, away)
+        if is_mounted_over:
+            files.make_folder(DATA)
+        made.fail("sync", of="/00000")
+        with pytest.raises(UnavailableError):
+            await made.publish(b"in doubt")
+        other = StreamName.parse("acme/payments/other")
+        record = Stream(name=str(other), incarnation="cd" * 16, created_ms=1, config=StreamConfig())
+        new = await made.streams.open(record)
+        await asyncio.sleep(60)
+        assert not made.streams.reopener.opened and not new.serving and stream.failed == [0]
+        for each in (stream, new):
+            refused = each.find(0)
+            assert isinstance(refused, UnavailableError) and "Put it back" in str(refused)
+        assert not files.exists(DATA) or not files.names(DATA), "nothing is written there"
+        # What is open goes on where it was opened.
+        await made.publish(b"second", shard=1)
+        if is_mounted_over:
+            files.remove_folder(DATA)
+        files.rename(away, DATA)
+        await made.until(lambda: made.streams.reopener.opened == 2, within_s=1_200)
+        assert not made.streams.problems() and not stream.left
+        for number in range(2):
+            await made.publish(b"last", shard=number)
+        assert await made.records(1) == [b"first", b"second", b"last"]
+        await made.streams.remove(other, record.incarnation)
+
+    play(scene)
