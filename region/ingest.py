@@ -150,9 +150,7 @@ class IngestService:
         self.leaves = LeafQueue(governance.audit)
         self._identity = SpiffeId(broker.region, broker.mesh, "broker", broker.broker_id)
 
-    async def settle(
-        self, name: StreamName, shards: list[ShardLog], unsettled: Sequence[int] = ()
-    ) -> None:
+    async def settle(self, name: StreamName, shards: list[ShardLog], unsettled: Sequence[int] = ()) -> None:
         """Before anybody finds a stream's shards: what landed in them has its leaves; what may have landed in those that are `unsettled` is waited for. Raises what keeps the ingress log
         from taking them."""
         for number in unsettled:

@@ -338,9 +338,7 @@ class HostedStream:
     def unopened(self) -> list[int]:
         """The shards that could not be opened for what passes, and is no error of the disk: they are to be tried again."""
         return [
-            number
-            for number, each in self.replicas.items()
-            if isinstance(each, FelixError) and _passes(each)
+            number for number, each in self.replicas.items() if isinstance(each, FelixError) and _passes(each)
         ]
 
     @property

@@ -179,9 +179,7 @@ async def test_what_landed_in_a_shard_that_cannot_be_opened_at_a_start_is_waited
     governance: Any = SimpleNamespace(audit=None, arrivals=None)
     broker: Any = SimpleNamespace(region="eu-central", mesh="acme", broker_id="b1")
     service: Any = IngestService(broker, governance, landings, None, None)  # type: ignore[arg-type]
-    record = Stream(
-        name="acme/ops/crew", incarnation="ab" * 16, created_ms=1, config=StreamConfig(shards=2)
-    )
+    record = Stream(name="acme/ops/crew", incarnation="ab" * 16, created_ms=1, config=StreamConfig(shards=2))
 
     async def start() -> tuple[StreamTable, LogDirectory, HostedStream]:
         directory = LogDirectory(Path("/data"), "eu-central", files=disk.mount())
