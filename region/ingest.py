@@ -755,8 +755,8 @@ class IngestStream:
     def _in_doubt(self) -> None:
         """The range may stand in the shard, and gets its leaf where that is opened again. Of a log with copies whoever leads next says so."""
         shard, hosted = self._shard, self._hosted
-        # Of a stream that is being deleted it is in nobody's shard: nothing would end the doubt.
-        if shard.state is State.FAILED and not shard.has_copies and not hosted.deleted:
+        # Of a stream whose records go nothing would end the doubt.
+        if shard.state is State.FAILED and not shard.has_copies and not hosted.removed:
             self._service.landings.in_doubt(hosted.name, shard.identity.shard)
 
     def _log(self, way: _Way) -> None:

@@ -213,6 +213,7 @@ class HostedStream:
         "left",
         "name",
         "record",
+        "removed",
         "replicas",
         "ring_taken",
         "stored_bytes",
@@ -242,6 +243,9 @@ class HostedStream:
         self.replicas = replicas
         self.ring_taken = ring_taken
         self.deleted = False
+        """Whether it is served here no more, for good: also where the broker ends."""
+        self.removed = False
+        """Whether its records go, so that nobody opens it again."""
         self.ceased = False
         """Whether this broker has just stopped serving it: whoever has it open is to be told."""
         self.delivered_bytes = 0
@@ -1216,6 +1220,7 @@ class StreamTable:
             self._removed.put(incarnation, True)
             held = self._streams.get(name)
             if held is not None and held.record.incarnation == incarnation:
+                held.removed = True
                 with suppress(FelixError):
                     # It goes, whatever its disk says.
                     await self._close(held)

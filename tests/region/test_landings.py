@@ -121,7 +121,7 @@ async def test_a_range_whose_write_failed_is_in_doubt_until_its_shard_has_its_le
         send=lambda *_, **__: None, end_role=lambda _: None, hold_request=lambda _: None
     )
     stream: Any = IngestStream(service, session, 1)  # type: ignore[arg-type]
-    stream._shard, stream._hosted = shard, SimpleNamespace(name=name, deleted=is_deleted)
+    stream._shard, stream._hosted = shard, SimpleNamespace(name=name, removed=is_deleted)
     stream._meter = SimpleNamespace(give_back=lambda charge: None)
     stream._landing = landings.claim(name, 3, 7, stream)
     stream._landing.begin(10)

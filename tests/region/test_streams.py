@@ -335,3 +335,19 @@ async def test_a_disk_that_does_not_answer_is_a_problem_and_holds_up_no_other_sh
     assert not streams.problems()
     await streams.close()
     await directory.close()
+
+
+async def test_a_stream_is_removed_where_it_is_deleted_and_not_where_its_broker_ends() -> None:
+    """What goes by that counts on whether anybody opens it again."""
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    gone = await opened(streams, 1)
+    await streams.remove(gone.name, gone.record.incarnation)
+    assert gone.deleted and gone.removed
+    await streams.close()
+    await directory.close()
+    streams, directory = table(mounted(disk))
+    kept = await opened(streams, 1)
+    await streams.close()
+    assert kept.deleted and not kept.removed
+    await directory.close()
