@@ -1078,8 +1078,9 @@ class StreamTable:
                 f"The disk has failed: {shards} not serve ({stream.text} shard {shard_of(number)}{more}). What is there is opened again by itself, if it can be."
             )
         for stream in self._ordered:
-            if stream.unproved and not self.reopener.is_waiting(stream):
-                shards = ", ".join(sorted({str(shard_of(number)) for number in stream.unproved}))
+            unproved = set(stream.unproved).difference(stream.unopened)
+            if unproved and not self.reopener.is_waiting(stream):
+                shards = ", ".join(sorted({str(shard_of(number)) for number in unproved}))
                 told.append(
                     f"The disk has failed, and what was acknowledged in {stream.text} shard {shards} is not all there any more, or is damaged: it is not opened "
                     "again before a restart. Restore what a backup has, or restart the broker to go on with what is there."
