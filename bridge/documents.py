@@ -329,7 +329,8 @@ class EgressDocuments:
             )
             await asyncio.to_thread(keep_document, trail.files, paper.file)
             context.failpoints.at("document-kept")
-            await trail.append([leaf])
+            # The log may be opened again meanwhile: a leaf behind what its ledger is being read from would be missed there, and written twice.
+            await context.open_trail().append([leaf])
             context.ledger.apply(leaf.header)
             self.said.take(paper.document)
             context.failpoints.at("document-logged")

@@ -46,6 +46,8 @@ LOST_AGAIN: Final = BackoffPolicy(first_ms=100, ceiling_ms=5_000)
 DENIED_FAMILIES: Final = (2, 3, 5, 6, 7)
 """Hundreds of codes that are refusals, and not outages."""
 SENTENCE_CHARS_MAX: Final = 2_000
+INTERRUPT_S: Final = 1.0
+"""How long a session that is to end may take to see it: less than a region that does not answer may keep it waiting."""
 KEPT_SAID: Final = 1_000
 """Records that stay in a row before a link that let some cross says so: a filter may well leave that many out."""
 
@@ -84,6 +86,9 @@ class LinkWorker:
         self._denied_backoff = Backoff(DENIED_AGAIN, context.runtime.random)
         self._session: LinkSession | None = None
         """the one that stands"""
+        self._running: asyncio.Task[None] | None = None
+        self._interrupted: FelixError | None = None
+        """why it is ended, wherever it is"""
         self._between = asyncio.Event()
         """set while none does"""
         self._between.set()
@@ -153,9 +158,13 @@ class LinkWorker:
         self._planned.set()
 
     async def interrupt(self, error: FelixError) -> None:
-        """End the session that stands, if one does."""
-        if self._session is not None:
+        """End the session that stands, if one does, whatever it waits for: no region that does not answer keeps another's links from going on."""
+        if self._session is not None and self._running is not None:
             self._session.fail(error)
+            await asyncio.wait({self._running}, timeout=INTERRUPT_S)
+            if self._running is not None:
+                self._interrupted = error
+                self._running.cancel()
         await self._between.wait()
 
     def leave(self) -> None:
@@ -328,11 +337,18 @@ class LinkWorker:
         endpoint.link()
         self._session = LinkSession(self, context, endpoint, self._memory, self._wake)
         self._between.clear()
+        self._interrupted = None
+        self._running = asyncio.ensure_future(self._session.run(trail, row))
         try:
-            await self._session.run(trail, row)
+            await self._running
+        except asyncio.CancelledError:
+            own = asyncio.current_task()
+            if self._interrupted is None or (own is not None and own.cancelling()):
+                raise
+            raise self._interrupted from None
         finally:
             self._session.close()
-            self._session = None
+            self._session = self._running = None
             self._between.set()
 
     def crossed(self) -> None:

@@ -79,7 +79,7 @@ def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableEr
             hint="Make room; it is opened by itself within seconds.",
             retry_after_ms=FULL_AGAIN_MS,
         )
-    if isinstance(why, StorageFailedError):
+    if isinstance(why, StorageFailedError) or _passes(why):
         return UnavailableError(
             f"Shard {number} of {name} does not serve: {why.sentence}",
             code=why.code,
@@ -115,6 +115,7 @@ class HostedStream:
         "left",
         "name",
         "record",
+        "removed",
         "replicas",
         "ring_taken",
         "stored_bytes",
@@ -144,6 +145,9 @@ class HostedStream:
         self.replicas = replicas
         self.ring_taken = ring_taken
         self.deleted = False
+        """Whether it is served here no more, for good: also where the broker ends."""
+        self.removed = False
+        """Whether its records go, so that nobody opens it again."""
         self.ceased = False
         """Whether this broker has just stopped serving it: whoever has it open is to be told."""
         self.delivered_bytes = 0
@@ -239,17 +243,10 @@ class HostedStream:
         ]
 
     @property
-    def lacks_room(self) -> bool:
-        """Whether a shard could not be opened for want of room on the disk: it is to be tried again."""
-        return bool(self.without_room)
-
-    @property
-    def without_room(self) -> list[int]:
-        """The shards that could not be opened for want of room on the disk."""
+    def unopened(self) -> list[int]:
+        """The shards that could not be opened for what passes, and is no error of the disk: they are to be tried again."""
         return [
-            number
-            for number, each in self.replicas.items()
-            if isinstance(each, FelixError) and each.code is Code.DISK_FULL
+            number for number, each in self.replicas.items() if isinstance(each, FelixError) and _passes(each)
         ]
 
     @property
@@ -350,6 +347,20 @@ def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
         shard.disk_bytes or shard.ring_bytes,
         shard.segment_count,
         str(shard.failure or ""),
+    )
+
+
+class LackingError(UnavailableError):
+    """A log has lost what was acknowledged: it stays stopped until a restart."""
+
+    default_code = Code.SHARD_STOPPED
+
+
+def _passes(why: FelixError) -> bool:
+    """Whether what keeps a shard from being opened passes, and nothing is wrong with its log: no room on the disk, too many open files, a read that the disk did not answer, a key service
+    that does not. An error of the disk is for `StreamTable.reopener`."""
+    return isinstance(why, UnavailableError) and not isinstance(
+        why, (StorageFailedError, LackingError, NotLeaderError)
     )
 
 

@@ -150,8 +150,11 @@ class IngestService:
         self.leaves = LeafQueue(governance.audit)
         self._identity = SpiffeId(broker.region, broker.mesh, "broker", broker.broker_id)
 
-    async def settle(self, name: StreamName, shards: list[ShardLog]) -> None:
-        """Before anybody finds a stream's shards: what landed in them has its leaves. Raises what keeps the ingress log from taking them."""
+    async def settle(self, name: StreamName, shards: list[ShardLog], unsettled: Sequence[int] = ()) -> None:
+        """Before anybody finds a stream's shards: what landed in them has its leaves; what may have landed in those that are `unsettled` is waited for. Raises what keeps the ingress log
+        from taking them."""
+        for number in unsettled:
+            self.landings.in_doubt(name, number)
         # Where they were open before in this process: a leaf that is on its way is not in the log yet, and would be taken for missing.
         try:
             async with asyncio.timeout(SETTLED_S):
@@ -751,9 +754,10 @@ class IngestStream:
 
     def _in_doubt(self) -> None:
         """The range may stand in the shard, and gets its leaf where that is opened again. Of a log with copies whoever leads next says so."""
-        shard = self._shard
-        if shard.state is State.FAILED and not shard.has_copies:
-            self._service.landings.in_doubt(self._hosted.name, shard.identity.shard)
+        shard, hosted = self._shard, self._hosted
+        # Of a stream whose records go nothing would end the doubt.
+        if shard.state is State.FAILED and not shard.has_copies and not hosted.removed:
+            self._service.landings.in_doubt(hosted.name, shard.identity.shard)
 
     def _log(self, way: _Way) -> None:
         """Step 7, and 8 after it."""

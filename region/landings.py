@@ -118,7 +118,7 @@ class Landings:
         self._unopened.setdefault(name, asyncio.Event())
 
     def in_doubt(self, name: StreamName, shard: int) -> None:
-        """The disk of a shard has failed, which is opened again by itself: what was being written then may stand there, and has no leaves yet."""
+        """A shard is not open, as its disk has failed or it could not be opened: what was being written when it was open last may stand there, and has no leaves yet."""
         self._in_doubt.setdefault((name, shard), asyncio.Event())
 
     def opened(self, name: StreamName, shards: Container[int] | None = None) -> None:

@@ -29,14 +29,12 @@ from felix.errors import CorruptionError, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.storage.port import Files
-from felix.storage.small_file import read_file
 from felix.tasks import end_tasks
 from felix.transaction_messages import TRANSACTIONS_STREAM
 from region.at_once import at_once
 from region.cluster.election import has_yielded
 from region.cluster.member import ClusterMember
 from region.cluster.records import ShardDurability, ShardId, ShardRecord
-from region.log.ahead import AHEAD_NAMES
 from region.log.compactor import WorkEndedError
 from region.log.companions import RECORDS, JournalKind, kind_of, log_number, shard_of
 from region.log.copies import Copies
@@ -101,6 +99,8 @@ class Folders(Protocol):
     def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
 
     async def make_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path: ...
+
+    def has_notes(self, name: StreamName, incarnation: bytes, shard: int) -> bool: ...
 
     async def delete_copy(self, folders: Sequence[Path], kept: Sequence[Path]) -> None: ...
 
@@ -525,13 +525,10 @@ class Replicas:
 
     def _has_notes(self, name: StreamName, stream: Stream) -> bool:
         """Whether a log that is to be a copy has records that no reader may see yet (region.log.ahead): copies have no such notes."""
-        files, incarnation = self._folders.files, bytes.fromhex(stream.incarnation)
-        for number in range(stream.config.shards):
-            folder = self._folders.shard_folder(name, incarnation, number)
-            for each in AHEAD_NAMES:
-                if files.exists(folder / each) and read_file(files, folder / each):
-                    return True
-        return False
+        incarnation = bytes.fromhex(stream.incarnation)
+        return any(
+            self._folders.has_notes(name, incarnation, number) for number in range(stream.config.shards)
+        )
 
     async def _open_copies(self, stream: Stream, kinds: Sequence[int]) -> None:
         shards = [ShardId(stream.incarnation, number) for number in range(stream.config.shards)]

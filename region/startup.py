@@ -568,8 +568,6 @@ async def open_broker(
         else:
             follower.opened(opened)
             follower.assigned(record.name)
-            for number in opened.failed if clustered is None else ():
-                landings.in_doubt(opened.name, number)
 
     with collector_paused():
         await at_once(OPENED_AT_ONCE, open_stream, records.values())

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
 from typing import Final
 
+from felix.errors import Code, FelixError
 from felix.names import StreamName
 from felix.runtime.port import Clock
 from felix.told import Told
-from region.hosted_stream import HostedStream
+from region.hosted_stream import HostedStream, why_stopped
 from region.log.companions import shard_of
 from region.log.shard import ShardLog
 from region.stream_index import StreamIndex
@@ -92,7 +93,13 @@ class StreamDisks:
 
     def problems(self) -> list[str]:
         """That the disk has failed, is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
-        return [*self._failed(), *self._left_there(), *self._no_room(), *self._unanswered()]
+        return [
+            *self._failed(),
+            *self._left_there(),
+            *self._no_room(),
+            *self._unopened(),
+            *self._unanswered(),
+        ]
 
     def _left_there(self) -> list[str]:
         if not self.unremoved:
@@ -115,8 +122,9 @@ class StreamDisks:
                 f"The disk has failed: {shards} not serve ({stream.text} shard {shard_of(number)}{more}). What is there is opened again by itself, if it can be."
             )
         for stream in self._index:
-            if stream.unproved and self._awaited(stream) is None:
-                shards = ", ".join(sorted({str(shard_of(number)) for number in stream.unproved}))
+            unproved = set(stream.unproved).difference(stream.unopened)
+            if unproved and self._awaited(stream) is None:
+                shards = ", ".join(sorted({str(shard_of(number)) for number in unproved}))
                 told.append(
                     f"The disk has failed, and what was acknowledged in {stream.text} shard {shards} is not all there any more, or is damaged: it is not opened "
                     "again before a restart. Restore what a backup has, or restart the broker to go on with what is there."
@@ -141,9 +149,7 @@ class StreamDisks:
 
     def _no_room(self) -> list[str]:
         full = [each.identity for each in self._found_full()]
-        unopened = [
-            (each.text, number) for each in self._index if each.lacks_room for number in each.without_room
-        ]
+        unopened = [(name, number) for name, number, why in self._waiting() if why.code is Code.DISK_FULL]
         places = [*((each.stream, each.shard) for each in full), *unopened]
         if not places:
             return []
@@ -152,4 +158,21 @@ class StreamDisks:
         more = ", …" if len(places) > 1 else ""
         return [
             f"The disk is full: {shards} nothing that is published ({name} shard {number}{more}). Reading goes on; publishing does once there is room."
+        ]
+
+    def _waiting(self) -> Iterator[tuple[str, int, FelixError]]:
+        """The shards that could not be opened for what passes, and why."""
+        for stream in self._index:
+            for number in stream.unopened:
+                if (why := why_stopped(stream.replicas[number])) is not None:
+                    yield stream.text, number, why
+
+    def _unopened(self) -> list[str]:
+        waiting = [each for each in self._waiting() if each[2].code is not Code.DISK_FULL]
+        if not waiting:
+            return []
+        name, number, why = waiting[0]
+        shards, more = ("1 shard", "") if len(waiting) == 1 else (f"{len(waiting)} shards", ", …")
+        return [
+            f"{shards} could not be opened ({name} shard {number}{more}), which is tried again by itself: {why}"
         ]

@@ -42,15 +42,16 @@ class StreamFollower:
         self._assigned: set[StreamName] = set()
         self._changed = asyncio.Event()
         mirror.on_change(self._note)
-        streams.on_left(self._changed.set)
+        # Also one that was open before, and could not be opened again as a whole.
+        streams.on_change(self.opened)
 
     def retry(self, name: StreamName) -> None:
         """A stream that could not be opened: try again later."""
         self._wanted.add(name)
 
     def opened(self, stream: HostedStream) -> None:
-        """A stream was opened: what there was no room for is tried again later."""
-        if stream.lacks_room:
+        """A stream was opened: what could not be for a reason that passes is tried again later."""
+        if stream.unopened and not stream.deleted:
             self.retry(stream.name)
 
     def assigned(self, name: str) -> None:
@@ -75,7 +76,8 @@ class StreamFollower:
         """Follow, for ever."""
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(RETRY_S if self._is_behind() else None):
+                # Also where nothing waits yet: what is to be tried again may come without a change.
+                async with asyncio.timeout(RETRY_S):
                     await self._changed.wait()
             self._changed.clear()
             try:
@@ -83,9 +85,6 @@ class StreamFollower:
             except Exception:
                 # A mistake of ours: what changes next is followed all the same.
                 log.exception("the catalog's streams could not be followed")
-
-    def _is_behind(self) -> bool:
-        return bool(self._wanted or self._assigned) or self._streams.has_left
 
     async def _follow_once(self) -> None:
         """The streams that changed since, and those that could not be opened, or removed, then."""
@@ -125,5 +124,5 @@ class StreamFollower:
             self._assigned.add(name)
             return
         held = self._streams.get(name)
-        if held is not None and held.lacks_room:
+        if held is not None and held.unopened:
             self._assigned.add(name)

@@ -19,13 +19,13 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 from felix.bounded import BoundedMap
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from region.at_once import at_once
 from region.budget import Budget
-from region.hosted_stream import HostedStream, Leading, Replica, about_to_be_served, why_stopped
+from region.hosted_stream import HostedStream, LackingError, Leading, Replica, about_to_be_served, why_stopped
 from region.log.companions import shard_of
 from region.log.directory import LogDirectory
 from region.log.epochs import next_epoch
@@ -67,12 +67,6 @@ CLOSED_AT_ONCE: Final = 8
 """Streams that are closed together at the end: the disk has something to do while another one's answers are looked at."""
 
 
-class _LackingError(UnavailableError):
-    """A log has lost what was acknowledged: it stays stopped until a restart."""
-
-    default_code = Code.SHARD_STOPPED
-
-
 class StreamTable:
     """Opens, keeps and closes hosted streams. `refusal` says why nothing may be appended to any of them now, or None.
 
@@ -109,11 +103,11 @@ class StreamTable:
         self._busy: WeakValueDictionary[StreamName, asyncio.Lock] = WeakValueDictionary()
         # Incarnations that were removed here of late: a record that was read before must not bring one back.
         self._removed: BoundedMap[str, bool] = BoundedMap(REMOVED_REMEMBERED_MAX)
-        self._left_watchers: list[Callable[[], None]] = []
         self.before_opening: list[Callable[[StreamName, Stream], Awaitable[None]]] = []
         """Awaited before the logs of a stream are opened: what they need. Where one raises, the stream is not served."""
-        self.before_found: list[Callable[[StreamName, list[ShardLog]], Awaitable[None]]] = []
-        """Called with a stream's open shards before anybody can find them by its name: what must stand before they are read."""
+        self.before_found: list[Callable[[StreamName, list[ShardLog], list[int]], Awaitable[None]]] = []
+        """Called with a stream's open shards before anybody can find them by its name: what must stand before they are read; and with the numbers of those that are not open, and
+        may have records that stand behind nothing yet."""
         self.before_serving: list[Callable[[HostedStream], Awaitable[None]]] = []
         """Called with a stream whose shards are open, before anybody is told of it: what must be in them first."""
         self._watchers: list[Callable[[HostedStream], None]] = []
@@ -168,7 +162,7 @@ class StreamTable:
                     if record.revision >= held.record.revision:
                         held.alter(record)
                         self.upkeep.place(held, record.config)
-                    if self._leading is None and (held.lacks_room or not held.replicas):
+                    if self._leading is None and (held.unopened or not held.replicas):
                         await self._serve_again(held, {})
                     return held
                 if held.record.revision > record.revision:
@@ -201,8 +195,10 @@ class StreamTable:
 
         try:
             await at_once(SHARDS_AT_ONCE, open_shard, range(record.config.shards))
+            shards = [each for each in replicas.values() if isinstance(each, ShardLog)]
+            unsettled = await self._unsettled(stream, replicas)
             for prepare_shards in self.before_found:
-                await prepare_shards(name, [each for each in replicas.values() if isinstance(each, ShardLog)])
+                await prepare_shards(name, shards, unsettled)
             stream.is_settling = True
             stream.begin(dict(sorted(replicas.items())), taken, epochs)
             for settle in self.before_serving:
@@ -216,6 +212,27 @@ class StreamTable:
             raise
         finally:
             stream.is_settling = False
+
+    async def _unsettled(self, stream: HostedStream, replicas: dict[int, Replica]) -> list[int]:
+        """The shards that could not be opened here, and have notes of records that may be in them, or may have: they did not let themselves be asked."""
+        incarnation, loop = bytes.fromhex(stream.record.incarnation), asyncio.get_running_loop()
+        found = []
+        for number, each in sorted(replicas.items()):
+            if not isinstance(each, FelixError) or isinstance(each, NotLeaderError) or stream.ephemeral:
+                continue
+            try:
+                has_notes = await loop.run_in_executor(
+                    self._directory.commit_pool,
+                    self._directory.has_notes,
+                    stream.name,
+                    incarnation,
+                    number,
+                )
+            except OSError:
+                has_notes = True
+            if has_notes:
+                found.append(number)
+        return found
 
     async def release(self, name: StreamName) -> None:
         """Close the logs of a stream that is to be opened as copies. Raises UnavailableError where its disk has failed, and nobody has seen yet whether
@@ -235,7 +252,7 @@ class StreamTable:
             if held is None:
                 return
             if (epochs := leading.epochs(held.record)) == held.epochs:
-                if held.lacks_room:
+                if held.unopened:
                     await self._serve_again(held, epochs)
                 return
             if held.replicas:
@@ -248,12 +265,17 @@ class StreamTable:
             self._changed(held)
 
     async def _serve_again(self, stream: HostedStream, epochs: dict[int, int]) -> None:
-        """Serve all of its shards, where those have room by now that had none. Raises as `open`."""
-        for number in stream.without_room:
-            if await self._try_log(stream, number, epochs) is not None:
+        """Serve all of its shards, where those can be opened by now that could not. Raises as `open`."""
+        for number in stream.unopened:
+            if (why := await self._try_log(stream, number, epochs)) is not None:
+                # What is answered, and said in the status, is why it cannot be opened now.
+                stream.replicas[number] = why
+                if stream.failed:
+                    self.reopener.failed(stream)
                 return
         await self._serve_anew(stream, epochs)
-        log.info("stream %s found room on the disk, and is served", stream.name)
+        if not stream.unopened:
+            log.info("all shards of stream %s could be opened now, and are served", stream.name)
 
     async def _try_log(self, stream: HostedStream, number: int, epochs: dict[int, int]) -> FelixError | None:
         """Why a shard or companion that is not open still cannot be opened; None where it can. Those that serve are not disturbed before it is of use."""
@@ -323,7 +345,10 @@ class StreamTable:
         await self._close_logs(stream, failed)
         for number in failed:
             found = await self._try_log(stream, number, epochs)
-            if isinstance(found, UnavailableError) and not isinstance(found, _LackingError):
+            if isinstance(found, UnavailableError) and not isinstance(found, LackingError):
+                if isinstance(found, StorageFailedError) and number in stream.replicas:
+                    # What keeps it from being opened now, which may be another reason than what had stopped it.
+                    stream.replicas[number] = found
                 return found
         if failed or not stream.replicas:
             await self._serve_anew(stream, epochs)
@@ -350,6 +375,10 @@ class StreamTable:
             numbers = ", ".join(map(str, unproved))
             log.error("stream %s: log %s is not opened again before a restart", stream.name, numbers)
             return Tried.OVER
+        if unopened := stream.unopened:
+            numbers = ", ".join(map(str, unopened))
+            log.warning("stream %s: shard %s is not open again yet, and is tried again", stream.name, numbers)
+            return Tried.OPENED
         log.warning("stream %s: its disk had failed, and its logs are open again", stream.name)
         return Tried.OPENED
 
@@ -542,7 +571,7 @@ class StreamTable:
         if left is not None and (missing := what_is_missing(log.committed_point, left.acknowledged)):
             await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
             stream.left[number] = left._replace(failed=True)
-            raise _LackingError(
+            raise LackingError(
                 f"Log {number} of {stream.name} {missing}.",
                 hint="It is not opened again before a restart. Look after the disk, and restore what a backup has.",
             )
@@ -573,6 +602,7 @@ class StreamTable:
             self._removed.put(incarnation, True)
             held = self.index.get(name)
             if held is not None and held.record.incarnation == incarnation:
+                held.removed = True
                 with suppress(FelixError):
                     # It goes, whatever its disk says.
                     await self._close(held)
@@ -587,21 +617,10 @@ class StreamTable:
             if incarnation not in self.disks.unremoved:
                 log.error("%s is deleted, and its records cannot be removed from the disk: %s", name, error)
                 self.disks.unremoved[incarnation] = name
-                for watcher in self._left_watchers:
-                    watcher()
             return str(error)
         if self.disks.unremoved.pop(incarnation, None) is not None:
             log.warning("the records of %s, which is deleted, are removed from the disk", name)
         return ""
-
-    @property
-    def has_left(self) -> bool:
-        """Whether records of deleted streams are on the disk still."""
-        return bool(self.disks.unremoved)
-
-    def on_left(self, watcher: Callable[[], None]) -> None:
-        """Call `watcher` where the disk does not remove the records of a deleted stream: `remove_left` is to be called later."""
-        self._left_watchers.append(watcher)
 
     async def remove_left(self) -> None:
         """Remove records of deleted streams that the disk did not remove before."""

@@ -44,6 +44,8 @@ CHECKPOINTS_BURST: Final = 32
 COSIGNATURES_PER_S: Final = 1.0
 """Of one log, for one bridge that brings its checkpoints: an agent brings one every 3 s."""
 COSIGNATURES_BURST: Final = 16
+COVER_S: Final = 3.0
+"""How long a checkpoint that is asked for may take; it is made anyway, and asked for again."""
 WAITING_MAX: Final = 4
 """Calls of one bridge about one log that wait for the one before; and of another region's bridge that brings cosignatures."""
 OWN_WAITING_MAX: Final = CHECKPOINTS_BURST
@@ -178,6 +180,7 @@ class Witnessing:
         self._cosigning = _Line()
         self._bringing = _Line()
         self._keeping = asyncio.Lock()
+        self._covering: asyncio.Future[bytes] | None = None
 
     async def cosign(self, actor: SpiffeId, checkpoint: bytes, proof: list[bytes]) -> Witnessed:
         """Cosign another region's checkpoint (audit.witness). Raises ForkError where it is another history, and
@@ -208,9 +211,10 @@ class Witnessing:
         self, actor: SpiffeId, from_size: int, leaf: int = LOGGED_UNTOLD
     ) -> CheckpointAnswer:
         """The checkpoint that witnesses are to cosign now, with the cosignatures that are kept of it, and the proof that it continues `from_size` leaves. `leaf`: one that a receipt
-        names to the bridge that asks; of other leaves it is told nothing."""
+        names to the bridge that asks; of other leaves it is told nothing. Raises UnavailableError where a durable leaf gets no checkpoint now."""
         pace = self._own_checkpoints if actor.region == self._region else self._checkpoints
         self._require_pace(pace, actor, "give a checkpoint")
+        await self._cover(leaf)
         note = self._trail.checkpoints.offer(at_least=from_size)
         size = note_size(note)
         proof: list[bytes] = []
@@ -221,6 +225,23 @@ class Witnessing:
             return shown
         data, included = await asyncio.to_thread(_brought_by, str(actor), self._trail.files, leaf, size)
         return msgspec.structs.replace(shown, leaf=data, leaf_proof=included)
+
+    async def _cover(self, leaf: int) -> None:
+        """Have a checkpoint of a leaf that is durable: without one whoever has its receipt would take the log for one that was put back, and say so for good. All who ask wait for the
+        same."""
+        trail = self._trail
+        if not trail.checkpoints.newest.size <= leaf < trail.status().durable:
+            return
+        if self._covering is None:
+            self._covering = asyncio.ensure_future(asyncio.to_thread(trail.publish, COVER_S))
+            self._covering.add_done_callback(self._covered)
+        await asyncio.shield(self._covering)
+
+    def _covered(self, covering: asyncio.Future[bytes]) -> None:
+        self._covering = None
+        if not covering.cancelled():
+            # Where all who asked have hung up, nobody asks what became of it.
+            covering.exception()
 
     async def put_cosignature(self, actor: SpiffeId, cosigned: bytes) -> None:
         """Keep another region's cosignature of this region's checkpoint. Raises UnavailableError(LIMIT_RATE) where `actor` brings them too often."""

@@ -231,14 +231,16 @@ class _Opened:
 
 
 class _Lock:
-    def __init__(self, locked: set[Path], folder: Path) -> None:
-        self._locked, self._folder = locked, folder
+    def __init__(self, disk: MemoryDisk, locked: set[Path], folder: Path) -> None:
+        self._disk, self._locked, self._folder = disk, locked, folder
+        self._node: _File | _Folder | None = disk.find(folder)
         self.identity = str(folder)
 
     def is_elsewhere(self) -> bool:
-        return False
+        return self._node is not None and self._disk.find(self._folder) is not self._node
 
     def release(self) -> None:
+        self._node = None
         self._locked.discard(self._folder)
 
 
@@ -412,7 +414,7 @@ class MemoryFiles:
             if folder in self._locked:
                 raise UnavailableError(f"The folder {folder} is in use.", code=Code.CONFLICT)
             self._locked.add(folder)
-            return _Lock(self._locked, folder)
+            return _Lock(self._disk, self._locked, folder)
 
     def _call(self, name: str, path: Path) -> _Step:
         """One call: what `on_call` does, then the step under the disk's lock."""

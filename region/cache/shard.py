@@ -161,7 +161,7 @@ class CacheShard:
                 if shard.failure is not None:
                     raise shard.failure
                 continue
-            for entry in await self.read(self.applied):
+            for entry in await self._read_loading():
                 if entry.base_offset >= self._observed_from:
                     break
                 if entry.next_offset <= self.applied:
@@ -193,6 +193,20 @@ class CacheShard:
         self._unfollow = shard.subscribe_tail(self.follow)
         self.follow()
         self._arm()
+
+    async def _read_loading(self) -> list[LogEntry]:
+        """What comes next of the log, as soon as its disk gives it: nobody else would read it again. Raises what does not pass."""
+        is_said = False
+        while True:
+            try:
+                return await self.read(self.applied)
+            except UnavailableError as error:
+                if self._closed or self.log.failure is not None:
+                    raise
+                if not is_said:
+                    is_said = True
+                    log.warning("cache %s shard %d is still being read: %s", self.name, self.number, error)
+                await asyncio.sleep((error.retry_after_ms or RETRY_MS) / 1000)
 
     async def read(self, offset: int) -> list[LogEntry]:
         """From memory, or from the disk within the broker's catch-up budget. Raises as `ShardLog.read` does."""

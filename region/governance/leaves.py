@@ -213,7 +213,9 @@ class DocumentLeaves:
                 break
             except SignatureError as error:
                 log.error("a %s of %s gets no leaf: %s", document.purpose, document.region, error)
-                self._forget(document, digest_of(document))
+                digest = digest_of(document)
+                self._logged.lacks(digest)
+                self._forget(document, digest)
                 break
             except (FelixError, OSError) as error:
                 if str(error) != told:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable
+from hashlib import sha256
 from typing import Final
 
 from audit.leaf import Leaf
@@ -103,6 +104,9 @@ class PinLeaves:
         ):  # fmt: skip
             self._stand.add(pin.signature)
             self._actors.pop(pin.signature, None)
+        elif not self._writes_here():
+            # Whoever goes on with the log writes it, and this broker asks nobody whether it stands: as one that never tried, it crosses on.
+            self._logged.lacks(sha256(document).digest())
 
     def _leaf(self, pin: SignedPin) -> Leaf:
         actor = self._actors.get(pin.signature) or self._identity

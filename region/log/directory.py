@@ -4,7 +4,7 @@ Layout: `<data>/lock`, `<data>/<tenant>~<namespace>~<name>~<incarnation hex>/<sh
 name has no `~` (felix.names), so folder names parse back to what they were made from; they fit a file name
 (at most 224 bytes). Folders of names that do not parse are left alone and not listed.
 
-Invariants: one process holds the folder (`Files.lock`); a stream's folder is deleted on explicit request
+Invariants: one process holds the folder (`Files.lock`), and goes by its path only while it is there (`felix.storage.held`); a stream's folder is deleted on explicit request
 only, never because something else does not know it.
 """
 
@@ -24,8 +24,10 @@ from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import DiskFiles
+from felix.storage.held import HeldFiles
 from felix.storage.port import Files
-from felix.storage.small_file import load_checked
+from felix.storage.small_file import load_checked, read_file
+from region.log.ahead import AHEAD_NAMES
 from region.log.clean_stop import save_clean_stop, take_clean_stop
 from region.log.compaction import CompactionReport
 from region.log.copies import Copies
@@ -143,9 +145,10 @@ class LogDirectory:
         fetched_bytes_max: int = FETCHED_BYTES_MAX,
         runtime: Runtime = REAL,
     ) -> None:
-        self.files = files or DiskFiles()
-        self._lock = self.files.lock(data)
+        files = files or DiskFiles()
+        self._lock = files.lock(data)
         self._data = data
+        self.files: Files = HeldFiles(files, self._lock, data, self.copies)
         self._region = region
         self.commit_pool = runtime.pool(COMMIT_THREADS_MAX, "log-commit")
         self.creation_pool = runtime.pool(CREATION_THREADS_MAX, "log-creation")
@@ -188,6 +191,14 @@ class LogDirectory:
     def shard_folder(self, name: StreamName, incarnation: bytes, shard: int) -> Path:
         """Where a shard is kept."""
         return shard_folder(self._data, name, incarnation, shard)
+
+    def has_notes(self, name: StreamName, incarnation: bytes, shard: int) -> bool:
+        """Whether a shard's folder has notes, of which some may not be released (region.log.ahead). Blocks. Raises OSError."""
+        folder = self.shard_folder(name, incarnation, shard)
+        return any(
+            self.files.exists(folder / each) and bool(read_file(self.files, folder / each))
+            for each in AHEAD_NAMES
+        )
 
     async def open_shard(
         self,

@@ -231,8 +231,12 @@ class ShardLog:
             raise storage_error(error, shard_folder) from error
         shard = cls(identity, settings, hooks, commit_pool, read_pool, store, commit, kept)
         shard._core.turn(Event.OPENED)
-        if shard._core.admission.ids is not None:
-            await shard._read_ids(shard._core.admission.ids)
+        try:
+            if shard._core.admission.ids is not None:
+                await shard._read_ids(shard._core.admission.ids)
+        except BaseException:
+            await shard.close()
+            raise
         return shard
 
     @classmethod

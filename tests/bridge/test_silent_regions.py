@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 from signed_grants import deny_entry
 
+from audit.errors import AuditUnavailableError
 from audit.witness import MemoryWitnessStore
 from bridge.agent import Agent
 from bridge.documents import EgressDocuments, Paper
 from bridge.ledger import Ledger
+from bridge.link_worker import LinkWorker
 from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.real import REAL
 from felix.tasks import end_tasks
@@ -169,3 +171,80 @@ async def test_a_document_of_which_no_leaf_can_be_made_keeps_none_behind_it_from
     assert await documents.log(lambda grant: False) == 2
     assert not documents.is_waiting and not await documents.log(lambda grant: False)
     assert tried == [b"0", b"1", b"2"], "it is not tried again while it is listed"
+
+
+class Silent:
+    """A session whose destination does not answer."""
+
+    def __init__(self, *_: object) -> None:
+        self.window = None
+        self.failed: list[FelixError] = []
+
+    async def run(self, *_: object) -> None:
+        await asyncio.Event().wait()
+
+    def fail(self, error: FelixError) -> None:
+        self.failed.append(error)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+async def test_a_region_that_does_not_answer_keeps_no_log_from_being_opened_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All links end before it is; a request waits for up to half a minute, and one follows another."""
+    monkeypatch.setattr("bridge.link_worker.LinkSession", Silent)
+    monkeypatch.setattr("bridge.link_worker.INTERRUPT_S", 0.01)
+    nothing: Any = SimpleNamespace(link=lambda: None)
+    context: Any = SimpleNamespace(open_trail=lambda: None, source=nothing, runtime=REAL)
+    row: Any = SimpleNamespace()
+    worker = LinkWorker(context, nothing, row)
+    stopped = UnavailableError("The egress log has stopped.")
+    for _ in range(2):
+        opening = asyncio.ensure_future(worker._open(row))
+        await asyncio.sleep(0)
+        assert worker.in_session
+        async with asyncio.timeout(10):
+            await worker.interrupt(stopped)
+        assert not worker.in_session
+        with pytest.raises(UnavailableError, match="has stopped"):
+            await opening
+    # An agent that ends is not an interrupted link.
+    opening = asyncio.ensure_future(worker._open(row))
+    await asyncio.sleep(0)
+    await end_tasks(opening)
+    assert opening.cancelled() and not worker.in_session
+    await worker.interrupt(stopped)
+
+
+async def test_a_document_whose_file_was_written_while_the_log_was_opened_again_gets_no_leaf_unseen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It would stand behind what the new ledger is read from, and get another one."""
+    trail: Any = SimpleNamespace(files=None)
+    context: Any = SimpleNamespace(
+        runtime=REAL,
+        source=SimpleNamespace(region="us-east"),
+        bridge="a bridge",
+        clock_ms=lambda: 1,
+        ledger=Ledger(),
+        trail=trail,
+        failpoints=SimpleNamespace(at=lambda _: None),
+    )
+
+    def open_trail() -> Any:
+        if context.trail is None:
+            raise AuditUnavailableError("The egress log has stopped.")
+        return context.trail
+
+    def keep(*_: object) -> None:
+        context.trail = None
+
+    context.open_trail = open_trail
+    monkeypatch.setattr("bridge.documents.keep_document", keep)
+    monkeypatch.setattr("bridge.documents.signed_leaf", lambda *_, **__: SimpleNamespace(header=None))
+    documents = EgressDocuments(context)
+    document: Any = SimpleNamespace()
+    with pytest.raises(AuditUnavailableError):
+        await documents._append(Paper(document, b"file", b"digest"))

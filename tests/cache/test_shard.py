@@ -4,6 +4,7 @@ are carried out once, and a log read again gives the same state."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,8 +23,10 @@ from region.budget import Budget
 from region.cache import shard as cache_shard
 from region.cache.shard import CacheShard
 from region.cache.state import ENTRY_BYTES
+from region.log.errors import read_failed
 from region.log.point import LogPoint
-from region.log.shard import ShardHooks, ShardSettings
+from region.log.ring import Entry
+from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.stream_settings import delivery_frame
 
 NAME = StreamName.parse("acme/web/sessions")
@@ -132,6 +135,29 @@ async def test_a_cache_whose_log_is_cut_below_what_it_applied_shows_nothing_of_i
         assert refused.value.code is Code.SHARD_STOPPED
     async with holding(tmp_path) as held:
         assert held.values == {b"a": b"1"}
+
+
+async def test_a_cache_whose_log_cannot_be_read_for_a_moment_is_read_once_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At a start, and where its stream is opened again: nothing is wrong with the log, and nobody else would read it."""
+    async with holding(tmp_path) as held:
+        await held.put(b"a", b"1")
+    read, failed = ShardLog.read, list[OSError]()
+
+    async def fail_first(log: ShardLog, offset: int, max_bytes: int) -> list[Entry]:
+        if len(failed) < 2:
+            failed.append(OSError(errno.EIO, "no answer"))
+            error = read_failed(failed[-1], tmp_path)
+            error.retry_after_ms = 1
+            raise error
+        return await read(log, offset, max_bytes)
+
+    monkeypatch.setattr(ShardLog, "read", fail_first)
+    async with holding(tmp_path) as held:
+        assert len(failed) == 2
+        assert held.values == {b"a": b"1"}
+        await held.put(b"a", b"2")
 
 
 def published(key: bytes, value: bytes) -> Batch:

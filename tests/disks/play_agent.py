@@ -1,9 +1,9 @@
 """Rounds of faults of a disk, with a bridge agent and two regions of one broker in processes of their own, under load.
 
-    unshare --net --mount --pid --fork --kill-child --mount-proc python -m disks.play_agent FOLDER [--region | --witness]
+    unshare --net --mount --pid --fork --kill-child --mount-proc python -m disks.play_agent FOLDER [--region | --streams | --witness]
         [--rounds N] [--seed S] [--only FAULT …] [--at MOMENT …] [--judge N]
 
-The disk is an ext4 of its own, on which the agent's folder is, the destination's audit log (`--region`), or an outside witness without whose cosignatures nothing
+The disk is an ext4 of its own, on which the agent's folder is, the destination's audit log (`--region`) or its streams (`--streams`), or an outside witness without whose cosignatures nothing
 crosses (`--witness`). In each round one fault happens at one moment, drawn by the seed from all pairs; then all that was acknowledged has to cross, without a restart, and
 the process has to be ready. After every ten rounds, and in the end, all is judged: each record at the destination once and in order, one INTENT and one ACK of each, nothing there without a
 leaf, logs that verify. Calls of Python fail by `failing_disk`, those of SQLite by `failing_calls.c`. It needs root on Linux, loop devices, `mkfs.ext4`, `fsfreeze`, and gcc for a witness. Exit code 1 where something did not hold.
@@ -163,6 +163,8 @@ class Play:
     # -- the process whose disk fails -------------------------------------------------------------------
 
     words: Sequence[str] = ("bridge", "up", BRIDGE, "--region", SOURCE)
+    worn = "has stopped"
+    """in the log of a process whose next failure is waited for longer"""
 
     @property
     def log_folder(self) -> Path:
@@ -318,7 +320,7 @@ class Play:
         if row["cpu"] > 0.8:
             self.finding(f"{moment}/{fault}: {row['cpu']} of a processor over {took_s:.0f} s")
         text = self.said.read_bytes()[said_before:].decode(errors="replace")
-        self.is_worn = "has stopped" in text
+        self.is_worn = self.worn in text
         if "Traceback" in text:
             self.finding(f"{moment}/{fault}: a trace in the log")
         if not self.settled():
@@ -654,7 +656,7 @@ class RegionPlay(Play):
             )
         )
         assert self.health in config.read_text(), text
-        self.disk = Disk(mesh.eu.root / "data" / "audit", self.home / "audit.img")
+        self.disk = Disk(mesh.eu.root / "data" / self.log, self.home / f"{self.log}.img")
         mesh.up(SOURCE)
         self.start_agent()
         until(lambda: self.not_ready() == "", "a broker that is ready")
@@ -699,6 +701,26 @@ class RegionPlay(Play):
         until(lambda: self.not_ready() == "", "a broker that is ready")
         self.mesh.agent_up()
         self.load.paused.clear()
+
+
+class StreamsPlay(RegionPlay):
+    """The same of the streams of the destination, each of one copy."""
+
+    log = "streams"
+    wal = ".seg"
+    whole = "/data/streams/"
+    worn = "disk had failed"
+
+    def fault_unmounted_and_needed(self, observed: list[str]) -> None:
+        """A sync fails while the folder is away: what is opened again has to wait for it."""
+        if self.process is None or self.metric("felix_bridge_audit_failed") is None:
+            return
+        self.disk.unmount("-l")
+        self._shim(observed, call="sync", path=self.wal, hold_s=8)
+        left = sorted(each.name for each in self.disk.folder.iterdir())
+        if left:
+            self.finding(f"made in another folder: {left}")
+        self.disk.mount()
 
 
 class WitnessPlay(Play):
@@ -849,6 +871,10 @@ def first_difference(found: Sequence[int]) -> str:
     return f"{len(found)} of them"
 
 
+STREAMED: Final = (
+    "full", "write_fails", "sync_fails", "folder_sync_fails", "rename_fails", "open_fails", "read_fails", "read_only", "broken_for_long", "sync_hangs",
+    "disk_hangs", "power", "sync_fails_then_power", "kill", "unmounted", "unmounted_and_needed", "mounted_over", "descriptors",
+)  # fmt: skip
 WITNESSED: Final = (
     "full", "sync_hangs", "disk_hangs", "power", "kill", "aborted", "unmounted", "descriptors", "journal_sync_fails", "state_sync_fails",
     "state_write_fails", "state_open_fails", "state_unlink_fails", "state_read_fails", "read_only",
@@ -868,12 +894,21 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[])
     parser.add_argument("--at", nargs="*", default=[])
     parser.add_argument("--region", action="store_true")
+    parser.add_argument("--streams", action="store_true")
     parser.add_argument("--witness", action="store_true")
     asked = parser.parse_args()
     run("ip", "link", "set", "lo", "up")
-    kind = RegionPlay if asked.region else WitnessPlay if asked.witness else Play
+    kind = (
+        StreamsPlay
+        if asked.streams
+        else RegionPlay
+        if asked.region
+        else WitnessPlay
+        if asked.witness
+        else Play
+    )
     play = kind(asked.folder, asked.seed)
-    faults = asked.only or list(WITNESSED if asked.witness else names("fault"))
+    faults = asked.only or list(WITNESSED if asked.witness else STREAMED if asked.streams else names("fault"))
     drawn = [(moment, fault) for fault in faults for moment in asked.at or names("at")]
     play.random.shuffle(drawn)
     try:

@@ -21,7 +21,9 @@ from region.ingest import IngestService, IngestStream
 from region.landings import ASKS_S, Landings
 from region.log.directory import LogDirectory
 from region.log.errors import StorageFailedError
-from region.log.shard import Appended, ShardHooks, ShardSettings
+from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
+from region.metadata.records import Stream, StreamConfig
+from region.streams import HostedStream, StreamTable
 
 
 class Feeding:
@@ -97,11 +99,12 @@ async def test_whoever_ends_a_grant_waits_for_what_is_in_doubt_where_a_disk_has_
     await landings.drained(everything, everything)
 
 
-@pytest.mark.parametrize("is_read_on", [True, False])
+@pytest.mark.parametrize(("is_read_on", "is_deleted"), [(True, False), (False, False), (True, True)])
 async def test_a_range_whose_write_failed_is_in_doubt_until_its_shard_has_its_leaves(
-    is_read_on: bool,
+    is_read_on: bool, is_deleted: bool
 ) -> None:
-    """By the code of an ingest stream, over a real log: not where its log was closed by then, which is open anew."""
+    """By the code of an ingest stream, over a real log: not where its log was closed by then, which is open anew; nor where the stream is being deleted, which may have been
+    told before the disk answered."""
     landings, disk = Landings(), MemoryDisk()
     landings.streams_opened()
     name = StreamName.parse("acme/ops/crew")
@@ -118,7 +121,7 @@ async def test_a_range_whose_write_failed_is_in_doubt_until_its_shard_has_its_le
         send=lambda *_, **__: None, end_role=lambda _: None, hold_request=lambda _: None
     )
     stream: Any = IngestStream(service, session, 1)  # type: ignore[arg-type]
-    stream._shard, stream._hosted = shard, SimpleNamespace(name=name)
+    stream._shard, stream._hosted = shard, SimpleNamespace(name=name, removed=is_deleted)
     stream._meter = SimpleNamespace(give_back=lambda charge: None)
     stream._landing = landings.claim(name, 3, 7, stream)
     stream._landing.begin(10)
@@ -145,9 +148,11 @@ async def test_a_range_whose_write_failed_is_in_doubt_until_its_shard_has_its_le
     disk.on_call = None
     draining = asyncio.ensure_future(landings.drained(everything, everything))
     await asyncio.sleep(0.01)
-    assert not draining.done()
+    assert draining.done() is is_deleted
     await directory.close_shard(name, bytes(16), 3)
-    if is_read_on:
+    if is_deleted:
+        pass
+    elif is_read_on:
         # Its sibling is served, and it is not yet.
         await service.settle(name, [])
         await asyncio.sleep(0.01)
@@ -158,4 +163,53 @@ async def test_a_range_whose_write_failed_is_in_doubt_until_its_shard_has_its_le
     else:
         stream._appended(way, shard.failure)
     await draining
+    await directory.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "is_waited_for"),
+    [(errno.EIO, True), (errno.ENOSPC, True), (errno.EMFILE, True), (0, True), (errno.EIO, False)],
+)
+async def test_what_landed_in_a_shard_that_cannot_be_opened_at_a_start_is_waited_for(
+    error: int, is_waited_for: bool
+) -> None:
+    """Whatever keeps it from being opened, for a moment or, where it is damaged, until a person comes: where nothing is noted in its folder, nobody waits."""
+    landings, disk, loop = Landings(), MemoryDisk(), asyncio.get_running_loop()
+    landings.streams_opened()
+    governance: Any = SimpleNamespace(audit=None, arrivals=None)
+    broker: Any = SimpleNamespace(region="eu-central", mesh="acme", broker_id="b1")
+    service: Any = IngestService(broker, governance, landings, None, None)  # type: ignore[arg-type]
+    record = Stream(name="acme/ops/crew", incarnation="ab" * 16, created_ms=1, config=StreamConfig(shards=2))
+
+    async def start() -> tuple[StreamTable, LogDirectory, HostedStream]:
+        directory = LogDirectory(Path("/data"), "eu-central", files=disk.mount())
+        table = StreamTable(directory, Budgets().ring, lambda *_: Plain())
+        table.before_found.append(service.settle)
+        return table, directory, await table.open(record)
+
+    table, directory, stream = await start()
+    shard, answer = stream.shard(1), loop.create_future()
+    note = shard.take_note(b"its leaves") if is_waited_for else None
+    shard.append_nowait(encode_batch([NewRecord(b"arrived")], shard=1), answer.set_result, note=note)
+    assert isinstance(await answer, Appended)
+    await table.close()
+    await directory.close()
+    if not error:
+        segment = next(each for each in disk.files() if "/00001/" in str(each) and each.suffix == ".seg")
+        disk.flip(segment, 100)
+
+    def fail(call: str, path: Path) -> None:
+        if error and call in ("open", "names") and "/00001" in str(path):
+            raise OSError(error, os.strerror(error), str(path))
+
+    disk.on_call = fail
+    table, directory, stream = await start()
+    assert isinstance(stream.find(1), FelixError) and isinstance(stream.find(0), ShardLog)
+    draining = asyncio.ensure_future(landings.drained(everything, everything))
+    await asyncio.sleep(0.01)
+    assert draining.done() is not is_waited_for
+    landings.opened(stream.name, [0, 1])
+    await draining
+    disk.on_call = None
+    await table.close()
     await directory.close()

@@ -20,12 +20,13 @@ from felix.errors import Code, FelixError, NotLeaderError, UnavailableError
 from felix.frames import FRAME_HEADER_BYTES
 from felix.names import StreamName
 from felix.runtime.simulated import SimulatedLoop, simulated
-from felix.settings import Durability
+from felix.settings import Deduplication, Durability, Views
 from felix.storage.memory import MemoryDisk
 from region.budget import Budgets
 from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.directory import LogDirectory
+from region.log.message_ids import MessageIds
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import Stream, StreamConfig
 from region.streams import StreamTable
@@ -489,3 +490,113 @@ def test_what_is_closed_to_be_served_again_is_on_the_disk_where_the_broker_ends_
         finally:
             loop.close()
     assert interrupted
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ENOSPC])
+def test_a_sibling_that_finds_no_descriptors_or_room_as_its_stream_is_served_again_is_tried_again(
+    error: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What serves is closed with what had failed; of that, no restart is needed either."""
+
+    async def scene(made: Scene) -> None:
+        stream = await made.open(shards=2)
+        told: list[list[int]] = []
+        made.streams.on_change(lambda each: told.append(each.unopened))
+        for number in range(2):
+            await made.publish(b"first", shard=number)
+        made.fail("sync", of="/00000")
+        with pytest.raises(UnavailableError):
+            await made.publish(b"in doubt")
+        cease = made.streams._cease
+
+        async def cease_and_lack(each: HostedStream) -> None:
+            await cease(each)
+            made.fail("open", of="/00001", error=error)
+
+        made.streams._cease = cease_and_lack  # type: ignore[method-assign]
+        await made.until(lambda: made.streams.reopener.opened)
+        made.streams._cease = cease  # type: ignore[method-assign]
+        assert stream.unopened == [1] and told[-1] == [1]
+        (problem,) = made.streams.problems()
+        assert "shard 1" in problem
+        refused = stream.find(1)
+        assert isinstance(refused, UnavailableError) and refused.retry_after_ms
+        assert not any("its logs are open again" in line for line in caplog.messages)
+        # What the follower does, which is told of it.
+        await made.streams.open(stream.record)
+        assert not stream.unopened and not made.streams.problems() and not stream.left
+        for number in range(2):
+            await made.publish(b"last", shard=number)
+
+    play(scene)
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.EIO])
+def test_a_shard_that_cannot_be_read_as_it_is_opened_is_tried_again(error: int) -> None:
+    """Its message ids are read from the records, which is no part of its recovery."""
+
+    async def scene(made: Scene) -> None:
+        config: dict[str, Any] = {"views": Views(deduplication=Deduplication())}
+        stream = await made.open(**config)
+        await made.publish(b"first")
+        await made.streams.close()
+        made.streams = StreamTable(
+            made.directory,
+            made.budgets.ring,
+            lambda *_: Plain(),
+            runtime=simulated(made.loop, 1_800_000_000_000),
+        )
+        read_ids = ShardLog._read_ids
+
+        async def fail_first(shard: ShardLog, window: MessageIds) -> None:
+            made.fail("pread" if error == errno.EIO else "open", of="/00000", error=error)
+            await read_ids(shard, window)
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(ShardLog, "_read_ids", fail_first)
+            stream = await made.open(**config)
+        assert stream.unopened == [0] and made.streams.problems()
+        await made.open(**config)
+        assert not stream.unopened
+        await made.publish(b"last")
+
+    play(scene)
+
+
+@pytest.mark.parametrize("is_mounted_over", [False, True])
+def test_a_folder_that_is_away_for_a_while_is_not_begun_anew(is_mounted_over: bool) -> None:
+    """A file system that was unmounted, or another one mounted over it: what is acknowledged meanwhile would be there, and a log that is opened would have lost all."""
+
+    async def scene(made: Scene) -> None:
+        stream = await made.open(shards=2)
+        for number in range(2):
+            await made.publish(b"first", shard=number)
+        files, away = made.disk.mounted, DATA.with_name("away")
+        files.rename(DATA, away)
+        if is_mounted_over:
+            files.make_folder(DATA)
+        made.fail("sync", of="/00000")
+        with pytest.raises(UnavailableError):
+            await made.publish(b"in doubt")
+        other = StreamName.parse("acme/payments/other")
+        record = Stream(name=str(other), incarnation="cd" * 16, created_ms=1, config=StreamConfig())
+        new = await made.streams.open(record)
+        await asyncio.sleep(60)
+        assert not made.streams.reopener.opened and not new.serving and stream.failed == [0]
+        for each in (stream, new):
+            refused = each.find(0)
+            assert isinstance(refused, UnavailableError) and "Put it back" in str(refused)
+        assert not files.exists(DATA) or not files.names(DATA), "nothing is written there"
+        # What is open goes on where it was opened.
+        await made.publish(b"second", shard=1)
+        if is_mounted_over:
+            files.remove_folder(DATA)
+        files.rename(away, DATA)
+        await made.until(lambda: made.streams.reopener.opened == 2, within_s=1_200)
+        assert not made.streams.problems() and not stream.left
+        for number in range(2):
+            await made.publish(b"last", shard=number)
+        assert await made.records(1) == [b"first", b"second", b"last"]
+        await made.streams.remove(other, record.incarnation)
+
+    play(scene)

@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from audit_log import Link
@@ -16,7 +18,7 @@ from audit.trail import Trail
 from felix.storage.memory import MemoryDisk
 from region.document_log import DocumentLog
 from region.governance import pin_leaves
-from region.governance.pin_leaves import until_taken
+from region.governance.pin_leaves import PinLeaves, until_taken
 
 WAIT_S = 30
 
@@ -73,4 +75,34 @@ async def test_a_leaf_is_given_up_where_the_log_takes_nothing_before_a_restart(
         assert not await taking
     assert trail.is_over and not trail.may_reopen
     monkeypatch.undo()
+    await asyncio.to_thread(trail.close)
+
+
+async def test_a_broker_that_lost_the_log_as_it_wrote_a_pin_s_leaf_does_not_wait_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nothing would cross there before a restart: nobody tells it of that leaf, which is another broker's to write now."""
+    monkeypatch.setattr(pin_leaves, "AGAIN_S", 0.01)
+    disk, home = MemoryDisk(), True
+    trail, logged = opened(disk)
+    broker: Any = SimpleNamespace(broker_id="b1")
+    leaves = PinLeaves(broker, "us-east", "acme", trail, logged, lambda: home)
+    monkeypatch.setattr(leaves, "_leaf", lambda pin: Link().grant())
+
+    def fail(call: str, path: Path) -> None:
+        if call == "sync" and path.suffix == ".wal":
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    disk.on_call = fail
+    pin: Any = SimpleNamespace(
+        signature=b"signed", encode=lambda: b"a pin", bundle=SimpleNamespace(region="eu-west")
+    )
+    leaves.log_soon([pin])
+    await until_stopped(trail)
+    await asyncio.sleep(0.1)
+    assert logged.writing_ms(), "it may stand"
+    home = False
+    await leaves.wait(pin)
+    assert not logged.writing_ms()
+    disk.on_call = None
     await asyncio.to_thread(trail.close)

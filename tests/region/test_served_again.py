@@ -159,6 +159,28 @@ async def test_a_stopped_shard_says_that_it_is_opened_again(node: Node, operator
     assert refused.value.code is Code.SHARD_STOPPED and refused.value.retry_after_ms
 
 
+async def test_what_is_published_while_the_folder_of_streams_is_away_is_there_once_it_is_back(
+    node: Node, operator: felix.RegionClient
+) -> None:
+    """A stream that is new meanwhile, and one that was there and needs a file: neither is begun in the folder that is at the path."""
+    await operator.create_stream("acme/ops/crew")
+    await operator.stream("acme/ops/crew").publish(b"before")
+    directory = node.broker.streams._directory
+    folder, away = directory._data, directory._data.with_name("away")
+    folder.rename(away)
+    folder.mkdir()
+    stream_of(node, "acme/ops/crew").shard(0).stop(StorageFailedError("A sync failed."))
+    await operator.create_stream("acme/ops/planes")
+    names = ("acme/ops/crew", "acme/ops/planes")
+    publishing = [asyncio.create_task(operator.stream(name).publish(b"meanwhile")) for name in names]
+    await asyncio.sleep(1)
+    assert not any(each.done() for each in publishing) and not list(folder.iterdir())
+    folder.rmdir()
+    away.rename(folder)
+    assert await asyncio.gather(*publishing) == [1, 0]
+    await until(lambda: not node.broker.streams.problems())
+
+
 async def test_a_job_of_a_commit_whose_write_failed_is_given_to_nobody_else(
     node: Node, operator: felix.RegionClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -230,9 +230,9 @@ async def test_a_stream_for_which_there_was_no_room_serves_once_there_is(room: i
     streams.on_change(lambda stream: told.append((len(stream.serving), stream.ceased)))
     whole, disk.room_bytes = disk.room_bytes, room
     stream = await opened(streams, 2)
-    assert stream.lacks_room
+    assert stream.unopened
     assert len(stream.serving) == bool(room)
-    refused = stream.find(stream.without_room[0])
+    refused = stream.find(stream.unopened[0])
     assert isinstance(refused, UnavailableError)
     assert (refused.code, bool(refused.retry_after_ms)) == (Code.DISK_FULL, True)
     assert await opened(streams, 2) is stream, "there is none yet"
@@ -242,7 +242,7 @@ async def test_a_stream_for_which_there_was_no_room_serves_once_there_is(room: i
     told.clear()
     disk.room_bytes = whole
     assert await opened(streams, 2) is stream
-    assert not stream.lacks_room
+    assert not stream.unopened
     assert told[-1] == (2, False)
     for number in range(2):
         await stream.shard(number).append(batch_of(b"here"))
@@ -266,10 +266,10 @@ async def test_the_follower_tries_a_stream_again_for_which_there_was_no_room(
     follower.opened(stream)
     running = asyncio.create_task(follower.run())
     await asyncio.sleep(0.1)
-    assert stream.lacks_room
+    assert stream.unopened
     disk.room_bytes = whole
     async with asyncio.timeout(WAIT_S):
-        while stream.lacks_room or not stream.serving:  # noqa: ASYNC110 - what is waited for is not an event
+        while stream.unopened or not stream.serving:  # noqa: ASYNC110 - what is waited for is not an event
             await asyncio.sleep(0.01)
     await end_tasks(running)
     await mirror.close()
@@ -335,4 +335,20 @@ async def test_a_disk_that_does_not_answer_is_a_problem_and_holds_up_no_other_sh
     await waiting
     assert not streams.disks.problems()
     await streams.close()
+    await directory.close()
+
+
+async def test_a_stream_is_removed_where_it_is_deleted_and_not_where_its_broker_ends() -> None:
+    """What goes by that counts on whether anybody opens it again."""
+    disk = MemoryDisk()
+    streams, directory = table(mounted(disk))
+    gone = await opened(streams, 1)
+    await streams.remove(gone.name, gone.record.incarnation)
+    assert gone.deleted and gone.removed
+    await streams.close()
+    await directory.close()
+    streams, directory = table(mounted(disk))
+    kept = await opened(streams, 1)
+    await streams.close()
+    assert kept.deleted and not kept.removed
     await directory.close()

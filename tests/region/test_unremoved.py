@@ -95,7 +95,7 @@ async def test_a_broker_starts_on_a_disk_that_does_not_remove_what_was_deleted(
         disk.is_broken = True
         await region.delete_stream(ORDERS)
     async with running(folder) as node:
-        assert node.broker.streams.has_left
+        assert node.broker.streams.disks.unremoved
         disk.is_broken = False
-        await until(lambda: not node.broker.streams.has_left)
+        await until(lambda: not node.broker.streams.disks.unremoved)
     assert not [path.name for path in streams.iterdir() if path.is_dir()]

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
-from audit_log import key, witness_signer
+import pytest
+from audit_log import Link, key, witness_signer
+from document_logs import opened
 
 from audit.checkpoint import Checkpoint
 from audit.merkle import EMPTY_ROOT, leaf_hash
 from audit.note import Algorithm, Note, NoteSigner, encode_note
+from audit.trail import TrailSettings
 from audit.witness import MemoryWitnessStore, Witness
+from felix.errors import UnavailableError
 from felix.names import SpiffeId
 from felix.runtime.real import REAL
+from felix.storage.memory import MemoryDisk
 from region.witnessing import READS_AT_ONCE, Witnessing
 
 ORIGINS = [f"us-east.acme/bridge/b{number}" for number in range(8)]
@@ -112,3 +120,41 @@ async def test_a_store_that_fails_is_told_to_all_and_asked_again() -> None:
     assert all(isinstance(each, ZeroDivisionError) for each in done)
     del store.last
     assert (await witnessing.witnessed_size(ORIGINS[0])).size == 0
+
+
+async def test_who_has_a_receipt_is_shown_a_checkpoint_of_its_leaf_or_told_that_there_is_none_now(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A smaller one, with nothing beside it, would say that the log was put back."""
+    monkeypatch.setattr("region.witnessing.COVER_S", 0.2)
+    disk = MemoryDisk()
+    trail, logged = opened(disk)
+    trail._settings = TrailSettings(checkpoint_interval_ms=3_600_000)
+    bridge = SpiffeId("us-east", "acme", "bridge", "us-to-eu")
+    witness = Witness(witness_signer(), [], MemoryWitnessStore(), lambda: 1)
+    witnessing = Witnessing(witness, trail, "eu-west", REAL.clock, None)
+    link = Link()
+
+    def full(call: str, path: Path) -> None:
+        if call == "open" and "tile" in path.parts:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    disk.on_call = full
+    await logged.append(b"first", link.grant)
+    assert trail.status().durable == 1
+    refused = await asyncio.gather(
+        *(witnessing.checkpoint(bridge, 1, 0) for _ in range(4)), return_exceptions=True
+    )
+    assert all(isinstance(each, UnavailableError) for each in refused), refused
+    disk.on_call = None
+    async with asyncio.timeout(30):
+        while trail.failure is not None:  # noqa: ASYNC110 - what is waited for is not an event
+            await asyncio.sleep(0.05)
+    assert (await witnessing.checkpoint(bridge, 1, 0)).size == 1
+    await logged.append(b"second", link.grant)
+    # Of a leaf that no checkpoint has, and of none, as before.
+    assert (await witnessing.checkpoint(bridge, 1)).size == 1
+    assert (await witnessing.checkpoint(bridge, 1, 7)).size == 1
+    assert (await witnessing.checkpoint(bridge, 2, 1)).size == 2
+    await logged.close()
+    await asyncio.to_thread(trail.close)
