@@ -166,7 +166,11 @@ class Node:
 
     def _not_ready(self) -> str:
         """Why the broker does not serve; asked from another thread."""
-        return "the broker is shutting down" if self.broker.leaving else self._parts.may_not_write()
+        if self.broker.leaving:
+            return "the broker is shutting down"
+        own_files = self.broker.own_files
+        assert own_files is not None
+        return self._parts.may_not_write() or next(iter(own_files.problems()), "")
 
     def _not_in_sync(self) -> str:
         """Why the broker does not serve, or lacks something that others have; asked from another thread."""
@@ -226,6 +230,10 @@ class Node:
             (RENEW_CHECK_S, renew, "the broker's certificate could not be renewed"),
         ):
             self._spawn(every(period_s, turn, failure, log))
+        assert self.broker.own_files is not None
+        self._spawn(
+            every(LOOK_S, self.broker.own_files.look, "the broker's own files could not be looked at", log)
+        )
         if not (trail := self.services.governance.trail).copied:
             reopening = TrailReopening(trail, self.broker.runtime.clock)
 

@@ -30,9 +30,7 @@ def library() -> Path:
     made = Path(tempfile.gettempdir()) / f"felix-volatile-disk-{os.getuid()}-{_SOURCE.stat().st_mtime_ns}.so"
     if not made.exists():
         own = made.with_suffix(f".{os.getpid()}")
-        subprocess.run(
-            ["gcc", "-O2", "-shared", "-fPIC", "-o", str(own), str(_SOURCE), "-ldl"], check=True
-        )
+        subprocess.run(["gcc", "-O2", "-shared", "-fPIC", "-o", str(own), str(_SOURCE), "-ldl"], check=True)
         own.replace(made)
     return made
 

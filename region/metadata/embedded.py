@@ -597,11 +597,13 @@ class EmbeddedStore(LocalStore):
 
     def trouble(self) -> str:
         """See MetadataStore."""
-        if self._failure:
-            return str(self._stopped())
+        return str(self._stopped()) if self._failure else self.hung()
+
+    def hung(self) -> str:
+        """See MetadataStore."""
         asked_s = self._asked_s
         waits_s = 0.0 if asked_s is None else self.clock.monotonic() - asked_s
-        if waits_s < HUNG_S:
+        if self._failure or waits_s < HUNG_S:
             return ""
         # One sentence for ten seconds: it is shown, and compared, more often.
         return (

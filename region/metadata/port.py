@@ -148,6 +148,10 @@ class MetadataStore(ABC):
         elsewhere. From any thread."""
         return ""
 
+    def hung(self) -> str:
+        """The same, where it waits for its disk alone."""
+        return ""
+
     @property
     def opened_again(self) -> int:
         """How often the store of this process was opened again after an error of its disk."""

@@ -1,8 +1,8 @@
-"""Rounds of faults of a disk with the small files of a broker on it: the embedded metadata store, or the key file.
+"""Rounds of faults of a disk with the small files of a broker on it: the embedded metadata store, the key file, or an outside witness.
 
     python -m disks.play_store FOLDER [--of store|keys|witness] [--rounds N] [--seed S]
 
-A process changes them for as long as it lives (metadata/embedded_writer.py, keys/key_writer.py, audit/witness_writer.py). In each round some calls of it fail, or hang (volatile_disk); then the disk is
+A process changes them for as long as it lives (`store_writer`, `key_writer`, `witness_writer`). In each round some calls of it fail, or hang (volatile_disk); then the disk is
 well again, and the process has to go on by itself within seconds; or it is killed, at any moment, and in half of those the power goes. What it was told is judged by an
 oracle after each round. Exit code 1 where something did not hold. It needs gcc.
 """
@@ -20,13 +20,31 @@ from collections import Counter
 from pathlib import Path
 from typing import Final, Protocol
 
-from metadata.embedded_oracle import Oracle
+from disks.key_oracle import REGION
+from disks.key_oracle import Oracle as KeyOracle
+from disks.store_oracle import Oracle
+from disks.witness_oracle import Oracle as WitnessOracle
 from volatile_disk import VolatileDisk
+
+from audit.witness_sqlite import init_witness
+from keys.keyring import create_keyring
 
 ROOT: Final = Path(__file__).parents[2]
 AGAIN_S: Final = 20.0
 """Within this something is done again, once the disk is well."""
-CALLS: Final = ("sync", "sync", "sync", "write", "write", "read", "open", "remove", "truncate", "folder", "rename")
+CALLS: Final = (
+    "sync",
+    "sync",
+    "sync",
+    "write",
+    "write",
+    "read",
+    "open",
+    "remove",
+    "truncate",
+    "folder",
+    "rename",
+)
 ERRORS: Final = (errno.EIO, errno.EIO, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EROFS)
 
 
@@ -41,11 +59,12 @@ class Judge(Protocol):
 class Play:
     """Of one seed: `round` after `round`."""
 
-    program = "metadata/embedded_writer.py"
+    program = "disks/store_writer.py"
     paths: tuple[str, ...] = ("-", "-", "metadata.db", "metadata.db-wal", "metadata.db-wal")
 
     def __init__(self, home: Path, seed: int) -> None:
         self.home = home
+        self.prepare()
         self.disk = VolatileDisk(home / "disk", home / "aside", seed)
         self.chance = self.disk.random
         self.journal = home / "journal"
@@ -55,6 +74,9 @@ class Play:
         self._read = 0
         self._process: subprocess.Popen[bytes] | None = None
         self._starts = 0
+
+    def prepare(self) -> None:
+        """What is there before the first start."""
 
     def oracle(self) -> Judge:
         return Oracle()
@@ -167,14 +189,41 @@ class Play:
         self.counts["failed calls"] = len(self.disk.failed())
 
 
-def play_of(what: str, home: Path, seed: int) -> Play:
-    return {"store": Play}[what](home, seed)
+class KeyPlay(Play):
+    program = "disks/key_writer.py"
+    paths = ("-", "keys.log", "keys.log", ".new", "/roots/")
+
+    def prepare(self) -> None:
+        create_keyring(self.target(), REGION)
+
+    def oracle(self) -> Judge:
+        return KeyOracle()
+
+    def target(self) -> Path:
+        return self.home / "disk" / "keys"
+
+
+class WitnessPlay(Play):
+    program = "disks/witness_writer.py"
+    paths = ("-", "state.db", "state.db", "state.db-journal", "state.db-journal", "witness.json")
+
+    def prepare(self) -> None:
+        init_witness(self.target(), "witness.example")
+
+    def oracle(self) -> Judge:
+        return WitnessOracle()
+
+    def target(self) -> Path:
+        return self.home / "disk" / "witness"
+
+
+PLAYS: Final[dict[str, type[Play]]] = {"store": Play, "keys": KeyPlay, "witness": WitnessPlay}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--of", choices=("store", "keys", "witness"), default="store")
+    parser.add_argument("--of", choices=tuple(PLAYS), default="store")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
@@ -183,7 +232,7 @@ def main() -> None:
     failed = 0
     for seed in range(told.seed, told.seed + told.seeds):
         home = told.folder / f"{told.of}-{seed}"
-        play = play_of(told.of, home, seed)
+        play = PLAYS[told.of](home, seed)
         try:
             for _ in range(told.rounds):
                 play.round()

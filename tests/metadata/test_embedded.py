@@ -203,7 +203,9 @@ async def test_a_full_disk_refuses_writes_keeps_reads_and_goes_on_once_there_is_
         assert caught.value.code is Code.DISK_FULL
         before = await store.load("")
         assert before.entries[0].value == b"1"
-        await store._in_worker(lambda database: database._db.execute("PRAGMA max_page_count=100000").fetchone())
+        await store._in_worker(
+            lambda database: database._db.execute("PRAGMA max_page_count=100000").fetchone()
+        )
         after = await store.transact([], [Put("/c", bytes(50_000))])
         assert after.revision == before.revision + 1, "the refused write left no trace"
 

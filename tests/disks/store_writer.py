@@ -1,6 +1,6 @@
 """A process that changes an embedded metadata store for as long as it lives, and writes down what it was told: for tests of disks that fail.
 
-    python embedded_writer.py DATABASE JOURNAL SEED FIRST
+    python store_writer.py DATABASE JOURNAL SEED FIRST
 
 Changes are numbered from FIRST on.
 

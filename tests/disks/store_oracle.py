@@ -1,4 +1,4 @@
-"""What an embedded metadata store has to hold, by what its writers were told (embedded_writer.py)."""
+"""What an embedded metadata store has to hold, by what its writers were told (store_writer.py)."""
 
 from __future__ import annotations
 
