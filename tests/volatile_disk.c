@@ -5,7 +5,8 @@
    names/…        an empty file for each name on the disk, `INODE PATH` with `%` for `/`         kept/INODE   the file itself, so that its number is not used again
 
    A sync brings all pages of a file to its blocks that differ, but those that were dropped, and its name; one of a folder the names in it. A sync that fails brings some pages
-   there, and drops the others; of these it forgets some, so that the file reads as the disk has it. A page that is written again is dropped no more.
+   there, and drops the others; of these it forgets some, so that the file reads as the disk has it. A page that is written again is dropped no more. A folder that is renamed is so on
+   the disk at once.
 
    Calls fail as a line each of the file TESTS_VOLATILE_FAULTS tells, `call path errno skip times seconds`: of the calls of a path that has this text in it (`-`: any) the first
    `skip` do not fail, and the next `times` take so many seconds longer, and fail where the number is not 0. Calls: open, read, write, sync, folder, truncate, remove, rename. Of a write
@@ -162,6 +163,26 @@ static void forget(const char *path, int is_folder) {
     closedir(names);
 }
 
+/* A folder has another name: at once, also on the disk. */
+static void move(const char *from, const char *to) {
+    char folder[1100], plain[1024], moved[2100], *at;
+    size_t length = strlen(from);
+    snprintf(folder, sizeof folder, "%s/names", disk());
+    DIR *names = opendir(folder);
+    if (!names) abort();
+    for (struct dirent *each; (each = readdir(names));) {
+        char *space = strchr(each->d_name, ' ');
+        if (!space) continue;
+        snprintf(plain, sizeof plain, "%s", space + 1);
+        for (at = plain; *at; at++) if (*at == '%') *at = '/';
+        if (strncmp(plain, from, length) || plain[length] != '/') continue;
+        ino_t inode = strtoul(each->d_name, NULL, 10);
+        snprintf(moved, sizeof moved, "%s%s", to, plain + length);
+        name(moved, inode, 1), name(plain, inode, 0);
+    }
+    closedir(names);
+}
+
 static int synced(int descriptor, int (*sync)(int)) {
     char path[1024];
     struct stat status;
@@ -269,7 +290,23 @@ static int truncated(int d, off_t size) {
 int ftruncate(int d, off_t size) { return truncated(d, size); }
 int ftruncate64(int d, off64_t size) { return truncated(d, size); }
 int unlink(const char *p) { if (told("remove", p)) return -1; keep(p); return REAL(unlink)(p); }
-int rename(const char *p, const char *q) { if (told("rename", p)) return -1; keep(q); return REAL(rename)(p, q); }
+int unlinkat(int d, const char *p, int f) {
+    char path[2100];
+    if (*p == '/' || d == AT_FDCWD) snprintf(path, sizeof path, "%s", p);
+    else if (path_of(d, path)) { size_t length = strlen(path); snprintf(path + length, sizeof path - length, "/%s", p); }
+    else path[0] = 0;
+    if (!(f & AT_REMOVEDIR)) { if (told("remove", path)) return -1; keep(path); }
+    return REAL(unlinkat)(d, p, f);
+}
+int rename(const char *p, const char *q) {
+    struct stat status;
+    if (told("rename", p)) return -1;
+    keep(q);
+    int is_folder = !lstat(p, &status) && S_ISDIR(status.st_mode), answer = REAL(rename)(p, q), kept = errno;
+    if (!answer && is_folder && is_ours(p)) { pthread_mutex_lock(&lock); move(p, q); pthread_mutex_unlock(&lock); }
+    errno = kept;
+    return answer;
+}
 int open(const char *p, int f, ...) {
     va_list rest; va_start(rest, f); mode_t mode = (f & (O_CREAT | O_TMPFILE)) ? va_arg(rest, mode_t) : 0; va_end(rest);
     return told("open", p) ? -1 : REAL(open)(p, f, mode);
