@@ -395,7 +395,6 @@ async def open_broker(
         clustered=clustered,
         streams_clock=None if config.cluster is None else streams_clock,
     )
-    broker.own_files = OwnFiles(store, key_files, runtime.clock)
     if clustered is not None and peers is not None:
         clustered.tell_others(broker.bridges)
         view = clustered.member.mirror.view
@@ -418,6 +417,7 @@ async def open_broker(
     landings = Landings()
     memory = Memory(data / "governance", runtime, machine.files)
     stack.push_async_callback(asyncio.to_thread, memory.close)
+    broker.own_files = OwnFiles(store, key_files, memory, runtime.clock)
     remembered = await asyncio.to_thread(memory.load)
     logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged", runtime.clock)
     # If store and copies come from a backup, the audit log still has the later documents that forbid.
