@@ -5,7 +5,7 @@
    names/…        an empty file for each name on the disk, `INODE PATH` with `%` for `/`         kept/INODE   the file itself, so that its number is not used again
 
    A sync brings all pages of a file to its blocks that differ, but those that were dropped, and its name; one of a folder the names in it. A sync that fails brings some pages
-   there, and drops the others; of these it forgets some, so that the file reads as the disk has it. A page that is written again is dropped no more. A folder that is renamed is so on
+   there, and drops the others (of a hundred as many as the first number of TESTS_VOLATILE_SHARES says); of these it forgets some (the second number), so that the file reads as the disk has it. A page that is written again is dropped no more. A folder that is renamed is so on
    the disk at once.
 
    Calls fail as a line each of the file TESTS_VOLATILE_FAULTS tells, `call path errno skip times seconds`: of the calls of a path that has this text in it (`-`: any) the first
@@ -35,6 +35,7 @@ static pthread_mutex_t lock = PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
 static struct { char call[16], text[256]; int number, skip, times, seconds; } faults[FAULTS];
 static int faults_n;
 static unsigned chance = 1;
+static int drops = 60, forgets = 40;
 
 static const char *of(void) { return getenv("TESTS_VOLATILE_OF"); }
 static const char *disk(void) { return getenv("TESTS_VOLATILE_DISK"); }
@@ -120,10 +121,10 @@ static void bring(int descriptor, int fails) {
         ssize_t size = REAL(pread)(file, now, PAGE, at);
         if (REAL(pread)(blocks, before, PAGE, at) < 0 || REAL(pread)(dropped, &is_dropped, 1, at / PAGE) < 0) abort();
         if (is_dropped || size <= 0 || !memcmp(now, before, PAGE)) continue;
-        if (fails && coin(60)) {
+        if (fails && coin(drops)) {
             is_dropped = 1;
             if (REAL(pwrite)(dropped, &is_dropped, 1, at / PAGE) != 1) abort();
-            if (coin(40) && REAL(pwrite)(file, before, size, at) != size) abort();
+            if (coin(forgets) && REAL(pwrite)(file, before, size, at) != size) abort();
         } else if (at < there.st_size) {
             if (at + size > there.st_size) size = there.st_size - at;
             if (REAL(pwrite)(blocks, now, size, at) != size) abort();
@@ -318,5 +319,7 @@ int open64(const char *p, int f, ...) {
 
 __attribute__((constructor)) static void begin(void) {
     const char *seed = getenv("TESTS_VOLATILE_SEED");
+    const char *shares = getenv("TESTS_VOLATILE_SHARES");
     chance = (seed ? atoi(seed) : 1) + getpid();
+    if (shares) sscanf(shares, "%d,%d", &drops, &forgets);
 }

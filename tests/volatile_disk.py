@@ -38,8 +38,10 @@ def library() -> Path:
 class VolatileDisk:
     """Below `folder`. What is there as this is made is on the disk."""
 
-    def __init__(self, folder: Path, aside: Path, seed: int) -> None:
+    def __init__(self, folder: Path, aside: Path, seed: int, *, drops: int = 60, forgets: int = 40) -> None:
+        """Of a hundred pages that a failed sync should have brought to the disk it `drops` so many, and of these the page cache `forgets` so many."""
         self.folder, self.aside = folder, aside
+        self._shares = drops, forgets
         self.random = random.Random(seed)
         self.told_by = aside / "faults"
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,6 +54,7 @@ class VolatileDisk:
             "TESTS_VOLATILE_OF": str(self.folder),
             "TESTS_VOLATILE_DISK": str(self.aside),
             "TESTS_VOLATILE_FAULTS": str(self.told_by),
+            "TESTS_VOLATILE_SHARES": "{},{}".format(*self._shares),
             "TESTS_VOLATILE_SEED": str(self.random.randrange(1 << 30)),
         }
 

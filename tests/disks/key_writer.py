@@ -20,7 +20,7 @@ from disks.key_oracle import REGION
 
 import felix.reopening
 
-felix.reopening.REOPEN_MS_MIN = 150
+felix.reopening.REOPEN_MS_MIN, felix.reopening.REOPEN_MS_MAX = 150, 600
 
 from felix.errors import FelixError, UnavailableError  # noqa: E402
 from felix.names import StreamName  # noqa: E402

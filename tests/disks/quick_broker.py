@@ -8,6 +8,6 @@ from keys import reopening
 from region.metadata import embedded
 
 if __name__ == "__main__":
-    felix.reopening.REOPEN_MS_MIN = 400
+    felix.reopening.REOPEN_MS_MIN, felix.reopening.REOPEN_MS_MAX = 400, 1_000
     embedded.SOUND_MS = reopening.SOUND_MS = 1_000
     main()

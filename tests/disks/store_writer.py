@@ -19,7 +19,7 @@ from pathlib import Path
 
 import felix.reopening
 
-felix.reopening.REOPEN_MS_MIN = 150
+felix.reopening.REOPEN_MS_MIN, felix.reopening.REOPEN_MS_MAX = 150, 600
 
 from felix.errors import FelixError, UnavailableError  # noqa: E402
 from region.metadata import embedded  # noqa: E402
