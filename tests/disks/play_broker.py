@@ -188,7 +188,7 @@ class BrokerPlay:
                 pass
 
     async def load(self) -> None:
-        async with felix.connect(profile=self.profile) as client:
+        async with felix.connect(profile=self.profile, connect_timeout_s=AGAIN_S) as client:
             for name in BASES:
                 if name not in self.streams.states:
                     await client.create_stream(name)
@@ -247,7 +247,10 @@ class BrokerPlay:
 
     async def judge(self) -> None:
         """With no load."""
-        async with asyncio.timeout(120), felix.connect(profile=self.profile) as client:
+        async with (
+            asyncio.timeout(120),
+            felix.connect(profile=self.profile, connect_timeout_s=AGAIN_S) as client,
+        ):
             found = {}
             async for state in client.list_streams("acme/"):
                 found[state.stream] = str(state.retention.age_ms // 3_600_000)
