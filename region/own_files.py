@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Final
 
 from felix.runtime.port import Clock
 from felix.told import Told
@@ -17,9 +16,6 @@ from region.metadata.port import MetadataStore
 from region.trust_store import Memory
 
 log = logging.getLogger("felix.region.own_files")
-
-LOOK_S: Final = 1.0
-"""How often is looked at them."""
 
 
 class OwnFiles:
