@@ -156,7 +156,8 @@ def _load_signers(folder: WitnessFolder, name: str) -> tuple[NoteSigner, ...]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Opens and never makes the file. Every commit is synced, the folder's entry of the journal with it."""
+    """Opens and never makes the file. Every commit is synced, and that the journal is over: it is truncated and not removed, since SQLite takes the sync of a folder that it cannot
+    open (too many open files) for done, and a journal that comes back with the power undoes what was cosigned. Its name is synced with the folder at each start."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,
@@ -164,8 +165,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
-    connection.execute("PRAGMA journal_mode=DELETE")
-    connection.execute("PRAGMA synchronous=EXTRA")
+    connection.execute("PRAGMA journal_mode=TRUNCATE")
+    connection.execute("PRAGMA synchronous=FULL")
     return connection
 
 

@@ -8,7 +8,7 @@
    there, and drops the others (of a hundred as many as the first number of TESTS_VOLATILE_SHARES says); of these it forgets some (the second number), so that the file reads as the disk has it. A page that is written again is dropped no more. A folder that is renamed is so on
    the disk at once.
 
-   Calls fail as a line each of the file TESTS_VOLATILE_FAULTS tells, `call path errno skip times seconds`: of the calls of a path that has this text in it (`-`: any) the first
+   Calls fail as a line each of the file TESTS_VOLATILE_FAULTS tells, `call path errno skip times seconds`: of the calls of a path that has this text in it (`-`: any; with `$` behind it, at its end) the first
    `skip` do not fail, and the next `times` take so many seconds longer, and fail where the number is not 0. Calls: open, read, write, sync, folder, truncate, remove, rename. Of a write
    that fails half is done at times. What failed stands in the file with `.done` behind its name. Pages are of 4,096 bytes, files have 64 MiB at most. */
 #define _GNU_SOURCE
@@ -72,6 +72,13 @@ static void look(void) {
     fclose(file);
 }
 
+static int is_of(const char *text, const char *path) {
+    size_t length = strlen(text), whole = strlen(path);
+    if (!strcmp(text, "-")) return 1;
+    if (text[length - 1] != '$') return strstr(path, text) != NULL;
+    return whole >= length - 1 && !strncmp(path + whole - (length - 1), text, length - 1);
+}
+
 /* The error that this call of this path is to fail with; 0: it goes on. */
 static int told(const char *call, const char *path) {
     int kept = errno, number = 0, seconds = 0;
@@ -79,7 +86,7 @@ static int told(const char *call, const char *path) {
     pthread_mutex_lock(&lock);
     look();
     for (int i = 0; i < faults_n; i++) {
-        if (strcmp(faults[i].call, call) || (strcmp(faults[i].text, "-") && !strstr(path, faults[i].text)) || !faults[i].times) continue;
+        if (strcmp(faults[i].call, call) || !is_of(faults[i].text, path) || !faults[i].times) continue;
         if (faults[i].skip) { faults[i].skip--; continue; }
         faults[i].times--;
         number = faults[i].number, seconds = faults[i].seconds;

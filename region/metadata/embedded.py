@@ -577,7 +577,14 @@ class EmbeddedStore(LocalStore):
     def _open_file(self) -> _Database:
         """In the worker. Raises OSError, sqlite3.Error, CorruptionError, RequestError."""
         _write_again(self.path)
-        return _Database(self.path, *self._history)
+        database = _Database(self.path, *self._history)
+        try:
+            # For the name of a new write-ahead log: SQLite keeps to itself that its own sync of the folder failed.
+            sync_folder(self.path.parent)
+        except BaseException:
+            database.close()
+            raise
+        return database
 
     def _take_leases(self, leases: Sequence[tuple[int, int]]) -> None:
         """Those in the file that are not known: their holders may still be there, or were never told of them."""
@@ -681,7 +688,8 @@ class EmbeddedStore(LocalStore):
             )
         return unavailable(
             self.where,
-            f"it stopped after an error of its disk ({self._failure})",
+            f"it stopped after an error of its disk ({self._failure})"
+            + ("" if self._doubt is None else "; what was being changed then may have been made or not"),
             "It is opened again by itself, with all that was acknowledged. Look at the disk.",
         )
 

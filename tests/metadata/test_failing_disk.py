@@ -183,7 +183,7 @@ async def test_who_made_a_change_whose_commit_failed_hears_whether_it_happened(
         with pytest.raises(OutcomeUnknownError, match="made or not"):
             await store.transact([], [Put("/a", b"3")])
         # What came behind it does not take its place.
-        with pytest.raises(UnavailableError):
+        with pytest.raises(UnavailableError, match="may have been made or not"):
             await store.transact([], [Put("/a", b"4")])
         await until(lambda: store.opened_again == 2)
         entry = await store.get("/a")
@@ -319,3 +319,32 @@ async def test_a_log_that_sqlite_cannot_bring_into_the_database_does_not_grow_wi
         await until(lambda: store.opened_again == 1)
         entry = await store.get("/a")
         assert entry is not None and entry.mod_revision == number + 1
+
+
+async def test_the_name_of_a_new_log_is_synced_whatever_sqlite_makes_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes the sync of a folder that it cannot open, or that fails, for done; and the log would go with the power."""
+    synced: list[bool] = []
+
+    def fsync(file: int, sync=os.fsync) -> None:  # type: ignore[no-untyped-def]
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            synced.append((tmp_path / "metadata.db-wal").exists())
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    async with await EmbeddedStore.open(tmp_path / "metadata.db"):
+        assert synced[-1]
+    fails = False
+
+    def failing(file: int, sync=os.fsync) -> None:  # type: ignore[no-untyped-def]
+        if fails and (tmp_path / "metadata.db-wal").exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", failing)
+    fails = True
+    with pytest.raises(UnavailableError):
+        await EmbeddedStore.open(tmp_path / "metadata.db")
+    fails = False
+    await (await EmbeddedStore.open(tmp_path / "metadata.db")).close()
