@@ -14,14 +14,17 @@ every start, so that a state put back from a backup taken before the last start 
 folder, put back whole, cannot be told from the original; docs/witnesses.md says what to do instead.)
 
 Invariants: `advance` is one transaction, on the disk when it returns: of two that start from one checkpoint one fails, also
-when two processes try; a stored size never falls; what is stored of a checkpoint are its three lines and signatures that
+when two processes try; a stored size never falls; after an error of the disk the file is opened anew, since SQLite undoes a change by what it reads from a journal
+that the disk may never have got, and its memory may show what was undone; what is stored of a checkpoint are its three lines and signatures that
 were verified, nothing else of what a client sent.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -33,7 +36,7 @@ from audit.note import Algorithm, NoteSigner, VerifierKey, check_key_name
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, create_file, read_file, replace_file
 from felix.runtime.real import REAL
-from felix.storage.sqlite_errors import is_full, may_be_disk, result_code
+from felix.storage.sqlite_errors import is_busy, is_full, may_be_disk, result_code
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
 from keys.signing import SigningKey
@@ -153,7 +156,8 @@ def _load_signers(folder: WitnessFolder, name: str) -> tuple[NoteSigner, ...]:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Opens and never makes the file. Every commit is synced, the folder's entry of the journal with it."""
+    """Opens and never makes the file. Every commit is synced, and that the journal is over: it is truncated and not removed, since SQLite takes the sync of a folder that it cannot
+    open (too many open files) for done, and a journal that comes back with the power undoes what was cosigned. Its name is synced with the folder at each start."""
     connection = sqlite3.connect(
         f"{path.absolute().as_uri()}?mode=rw",
         uri=True,
@@ -161,8 +165,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
-    connection.execute("PRAGMA journal_mode=DELETE")
-    connection.execute("PRAGMA synchronous=EXTRA")
+    connection.execute("PRAGMA journal_mode=TRUNCATE")
+    connection.execute("PRAGMA synchronous=FULL")
     return connection
 
 
@@ -194,7 +198,8 @@ class WitnessState:
         connection: sqlite3.Connection,
     ) -> None:
         self.folder, self.name, self.signers = folder, name, signers
-        self._connection = connection
+        self._open_connection: sqlite3.Connection | None = connection
+        self._state_id = ""
         self._lock: IO[bytes] | None = None
 
     @classmethod
@@ -267,6 +272,7 @@ class WitnessState:
                 code=Code.ROLLED_BACK,
                 hint=_NEW_WITNESS,
             )
+        self._state_id = row[2]
         # The state is renewed first, then witness.json: a crash between the two leaves the id before in the file.
         if state_id not in (row[2], row[3]):
             raise CorruptionError(
@@ -282,7 +288,48 @@ class WitnessState:
         before = _read_about(self.folder)[1]
         with self._transaction():
             self._connection.execute("UPDATE witness SET current = ?, previous = ?", (state_id, before))
+        self._state_id = state_id
         replace_file(self.folder.about, _about(self.name, state_id), PRIVATE)
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        """Opens the file again where its disk had failed. Raises UnavailableError, CorruptionError(ROLLED_BACK) where another state is there by now."""
+        if self._open_connection is None:
+            try:
+                self._require_there()
+                connection = _connect(self.folder.state)
+            except (OSError, sqlite3.Error) as error:
+                raise _unusable(self.name, self.folder, error) from error
+            try:
+                row = connection.execute("SELECT name, current FROM witness").fetchone()
+                if row != (self.name, self._state_id):
+                    raise CorruptionError(
+                        f"The state of the witness {self.name} is not the one that it was started with.",
+                        code=Code.ROLLED_BACK,
+                        hint="Stop it, and put back the folder as it was.",
+                    )
+            except sqlite3.Error as error:
+                connection.close()
+                raise _unusable(self.name, self.folder, error) from error
+            except BaseException:
+                connection.close()
+                raise
+            self._open_connection = connection
+        return self._open_connection
+
+    def _require_there(self) -> None:
+        """Raises OSError where another folder is at the path: moved, unmounted, or with another one mounted over it."""
+        if self._lock is not None and not os.path.samestat(
+            os.fstat(self._lock.fileno()), self.folder.lock.stat()
+        ):
+            raise OSError(errno.ENODEV, "it is not the folder that was opened", str(self.folder.root))
+
+    def _disconnect(self) -> None:
+        """Nothing that SQLite has in memory is believed any more; what is half done is undone as the file is opened again."""
+        connection, self._open_connection = self._open_connection, None
+        if connection is not None:
+            with suppress(sqlite3.Error):
+                connection.close()
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -292,21 +339,32 @@ class WitnessState:
         except sqlite3.DatabaseError as error:
             if is_full(error):
                 raise self._no_room() from error
-            if result_code(error) not in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            if not is_busy(error):
+                self._disconnect()
                 raise _unusable(self.name, self.folder, error) from error
             raise UnavailableError(f"The witness's state is busy: {error}.", retry_after_ms=1_000) from error
         try:
             yield
             self._connection.execute("COMMIT")
         except BaseException as error:
-            with suppress(sqlite3.Error):
-                self._connection.execute("ROLLBACK")
+            self._undo()
             if isinstance(error, sqlite3.OperationalError) and is_full(error):
                 raise self._no_room() from error
             if isinstance(error, sqlite3.Error) and (_passes(error) or may_be_disk(error)):
-                # Undone from the journal, by this connection or by the next one that opens the file: nothing was cosigned.
+                # Undone from the journal by the connection that opens the file next: nothing was cosigned.
+                self._disconnect()
                 raise _unusable(self.name, self.folder, error) from error
             raise
+
+    def _undo(self) -> None:
+        if self._open_connection is None:
+            return
+        try:
+            self._open_connection.execute("ROLLBACK")
+        except sqlite3.Error as error:
+            # Where there is no transaction any more, SQLite has undone it.
+            if result_code(error) != sqlite3.SQLITE_ERROR:
+                self._disconnect()
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
@@ -315,6 +373,8 @@ class WitnessState:
             yield
         except sqlite3.Error as error:
             if _passes(error) or may_be_disk(error):
+                if not is_busy(error):
+                    self._disconnect()
                 raise _unusable(self.name, self.folder, error) from error
             raise
 
@@ -407,7 +467,7 @@ class WitnessState:
 
     def close(self) -> None:
         """Let go of the files. Safe to call twice."""
-        self._connection.close()
+        self._disconnect()
         if self._lock is not None:
             self._lock.close()
 
@@ -426,10 +486,10 @@ def _passes(error: sqlite3.Error) -> bool:
     return result_code(error) in _PASSING
 
 
-def _unusable(name: str, folder: WitnessFolder, error: sqlite3.Error) -> UnavailableError:
+def _unusable(name: str, folder: WitnessFolder, error: sqlite3.Error | OSError) -> UnavailableError:
     return UnavailableError(
         f"The state of the witness {name} cannot be used now: {error}.",
-        code=Code.DISK_FULL if is_full(error) else Code.UNAVAILABLE,
+        code=Code.DISK_FULL if isinstance(error, sqlite3.Error) and is_full(error) else Code.UNAVAILABLE,
         hint=f"Look after the disk that {folder.state} is on, who may read the file, and how many files the process may open. "
         "What it has cosigned is kept.",
         retry_after_ms=1_000,

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -32,6 +34,8 @@ AGAIN_S_MAX: Final = 3_600.0
 """Between tries: a twentieth of the time that is left, within these bounds; what is refused today may be allowed tomorrow."""
 CLOSE_S: Final = 3.0
 """How long a client that closes waits for a renewal that it began."""
+STORE_AGAIN_S: Final = 60.0
+"""Between tries to write a renewed identity into its file, which failed: whoever starts next finds the old one there."""
 WAIT_S_MAX: Final = 3_600.0
 """Clocks are set and machines sleep: the time is looked at again so often."""
 
@@ -100,6 +104,10 @@ class IdentityKeeper:
         self._task: asyncio.Task[None] | None = None
         self._renewing = self._closing = False
         self._told: tuple[int, Stage] | None = None
+        self._unwritten: Callable[[], Identity] | None = None
+        """Writes the renewed identity into its file: it is in memory alone"""
+        self._file: Path | None = None
+        """where that is, while the profile has what is in memory"""
 
     def start(self) -> None:
         """Begin; the connection is open."""
@@ -137,8 +145,23 @@ class IdentityKeeper:
             await self._begin_anew(held)
 
     async def _until(self, time_ms: int) -> None:
-        while (wait_ms := time_ms - self._clock_ms()) > 0:  # noqa: ASYNC110 - the wall clock is no event
-            await asyncio.sleep(min(wait_ms / 1000, WAIT_S_MAX))
+        while (wait_ms := time_ms - self._clock_ms()) > 0:
+            longest_s = WAIT_S_MAX if self._unwritten is None else STORE_AGAIN_S
+            await asyncio.sleep(min(wait_ms / 1000, longest_s))
+            await self._write_again()
+
+    async def _write_again(self) -> None:
+        if (write := self._unwritten) is None:
+            return
+        try:
+            await asyncio.to_thread(write)
+        except (OSError, FelixError) as error:
+            _log.info("the renewed identity cannot be written yet: %s", error)
+        else:
+            assert self._file is not None
+            self._connection.profile = replace(self._connection.profile, identity=self._file)
+            self._unwritten = self._file = None
+            _log.info("the renewed identity is written")
 
     async def _renew(self, held: Identity) -> Identity:
         connection = self._connection
@@ -146,9 +169,8 @@ class IdentityKeeper:
         credentials = await asyncio.to_thread(load_credentials, profile)
         if credentials.identity.not_after_ms > held.not_after_ms:
             return credentials.identity  # somebody else has renewed it
-        certificate, key = (
-            (None, None) if isinstance(profile.identity, Identity) else identity_files(profile.identity)
-        )
+        file = self._file if isinstance(profile.identity, Identity) else profile.identity
+        certificate, key = (None, None) if file is None else identity_files(file)
         try:
             renewed = await request_renewal(
                 connection, held, credentials.root_pem, self._clock_ms(), same_key=key is not None
@@ -159,13 +181,20 @@ class IdentityKeeper:
                 return credentials.identity  # meanwhile
             raise
         if certificate is not None:
+            write = partial(store_renewed, renewed, held, certificate, key)
             try:
-                return await asyncio.to_thread(store_renewed, renewed, held, certificate, key)
+                stored = await asyncio.to_thread(write)
             except (OSError, FelixError) as error:
+                self._unwritten, self._file = write, file
                 _log.warning(
-                    "the renewed identity %s cannot be written to %s and is kept in memory alone: %s",
+                    "the renewed identity %s cannot be written to %s, is kept in memory alone, and is tried again: %s",
                     held.spiffe_id, certificate, error,
                 )  # fmt: skip
+            else:
+                if self._file is not None:
+                    connection.profile = replace(profile, identity=self._file)
+                    self._unwritten = self._file = None
+                return stored
         connection.profile = replace(profile, identity=renewed)
         return renewed
 

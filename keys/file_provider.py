@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Final
 
 from felix.context import purpose_prefix
-from felix.errors import Code, RequestError, TamperError
+from felix.errors import Code, RequestError, TamperError, UnavailableError
 from felix.files import PRIVATE, create_file, read_file, sync_folder
 from felix.runtime.port import Random
 from felix.runtime.real import REAL
+from felix.storage.port import is_full
 from keys.errors import KeyProviderError
 from keys.key_id import KEY_ID_BYTES, RANDOM_BYTES, KeyKind, check_key_id, new_key_id
 from keys.provider import ROOT_SECRET_BYTES, unknown_root
@@ -67,7 +68,14 @@ class FileKeyProvider:
     def create_root(self) -> bytes:
         key_id = new_key_id(self._region, KeyKind.ROOT, self._random(RANDOM_BYTES))
         data = _PREFIX + key_id + self._random(ROOT_SECRET_BYTES)
-        create_file(self._path(key_id), data + _check(data), PRIVATE)
+        try:
+            create_file(self._path(key_id), data + _check(data), PRIVATE)
+        except OSError as error:
+            raise UnavailableError(
+                f"A new root key could not be written to {self._folder}: {error}.",
+                code=Code.DISK_FULL if is_full(error) else Code.UNAVAILABLE,
+                hint="Nothing was changed. Make room or look at the disk, then try again.",
+            ) from error
         return key_id
 
     def wrap(self, key_id: bytes, plaintext: bytes, context: bytes) -> bytes:
@@ -90,7 +98,8 @@ class FileKeyProvider:
                 path.unlink()
                 sync_folder(self._folder)
             except FileNotFoundError:
-                return
+                # Perhaps of a try whose sync of the folder failed.
+                sync_folder(self._folder)
             except OSError as error:
                 raise KeyProviderError(
                     f"Root key {key_id.hex()} could not be destroyed: {error}.",
@@ -116,6 +125,12 @@ class FileKeyProvider:
             if error.code is Code.NOT_FOUND:
                 raise unknown_root(key_id) from error
             raise
+        except OSError as error:
+            raise UnavailableError(
+                f"{path}, a root key, cannot be read now: {error}.",
+                hint="Look at the disk, and how many files the process may open. It is read again when it is needed next.",
+                retry_after_ms=1_000,
+            ) from error
         body = data[:-_CHECK_BYTES]
         if (
             len(data) != _FILE_BYTES

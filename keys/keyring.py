@@ -195,6 +195,21 @@ class Keyring:
         self._sealers: WeakSet[ShardSealer] = WeakSet()
 
     @property
+    def failure(self) -> str:
+        """Why its file takes no keys; empty where it does. From any thread."""
+        return self._store.failure
+
+    def trouble(self) -> str:
+        """The same, or that the file's disk does not answer, with what to do. From any thread."""
+        return self._store.trouble()
+
+    def open_again(self) -> None:
+        """Go on after a failure of the file's disk: a new file, with every key that was given out and none that was refused, takes its place. Blocks. Raises
+        UnavailableError; then it can be tried again."""
+        with self._lock:
+            self._store.open_again([encode_entry(entry) for entry in self._tree.entries()])
+
+    @property
     def cut_bytes(self) -> int:
         """How much of a torn tail opening cut off the key file: 0 unless a crash interrupted a write."""
         return self._store.cut_bytes
@@ -218,7 +233,7 @@ class Keyring:
     def data_key_for_writing(self, stream: StreamName, incarnation: bytes, shard: int, epoch: int) -> DataKey:
         """A data key that was never used; durable when this returns. Each call gives another.
 
-        Most callers want `sealer`, which knows when to ask. Raises KeyDestroyedError, UnavailableError(DISK_FULL),
+        Most callers want `sealer`, which knows when to ask. Raises KeyDestroyedError, UnavailableError where the disk is full or fails,
         KeyProviderError, KeyUnknownError where the root is gone.
         """
         if len(incarnation) != INCARNATION_BYTES:
@@ -447,7 +462,8 @@ class Keyring:
         """Destroy the keys of every incarnation of a stream, or of one: what they sealed can never be read again here.
 
         Returns the ids of the stream keys that are destroyed now, none where there were none. The wrapped keys are
-        gone from the key file when this returns, and from memory once no object references them. Raises KeyProviderError.
+        gone from the key file when this returns, and from memory once no object references them. Raises UnavailableError: nothing is destroyed then,
+        and it is to be tried again.
         """
         with self._lock:
             plan = self._tree.copy()
@@ -639,7 +655,7 @@ def open_keyring(
     KeyProviderError where the active root is not there.
     """
     parse_region(region)
-    store = KeyStore(folder, region)
+    store = KeyStore(folder, region, monotonic=runtime.clock.monotonic)
     try:
         roots = provider or FileKeyProvider(folder / ROOTS, region, runtime.random)
         return Keyring(region, roots, store, runtime=runtime)

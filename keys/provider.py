@@ -42,11 +42,12 @@ class KeyProvider(Protocol):
         ...
 
     def wrap(self, key_id: bytes, plaintext: bytes, context: bytes) -> bytes:
-        """Raises KeyScopeError, KeyUnknownError, KeyProviderError."""
+        """Raises KeyScopeError, KeyUnknownError, KeyProviderError, UnavailableError where the place does not answer now."""
         ...
 
     def unwrap(self, key_id: bytes, wrapped: bytes, context: bytes) -> bytes:
-        """Raises KeyScopeError, KeyUnknownError, KeyProviderError, TamperError for another context or changed bytes."""
+        """Raises KeyScopeError, KeyUnknownError, KeyProviderError, UnavailableError where the place does not answer now, TamperError for another context
+        or changed bytes."""
         ...
 
     def destroy(self, key_id: bytes) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import hmac
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
@@ -458,14 +458,16 @@ def _destroy_in(keyring: Keyring, incarnation: bytes) -> None:
             keyring.destroy(StreamName.parse(entry.stream), incarnation)
 
 
-def open_copies(folder: Path, region: str) -> KeyStore:
+def open_copies(
+    folder: Path, region: str, *, monotonic: Callable[[], float] = REAL.clock.monotonic
+) -> KeyStore:
     """The file of a broker's copies, made where there is none; locked until it is closed. Blocks.
 
     Raises RequestError(CONFLICT, FORBIDDEN, WRONG_REGION), CorruptionError.
     """
     if not (folder / COPIES / KEY_FILE).exists():
         create_store(folder / COPIES, region, ())
-    return KeyStore(folder / COPIES, region)
+    return KeyStore(folder / COPIES, region, monotonic=monotonic)
 
 
 def open_stored(folder: Path, roots: Path, region: str) -> SharedKeyring:

@@ -12,7 +12,8 @@ Invariants:
   damage anywhere else is CorruptionError: a key is never dropped silently;
 - what is read at opening is on the disk before anybody uses it: a killed process leaves entries and the file's name in the page cache alone, and where
   a sync failed the kernel calls pages clean that it could not write. So the last of them are written once more and synced, with the folder;
-- after a failed write or sync nothing more is written: what is on the disk is no longer known.
+- after a failed write or sync nothing more is written: what is on the disk is no longer known. `open_again` puts a whole new file in place, with what its owner
+  knows to be acknowledged: nothing of the old one is believed, and what was refused is not in the new one.
 
 Blocks on the disk. One process, one thread at a time: the keyring serializes.
 """
@@ -23,8 +24,8 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +34,7 @@ import xxhash
 from felix.context import bind
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, commit_file, create_file, read_file, stage_file, sync_folder
-from keys.errors import KeyProviderError
+from felix.runtime.real import REAL
 
 KEY_FILE: Final = "keys.log"
 LOCK_FILE: Final = "keys.lock"
@@ -43,6 +44,9 @@ ENTRY_BYTES_MAX: Final = 16_384
 """The largest entry is a wrapped key of a few hundred bytes with its names."""
 UNSYNCED_BYTES_MAX: Final = 1 << 20
 """Appended at most before a sync: what is written again at the next opening."""
+
+HUNG_S: Final = 10.0
+"""A disk that has not answered for so long is said to hang."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _ENTRY: Final = struct.Struct(">IIQ")
@@ -123,13 +127,18 @@ def _foreign(path: Path, region: str, data: bytes) -> RequestError | CorruptionE
 class KeyStore:
     """An open key file, locked against every other process.
 
-    - `bodies` is what it held at opening; `cut_bytes` is how much of a torn tail was cut away.
+    - `bodies` is what it held at opening; `cut_bytes` is how much of a torn tail was cut away;
+    - `failure` is why it takes nothing, empty where it does.
     """
 
-    def __init__(self, folder: Path, region: str) -> None:
+    def __init__(
+        self, folder: Path, region: str, *, monotonic: Callable[[], float] = REAL.clock.monotonic
+    ) -> None:
         """Raises RequestError: NOT_FOUND, FORBIDDEN, CONFLICT where a process has it open, WRONG_REGION;
         CorruptionError."""
         self._path = folder / KEY_FILE
+        self._monotonic = monotonic
+        self._asked_s: float | None = None
         self._region = region
         self._broken = ""
         self._file = -1
@@ -153,15 +162,12 @@ class KeyStore:
             self.cut_bytes = len(data) - end
             try:
                 self._make_durable(data, end)
-                self._open()
+                self._file = _open_to_append(self._path)
             except OSError as error:
                 raise self._unwritable(error) from error
         except BaseException:
             self.close()
             raise
-
-    def _open(self) -> None:
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
 
     def _make_durable(self, data: bytes, end: int) -> None:
         """All that was read up to `end` is on the disk on return, and what follows is cut away. Every opening has done so, and nothing is appended
@@ -186,10 +192,41 @@ class KeyStore:
             hint="Nothing was changed. Make room or repair the disk, then try again.",
         )
 
+    @contextmanager
+    def _asking(self) -> Iterator[None]:
+        """The disk is asked for something, and may hang."""
+        self._asked_s = self._monotonic()
+        try:
+            yield
+        finally:
+            self._asked_s = None
+
+    @property
+    def failure(self) -> str:
+        """Why it takes nothing, as a sentence; empty where it does. From any thread."""
+        return str(self._refusal()) if self._broken else ""
+
+    def trouble(self) -> str:
+        """Why it takes nothing, or that its disk does not answer, with what to do; empty where neither is so. From any thread."""
+        if self._broken:
+            return self.failure
+        asked_s = self._asked_s
+        waits_s = 0.0 if asked_s is None else self._monotonic() - asked_s
+        if waits_s < HUNG_S:
+            return ""
+        # One sentence for ten seconds: it is shown, and compared, more often.
+        return (
+            f"{self._path} waits for its disk, which has not answered for {waits_s // HUNG_S * HUNG_S:.0f} s. What needs a new key waits; it goes on by "
+            "itself. Look at the disk."
+        )
+
     def append(self, bodies: Iterable[bytes]) -> None:
-        """Add entries; they are durable when this returns. Raises UnavailableError(DISK_FULL), KeyProviderError."""
+        """Add entries; they are durable when this returns. Raises UnavailableError (DISK_FULL where there is no room)."""
         self._require_sound()
-        frames = b"".join(map(_frame, bodies))
+        with self._asking():
+            self._append(b"".join(map(_frame, bodies)))
+
+    def _append(self, frames: bytes) -> None:
         before = os.fstat(self._file).st_size
         try:
             if self._write(frames):
@@ -221,37 +258,70 @@ class KeyStore:
     def rewrite(self, bodies: Iterable[bytes]) -> None:
         """Put a file with these entries in place of the old one, in one step.
 
-        Raises UnavailableError where the new file cannot be written (the old one stays), KeyProviderError where it
-        is not known which of them is there.
+        Raises UnavailableError where the new file cannot be written: the old one stays, or it is not known which of them is there, and `failure` says so.
         """
         self._require_sound()
+        with self._asking():
+            self._replace(bodies)
+
+    def _replace(self, bodies: Iterable[bytes]) -> None:
         data = _prefix(self._region) + b"".join(map(_frame, bodies))
         try:
             staged = stage_file(self._path, data, PRIVATE)
         except OSError as error:
             raise self._unwritable(error) from error
         try:
-            commit_file(staged, self._path)
-            os.close(self._file)
-            self._open()
+            # Before it takes the old one's place: afterwards nothing may be missing for going on with it.
+            file = _open_to_append(staged)
         except OSError as error:
+            with suppress(OSError):
+                staged.unlink()
+            raise self._unwritable(error) from error
+        try:
+            commit_file(staged, self._path)
+        except OSError as error:
+            _close(file)
+            with suppress(OSError):
+                staged.unlink()
             raise self._break(error) from error
+        _close(self._file)
+        self._file = file
+
+    def open_again(self, bodies: Iterable[bytes]) -> None:
+        """Go on after a failure, with a new file of these entries: all that was acknowledged, and nothing else. Raises UnavailableError; then it can be tried
+        again."""
+        assert self._broken
+        with self._asking():
+            try:
+                self._require_there()
+            except OSError as error:
+                raise self._unwritable(error) from error
+            self._replace(bodies)
+        self._broken = ""
+
+    def _require_there(self) -> None:
+        """Raises OSError where another folder is at the path: moved, unmounted, or with another one mounted over it."""
+        if not os.path.samestat(os.fstat(self._lock), self._path.with_name(LOCK_FILE).stat()):
+            raise OSError(
+                errno.ENODEV, "it is not in the folder that was opened any more", str(self._path.parent)
+            )
 
     def close(self) -> None:
         """Give up file and lock; again is no error."""
         for handle in (self._file, self._lock):
             if handle >= 0:
-                os.close(handle)
+                _close(handle)
         self._file = self._lock = -1
 
-    def _break(self, error: OSError) -> KeyProviderError:
+    def _break(self, error: OSError) -> UnavailableError:
         self._broken = str(error)
         return self._refusal()
 
-    def _refusal(self) -> KeyProviderError:
-        return KeyProviderError(
+    def _refusal(self) -> UnavailableError:
+        return UnavailableError(
             f"{self._path} could not be written ({self._broken}), so it is not known what it holds now.",
-            hint="Look at the disk, then restart the broker: it reads the key file anew.",
+            hint="Look at the disk. The file is written anew by itself, with all keys that were ever given out; until then there are no new ones.",
+            retry_after_ms=1_000,
         )
 
     def _require_sound(self) -> None:
@@ -265,6 +335,7 @@ class MemoryKeyStore:
     """The twin of `KeyStore` in memory: `entries` is its file, which outlives it, and everything is durable at once."""
 
     cut_bytes = 0
+    failure = ""
 
     def __init__(self, entries: list[bytes]) -> None:
         self._entries = entries
@@ -278,8 +349,26 @@ class MemoryKeyStore:
         """Put these in place of the old ones."""
         self._entries[:] = bodies
 
+    def trouble(self) -> str:
+        """None."""
+        return ""
+
+    def open_again(self, bodies: Iterable[bytes]) -> None:
+        """As `rewrite`."""
+        self.rewrite(bodies)
+
     def close(self) -> None:
         """Nothing is held."""
+
+
+def _open_to_append(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+
+
+def _close(handle: int) -> None:
+    """What was to last was synced before."""
+    with suppress(OSError):
+        os.close(handle)
 
 
 def _lock(path: Path) -> int:

@@ -38,6 +38,7 @@ from region.metadata.catalog import Catalog, StreamsFullError
 from region.metadata.records import StreamConfig, check_stream_config, is_replicated, one_copy_since
 from region.metrics import BrokerMetrics
 from region.offload import check_offload
+from region.own_files import OwnFiles
 from region.places import places_of, refusal
 from region.ports import LiveSession
 from region.quota import Account, Quotas
@@ -98,6 +99,7 @@ class Broker:
         """`streams_clock`: what streams go by, where that is not the runtime's (region.cluster.clocks). `clustered`: its place among several brokers; None where it is the only one."""
         self.clustered = clustered
         self.erasure: Erasure | None = None
+        self.own_files: OwnFiles | None = None
         """what destroys keys; of a broker that is open"""
         self.config = config
         self.region, self.mesh, self.broker_id = config.region, config.mesh, config.broker

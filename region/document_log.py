@@ -36,7 +36,6 @@ from felix.errors import UnavailableError
 from felix.news import News
 from felix.runtime.port import Clock
 from felix.runtime.real import REAL
-from felix.storage.port import is_full
 from felix.storage.small_file import read_file, replace_durably
 from keys.bundle import RegionBundle
 from region.changed_log_key import says_changed
@@ -306,9 +305,9 @@ class DocumentLog:
         try:
             await asyncio.to_thread(self.save, at_once=True)
         except OSError as error:
-            if not is_full(error):
-                raise
-            log.warning("the next start reads more of the audit log: its snapshot found no room (%s)", error)
+            log.warning(
+                "the next start reads more of the audit log: its snapshot could not be written (%s)", error
+            )
 
     def save(self, *, at_once: bool = False) -> None:
         """Bring the snapshot up to the newest checkpoint, where it is far behind. Raises OSError, CorruptionError."""

@@ -50,6 +50,7 @@ class BrokerGauges:
             **self._listener_gauges(),
             **({} if self._broker.clustered is None else self._broker.clustered.gauges()),
             **self._relays.gauges(),
+            **({} if self._broker.own_files is None else self._broker.own_files.gauges()),
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
             "offload_refused": self._broker.streams.upkeep.offload_refused,

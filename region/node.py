@@ -22,6 +22,7 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.structs import prepare_structs
 from felix.tasks import end_tasks
+from felix.told import Told
 from felix.transport.driver import check_address
 from felix.transport.port import Listener, engine_named
 from region.broker_certificate import server_names
@@ -166,7 +167,11 @@ class Node:
 
     def _not_ready(self) -> str:
         """Why the broker does not serve; asked from another thread."""
-        return "the broker is shutting down" if self.broker.leaving else self._parts.may_not_write()
+        if self.broker.leaving:
+            return "the broker is shutting down"
+        own_files = self.broker.own_files
+        assert own_files is not None
+        return self._parts.may_not_write() or own_files.not_ready()
 
     def _not_in_sync(self) -> str:
         """Why the broker does not serve, or lacks something that others have; asked from another thread."""
@@ -187,9 +192,18 @@ class Node:
         streams, certificate = parts.streams, parts.certificate
         certificate.notice()
 
+        snapshot_told = Told(self.broker.runtime.clock.monotonic)
+
         async def measure() -> None:
             self.broker.sweep()
-            await asyncio.to_thread(self.services.governance.logged.save)
+            try:
+                await asyncio.to_thread(self.services.governance.logged.save)
+            except OSError as error:
+                # It is tried each second, and saves a start reading alone.
+                if snapshot_told.begins():
+                    log.warning("the snapshot of the audit log's documents could not be written: %s", error)
+            else:
+                snapshot_told.ends()
 
         async def retain() -> None:
             self.subscriptions.hold_all()
@@ -226,6 +240,10 @@ class Node:
             (RENEW_CHECK_S, renew, "the broker's certificate could not be renewed"),
         ):
             self._spawn(every(period_s, turn, failure, log))
+        assert self.broker.own_files is not None
+        self._spawn(
+            every(LOOK_S, self.broker.own_files.look, "the broker's own files could not be looked at", log)
+        )
         if not (trail := self.services.governance.trail).copied:
             reopening = TrailReopening(trail, self.broker.runtime.clock)
 

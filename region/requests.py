@@ -597,6 +597,7 @@ class Requests:
         if several is not None and several.replicas is not None:
             gauges |= several.replicas.gauges()
         found, bridges, brokers = NOTHING, broker.bridges(), list[BrokerState]()
+        own_files = [] if broker.own_files is None else broker.own_files.problems()
         if several is not None:
             records = [stream.record for stream in broker.streams]
             # Each asks the other brokers, and waits for those that do not answer.
@@ -613,7 +614,7 @@ class Requests:
             brokers,
             # Each has room of its own: of either there may be very many.
             [
-                *told([*found.problems, *broker.streams.disks.problems(), *unreadable(self._mirror.faults)]),
+                *told([*found.problems, *own_files, *broker.streams.disks.problems(), *unreadable(self._mirror.faults)]),
                 *told(self._governance.problems),
             ],
             0 if several is None else broker.default_replicas,

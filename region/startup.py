@@ -54,6 +54,7 @@ from keys.file_provider import FileKeyProvider
 from keys.key_file import load_key_pair, load_signing_key
 from keys.keyring import ROOTS, Keyring, open_keyring
 from keys.pin import decode_logged
+from keys.reopening import KeyFile
 from keys.shared import RegionKeys, SharedKeyring, find_first_root, open_copies
 from keys.signing import VerifyKey
 from keys.store import KEY_FILE, KeyStore
@@ -110,6 +111,7 @@ from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.metadata.port import MetadataStore
 from region.metadata.records import AUDIT_STREAM, Stream
 from region.metadata.registration import Holder, Registration, is_holder
+from region.own_files import OwnFiles
 from region.peer_requests import PeerRequests
 from region.peers import Peers
 from region.queue.service import QueueService
@@ -264,6 +266,7 @@ async def open_broker(
     clustered: Clustered | None = None
     shared: StreamKeys | None = None
     keyring: RegionKeys
+    key_files: list[KeyFile]
     rotation: Rotation
     destruction: Destruction | None = None
     if config.cluster is not None:
@@ -280,10 +283,11 @@ async def open_broker(
         )
         shared, rotation = await _share_keys(store, folder, config, machine, clustered.member, runtime, stack)
         keyring, destruction = shared.keyring, SharedDestruction(rotation)
+        key_files = [shared, *([keyring.own] if keyring.own is not None else [])]
         # A machine that was stopped and goes on may have done so twice, from one image.
         clustered.member.on_lease(keyring.rotate_data)
     else:
-        keyring, rotation = alone, KeyringRotation(alone)
+        keyring, rotation, key_files = alone, KeyringRotation(alone), [alone]
         if config.metadata.kind == "etcd":
             await _refuse_cluster(store, config.region)
             # Before the audit log is opened, which may sign.
@@ -417,6 +421,7 @@ async def open_broker(
     landings = Landings()
     memory = Memory(data / "governance", runtime, machine.files)
     stack.push_async_callback(asyncio.to_thread, memory.close)
+    broker.own_files = OwnFiles(store, key_files, memory, runtime.clock)
     remembered = await asyncio.to_thread(memory.load)
     logged = await asyncio.to_thread(DocumentLog.open, trail, memory.folder / "logged", runtime.clock)
     # If store and copies come from a backup, the audit log still has the later documents that forbid.
@@ -619,7 +624,7 @@ async def _share_keys(
             # Of a release in which each broker had a keyring of its own.
             own = machine.open_keys(own_folder, region, runtime=runtime)
             stack.callback(own.close)
-        copies = open_copies(own_folder, region)
+        copies = open_copies(own_folder, region, monotonic=runtime.clock.monotonic)
         stack.callback(copies.close)
         provider = FileKeyProvider(folder.keys / ROOTS, region, runtime.random)
         return SharedKeyring(region, provider, own, former=folder.keys, runtime=runtime), copies

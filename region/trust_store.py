@@ -24,6 +24,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from felix.errors import Code, UnavailableError
+from felix.reopening import Reopening
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
@@ -37,6 +38,8 @@ log = logging.getLogger("felix.region.governance")
 
 NEWEST_MAX: Final = 100_000
 """Documents: of places another region can make 5,000 by its bridge; more come only through the store's administrator."""
+SOUND_MS: Final = 60_000
+"""Copies that could be kept for so long are tried after the shortest pause again, where one fails."""
 _DOCUMENT: Final = ".document"
 _REVOCATION: Final = ".revocation"
 """as version 0.1 named them"""
@@ -262,6 +265,11 @@ class Memory:
         self.folder = folder
         self._files = files
         self._writer = runtime.pool(1, "governance")
+        self._clock_ms = runtime.clock.boot_ms
+        self._unkept: dict[str, bytes] = {}
+        """what could not be written, by name"""
+        self._why = ""
+        self._reopening = Reopening(sound_ms=SOUND_MS)
 
     def load(self) -> Remembered:
         """What is kept. Blocking. Raises UnavailableError where this is the first start and the disk does not take that it was."""
@@ -307,8 +315,42 @@ class Memory:
         try:
             self._put(name, document)
         except OSError as error:
-            log.error("%s could not be kept in %s: %s", name, self.folder, error)
+            self._why = str(error)
+            if not self._unkept:
+                self._reopening.failed(self._clock_ms())
+                log.error(
+                    "%s could not be kept in %s, and is tried again in %d s: %s",
+                    name, self.folder, self._reopening.pause_ms // 1_000, error,
+                )  # fmt: skip
+            self._unkept[name] = document
+        else:
+            self._unkept.pop(name, None)
+
+    def trouble(self) -> str:
+        """That something could not be kept, with what to do; empty where all is. From any thread."""
+        if not (count := len(self._unkept)):
+            return ""
+        return (
+            f"{count} of the signed documents that this broker goes by could not be kept in {self.folder} ({self._why}): they are in force, and a start would not know them "
+            "from there. They are tried again by itself; look at the disk."
+        )
+
+    def look(self) -> None:
+        """Try again what could not be kept, where that is due. Waits for nothing."""
+        if self._unkept and self._reopening.is_due(self._clock_ms()):
+            # Not again before it is done.
+            self._reopening.failed(self._clock_ms())
+            self._writer.submit(self._write_again)
+
+    def _write_again(self) -> None:
+        for name, document in list(self._unkept.items()):
+            self._write(name, document)
+        if not self._unkept:
+            self._reopening.opened(self._clock_ms())
+            log.warning("what could not be kept in %s is kept now", self.folder)
 
     def close(self) -> None:
-        """Finish what is being written. Blocking."""
+        """Finish what is being written, and try once more what could not be. Blocking."""
+        if self._unkept:
+            self._writer.submit(self._write_again)
         self._writer.shutdown()

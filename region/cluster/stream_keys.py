@@ -66,6 +66,10 @@ class Copies(Protocol):
 
     bodies: list[bytes]
 
+    @property
+    def failure(self) -> str: ...
+    def trouble(self) -> str: ...
+    def open_again(self, bodies: Iterable[bytes]) -> None: ...
     def append(self, bodies: Iterable[bytes]) -> None: ...
     def rewrite(self, bodies: Iterable[bytes]) -> None: ...
     def close(self) -> None: ...
@@ -180,6 +184,20 @@ class StreamKeys:
         if await self._store.get(self._keys.deleted(number)) is None:
             return False
         return number not in await self._living({number: name})
+
+    @property
+    def failure(self) -> str:
+        """Why the file of copies takes none; empty where it does. From any thread."""
+        return self._copies.failure
+
+    def trouble(self) -> str:
+        """The same, or that its disk does not answer, with what to do. From any thread."""
+        return self._copies.trouble()
+
+    def open_again(self) -> None:
+        """Go on after a failure of the disk: a new file, with every copy that was made, takes the place of the old one. Blocks. Raises UnavailableError; then it can
+        be tried again. What could not be copied meanwhile is tried by itself."""
+        self._disk.submit(lambda: self._copies.open_again(list(self._copied.values()))).result()
 
     async def close(self) -> None:
         """Follow no more, and forget every secret."""

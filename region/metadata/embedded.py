@@ -4,10 +4,18 @@ Invariants:
 - an acknowledged transaction is on the disk: WAL mode with `synchronous=FULL` syncs the log at every commit;
 - one process at a time: a lock file beside the database is held for as long as the store is open;
 - all SQLite work happens in one worker thread; the event loop never waits for the disk;
-- after a failed read or write of the disk the store stops. It does not retry a sync and then acknowledge;
+- after a failed read or write of the disk the store stops, and is opened again by itself (see below). It does not retry a sync and then acknowledge;
 - a full disk takes small writes all the same (room is kept in the file, and old history is given up), so that streams can be
   deleted, and retentions shortened, to make room;
-- what is read at a start is on the disk before anybody is told of it.
+- what is read at a start, or once it is opened again, is on the disk before anybody is told of it.
+
+Opening again, after the pauses of `felix.reopening` and in the steps of a start:
+1. every connection is closed, so that nothing is taken from SQLite's memory; whether the folder is still the one that was locked is looked at;
+2. what the write-ahead log holds is written once more and synced, and the folder: a failed sync leaves pages in the page cache that the kernel
+   calls clean and never writes;
+3. the file is opened and looked through, and the log brought into it, which is synced;
+4. its revision has to be the last one that was acknowledged, or the one of the transaction whose commit failed: whoever waits for that one hears now whether it
+   happened. A file that has less stays closed until a restart.
 
 Put the file on a local disk: file locks and syncs of network file systems do not keep these promises.
 """
@@ -17,6 +25,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import sqlite3
 from collections.abc import Callable, Iterator, Sequence
@@ -24,13 +33,15 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Final, Self, TypeVar
 
-from felix.errors import Code, CorruptionError, FelixError, RequestError
+from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.files import sync_folder
+from felix.reopening import Reopening
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage import sqlite_errors
 from felix.storage.disk import HeldError, lock_file
-from felix.storage.port import is_full
+from felix.storage.port import is_full, lacks_resources
+from region.metadata.lease import cancel_and_wait
 from region.metadata.local import (
     BATCH_BYTES_MAX,
     BATCH_EVENTS_MAX,
@@ -42,7 +53,7 @@ from region.metadata.local import (
     check_revision,
     unavailable,
 )
-from region.metadata.port import FIRST_REVISION, PAGE_BYTES_MAX
+from region.metadata.port import FIRST_REVISION, PAGE_BYTES_MAX, OutcomeUnknownError
 from region.metadata.transaction import (
     Change,
     Compare,
@@ -57,6 +68,8 @@ from region.metadata.transaction import (
     prefix_end,
 )
 
+log = logging.getLogger("felix.region.metadata")
+
 _Answer = TypeVar("_Answer")
 _HistoryRow = tuple[int, int, bytes, bytes | None, int, int]
 
@@ -69,6 +82,14 @@ ROOM_PAGES: Final = 128
 """Pages that the file keeps free for writes on a full disk, with which an operator makes room: some hundred of them."""
 DISK_ROOM_BYTES: Final = 4 << 20
 """A disk with less room than this counts as full: the file does not grow on it."""
+LOG_BYTES_MAX: Final = 16 << 20
+"""Of the write-ahead log. SQLite brings it into the database at 4 MiB, and says nothing where it cannot: the log would grow without an end."""
+HUNG_S: Final = 10.0
+"""A disk that has not answered for so long is said to hang."""
+SOUND_MS: Final = 60_000
+"""A store that was open for so long since it failed last is tried after the shortest pause again: nobody else has it, and a try costs little."""
+OUTCOME_S: Final = 10.0
+"""How long whoever made a change waits to hear whether it happened, where its commit failed: the first try to open the store again comes before."""
 _PAGE_BYTES: Final = 4_096
 _SCHEMA: Final = """
 CREATE TABLE state (name TEXT PRIMARY KEY, value INTEGER NOT NULL);
@@ -105,19 +126,58 @@ def _lock(path: Path) -> int:
         ) from None
 
 
+def _log_of(path: Path) -> Path:
+    return path.with_name(path.name + "-wal")
+
+
 def _write_again(path: Path) -> None:
-    """Have what SQLite takes from its write-ahead log on the disk before it does. A process that was killed between a write and its sync left it in
-    the page cache alone, and where a sync failed the kernel calls pages clean that it could not write: they reach the disk only if they are
-    written once more. Overwriting takes no room. Blocks; nobody has the file open. Raises OSError."""
-    log = path.with_name(path.name + "-wal")
-    if not log.exists():
-        return
-    with log.open("r+b", buffering=0) as file:
-        position = 0
-        while data := os.pread(file.fileno(), _WRITE_BYTES, position):
-            position += os.pwrite(file.fileno(), data, position)
-        os.fsync(file.fileno())
+    """Have what SQLite takes from its write-ahead log on the disk before it does, or that there is none. A process that was killed between a write and
+    its sync left it in the page cache alone, and where a sync failed the kernel calls pages clean that it could not write: they reach the disk only if
+    they are written once more. Overwriting takes no room. Blocks; nobody has the file open. Raises OSError."""
+    log = _log_of(path)
+    if log.exists():
+        with log.open("r+b", buffering=0) as file:
+            position = 0
+            while data := os.pread(file.fileno(), _WRITE_BYTES, position):
+                position += os.pwrite(file.fileno(), data, position)
+            os.fsync(file.fileno())
     sync_folder(path.parent)
+
+
+def _read_through(path: Path) -> None:
+    """Raises OSError where the disk does not give all of the store's files."""
+    for each in (path, _log_of(path)):
+        with contextlib.suppress(FileNotFoundError), each.open("rb", buffering=0) as file:
+            while file.read(_WRITE_BYTES):
+                pass
+
+
+@contextlib.contextmanager
+def _unless_full_or_busy() -> Iterator[None]:
+    """What helps a disk that is full, and has no room for it, or is kept from it by who reads the file: it is left for later."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if not (sqlite_errors.is_full(error) or sqlite_errors.is_busy(error)):
+            raise
+
+
+class _Doubt:
+    """A transaction whose commit failed: it is known once the store is open again whether it happened. `revision`: the one that it would have."""
+
+    def __init__(self, revision: int) -> None:
+        self.revision = revision
+        self.settled = asyncio.Event()
+        self.happened: bool | None = None
+        """None also once it is settled: the store is not opened again"""
+
+
+class _DoubtError(Exception):
+    """Of the worker: COMMIT failed, and the transaction may be in the write-ahead log all the same."""
+
+    def __init__(self, revision: int) -> None:
+        super().__init__(revision)
+        self.doubt = _Doubt(revision)
 
 
 DAMAGED_HINT: Final = "Look at the disk, and restart the broker: one that could not be read for a moment looks the same. If it stays so, keep the file, and put back a backup (docs/metadata.md)."
@@ -127,9 +187,12 @@ class _Database:
     """The connection and every statement. Lives in the worker thread; nothing here awaits."""
 
     def __init__(self, path: Path, history_events_max: int, history_bytes_max: int) -> None:
+        self.trouble: BaseException | None = None
+        """what failed beside a change that was made: the disk is not to be trusted"""
         self._path = path
         self._events_max = history_events_max
         self._bytes_max = history_bytes_max
+        self._revision = 0
         self._db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_MS / 1_000)
         try:
             self._prepare()
@@ -141,7 +204,13 @@ class _Database:
         self._events, self._bytes = self._db.execute(
             "SELECT count(*), coalesce(sum(length(value)), 0) FROM history"
         ).fetchone()
-        self._keep_room()
+        with self._noting():
+            self._keep_room()
+
+    @property
+    def revision(self) -> int:
+        """Of the last transaction that was acknowledged."""
+        return self._revision
 
     def _prepare(self) -> None:
         db = self._db
@@ -166,6 +235,7 @@ class _Database:
                 str(self._path), f"its file system allows no write-ahead log ({mode})", "Use a local disk."
             )
         db.execute("PRAGMA synchronous=FULL")
+        db.execute(f"PRAGMA journal_size_limit={LOG_BYTES_MAX}")
         if tables:
             (verdict,) = db.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
@@ -188,13 +258,35 @@ class _Database:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:
         self._db.execute("BEGIN IMMEDIATE")
+        before = self._revision
         try:
             yield
-            self._db.execute("COMMIT")
+            self._end_transaction(before)
         except BaseException:
             if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
+                with self._noting():
+                    self._db.execute("ROLLBACK")
             raise
+
+    def _end_transaction(self, before: int) -> None:
+        """Raises _DoubtError where the disk fails and it has a revision: the log may have it, on the disk or in the page cache. Where it is full the log has
+        it not: the frame that commits is written last."""
+        try:
+            self._db.execute("COMMIT")
+        except sqlite3.DatabaseError as error:
+            if self._revision == before or not sqlite_errors.is_of_disk(error):
+                raise
+            raise _DoubtError(self._revision) from error
+
+    @contextlib.contextmanager
+    def _noting(self) -> Iterator[None]:
+        """For what is done beside a change: it may not fail for whoever asked for that, and has the store opened again."""
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            self.trouble = error
+        except _DoubtError as error:
+            self.trouble = error.__cause__
 
     def _state(self, name: str) -> int:
         row = self._db.execute("SELECT value FROM state WHERE name = ?", (name,)).fetchone()
@@ -237,9 +329,21 @@ class _Database:
         self._change(lambda: self._write(writes))
         return TransactResult(True, self._revision)
 
+    def bring_in(self) -> None:
+        """Have all that the write-ahead log holds in the database, and on the disk. Raises sqlite3.Error; not where there is no room for it, or somebody
+        reads the file."""
+        with _unless_full_or_busy():
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def _bound_log(self) -> None:
+        """Raises what kept SQLite from bringing a long log into the database. It keeps that to itself."""
+        if _log_of(self._path).stat().st_size > LOG_BYTES_MAX:
+            with _unless_full_or_busy():
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
     def _keep_room(self) -> None:
         """Give the database free pages, and the write-ahead log as many: on a full disk, writes go where these are."""
-        with contextlib.suppress(sqlite3.OperationalError):
+        with _unless_full_or_busy():
             (free,) = self._db.execute("PRAGMA freelist_count").fetchone()
             if free >= ROOM_PAGES:
                 return
@@ -261,7 +365,7 @@ class _Database:
 
     def _start_log_anew(self) -> None:
         """Bring what the write-ahead log holds into the database: the log is then written from its start, in its own place."""
-        with contextlib.suppress(sqlite3.OperationalError):
+        with _unless_full_or_busy():
             self._db.execute("PRAGMA wal_checkpoint(RESTART)").fetchall()
 
     def _change(self, change: Callable[[], None]) -> None:
@@ -270,7 +374,9 @@ class _Database:
             self._commit(lambda: self._compact(self._events // 2, self._bytes_max))
             if not self._commit(change):
                 raise _full_disk()
-        self._keep_room()
+        with self._noting():
+            self._keep_room()
+            self._bound_log()
 
     def _commit(self, change: Callable[[], None]) -> bool:
         """Whether there was room for `change`."""
@@ -414,13 +520,26 @@ class _Database:
 class EmbeddedStore(LocalStore):
     """Open with `await EmbeddedStore.open(path)`; `close` lets go of the file and its lock."""
 
-    def __init__(self, path: Path, worker: Executor, runtime: Runtime) -> None:
+    def __init__(
+        self, path: Path, worker: Executor, runtime: Runtime, history_events_max: int, history_bytes_max: int
+    ) -> None:
         super().__init__(str(path), runtime)
         self.path = path
         self._worker = worker
+        self._history = history_events_max, history_bytes_max
+        self._loop = asyncio.get_running_loop()
         self._database: _Database | None = None
         self._lock_descriptor = -1
-        self._stopped_by = ""
+        self._failure = ""
+        """why it has stopped; empty where it has not. Set in the worker, so that nothing that waits for it goes on with what has failed"""
+        self._is_over = False
+        """it is not opened again before a restart"""
+        self._doubt: _Doubt | None = None
+        self._asked_s: float | None = None
+        """when the disk was asked what it has not answered yet"""
+        self._reopening = Reopening(sound_ms=SOUND_MS)
+        self._reopener: asyncio.Task[None] | None = None
+        self._opened_again = 0
 
     @classmethod
     async def open(
@@ -437,51 +556,112 @@ class EmbeddedStore(LocalStore):
         Leases found in it get their whole TTL again: their holders may still be there.
         """
         worker = runtime.pool(1, "felix-metadata")
-        store = cls(path, worker, runtime)
+        store = cls(path, worker, runtime, history_events_max, history_bytes_max)
 
-        def start() -> tuple[_Database, list[tuple[int, int]]]:
+        def start() -> list[tuple[int, int]]:
             store._lock_descriptor = _lock(path)
-            _write_again(path)
-            database = _Database(path, history_events_max, history_bytes_max)
-            return database, database.leases()
+            store._database = store._open_file()
+            leases = store._database.leases()
+            if store._database.trouble is not None:
+                store._stop(store._database.trouble)
+            return leases
 
         try:
-            store._database, leases = await store._in_worker(start)
+            leases = await store._translated(start)
         except BaseException:
             await store._release()
             raise
-        now_ms = runtime.clock.boot_ms()
-        for lease_id, ttl_ms in leases:
-            store._deadlines.grant(lease_id, ttl_ms, now_ms)
-        if leases:
-            store._start_sweeper()
+        store._take_leases(leases)
         return store
+
+    def _open_file(self) -> _Database:
+        """In the worker. Raises OSError, sqlite3.Error, CorruptionError, RequestError."""
+        _write_again(self.path)
+        database = _Database(self.path, *self._history)
+        try:
+            # For the name of a new write-ahead log: SQLite keeps to itself that its own sync of the folder failed.
+            sync_folder(self.path.parent)
+        except BaseException:
+            database.close()
+            raise
+        return database
+
+    def _take_leases(self, leases: Sequence[tuple[int, int]]) -> None:
+        """Those in the file that are not known: their holders may still be there, or were never told of them."""
+        now_ms = self.clock.boot_ms()
+        for lease_id, ttl_ms in leases:
+            if not self._deadlines.is_known(lease_id):
+                self._deadlines.grant(lease_id, ttl_ms, now_ms)
+        if leases:
+            self._start_sweeper()
 
     async def backup(self, target: Path) -> None:
         """A consistent copy of the store as of now, while it serves. `target` must not exist."""
         self._check_open()
-        database = self._open_database()
-        await self._in_worker(lambda: database.copy_to(target))
+        await self._in_worker(lambda database: database.copy_to(target))
 
-    async def _in_worker(self, work: Callable[[], _Answer]) -> _Answer:
-        """Run in the worker thread; SQLite's errors become ours."""
-        if self._stopped_by:
+    # What the disk does
+
+    def trouble(self) -> str:
+        """See MetadataStore."""
+        return str(self._stopped()) if self._failure else self.hung()
+
+    def hung(self) -> str:
+        """See MetadataStore."""
+        asked_s = self._asked_s
+        waits_s = 0.0 if asked_s is None else self.clock.monotonic() - asked_s
+        if self._failure or waits_s < HUNG_S:
+            return ""
+        # One sentence for ten seconds: it is shown, and compared, more often.
+        return (
+            f"The metadata store {self.where} waits for its disk, which has not answered for {waits_s // HUNG_S * HUNG_S:.0f} s. What is changed or "
+            "asked of it is answered once the disk does; it goes on by itself. Look at the disk."
+        )
+
+    @property
+    def opened_again(self) -> int:
+        """See MetadataStore."""
+        return self._opened_again
+
+    async def _in_worker(self, work: Callable[[_Database], _Answer]) -> _Answer:
+        """Run in the worker thread; SQLite's errors become ours, and _DoubtError."""
+        return await self._translated(lambda: self._work(work))
+
+    def _work(self, work: Callable[[_Database], _Answer]) -> _Answer:
+        """In the worker."""
+        if self._failure:
             raise self._stopped()
+        assert self._database is not None
+        self._asked_s = self.clock.monotonic()
+        try:
+            answer = work(self._database)
+        except _DoubtError as error:
+            assert error.__cause__ is not None
+            self._stop(error.__cause__, error.doubt)
+            raise
+        except (sqlite3.Error, OSError) as error:
+            if isinstance(error, OSError) and lacks_resources(error):
+                raise
+            if isinstance(error, sqlite3.Error) and not sqlite_errors.is_of_disk(error):
+                raise
+            self._stop(error)
+            raise self._stopped() from error
+        finally:
+            self._asked_s = None
+        if self._database.trouble is not None:
+            self._stop(self._database.trouble)
+        return answer
+
+    async def _translated(self, work: Callable[[], _Answer]) -> _Answer:
         try:
             return await asyncio.get_running_loop().run_in_executor(self._worker, work)
-        except FelixError:
-            raise
         except sqlite3.OperationalError as error:
-            code = sqlite_errors.result_code(error)
             if sqlite_errors.is_full(error):
                 raise self._full() from error
-            if code == sqlite3.SQLITE_BUSY:
+            if sqlite_errors.is_busy(error):
                 raise unavailable(
                     self.where, "another program holds its file", "Close what has the file open."
                 ) from error
-            if code == sqlite3.SQLITE_IOERR:
-                self._stopped_by = str(error)
-                raise self._stopped() from error
             raise unavailable(
                 self.where, str(error), "Check that the file is there and that this user may write to it."
             ) from error
@@ -500,36 +680,162 @@ class EmbeddedStore(LocalStore):
     def _full(self) -> Exception:
         return unavailable(self.where, "the disk is full", "Make room; it goes on by itself.", Code.DISK_FULL)
 
-    def _stopped(self) -> Exception:
+    def _stopped(self) -> UnavailableError:
+        if self._is_over:
+            return UnavailableError(
+                f"The metadata store {self.where} has stopped, and is not opened again before a restart: {self._failure}",
+                hint="Look at the disk. Put back a backup (docs/metadata.md), or restart the broker to go on with what is there.",
+            )
         return unavailable(
             self.where,
-            f"it stopped after an error of its disk ({self._stopped_by})",
-            "Check the disk, then restart the broker; what was acknowledged is on it.",
+            f"it stopped after an error of its disk ({self._failure})"
+            + ("" if self._doubt is None else "; what was being changed then may have been made or not"),
+            "It is opened again by itself, with all that was acknowledged. Look at the disk.",
         )
 
-    def _open_database(self) -> _Database:
+    # Opening again
+
+    def _stop(self, error: BaseException, doubt: _Doubt | None = None) -> None:
+        """In the worker: nothing more is asked of the file, and it is opened again."""
+        assert not self._failure
+        self._failure, self._doubt = str(error), doubt
+        with contextlib.suppress(RuntimeError):  # the loop ended while the disk was busy
+            self._loop.call_soon_threadsafe(self._begin_reopening)
+
+    def _begin_reopening(self) -> None:
+        if self._closed:
+            return
+        log.error("%s", self._stopped())
+        self._reopening.failed(self.clock.boot_ms())
+        self._reopener = self._loop.create_task(self._reopen(), name="opening the metadata store again")
+
+    async def _reopen(self) -> None:
+        reopening = self._reopening
+        while True:
+            await asyncio.sleep(max(0, reopening.due_ms - self.clock.boot_ms()) / 1_000)
+            try:
+                leases = await self._loop.run_in_executor(self._worker, self._open_again)
+            except CorruptionError as error:
+                self._failure, self._is_over = error.sentence, True
+                log.error("%s", self._stopped())
+                self._settle(None)
+                return
+            except (sqlite3.Error, OSError, FelixError) as error:
+                reopening.failed(self.clock.boot_ms())
+                log.error(
+                    "the metadata store %s could not be opened again, and is tried in %d s: %s",
+                    self.where, reopening.pause_ms // 1_000, error,
+                )  # fmt: skip
+                continue
+            break
         assert self._database is not None
-        return self._database
+        reopening.opened(self.clock.boot_ms())
+        self._opened_again += 1
+        log.warning("the metadata store %s is open again, and goes on", self.where)
+        self._settle(self._database.revision)
+        self._take_leases(leases)
+        # Who watches has not seen what was in doubt, and may have been refused.
+        self._signal()
+
+    def _settle(self, revision: int | None) -> None:
+        """Tell who made the change in doubt; `revision`: what was found."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None:
+            doubt.happened = None if revision is None else revision == doubt.revision
+            doubt.settled.set()
+
+    def _open_again(self) -> list[tuple[int, int]]:
+        """In the worker; the leases that the file has. Raises CorruptionError where it is damaged, or has less than was acknowledged; else it can be tried
+        again."""
+        assert self._database is not None
+        self._require_there()
+        with contextlib.suppress(sqlite3.Error):
+            # SQLite brings what was acknowledged into the database, as far as the disk lets it.
+            self._database.close()
+        try:
+            database = self._open_checked()
+        except (CorruptionError, sqlite3.DatabaseError) as error:
+            if isinstance(error, sqlite3.Error) and not sqlite_errors.may_be_disk(error):
+                raise
+            # A disk that does not give the file for a moment looks the same.
+            _read_through(self.path)
+            try:
+                database = self._open_checked()
+            except sqlite3.DatabaseError as again:
+                if not sqlite_errors.may_be_disk(again):
+                    raise
+                raise CorruptionError(f"it is damaged: {again}.") from again
+        leases = database.leases()
+        self._database, self._failure = database, ""
+        return leases
+
+    def _open_checked(self) -> _Database:
+        assert self._database is not None
+        known, doubt = self._database.revision, self._doubt
+        database = self._open_file()
+        try:
+            database.bring_in()
+            if database.trouble is not None:
+                raise database.trouble
+            if database.revision not in (known, known if doubt is None else doubt.revision):
+                raise CorruptionError(
+                    f"its revision is {database.revision}, and changes up to {known} were acknowledged."
+                )
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                database.close()
+            raise
+        return database
+
+    def _require_there(self) -> None:
+        """Raises OSError where another folder is at the path: moved, unmounted, or with another one mounted over it."""
+        lock = self.path.with_name(self.path.name + ".lock")
+        if not os.path.samestat(os.fstat(self._lock_descriptor), lock.stat()):
+            raise OSError(errno.ENODEV, "it is not the folder that was opened", str(self.path.parent))
+        # SQLite would make a new one.
+        self.path.stat()
+
+    async def _outcome(self, doubt: _Doubt) -> TransactResult:
+        """What became of a transaction whose commit failed. Raises UnavailableError where it did not happen, OutcomeUnknownError where that is not
+        known in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OUTCOME_S):
+                await doubt.settled.wait()
+        if doubt.happened:
+            return TransactResult(True, doubt.revision)
+        if doubt.happened is None:
+            raise OutcomeUnknownError(
+                f"The disk of the metadata store {self.where} failed as a change was committed: it may have been made or not.",
+                hint="The store is opened again by itself. Read before writing again.",
+                retry_after_ms=1_000,
+            )
+        raise unavailable(
+            self.where,
+            "its disk failed as the change was committed, and it was not made",
+            "Try again; look at the disk.",
+        )
+
+    # The port
 
     async def _get(self, key: str) -> Entry | None:
-        database = self._open_database()
-        return await self._in_worker(lambda: database.get(key))
+        return await self._in_worker(lambda database: database.get(key))
 
     async def _range(self, prefix: str, limit: int, after: str) -> Page:
-        database = self._open_database()
-        return await self._in_worker(lambda: database.range(prefix, limit, after))
+        return await self._in_worker(lambda database: database.range(prefix, limit, after))
 
     async def _commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TransactResult:
-        database = self._open_database()
         wake = self._wake()
 
-        def commit() -> TransactResult:
+        def commit(database: _Database) -> TransactResult:
             result = database.transact(compares, writes)
             # From here, not from the caller: it may have been cancelled while this ran.
             wake()
             return result
 
-        return await self._in_worker(commit)
+        try:
+            return await self._in_worker(commit)
+        except _DoubtError as error:
+            return await self._outcome(error.doubt)
 
     def _wake(self) -> Callable[[], None]:
         loop = asyncio.get_running_loop()
@@ -541,22 +847,24 @@ class EmbeddedStore(LocalStore):
         return wake
 
     async def _changes(self, prefix: str, from_revision: int) -> Batch:
-        database = self._open_database()
-        return await self._in_worker(lambda: database.changes(prefix, from_revision))
+        return await self._in_worker(lambda database: database.changes(prefix, from_revision))
 
     async def _remember_lease(self, lease_id: int, ttl_ms: int) -> None:
-        database = self._open_database()
-        await self._in_worker(lambda: database.add_lease(lease_id, ttl_ms))
+        # Where its commit fails it may stand in the file: nothing is bound to it, and it runs out.
+        await self._in_worker(lambda database: database.add_lease(lease_id, ttl_ms))
 
     async def _expire(self, lease_ids: Sequence[int]) -> None:
-        database = self._open_database()
         wake = self._wake()
 
-        def expire() -> None:
+        def expire(database: _Database) -> None:
             database.expire(lease_ids)
             wake()
 
-        await self._in_worker(expire)
+        try:
+            await self._in_worker(expire)
+        except _DoubtError as error:
+            # Again is no error: what happened is not done twice.
+            raise self._stopped() from error
 
     async def _release(self) -> None:
         def stop() -> None:
@@ -566,5 +874,7 @@ class EmbeddedStore(LocalStore):
                 os.close(self._lock_descriptor)
                 self._lock_descriptor = -1
 
+        await cancel_and_wait(self._reopener)
+        self._settle(None)
         await asyncio.get_running_loop().run_in_executor(self._worker, stop)
         self._worker.shutdown(wait=False)

@@ -160,6 +160,17 @@ class Deadlines:
         held = self._leases.get(lease_id)
         return held is not None and now_ms < held[1]
 
+    def is_known(self, lease_id: int) -> bool:
+        """True also once it has run out, until it is forgotten."""
+        return lease_id in self._leases
+
+    def end(self, lease_id: int, now_ms: int) -> bool:
+        """It runs out now, if it has not before. True where the lease was known."""
+        held = self._leases.get(lease_id)
+        if held is not None:
+            self._leases[lease_id] = (held[0], min(held[1], now_ms))
+        return held is not None
+
     def forget(self, lease_id: int) -> bool:
         """True where the lease was known."""
         return self._leases.pop(lease_id, None) is not None

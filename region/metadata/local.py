@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 from felix.errors import Code, FelixError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.told import Told
 from region.metadata.lease import Deadlines, cancel_and_wait, lease_lost
 from region.metadata.port import CompactedError, MetadataStore
 from region.metadata.transaction import Change, Compare, Put, TransactResult, Write
@@ -67,6 +68,7 @@ class LocalStore(MetadataStore):
         self._changed = asyncio.Event()
         self._granted = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
+        self._unswept = Told(runtime.clock.monotonic)
 
     @abstractmethod
     async def _commit(self, compares: Sequence[Compare], writes: Sequence[Write]) -> TransactResult: ...
@@ -122,8 +124,14 @@ class LocalStore(MetadataStore):
 
     async def _lease_revoke(self, lease_id: int) -> None:
         self._check_open()
-        if self._deadlines.forget(lease_id):
-            await self._expire([lease_id])
+        if self._deadlines.end(lease_id, self.clock.boot_ms()):
+            try:
+                await self._expire([lease_id])
+            except BaseException:
+                # It is swept like one that ran out.
+                self._start_sweeper()
+                raise
+            self._deadlines.forget(lease_id)
 
     def _start_sweeper(self) -> None:
         self._granted.set()
@@ -145,9 +153,11 @@ class LocalStore(MetadataStore):
                     await self._expire(due)
                 except FelixError as error:
                     # Such as a full disk. The leases stay due, and nobody can renew or bind them meanwhile.
-                    _log.warning("Leases that ran out could not be swept: %s", error)
+                    if self._unswept.begins():
+                        _log.warning("Leases that ran out could not be swept: %s", error)
                     await asyncio.sleep(_SWEEP_RETRY_MS / 1_000)
                     continue
+                self._unswept.ends()
                 for lease_id in due:
                     self._deadlines.forget(lease_id)
 

@@ -143,6 +143,20 @@ class MetadataStore(ABC):
         """Members of the store that do not answer this process, by name, and for how long in ms. A store of one process has none."""
         return {}
 
+    def trouble(self) -> str:
+        """That the store of this process does not answer, or waits for its disk, with what to do; empty where that is not so, and of a store that runs
+        elsewhere. From any thread."""
+        return ""
+
+    def hung(self) -> str:
+        """The same, where it waits for its disk alone."""
+        return ""
+
+    @property
+    def opened_again(self) -> int:
+        """How often the store of this process was opened again after an error of its disk."""
+        return 0
+
     async def close(self) -> None:
         """Let go of the store. Leases are not revoked: they run out by themselves unless revoked before."""
         if self._closed:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import hashlib
+import os
 import shutil
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -1259,3 +1261,31 @@ async def test_a_broker_that_may_need_a_retired_root_keeps_it_from_being_destroy
     with pytest.raises(RequestError, match="at b may be under a retired root key: no root key was") as told:
         await brokers.rotations["a"].destroy_retired_roots("")
     assert told.value.code is Code.CONFLICT and "until it names none" in told.value.hint
+
+
+async def test_copies_whose_disk_failed_for_a_moment_are_written_anew_and_what_was_refused_is_copied_then(
+    brokers: Brokers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = await brokers.start("a")
+    await keys.ensure(ORDERS, LIFE)
+
+    def fails(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fdatasync", fails)
+        with pytest.raises(UnavailableError, match="written anew by itself"):
+            await keys.ensure(CARDS, OTHER_LIFE)
+    assert keys.failure and "keys.log" in keys.trouble()
+    assert brokers.knows("a", OTHER_LIFE) is None, "what is not copied is not used"
+    sealed = seal_of(keys).seal(batch(b"x"))
+    await asyncio.to_thread(keys.open_again)
+    assert not keys.trouble()
+    await keys.ensure(CARDS, OTHER_LIFE)
+    await brokers.stop()
+    for number in (LIFE, OTHER_LIFE):
+        entry = await brokers.store.get(brokers.key(number))
+        assert entry is not None and entry.value in brokers.copies("a")
+        await brokers.store.transact([], [Delete(entry.key)])
+    keys = await brokers.start("a")
+    assert seal_of(keys).open_batch(sealed) == batch(b"x")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -13,6 +17,7 @@ import felix.renewal
 from felix.connection import RegionConnection
 from felix.errors import Code, RequestError
 from felix.identity import Identity, parse_identity
+from felix.identity_file import load_identity, save_identity
 from felix.names import SpiffeId
 from felix.profile import Profile
 from felix.renewal import IdentityKeeper
@@ -86,6 +91,45 @@ async def test_each_life_is_renewed_at_two_thirds_and_its_session_made_anew_befo
         assert "expires in 2d" in caplog.text
         refused = False
         await until(lambda: renewals == 4)
+    finally:
+        await keeper.close()
+
+
+async def test_a_renewed_identity_that_could_not_be_written_is_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the next process found the old one there, after its end."""
+    now, fails = NOW, True
+
+    async def renew(connection: Any, held: Identity, root: bytes, now_ms: int, **how: Any) -> Identity:
+        return AUTHORITY.issue_identity(WHO, now_ms)
+
+    def store(renewed: Identity, *rest: Any, write: Any = felix.renewal.store_renewed) -> Any:
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(renewed, *rest)
+
+    monkeypatch.setattr(felix.renewal, "request_renewal", renew)
+    monkeypatch.setattr(felix.renewal, "store_renewed", store)
+    monkeypatch.setattr(felix.renewal, "WAIT_S_MAX", 0.005)
+    monkeypatch.setattr(felix.renewal, "STORE_AGAIN_S", 0.005)
+    old, path = AUTHORITY.issue_identity(WHO, now), tmp_path / "orders.pem"
+    save_identity(old, path)
+    connection = Connection(old, with_wall(lambda: now))
+    connection.profile = replace(connection.profile, identity=path)
+    keeper = IdentityKeeper(cast(RegionConnection, connection))
+    keeper.start()
+    try:
+        for life in (1, 2):
+            fails = True
+            now += 21 * DAY
+            await until(lambda life=life: caplog.text.count("is kept in memory alone") == life)
+            assert isinstance(connection.profile.identity, Identity)
+            before = load_identity(path)
+            fails = False
+            await until(lambda before=before: load_identity(path) != before)
+            await until(lambda: connection.profile.identity == path)
+            connection.identity = load_identity(path)
     finally:
         await keeper.close()
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import time
 from pathlib import Path
 
 import pytest
+from disks.key_oracle import Oracle
+from disks.play_store import KeyPlay
 from hypothesis import given
 from hypothesis import strategies as st
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
-from keys.errors import KeyProviderError
-from keys.store import KEY_FILE, UNSYNCED_BYTES_MAX, KeyStore, _frame, create_store, decode_entries
+from keys.store import (
+    KEY_FILE,
+    UNSYNCED_BYTES_MAX,
+    KeyStore,
+    _frame,
+    create_store,
+    decode_entries,
+    read_entries,
+)
 
 BODIES = [b"first entry", b"the second one, a bit longer" * 10, b"third"]
 
@@ -166,11 +176,11 @@ def test_after_a_failed_sync_nothing_more_is_written(folder: Path, monkeypatch: 
 
     with monkeypatch.context() as failing:
         failing.setattr(os, "fdatasync", failing_sync)
-        with pytest.raises(KeyProviderError, match="restart the broker"):
+        with pytest.raises(UnavailableError, match="written anew by itself"):
             store.append([b"x"])
-    with pytest.raises(KeyProviderError):
+    with pytest.raises(UnavailableError):
         store.append([b"y"])
-    with pytest.raises(KeyProviderError):
+    with pytest.raises(UnavailableError):
         store.rewrite([b"y"])
     store.close()
     assert b"y" not in read(folder)[0]
@@ -203,7 +213,7 @@ def test_what_a_failed_sync_left_in_the_page_cache_is_on_the_disk_before_it_is_u
 
         failing.setattr(os, "fdatasync", fails)
         store = KeyStore(folder, "us-east")
-        with pytest.raises(KeyProviderError):
+        with pytest.raises(UnavailableError):
             store.append([entry])
         store.close()
     path = folder / KEY_FILE
@@ -269,3 +279,160 @@ def test_many_entries_at_once_are_synced_in_parts_and_all_taken_back_where_there
     ends = [len(whole), *syncs[3:]]
     assert len(ends) == 5 and max(b - a for a, b in itertools.pairwise(ends)) <= UNSYNCED_BYTES_MAX
     assert read(folder) == ([*BODIES, *many], 0)
+
+
+def eio(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("call", ["write", "fdatasync"])
+def test_it_goes_on_with_what_was_acknowledged_and_what_was_refused_is_gone(
+    folder: Path, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = KeyStore(folder, "us-east")
+    store.append([b"acknowledged"])
+    with monkeypatch.context() as failing:
+        failing.setattr(os, call, eio)
+        with pytest.raises(UnavailableError) as refused:
+            store.append([b"refused"])
+        assert refused.value.retry_after_ms and store.failure == store.trouble() != ""
+        # Also where the disk fails still, wherever it does.
+        for stage in ("fsync", "replace", "open"):
+            with monkeypatch.context() as still:
+                still.setattr(*((Path, stage) if stage == "replace" else (os, stage)), eio)
+                with pytest.raises(UnavailableError):
+                    store.open_again([*BODIES, b"acknowledged"])
+                assert store.failure
+    store.open_again([*BODIES, b"acknowledged"])
+    assert not store.trouble()
+    store.append([b"after"])
+    store.close()
+    assert read(folder) == ([*BODIES, b"acknowledged", b"after"], 0)
+    assert not list(folder.glob(".keys.log*"))
+
+
+def test_nothing_of_the_old_file_is_believed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sync of it proves nothing any more: the new one is another file, written and synced as a whole."""
+    store, before = KeyStore(folder, "us-east"), (folder / KEY_FILE).stat().st_ino
+    held = (folder / KEY_FILE).open("rb")
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fdatasync", eio)
+        with pytest.raises(UnavailableError):
+            store.append([b"refused"])
+    synced: list[tuple[int, int]] = []
+
+    def fsync(file: int, sync=os.fsync) -> None:  # type: ignore[no-untyped-def]
+        sync(file)
+        synced.append((os.fstat(file).st_ino, os.fstat(file).st_size))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    store.open_again(BODIES)
+    made = (folder / KEY_FILE).stat()
+    assert made.st_ino != before and synced[0] == (made.st_ino, made.st_size)
+    assert synced[1][0] == folder.stat().st_ino
+    held.close()
+    store.close()
+
+
+def test_a_new_file_that_may_be_in_place_is_not_taken_for_refused_nor_believed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = KeyStore(folder, "us-east")
+    with monkeypatch.context() as failing:
+
+        def fails_on_folders(file: int, sync=os.fsync) -> None:  # type: ignore[no-untyped-def]
+            if os.path.isdir(f"/proc/self/fd/{file}"):
+                eio()
+            sync(file)
+
+        failing.setattr(os, "fsync", fails_on_folders)
+        with pytest.raises(UnavailableError, match="not known what it holds"):
+            store.rewrite([b"other"])
+    assert read_entries(folder, "us-east") == [b"other"]
+    store.open_again(BODIES)
+    assert read_entries(folder, "us-east") == BODIES
+    store.append([b"after"])
+    store.close()
+    assert read(folder) == ([*BODIES, b"after"], 0)
+
+
+def test_a_rewrite_that_may_open_no_more_files_changes_nothing(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had taken the old file's place before, and the store knew no more what it holds."""
+    store, opened = KeyStore(folder, "us-east"), os.open
+
+    def exhausted(path: object, flags: int, *rest: int) -> int:
+        if flags & os.O_APPEND:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(path, flags, *rest)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "open", exhausted)
+        with pytest.raises(UnavailableError, match="Nothing was changed"):
+            store.rewrite([b"other"])
+    assert not store.failure and read_entries(folder, "us-east") == BODIES
+    assert not list(folder.glob(".keys.log*"))
+    store.append([b"after"])
+    store.close()
+
+
+def test_another_folder_in_its_place_is_not_written_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, aside = KeyStore(folder, "us-east"), folder.with_name("aside")
+    with monkeypatch.context() as failing:
+        failing.setattr(os, "fdatasync", eio)
+        with pytest.raises(UnavailableError):
+            store.append([b"refused"])
+    folder.rename(aside)
+    create_store(folder, "us-east", [b"another"])
+    (folder / "keys.lock").touch()
+    with pytest.raises(UnavailableError, match="not in the folder that was opened"):
+        store.open_again(BODIES)
+    assert read_entries(folder, "us-east") == [b"another"]
+    for each in folder.iterdir():
+        each.unlink()
+    folder.rmdir()
+    aside.rename(folder)
+    store.open_again(BODIES)
+    store.close()
+    assert read(folder) == (BODIES, 0)
+
+
+def test_a_disk_that_does_not_answer_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    store = KeyStore(folder, "us-east", monotonic=lambda: now_s)
+    seen: list[str] = []
+
+    def hangs(file: int) -> None:
+        nonlocal now_s
+        seen.append(store.trouble())
+        now_s += 25
+        seen.append(store.trouble())
+
+    monkeypatch.setattr(os, "fdatasync", hangs)
+    store.append([b"late"])
+    assert seen[0] == "" and "has not answered for 20 s" in seen[1]
+    assert not store.trouble() and not store.failure
+    store.close()
+
+
+@pytest.mark.fault
+def test_keys_on_a_disk_whose_calls_fail_one_after_the_other(tmp_path: Path) -> None:
+    """A process makes, rotates and destroys keys without a pause, and goes on by itself each time; then its power goes."""
+    play = KeyPlay(tmp_path, 1)
+    try:
+        play.start()
+        play.until_done()
+        for call in ("sync", "write", "open", "rename", "folder", "truncate"):
+            for number in (errno.EIO, errno.ENOSPC, errno.EMFILE):
+                play.disk.fail_each([(call, "keys.log", number, 1, 2, 0), (call, "/keys", number, 5, 1, 0)])
+                time.sleep(0.1)
+                play.disk.heal()
+                play.until_done()
+        assert isinstance(play.judge, Oracle)
+        assert play.judge.starts == 1 and play.judge.opened_again >= 3, vars(play.judge)
+        play.end()
+        play.disk.cut()
+        play.finish()
+    finally:
+        play.kill()

@@ -196,15 +196,16 @@ async def test_a_full_disk_refuses_writes_keeps_reads_and_goes_on_once_there_is_
     """The database is given a page limit, which SQLite answers exactly like a full disk."""
     async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
         await store.transact([], [Put("/a", b"1")])
-        database = store._open_database()._db
-        await store._in_worker(lambda: database.execute("PRAGMA max_page_count=40").fetchone())
+        await store._in_worker(lambda database: database._db.execute("PRAGMA max_page_count=40").fetchone())
         with pytest.raises(UnavailableError) as caught:
             for number in range(100):
                 await store.transact([], [Put(f"/b/{number}", bytes(50_000))])
         assert caught.value.code is Code.DISK_FULL
         before = await store.load("")
         assert before.entries[0].value == b"1"
-        await store._in_worker(lambda: database.execute("PRAGMA max_page_count=100000").fetchone())
+        await store._in_worker(
+            lambda database: database._db.execute("PRAGMA max_page_count=100000").fetchone()
+        )
         after = await store.transact([], [Put("/c", bytes(50_000))])
         assert after.revision == before.revision + 1, "the refused write left no trace"
 
@@ -243,15 +244,14 @@ async def test_a_full_disk_takes_small_writes_as_long_as_it_is_full(tmp_path: Pa
 async def test_a_transaction_that_fails_at_its_end_leaves_no_trace(tmp_path: Path) -> None:
     async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
         await store.transact([], [Put("/a", b"1")])
-        database = store._open_database()._db
         await store._in_worker(
-            lambda: database.execute(
+            lambda database: database._db.execute(
                 "CREATE TEMP TRIGGER fail AFTER UPDATE ON main.state BEGIN SELECT RAISE(ABORT, 'on purpose'); END"
             ).fetchone()
         )
         with pytest.raises(CorruptionError, match="on purpose"):
             await store.transact([], [Put("/a", b"2"), Put("/b", b"2")])
-        await store._in_worker(lambda: database.execute("DROP TRIGGER fail").fetchone())
+        await store._in_worker(lambda database: database._db.execute("DROP TRIGGER fail").fetchone())
         snapshot = await store.load("")
         assert [(entry.key, entry.value) for entry in snapshot.entries] == [("/a", b"1")]
         assert (await store.transact([], [Put("/a", b"3")])).revision == snapshot.revision + 1 == 3

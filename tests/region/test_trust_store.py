@@ -9,9 +9,11 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import pytest
 
 from felix.errors import Code, UnavailableError
+from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
 from felix.storage.port import Files
 from keys.signing import SigningKey
@@ -183,3 +185,47 @@ def test_a_first_start_that_was_killed_while_it_wrote_is_no_start_of_before(tmp_
     memory = Memory(folder)
     assert memory.load().trusted == b""
     memory.close()
+
+
+class FailingFiles:
+    """The disk of this machine, whose new files fail while they are told to."""
+
+    def __init__(self) -> None:
+        self.fails = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sync" and self.fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return getattr(PRIVATE_FILES, name)
+
+
+def test_a_copy_that_could_not_be_kept_is_told_and_tried_again(tmp_path: Path) -> None:
+    """It was said in the log, and a start knew nothing of it."""
+    files = FailingFiles()
+    now_ms = [0]
+    clock = type("Clock", (), {"boot_ms": lambda self: now_ms[0]})()
+    runtime = msgspec.structs.replace(REAL, clock=clock)
+    memory = Memory(tmp_path / "governance", runtime, cast(Files, files))
+    memory.load()
+    documents = {(f"deny-{number}",): b"%d" % number for number in range(3)}
+    files.fails = True
+    for key, document in documents.items():
+        memory.keep(key, document)
+    memory.keep_policy(b"policy")
+    memory._writer.submit(int).result()
+    assert "4 of the signed documents" in memory.trouble() and "look at the disk" in memory.trouble()
+    memory.look()
+    memory._writer.submit(int).result()
+    assert memory.trouble(), "not before its time"
+    files.fails = False
+    now_ms[0] += 5_000
+    memory.look()
+    memory._writer.submit(int).result()
+    assert memory.trouble() == ""
+    files.fails = True
+    memory.keep(("deny-0",), b"later")
+    memory._writer.submit(int).result()
+    files.fails = False
+    memory.close()
+    remembered = Memory(tmp_path / "governance").load()
+    assert sorted(remembered.documents) == [b"1", b"2", b"later"] and remembered.policy == b"policy"
