@@ -403,7 +403,7 @@ def test_what_arrived_and_waits_for_its_leaf_is_told_before_anybody_reads_it() -
     async def scene(made: Scene) -> None:
         found: list[bytes] = []
 
-        async def prepare(_: StreamName, shards: Sequence[ShardLog]) -> None:
+        async def prepare(_: StreamName, shards: Sequence[ShardLog], __: Sequence[int]) -> None:
             for shard in shards:
                 found.extend(note.data for note in shard.take_notes_found())
                 await shard.clear_notes()

@@ -221,7 +221,7 @@ class Departures(Client):
             for step in self.steps:
                 await asyncio.sleep(step.after_s)
                 if step.what != "publish":
-                    await self._govern(step)
+                    await self.govern(step)
                     continue
                 burst = range(number, number := number + step.number)
                 await asyncio.gather(*(self._publish(stream, each) for each in burst))
@@ -237,7 +237,7 @@ class Departures(Client):
         self.world.count("acknowledged")
         self.acknowledged[number] = offset
 
-    async def _govern(self, step: Step) -> None:
+    async def govern(self, step: Step) -> None:
         """End the grant in force and agree to the next, or hold it for a while."""
         world, mesh = self.world, self.world.mesh
         world.count(step.what)

@@ -24,6 +24,7 @@ from typing import Final
 from simulation import cluster_twins
 from simulation.cluster_checks import BrokenError
 from simulation.cluster_world import simulate_cluster, simulate_cluster_or_explain
+from simulation.doubt_world import DoubtWorld
 from simulation.mesh_world import MeshWorld
 from simulation.region_world import RegionWorld
 from simulation.restored_world import RestoredWorld
@@ -35,11 +36,12 @@ WORLDS: Final[dict[str, type[World]]] = {
     "region": RegionWorld,
     "mesh": MeshWorld,
     "restored": RestoredWorld,
+    "doubt": DoubtWorld,
     "transfers": TransferWorld,
 }
 CLUSTER: Final = "cluster"
 """A world of cores alone (simulation.cluster_world)."""
-SHARES: Final = {CLUSTER: 1, "region": 1, "mesh": 50, "restored": 100, "transfers": 10}
+SHARES: Final = {CLUSTER: 1, "region": 1, "mesh": 50, "restored": 100, "doubt": 100, "transfers": 10}
 """Of the seeds that are asked for, one in so many is of this world: a run of two regions takes twenty times as long as one of one."""
 SLICE: Final = 100
 """Seeds of one region that a process takes at a time: some seconds."""
