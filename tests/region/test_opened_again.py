@@ -517,14 +517,14 @@ def test_a_sibling_that_finds_no_descriptors_or_room_as_its_stream_is_served_aga
         await made.until(lambda: made.streams.reopener.opened)
         made.streams._cease = cease  # type: ignore[method-assign]
         assert stream.unopened == [1] and told[-1] == [1]
-        (problem,) = made.streams.problems()
+        (problem,) = made.streams.disks.problems()
         assert "shard 1" in problem
         refused = stream.find(1)
         assert isinstance(refused, UnavailableError) and refused.retry_after_ms
         assert not any("its logs are open again" in line for line in caplog.messages)
         # What the follower does, which is told of it.
         await made.streams.open(stream.record)
-        assert not stream.unopened and not made.streams.problems() and not stream.left
+        assert not stream.unopened and not made.streams.disks.problems() and not stream.left
         for number in range(2):
             await made.publish(b"last", shard=number)
 
@@ -555,7 +555,7 @@ def test_a_shard_that_cannot_be_read_as_it_is_opened_is_tried_again(error: int) 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ShardLog, "_read_ids", fail_first)
             stream = await made.open(**config)
-        assert stream.unopened == [0] and made.streams.problems()
+        assert stream.unopened == [0] and made.streams.disks.problems()
         await made.open(**config)
         assert not stream.unopened
         await made.publish(b"last")
@@ -593,7 +593,7 @@ def test_a_folder_that_is_away_for_a_while_is_not_begun_anew(is_mounted_over: bo
             files.remove_folder(DATA)
         files.rename(away, DATA)
         await made.until(lambda: made.streams.reopener.opened == 2, within_s=1_200)
-        assert not made.streams.problems() and not stream.left
+        assert not made.streams.disks.problems() and not stream.left
         for number in range(2):
             await made.publish(b"last", shard=number)
         assert await made.records(1) == [b"first", b"second", b"last"]

@@ -178,7 +178,7 @@ async def test_what_is_published_while_the_folder_of_streams_is_away_is_there_on
     folder.rmdir()
     away.rename(folder)
     assert await asyncio.gather(*publishing) == [1, 0]
-    await until(lambda: not node.broker.streams.problems())
+    await until(lambda: not node.broker.streams.disks.problems())
 
 
 async def test_a_job_of_a_commit_whose_write_failed_is_given_to_nobody_else(
