@@ -23,7 +23,8 @@ from region.log.directory import LogDirectory
 from region.log.errors import StorageFailedError
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
 from region.metadata.records import Stream, StreamConfig
-from region.streams import HostedStream, StreamTable
+from region.hosted_stream import HostedStream
+from region.streams import StreamTable
 
 
 class Feeding:
