@@ -93,7 +93,7 @@ ordinary: $(STAMP) ## SEQUENCES random sequences of what operators do, from SEED
 	@FELIX_ORDINARY_SEQUENCES=$(SEQUENCES) FELIX_ORDINARY_SEED=$(SEED) $(BIN)/python -m pytest -s --timeout 86400 tests/ordinary
 
 .PHONY: simulate
-simulate: $(STAMP) ## SEEDS runs of a region and of the cores of a cluster, and some of two regions with their bridge, on simulated time, disks and network, from FIRST on, on all processors; WORLD=cluster, region, mesh or restored: of one world; TWINS=1: without the rules (minutes; 50000 take an hour)
+simulate: $(STAMP) ## SEEDS runs of a region and of the cores of a cluster, and some of two regions with their bridge, on simulated time, disks and network, from FIRST on, on all processors; WORLD=cluster, region, mesh, restored or transfers: of one world; TWINS=1: without the rules (minutes; 50000 take an hour)
 	@PYTHONPATH=.:tests PYTHONHASHSEED=0 $(BIN)/python -m simulation.run --seeds $(SEEDS) --first $(FIRST) $(if $(WORLD),--world $(WORLD)) $(if $(TWINS),--twins)
 
 soak: $(STAMP) ## broker and workers killed KILLS times under load, and hostile peers by the thousand (minutes)

@@ -24,7 +24,7 @@ from region.cache.shard import CacheShard
 from region.cache.state import ENTRY_BYTES
 from region.log.point import LogPoint
 from region.log.shard import ShardHooks, ShardSettings
-from region.streams import delivery_frame
+from region.stream_settings import delivery_frame
 
 NAME = StreamName.parse("acme/web/sessions")
 

@@ -12,10 +12,10 @@ import felix
 from felix import reopening
 from felix.errors import Code
 from felix.names import StreamName
+from region.hosted_stream import HostedStream
 from region.log.errors import StorageFailedError
 from region.log.shard import ShardLog
 from region.node import Node
-from region.streams import HostedStream
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +36,9 @@ async def fail(node: Node, name: str, companion: int | None = None) -> None:
     shard = node.broker.streams._directory.find(stream.name, stream.incarnation, number)
     assert isinstance(shard, ShardLog)
     shard.stop(StorageFailedError("A sync failed."))
-    assert node.broker.streams.problems()
+    assert node.broker.streams.disks.problems()
     await until(lambda: reopener.opened > before)
-    assert not node.broker.streams.problems()
+    assert not node.broker.streams.disks.problems()
 
 
 async def test_a_publisher_and_a_reader_go_on(node: Node, operator: felix.RegionClient) -> None:

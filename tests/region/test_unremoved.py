@@ -71,12 +71,12 @@ async def test_records_that_the_disk_does_not_remove_go_once_it_works(
         with pytest.raises(RequestError, match="There is no stream"):
             await region.describe_stream(ORDERS)
         assert len(left()) == 1
-        (problem,) = node.broker.streams.problems()
+        (problem,) = node.broker.streams.disks.problems()
         assert f"the records of {ORDERS}, which is deleted, are not removed" in problem
         # Another one of the name is nothing to them.
         await region.create_stream(ORDERS)
         disk.is_broken = False
-        await until(lambda: len(left()) == 1 and not node.broker.streams.problems())
+        await until(lambda: len(left()) == 1 and not node.broker.streams.disks.problems())
         async with client(folder) as other:
             await other.stream(ORDERS).publish(b"new")
             assert (await other.describe_stream(ORDERS)).state[0].high_watermark == 1
