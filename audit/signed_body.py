@@ -14,7 +14,7 @@ from typing import Annotated, Final, Generic, TypeVar
 import msgspec
 
 from audit.leaf import Id16, names_stand_once
-from felix.errors import TamperError, of_later_release
+from felix.errors import LaterReleaseError, TamperError, of_later_release
 from keys.signing import SigningKey, VerifyKey
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -63,7 +63,7 @@ class SignedForm(Generic[Body]):
 
     def open(self, data: bytes, keys: ReceiptKeys) -> Body:
         """Verify and read. Raises TamperError where the key is none of that region's, the signature does not hold, or the body
-        is none of this kind. That the body speaks of that region is for the caller to ask."""
+        is none of this kind; LaterReleaseError, which is one, where a later release signed it. That the body speaks of that region is for the caller to ask."""
         signed = self._read(data)
         public = keys.by_id.get(signed.key_id)
         if public is None:
@@ -72,7 +72,7 @@ class SignedForm(Generic[Body]):
             )
         if not VerifyKey(public).holds(self._purpose, signed.body, signed.signature):
             raise TamperError(f"A {self._what}'s signature does not hold.")
-        return self._decode(signed)
+        return self._decode(signed, LaterReleaseError)
 
     def signer(self, data: bytes) -> bytes:
         """The id of the key that it says signed it. Raises TamperError."""
@@ -92,13 +92,14 @@ class SignedForm(Generic[Body]):
         self._require_names_once(data, signed)
         return signed
 
-    def _decode(self, signed: _Signed) -> Body:
+    def _decode(self, signed: _Signed, later: type[TamperError] = TamperError) -> Body:
+        """`later`: what is raised of what only a later release knows."""
         try:
             body = self._bodies.decode(signed.body)
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
-            raise TamperError(
-                f"A {self._what}'s body does not decode: {error}.", hint=of_later_release(error)
-            ) from error
+            hint = of_later_release(error)
+            kind = later if hint else TamperError
+            raise kind(f"A {self._what}'s body does not decode: {error}.", hint=hint) from error
         self._require_names_once(signed.body, body)
         return body
 

@@ -225,7 +225,13 @@ class TamperError(CorruptionError):
     default_code = Code.TAMPERED
 
 
-LATER_RELEASE: Final = "Where nothing damaged it, a later release of Felix made it, which writes what this one does not know: upgrade this side."
+class LaterReleaseError(TamperError):
+    """What was signed as it is has a field or a value that only a later release knows. It does not verify here, and nobody changed it: it is no refusal of its signer."""
+
+    default_code = Code.VERSION_UNSUPPORTED
+
+
+LATER_RELEASE: Final = "Where nothing damaged it, a later release of Felix made it than the one that says so, which has no name for that: upgrade whoever says so."
 
 
 def of_later_release(reason: object) -> str:

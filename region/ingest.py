@@ -60,6 +60,7 @@ from felix.errors import (
     Code,
     CorruptionError,
     FelixError,
+    LaterReleaseError,
     NotLeaderError,
     OffsetMismatchError,
     ProtocolError,
@@ -396,7 +397,7 @@ class IngestStream:
                     # It says already what it will say then: what is refused ends nobody's link.
                     self._recorded(link)
             self._take_window()
-        except UnavailableError as error:
+        except (UnavailableError, LaterReleaseError) as error:
             self._fail(error, correlation)
             return
         except FelixError as error:

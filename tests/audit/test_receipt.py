@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from audit.receipt import Receipt, differences, open_receipt, read_unverified, sign_receipt
-from felix.errors import TamperError
+from felix.errors import Code, LaterReleaseError, TamperError
 
 
 def test_a_receipt_goes_round_and_agrees_with_its_ack() -> None:
@@ -74,8 +74,14 @@ def test_what_a_later_release_signed_is_told_from_what_was_changed() -> None:
     parts = msgspec.msgpack.decode(link.ack(link.intent()).header.receipt)
     body = msgspec.msgpack.encode({**msgspec.msgpack.decode(parts["body"]), "of_later": 1})
     signed = {**parts, "body": body, "signature": RECEIPT_KEY.sign("receipt", body)}
-    with pytest.raises(TamperError, match=r"unknown field `of_later`.*later release.*upgrade this side"):
+    with pytest.raises(
+        LaterReleaseError, match=r"unknown field `of_later`.*later release.*upgrade whoever says so"
+    ) as later:
         open_receipt(msgspec.msgpack.encode(signed), RECEIPT_KEYS)
+    assert later.value.code is Code.VERSION_UNSUPPORTED
+    forged = {**signed, "signature": bytes(64)}
+    with pytest.raises(TamperError, match="signature does not hold"):
+        open_receipt(msgspec.msgpack.encode(forged), RECEIPT_KEYS)
     with pytest.raises(TamperError) as refused:
         open_receipt(msgspec.msgpack.encode({**parts, "body": b"\xff"}), RECEIPT_KEYS)
     assert "later release" not in str(refused.value)

@@ -6,11 +6,16 @@ import asyncio
 import shutil
 from pathlib import Path
 
+import msgspec
+import pytest
 from attacks.test_f08_truncation import accept, link
 from bridge_mesh import BRIDGE, STREAM, flight, two_regions, until
 
 import felix
 from audit.leaf import Kind
+from audit.receipt import Receipt
+from keys.signing import SigningKey
+from region import ingest
 
 JOBS, CREW = "acme/ops/jobs", "acme/ops/crew"
 
@@ -86,6 +91,38 @@ async def test_a_source_that_went_back_to_its_backup_goes_on_with_its_newest_log
             "accept-truncation"
         ]
         assert STREAM in {each.stream for each in acks}
+
+
+async def test_a_destination_of_a_later_release_is_accused_of_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its receipts have a field that this agent has no name for: nothing is settled by them, and nothing is tampered with."""
+    sign = ingest.sign_receipt
+
+    def later(receipt: Receipt, key: SigningKey) -> bytes:
+        signed = msgspec.msgpack.decode(sign(receipt, key))
+        body = msgspec.msgpack.encode({**msgspec.msgpack.decode(signed["body"]), "of_later": 1})
+        return msgspec.msgpack.encode({**signed, "body": body, "signature": key.sign("receipt", body)})
+
+    async with two_regions(tmp_path / "home") as mesh:
+        await mesh.create()
+        await mesh.grant()
+        await mesh.publish([flight(number) for number in range(20)])
+        with monkeypatch.context() as patch:
+            patch.setattr(ingest, "sign_receipt", later)
+            async with mesh.agent() as agent:
+                await mesh.crossed(20)
+                held = await until(
+                    lambda: next((each for each in agent.links() if "later release" in each.reason), None),
+                    "a link that says so",
+                )
+                assert held.state == "waiting" and "upgrade whoever says so" in held.reason
+        assert not mesh.headers(mesh.egress_folder, Kind.DENY, Kind.ACK)
+        assert not mesh.headers(mesh.ingress_folder, Kind.DENY)
+        async with mesh.agent() as agent:
+            await link(agent, "active", 20)
+            await until(lambda: mesh.headers(mesh.egress_folder, Kind.ACK), "what arrived is settled")
+        assert mesh.reconcile() == 20 and mesh.verify_egress().ok and mesh.verify_ingress().ok
 
 
 async def taken(region: felix.RegionClient, count: int) -> list[bytes]:

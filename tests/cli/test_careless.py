@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pty
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import typer
 import typer.main
 from e2e.command_mesh import ROOT, Said, command, environment, felix_command, until
 from ports import claim_port
@@ -401,6 +403,31 @@ def test_output_that_cannot_be_written_is_said(home: Home) -> None:
     assert (
         done.returncode == 1 and b"No space left on device" in done.stderr and b"Traceback" not in done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"), [(errno.EIO, "dmesg"), (errno.ENOSPC, "Make room"), (errno.EACCES, "FELIX_HOME")]
+)
+def test_what_a_disk_says_is_answered_with_what_to_do(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    number: int,
+    advice: str,
+) -> None:
+    command = typer.Typer()
+
+    @command.command()
+    def fail() -> None:
+        raise OSError(number, os.strerror(number), str(tmp_path / "file"))
+
+    monkeypatch.setenv("FELIX_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["felix"])
+    monkeypatch.setattr("cli.main._leave_stdout", lambda: None)
+    with pytest.raises(SystemExit) as ended:
+        main(command)
+    told = capsys.readouterr().err
+    assert ended.value.code == 1 and advice in told and str(tmp_path / "file") in told.replace("\n", "")
 
 
 def test_nothing_spins_where_there_is_no_terminal(home: Home) -> None:

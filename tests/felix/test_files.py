@@ -10,7 +10,7 @@ import pytest
 
 from felix import files
 from felix.errors import Code, RequestError
-from felix.files import PUBLIC, create_file, read_file, replace_file, write_output
+from felix.files import PUBLIC, create_file, read_file, remove_staged, replace_file, write_output
 
 
 def names(folder: Path) -> list[str]:
@@ -90,3 +90,28 @@ def test_a_full_disk_is_said_of_the_file_that_it_took(
     with pytest.raises(OSError, match=r"No space left on device: '.*/identity\.pem'"):
         create_file(tmp_path / "identity.pem", b"x")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_a_rename_that_failed_leaves_nothing_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    path = tmp_path / "identity.pem"
+    replace_file(path, b"old")
+
+    def fails(source: Path, target: Path) -> Path:
+        raise OSError(number, os.strerror(number), str(source))
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(number)):
+        patch.setattr(Path, "replace", fails)
+        replace_file(path, b"new")
+    assert names(tmp_path) == ["identity.pem"] and path.read_bytes() == b"old"
+
+
+def test_what_a_killed_writer_left_of_a_file_is_removed_and_nothing_of_another_one(tmp_path: Path) -> None:
+    left = [".key[1].pem.12.0a1b2c3d.new", ".key[1].pem.13.0a1b2c3d.new"]
+    others = [".key1.pem.12.0a1b2c3d.new", ".new.key[1].pem.12.0a1b2c3d.new", "key[1].pem"]
+    for name in (*left, *others):
+        (tmp_path / name).write_bytes(b"key")
+    remove_staged(tmp_path / "key[1].pem")
+    assert names(tmp_path) == sorted(others)
