@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from disks.play_store import Play
+from disks.play_store import drawn
 from ports import claim_port
 from region_process import fixed_region
 from volatile_disk import VolatileDisk
@@ -99,12 +99,6 @@ class BrokerPlay:
         self.faulty = False
         self.log = home / "log"
         self.last_done_s = 0.0
-
-    def faults(self) -> list[tuple[str, str, int, int, int, int]]:
-        return [
-            (call, self.chance.choice(self.paths), *rest)
-            for call, _, *rest in Play.faults(self)  # type: ignore[arg-type]
-        ]
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -288,10 +282,10 @@ class BrokerPlay:
             load = asyncio.create_task(self.load())
             try:
                 await self.until_well(load)
-                self.disk.fail_each(self.faults())
+                self.disk.fail_each(drawn(chance, self.paths))
                 await asyncio.sleep(chance.choice((0.1, 0.5, 1.5)))
                 if chance.random() < 0.4:
-                    self.disk.fail_each(self.faults())
+                    self.disk.fail_each(drawn(chance, self.paths))
                     await asyncio.sleep(0.5)
                 if goes_on := chance.random() < 0.6:
                     self.disk.heal()

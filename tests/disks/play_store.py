@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import random
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -46,6 +48,20 @@ CALLS: Final = (
     "rename",
 )
 ERRORS: Final = (errno.EIO, errno.EIO, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EROFS)
+
+
+Fault = tuple[str, str, int, int, int, int]
+"""As `VolatileDisk.fail_each` has it."""
+
+
+def drawn(chance: random.Random, paths: Sequence[str]) -> list[Fault]:
+    """What fails in a round: one call or some, once, a few times, or all of them."""
+    found: list[Fault] = []
+    for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        number = chance.choice(ERRORS) if chance.random() < 0.9 else 0
+        skip, times = chance.choice((0, 0, 1, 3, 10, 30)), chance.choice((1, 1, 1, 2, 5, 1_000))
+        found.append((chance.choice(CALLS), chance.choice(paths), number, skip, times, 0 if number else 1))
+    return found
 
 
 class Judge(Protocol):
@@ -125,36 +141,17 @@ class Play:
             time.sleep(0.02)
             self.look()
 
-    def faults(self) -> list[tuple[str, str, int, int, int, int]]:
-        chance = self.chance
-        found = []
-        for _ in range(chance.choice((1, 1, 1, 2, 4))):
-            call = chance.choice(CALLS)
-            number = chance.choice(ERRORS) if chance.random() < 0.9 else 0
-            found.append(
-                (
-                    call,
-                    chance.choice(self.paths),
-                    number,
-                    chance.choice((0, 0, 1, 3, 10, 30)),
-                    chance.choice((1, 1, 1, 2, 5, 1_000)),
-                    0 if number else 1,
-                )
-            )
-        return found
-
     def round(self) -> None:
         chance = self.chance
         if self._process is None:
             self.start()
             if chance.random() < 0.8:
                 self.until_done()
-        faults = self.faults()
-        self.disk.fail_each(faults)
+        self.disk.fail_each(drawn(chance, self.paths))
         time.sleep(chance.choice((0.02, 0.1, 0.3, 0.8)))
         if chance.random() < 0.3:
             # Also as it is opened again.
-            self.disk.fail_each(self.faults())
+            self.disk.fail_each(drawn(chance, self.paths))
             time.sleep(chance.choice((0.1, 0.3)))
         how = chance.random()
         if how < 0.5:
