@@ -72,16 +72,25 @@ class Judge(Protocol):
     def take(self, lines: list[str]) -> None: ...
 
 
+IN_DOUBT: Final[list[Fault]] = [
+    ("sync", "metadata.db-wal", errno.EIO, 0, 1, 0),
+    ("write", "metadata.db$", errno.EIO, 0, 3, 0),
+]
+"""A commit fails at its end, and SQLite cannot bring the log into the database as it is closed: so what is in doubt is there when it is opened again."""
+
+
 class Play:
     """Of one seed: `round` after `round`."""
 
     program = "disks/store_writer.py"
     paths: tuple[str, ...] = ("-", "-", "metadata.db", "metadata.db-wal", "metadata.db-wal")
+    in_doubt: Sequence[Fault] = IN_DOUBT
 
-    def __init__(self, home: Path, seed: int) -> None:
+    def __init__(self, home: Path, seed: int, *, drops: int = 60, forgets: int = 40) -> None:
+        """`drops`, `forgets`: see VolatileDisk."""
         self.home = home
         self.prepare()
-        self.disk = VolatileDisk(home / "disk", home / "aside", seed)
+        self.disk = VolatileDisk(home / "disk", home / "aside", seed, drops=drops, forgets=forgets)
         self.chance = self.disk.random
         self.journal = home / "journal"
         self.out = home / "out"
@@ -141,17 +150,23 @@ class Play:
             time.sleep(0.02)
             self.look()
 
+    def drawn(self) -> list[Fault]:
+        """What fails now."""
+        if self.in_doubt and self.chance.random() < 0.3:
+            return list(self.in_doubt)
+        return drawn(self.chance, self.paths)
+
     def round(self) -> None:
         chance = self.chance
         if self._process is None:
             self.start()
             if chance.random() < 0.8:
                 self.until_done()
-        self.disk.fail_each(drawn(chance, self.paths))
+        self.disk.fail_each(self.drawn())
         time.sleep(chance.choice((0.02, 0.1, 0.3, 0.8)))
         if chance.random() < 0.3:
             # Also as it is opened again.
-            self.disk.fail_each(drawn(chance, self.paths))
+            self.disk.fail_each(self.drawn())
             time.sleep(chance.choice((0.1, 0.3)))
         how = chance.random()
         if how < 0.5:
@@ -189,6 +204,7 @@ class Play:
 class KeyPlay(Play):
     program = "disks/key_writer.py"
     paths = ("-", "keys.log", "keys.log", ".new", "/roots/")
+    in_doubt = ()
 
     def prepare(self) -> None:
         create_keyring(self.target(), REGION)
@@ -203,6 +219,7 @@ class KeyPlay(Play):
 class WitnessPlay(Play):
     program = "disks/witness_writer.py"
     paths = ("-", "state.db", "state.db", "state.db-journal", "state.db-journal", "witness.json")
+    in_doubt = ()
 
     def prepare(self) -> None:
         init_witness(self.target(), "witness.example")
