@@ -262,6 +262,7 @@ class BrokerPlay:
                 want = Counter(self.published[name])
                 read: Counter[int] = Counter()
                 end = (await client.describe_stream(name)).state[0].high_watermark
+                assert end or not want, f"{name} is not served: {self.log.read_text()[-3_000:]}"
                 if not end:
                     continue
                 async with client.stream(name).subscribe(start="earliest") as records:
