@@ -286,6 +286,14 @@ ssize_t pwritev(int d, const struct iovec *v, int n, off_t o) {
     return size;
 }
 ssize_t pwritev64(int d, const struct iovec *v, int n, off64_t o) { return pwritev(d, v, n, o); }
+/* Python's os.pwritev. */
+ssize_t pwritev2(int d, const struct iovec *v, int n, off_t o, int f) {
+    if (told_of("write", d)) return -1;
+    ssize_t size = REAL(pwritev2)(d, v, n, o, f);
+    if (size > 0) dirty(d, o, o + size);
+    return size;
+}
+ssize_t pwritev64v2(int d, const struct iovec *v, int n, off64_t o, int f) { return pwritev2(d, v, n, o, f); }
 ssize_t read(int d, void *b, size_t n) { return told_of("read", d) ? -1 : REAL(read)(d, b, n); }
 ssize_t pread(int d, void *b, size_t n, off_t o) { return told_of("read", d) ? -1 : REAL(pread)(d, b, n, o); }
 ssize_t pread64(int d, void *b, size_t n, off64_t o) { return told_of("read", d) ? -1 : REAL(pread64)(d, b, n, o); }

@@ -1,8 +1,8 @@
 """Rounds of faults of a disk below a broker whose metadata and keys are changed without a pause, by a client that writes down what it was told.
 
-    python -m disks.play_broker FOLDER [--rounds N] [--seeds N] [--seed S]
+    python -m disks.play_broker FOLDER [--all] [--rounds N] [--seeds N] [--seed S]
 
-The region's whole folder is on the disk (volatile_disk); calls of the embedded metadata store and of the key file fail, or hang. Then the disk is well again, and the broker has to go on by itself; or
+The region's whole folder is on the disk (volatile_disk); calls of the embedded metadata store and of the key file (`--all`: of any file) fail, or hang. Then the disk is well again, and the broker has to go on by itself; or
 it is killed, and in half of those the power goes. After each start, and in the end: streams, their settings, rights and quotas are what was acknowledged, or what was asked for later and
 not answered; every record that was acknowledged is read once, so every key that sealed one is there. Exit code 1 where something did not hold. It needs gcc.
 """
@@ -23,11 +23,11 @@ import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from disks.play_store import Play
+from disks.play_store import drawn
 from ports import claim_port
 from region_process import fixed_region
 from volatile_disk import VolatileDisk
@@ -76,8 +76,9 @@ class Told:
 
 
 class BrokerPlay:
-    def __init__(self, home: Path, seed: int) -> None:
+    def __init__(self, home: Path, seed: int, paths: Sequence[str] = PATHS) -> None:
         self.home = home
+        self.paths = paths
         self.port = claim_port()
         home.mkdir(parents=True)
         self.folder = fixed_region(home / "felix", "us-east")
@@ -98,14 +99,6 @@ class BrokerPlay:
         self.faulty = False
         self.log = home / "log"
         self.last_done_s = 0.0
-
-    def faults(self) -> list[tuple[str, str, int, int, int, int]]:
-        return [
-            (call, self.chance.choice(PATHS), *rest)
-            for call, _, *rest in Play.faults(self)  # type: ignore[arg-type]
-        ]
-
-    paths = PATHS
 
     def start(self) -> None:
         with self.log.open("ab") as log:
@@ -269,6 +262,7 @@ class BrokerPlay:
                 want = Counter(self.published[name])
                 read: Counter[int] = Counter()
                 end = (await client.describe_stream(name)).state[0].high_watermark
+                assert end or not want, f"{name} is not served: {self.log.read_text()[-3_000:]}"
                 if not end:
                     continue
                 async with client.stream(name).subscribe(start="earliest") as records:
@@ -289,10 +283,10 @@ class BrokerPlay:
             load = asyncio.create_task(self.load())
             try:
                 await self.until_well(load)
-                self.disk.fail_each(self.faults())
+                self.disk.fail_each(drawn(chance, self.paths))
                 await asyncio.sleep(chance.choice((0.1, 0.5, 1.5)))
                 if chance.random() < 0.4:
-                    self.disk.fail_each(self.faults())
+                    self.disk.fail_each(drawn(chance, self.paths))
                     await asyncio.sleep(0.5)
                 if goes_on := chance.random() < 0.6:
                     self.disk.heal()
@@ -328,13 +322,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--all", action="store_true", help="calls of all files fail")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     told = parser.parse_args()
     total: Counter[str] = Counter()
     failed = 0
     for seed in range(told.seed, told.seed + told.seeds):
-        play = BrokerPlay(told.folder / f"broker-{seed}", seed)
+        play = BrokerPlay(told.folder / f"broker-{seed}", seed, ("-",) if told.all else PATHS)
         try:
             asyncio.run(play.run(told.rounds))
         except Exception as error:

@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import random
 import shutil
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -48,6 +50,20 @@ CALLS: Final = (
 ERRORS: Final = (errno.EIO, errno.EIO, errno.EIO, errno.ENOSPC, errno.EMFILE, errno.EROFS)
 
 
+Fault = tuple[str, str, int, int, int, int]
+"""As `VolatileDisk.fail_each` has it."""
+
+
+def drawn(chance: random.Random, paths: Sequence[str]) -> list[Fault]:
+    """What fails in a round: one call or some, once, a few times, or all of them."""
+    found: list[Fault] = []
+    for _ in range(chance.choice((1, 1, 1, 2, 4))):
+        number = chance.choice(ERRORS) if chance.random() < 0.9 else 0
+        skip, times = chance.choice((0, 0, 1, 3, 10, 30)), chance.choice((1, 1, 1, 2, 5, 1_000))
+        found.append((chance.choice(CALLS), chance.choice(paths), number, skip, times, 0 if number else 1))
+    return found
+
+
 class Judge(Protocol):
     done: int
     starts: int
@@ -56,16 +72,25 @@ class Judge(Protocol):
     def take(self, lines: list[str]) -> None: ...
 
 
+IN_DOUBT: Final[list[Fault]] = [
+    ("sync", "metadata.db-wal", errno.EIO, 0, 1, 0),
+    ("write", "metadata.db$", errno.EIO, 0, 3, 0),
+]
+"""A commit fails at its end, and SQLite cannot bring the log into the database as it is closed: so what is in doubt is there when it is opened again."""
+
+
 class Play:
     """Of one seed: `round` after `round`."""
 
     program = "disks/store_writer.py"
     paths: tuple[str, ...] = ("-", "-", "metadata.db", "metadata.db-wal", "metadata.db-wal")
+    in_doubt: Sequence[Fault] = IN_DOUBT
 
-    def __init__(self, home: Path, seed: int) -> None:
+    def __init__(self, home: Path, seed: int, *, drops: int = 60, forgets: int = 40) -> None:
+        """`drops`, `forgets`: see VolatileDisk."""
         self.home = home
         self.prepare()
-        self.disk = VolatileDisk(home / "disk", home / "aside", seed)
+        self.disk = VolatileDisk(home / "disk", home / "aside", seed, drops=drops, forgets=forgets)
         self.chance = self.disk.random
         self.journal = home / "journal"
         self.out = home / "out"
@@ -125,23 +150,11 @@ class Play:
             time.sleep(0.02)
             self.look()
 
-    def faults(self) -> list[tuple[str, str, int, int, int, int]]:
-        chance = self.chance
-        found = []
-        for _ in range(chance.choice((1, 1, 1, 2, 4))):
-            call = chance.choice(CALLS)
-            number = chance.choice(ERRORS) if chance.random() < 0.9 else 0
-            found.append(
-                (
-                    call,
-                    chance.choice(self.paths),
-                    number,
-                    chance.choice((0, 0, 1, 3, 10, 30)),
-                    chance.choice((1, 1, 1, 2, 5, 1_000)),
-                    0 if number else 1,
-                )
-            )
-        return found
+    def drawn(self) -> list[Fault]:
+        """What fails now."""
+        if self.in_doubt and self.chance.random() < 0.3:
+            return list(self.in_doubt)
+        return drawn(self.chance, self.paths)
 
     def round(self) -> None:
         chance = self.chance
@@ -149,12 +162,11 @@ class Play:
             self.start()
             if chance.random() < 0.8:
                 self.until_done()
-        faults = self.faults()
-        self.disk.fail_each(faults)
+        self.disk.fail_each(self.drawn())
         time.sleep(chance.choice((0.02, 0.1, 0.3, 0.8)))
         if chance.random() < 0.3:
             # Also as it is opened again.
-            self.disk.fail_each(self.faults())
+            self.disk.fail_each(self.drawn())
             time.sleep(chance.choice((0.1, 0.3)))
         how = chance.random()
         if how < 0.5:
@@ -192,6 +204,7 @@ class Play:
 class KeyPlay(Play):
     program = "disks/key_writer.py"
     paths = ("-", "keys.log", "keys.log", ".new", "/roots/")
+    in_doubt = ()
 
     def prepare(self) -> None:
         create_keyring(self.target(), REGION)
@@ -206,6 +219,7 @@ class KeyPlay(Play):
 class WitnessPlay(Play):
     program = "disks/witness_writer.py"
     paths = ("-", "state.db", "state.db", "state.db-journal", "state.db-journal", "witness.json")
+    in_doubt = ()
 
     def prepare(self) -> None:
         init_witness(self.target(), "witness.example")

@@ -27,7 +27,7 @@ from region.metadata.embedded import EmbeddedStore  # noqa: E402
 from region.metadata.port import CompactedError, OutcomeUnknownError  # noqa: E402
 from region.metadata.transaction import Delete, Put, Write  # noqa: E402
 
-embedded.OUTCOME_S = 0.4
+embedded.OUTCOME_S = 1.5
 embedded.SOUND_MS = 500
 KEYS = 40
 

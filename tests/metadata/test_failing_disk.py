@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from disks.play_store import Play
+from disks.play_store import IN_DOUBT, Play
 from disks.store_oracle import Oracle
 
 import felix.reopening
@@ -82,7 +82,7 @@ def test_each_call_of_sqlite_may_fail_once_and_all_goes_on_without_a_restart(tmp
 def test_what_a_failed_sync_dropped_is_not_believed_when_the_process_is_killed_then_and_the_power_goes(
     tmp_path: Path,
 ) -> None:
-    play = Play(tmp_path, 2)
+    play = Play(tmp_path, 2, drops=100, forgets=0)
     try:
         for _ in range(4):
             play.start()
@@ -99,6 +99,29 @@ def test_what_a_failed_sync_dropped_is_not_believed_when_the_process_is_killed_t
     finally:
         play.kill()
     assert oracle_of(play).starts == 9
+
+
+@pytest.mark.fault
+def test_a_change_in_doubt_that_is_in_the_log_is_not_refused_and_then_there(tmp_path: Path) -> None:
+    play = Play(tmp_path, 3, drops=100, forgets=0)
+    try:
+        play.start()
+        for _ in range(6):
+            play.until_done()
+            opened = oracle_of(play).opened_again
+            play.disk.fail_each(IN_DOUBT)
+            limit = time.monotonic() + WAIT_S
+            while oracle_of(play).opened_again == opened:
+                assert time.monotonic() < limit
+                time.sleep(0.02)
+                play.look()
+            play.disk.heal()
+        play.until_done()
+        play.end()
+        play.finish()
+    finally:
+        play.kill()
+    assert oracle_of(play).starts == 2
 
 
 def error(code: int, sentence: str) -> sqlite3.OperationalError:
