@@ -33,6 +33,7 @@ from region.budget import Budgets
 from region.clustered import Clustered
 from region.config import RegionConfig
 from region.erasure import Erasure
+from region.hosted_stream import HostedStream
 from region.metadata.catalog import Catalog, StreamsFullError
 from region.metadata.records import StreamConfig, check_stream_config, is_replicated, one_copy_since
 from region.metrics import BrokerMetrics
@@ -41,7 +42,7 @@ from region.places import places_of, refusal
 from region.ports import LiveSession
 from region.quota import Account, Quotas
 from region.scheduler import FairScheduler, Gate
-from region.streams import HostedStream, StreamTable
+from region.streams import StreamTable
 from region.tracing import AppendTracing
 
 log = logging.getLogger("felix.region")
@@ -410,7 +411,7 @@ class Broker:
         assert settings is not None
         if name not in self._making:
             # Those of others, and names that are being looked up, are not of this namespace.
-            there = self.streams.count(name.tenant, name.namespace) + sum(
+            there = self.streams.index.count(name.tenant, name.namespace) + sum(
                 (each.tenant, each.namespace) == (name.tenant, name.namespace)
                 for each in self._making
                 if self.streams.get(each) is None
@@ -489,7 +490,7 @@ class Broker:
         self.check_copies(name, config.replicas)
         await self.check_offload(config.views.offload)
         self.streams.check_room(name, config)
-        self.quotas.check_stream(name.tenant, self.streams.count(name.tenant))
+        self.quotas.check_stream(name.tenant, self.streams.index.count(name.tenant))
         self.quotas.creating(name.tenant, 1)
         try:
             record = await self.catalog.create_stream(
@@ -604,7 +605,7 @@ class Broker:
     def sweep(self) -> None:
         """Once a second: what waits, what is stored, how fast it goes."""
         self.settle_delivery()
-        self.quotas.sweep(self.streams.stored_bytes())
+        self.quotas.sweep(self.streams.disks.stored_bytes())
         self.share_quotas()
 
     def traffic(self) -> list[ReaderTraffic]:

@@ -42,9 +42,9 @@ from policy.grant import Allowed
 from policy.terms import pseudonym_scope
 from region.broker import Broker
 from region.governance.service import Governance
+from region.hosted_stream import HostedStream
 from region.log.ring import Entry
 from region.log.shard import ShardLog
-from region.streams import HostedStream
 
 LINKS_MAX: Final = 10_000
 """Link shards on the board, per agent: each reports its own, and none can take the place of another's. Then the one that was reported longest ago goes: its link has

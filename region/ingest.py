@@ -92,6 +92,7 @@ from region.arrivals import LeafQueue, encode_arrival, notes_from, settle
 from region.broker import Broker
 from region.governance.service import Governance
 from region.grant_meter import GrantMeter
+from region.hosted_stream import HostedStream
 from region.inspected import Inspected, Steps, inspect
 from region.landings import Landing, Landings
 from region.link_slot import (
@@ -111,7 +112,6 @@ from region.log.states import State
 from region.metadata.records import StreamConfig
 from region.ports import Ingesting
 from region.stated_link import StatedLink
-from region.streams import HostedStream
 
 log = logging.getLogger("felix.region.ingest")
 

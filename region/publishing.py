@@ -27,11 +27,11 @@ from felix.names import StreamName
 from felix.settings import NO_VIEWS, QueueSettings, Views
 from policy.access import Verb
 from region.broker import Broker
+from region.hosted_stream import ELSEWHERE_RETRY_MS, HostedStream
 from region.log.producers import BATCHES_IN_FLIGHT_MAX
 from region.log.shard import Appended
 from region.ports import Publishing
 from region.quota import Meter
-from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 
 PUBLISH_WINDOW_BYTES: Final = 8 << 20
 """Publish credit of one session: covers a fast path's delay. Taken from the broker's budget with the first publisher, so

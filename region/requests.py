@@ -308,7 +308,7 @@ class Requests:
     async def list_streams(self, identity: SpiffeId, request: ListStreams) -> StreamPage:
         seen = (
             stream
-            for stream in self._broker.streams.listed(request.prefix, request.after)
+            for stream in self._broker.streams.index.listed(request.prefix, request.after)
             if self._sees(identity, stream.name)
         )
         found = list(islice(seen, request.limit + 1))
@@ -476,7 +476,7 @@ class Requests:
             return QuotaState(scope, name, own, counts)
         used, throttled = quotas.used(account), quotas.throttled_ms(account)
         if scope == "tenant":
-            streams = self._broker.streams.count(name)
+            streams = self._broker.streams.index.count(name)
             used |= {"streams": streams} if streams else {}
         return QuotaState(scope, name, own, counts, used, throttled, dict(account.refused))
 
@@ -609,7 +609,7 @@ class Requests:
             brokers,
             # Each has room of its own: of either there may be very many.
             [
-                *told([*found.problems, *broker.streams.problems(), *unreadable(self._mirror.faults)]),
+                *told([*found.problems, *broker.streams.disks.problems(), *unreadable(self._mirror.faults)]),
                 *told(self._governance.problems),
             ],
             0 if several is None else broker.default_replicas,

@@ -55,13 +55,13 @@ from region.delivery import Subscription, resolve_starts, subscription_refusal
 from region.exchange import OpenRole, PendingHandler, no_memory
 from region.export import ExportService
 from region.governance.service import Governance
+from region.hosted_stream import FULL_AGAIN_MS
 from region.ports import Role
 from region.publishing import PUBLISH_WINDOW_BYTES, PublishStream
 from region.quota import Account, Meter, Throttle
 from region.relay import RelayService
 from region.renewal import IdentityRenewal
 from region.requests import Requests
-from region.streams import FULL_AGAIN_MS
 
 log = logging.getLogger("felix.region.session")
 

@@ -124,7 +124,8 @@ from region.sealing import KeyringSeal
 from region.session import Services
 from region.signing_keys import keys_made_instead, require_of_now
 from region.stream_follower import StreamFollower
-from region.streams import HOT_BYTES, StreamTable, shard_settings
+from region.stream_settings import HOT_BYTES, shard_settings
+from region.streams import StreamTable
 from region.subscriptions.service import SubscriptionService
 from region.transactions.applier import Participant
 from region.transactions.coordinator import Coordinator

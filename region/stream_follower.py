@@ -14,8 +14,9 @@ from typing import Final
 from felix.errors import FelixError, RequestError
 from felix.names import StreamName
 from region.at_once import at_once
+from region.hosted_stream import HostedStream
 from region.metadata.mirror import CatalogMirror, MirrorChange
-from region.streams import HostedStream, StreamTable
+from region.streams import StreamTable
 
 log = logging.getLogger("felix.region.stream_follower")
 

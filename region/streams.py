@@ -10,43 +10,31 @@ left, when there are some, and give way again (region.log.ring_pool).
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from bisect import bisect_left, bisect_right, insort
-from collections import Counter
 from collections.abc import Awaitable, Callable, Container, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import islice
-from typing import Final, Protocol
+from typing import Final
 from weakref import WeakValueDictionary
 
-import msgspec
-
-from felix.batch import BatchHeader
 from felix.bounded import BoundedMap
 from felix.errors import Code, FelixError, NotLeaderError, RequestError, UnavailableError
-from felix.frames import FrameType, frame_header
-from felix.messages import ShardState, StreamState, StreamTraffic
 from felix.names import StreamName
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
-from felix.settings import Views
-from felix.told import Told
 from region.at_once import at_once
 from region.budget import Budget
+from region.hosted_stream import HostedStream, LackingError, Leading, Replica, about_to_be_served, why_stopped
 from region.log.companions import shard_of
-from region.log.copies import Copies
 from region.log.directory import LogDirectory
 from region.log.epochs import next_epoch
-from region.log.errors import REOPENED_MS, StorageFailedError
-from region.log.left import Left, what_is_missing
+from region.log.errors import StorageFailedError
+from region.log.left import what_is_missing
 from region.log.open_logs import OpenLogs
 from region.log.reopener import Reopener, Tried
 from region.log.ring_pool import RingPool
 from region.log.seal import MakeSeal
-from region.log.segment_limits import SegmentLimits
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
 from region.log.shard_settings import always_allowed
 from region.metadata.records import (
@@ -54,430 +42,29 @@ from region.metadata.records import (
     SHARDS_MAX,
     Stream,
     StreamConfig,
-    is_replicated,
-    min_in_sync,
     rests_on_commits,
 )
-from region.offload import check_offload
-from region.work_lists import WorkLists
+from region.stream_disks import StreamDisks
+from region.stream_index import StreamIndex
+from region.stream_settings import (
+    COMPANION_RING_BYTES,
+    HOT_BYTES,
+    SHARD_BYTES,
+    delivery_frame,
+    least_bytes,
+    shard_settings,
+)
+from region.stream_upkeep import StreamUpkeep
 
 log = logging.getLogger("felix.region.streams")
-
-HOT_BYTES: Final = 8 << 20
-"""Of a durable shard's newest records in memory, at most: subscribers that keep up never read the disk."""
-SHARD_BYTES: Final = 32 << 10
-"""Of the ring budget for each durable shard that is open, whether it is used or not: twice what an idle one was measured to take, so that
-the number of shards is bounded by memory as all else is (`python -m benchmarks shards`)."""
 
 FOREIGN_ROOM_PART: Final = 4
 """One part of so many of the ring budget is left by streams that are made for another region: this region's people make theirs there."""
 
-COMPACTED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=32 << 20, segment_age_ms=600_000)
-"""Only closed segments are compacted, so those of a compacted stream are closed sooner."""
-OFFLOADED_SEGMENTS: Final = SegmentLimits(segment_bytes_max=64 << 20, segment_age_ms=3_600_000)
-"""What is read back is fetched segment by segment, and what was written is in the store an hour later."""
-COMPANION_RING_BYTES: Final = 128 << 10
-"""Of a companion log in memory. It is read once, when it is opened."""
-
-MEASURED_AT_ONCE: Final = 2_000
-"""Streams whose bytes on the disk are summed up in one go, of those that were written to since: where there are more, the others the next time."""
-UNANSWERED_S: Final = 10.0
-"""A disk that has not answered for so long is said to, as of copies (region.replication.leader.HUNG_MS)."""
-TENDED_AT_ONCE: Final = 250
-"""Streams that are looked at in one go for what hardly ever is to be done, so that idle ones cost a broker the same however many there are:
-a segment without a retention that has grown old, producers that were silent for a week, objects of a stream that is no longer offloaded."""
 SHARDS_AT_ONCE: Final = 16
 """Shards of a stream that are opened together: as many as there are threads that create shards."""
 CLOSED_AT_ONCE: Final = 8
 """Streams that are closed together at the end: the disk has something to do while another one's answers are looked at."""
-
-
-def delivery_frame(header: BatchHeader) -> bytes:
-    """What stands before a batch on an event stream: one encoding serves every subscriber."""
-    return frame_header(FrameType.BATCH, header.total_length)
-
-
-def shard_settings(config: StreamConfig, ring_bytes: int) -> ShardSettings:
-    """What the catalog's settings mean for a shard."""
-    compaction = config.views.compacted
-    deduplication = config.views.deduplication
-    if compaction is not None and deduplication is not None:
-        # Which ids were seen is read from the records: they stay as long as their ids are asked for.
-        compaction = msgspec.structs.replace(
-            compaction, lag_ms=max(compaction.lag_ms, deduplication.window_ms)
-        )
-    return ShardSettings(
-        config.durability,
-        config.retention,
-        COMPACTED_SEGMENTS if compaction else OFFLOADED_SEGMENTS if config.views.offload else SegmentLimits(),
-        compaction=compaction,
-        offload=config.views.offload,
-        ring_bytes_max=ring_bytes,
-        deduplication=config.views.deduplication,
-    )
-
-
-class Altering(Protocol):
-    """A view of a stream whose settings may be altered while it serves."""
-
-    def prepare(self, views: Views) -> None:
-        """These are about to be written; `altered` follows, written or not. Raises FelixError where they cannot be served."""
-
-    def altered(self) -> None:
-        """Go by the settings in the stream's record from now on."""
-
-
-FULL_AGAIN_MS: Final = 1_000
-"""Whoever asked for what found no room on the disk, or for a shard that had none to be opened, asks again after this."""
-ELSEWHERE_RETRY_MS: Final = 100
-"""A client that asked the wrong broker retries after this: the shard may be on its way here."""
-
-
-class Leading(Protocol):
-    """Which streams this broker leads, where it is one of several (region.clustered)."""
-
-    def epochs(self, record: Stream) -> dict[int, int]:
-        """The epoch of each shard of a stream that this broker leads; empty where another one does, or nobody yet."""
-
-    def leader_of(self, record: Stream, shard: int) -> str:
-        """The broker that leads a shard; empty while none does."""
-
-    def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
-        """The brokers that have copies of a shard, and those of them that are in sync."""
-
-    def copies(self, record: Stream, number: int) -> Copies | None:
-        """What a shard's log, or the companion of this number, is led by here that has other copies; None for a stream of one. Raises
-        UnavailableError where it is not led here."""
-
-    async def forget(self, incarnation: str) -> None:
-        """A stream was deleted: its folder is about to go."""
-
-    def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
-        """What is answered for a shard that is not served here."""
-
-
-def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableError:
-    """The refusal of what a shard was asked that does not serve; nothing was done. What passes by itself says so, to whoever asks again: that another broker
-    leads it by now, or that this one stops."""
-    if isinstance(why, NotLeaderError) and why.stream:
-        return why.with_traceback(None)
-    if why.code is Code.NOT_LEADER:
-        return NotLeaderError(
-            f"Shard {number} of {name} is not led here any more. Nothing was done.",
-            hint="Ask the shard's new leader.",
-            retry_after_ms=ELSEWHERE_RETRY_MS,
-            stream=str(name),
-        )
-    if why.code is Code.SHUTTING_DOWN:
-        return UnavailableError(why.sentence, code=why.code, hint=why.hint, retry_after_ms=ELSEWHERE_RETRY_MS)
-    if why.code is Code.DISK_FULL:
-        return UnavailableError(
-            f"Shard {number} of {name} does not serve yet: there was no room on the disk to open it.",
-            code=why.code,
-            hint="Make room; it is opened by itself within seconds.",
-            retry_after_ms=FULL_AGAIN_MS,
-        )
-    if isinstance(why, StorageFailedError) or _passes(why):
-        return UnavailableError(
-            f"Shard {number} of {name} does not serve: {why.sentence}",
-            code=why.code,
-            hint=why.hint,
-            retry_after_ms=REOPENED_MS,
-        )
-    return UnavailableError(f"Shard {number} of {name} does not serve: {why}", code=Code.SHARD_STOPPED)
-
-
-def about_to_be_served(name: StreamName) -> UnavailableError:
-    """The refusal of what a stream was asked whose logs are being closed and opened again; nothing was done."""
-    return UnavailableError(f"{name} is about to be served again.", retry_after_ms=ELSEWHERE_RETRY_MS)
-
-
-Replica = ShardLog | FelixError
-"""A broker's view of a shard: its log, or the reason why it does not serve."""
-
-
-class HostedStream:
-    """One incarnation of a stream. `replicas` are the shards that are served here, by number; any other has another broker."""
-
-    __slots__ = (
-        "_leading",
-        "ceased",
-        "closing",
-        "companions",
-        "deleted",
-        "delivered_bytes",
-        "delivered_records",
-        "epochs",
-        "incarnation",
-        "is_settling",
-        "left",
-        "name",
-        "record",
-        "removed",
-        "replicas",
-        "ring_taken",
-        "stored_bytes",
-        "text",
-        "tried",
-        "views",
-    )
-
-    def __init__(
-        self,
-        name: StreamName,
-        record: Stream,
-        replicas: dict[int, Replica],
-        ring_taken: int,
-        start: bytes,
-        leading: Leading | None = None,
-        epochs: dict[int, int] | None = None,
-    ) -> None:
-        self.name = name
-        self._leading = leading
-        self.epochs = epochs or {}
-        """of the shards that are led here, where this broker is one of several"""
-        self.text = str(name)
-        """The name, which streams are in order of."""
-        self.record = record
-        self.incarnation = self._incarnation(start)
-        self.replicas = replicas
-        self.ring_taken = ring_taken
-        self.deleted = False
-        """Whether it is served here no more, for good: also where the broker ends."""
-        self.removed = False
-        """Whether its records go, so that nobody opens it again."""
-        self.ceased = False
-        """Whether this broker has just stopped serving it: whoever has it open is to be told."""
-        self.delivered_bytes = 0
-        self.delivered_records = 0
-        self.stored_bytes = 0
-        """On the disk, when it was last looked at."""
-        self.is_settling = False
-        """Whether what must be in its shards first is being put there: nobody else finds them yet."""
-        self.left: dict[int, Left] = {}
-        """Of logs that were closed and not opened since, shards and companions: what has to be in them."""
-        self.tried = -1
-        """The log that is being opened to see whether it can be; -1: none."""
-        self.companions: list[int] = []
-        """Numbers of the companion logs that are open (StreamTable.open_companion)."""
-        self.closing: list[Callable[[], Awaitable[None]]] = []
-        """Called before the shards are closed, newest first: what the views of this incarnation must put in order."""
-        self.views: list[Altering] = []
-        """Who serves the stream by its settings beside its shards."""
-
-    def begin(self, replicas: dict[int, Replica], ring_taken: int, epochs: dict[int, int]) -> None:
-        """Serve these shards. Of several brokers each election begins an incarnation of an ephemeral stream, as each start of one does."""
-        self.replicas, self.ring_taken, self.epochs = replicas, ring_taken, epochs
-        if epochs:
-            self.incarnation = self._incarnation(b"%d" % max(epochs.values()))
-
-    def _incarnation(self, start: bytes) -> bytes:
-        """What clients know the stream's records by. What an ephemeral stream held before is gone, and its offsets
-        begin again: to them it is another incarnation after every start of the broker."""
-        kept = bytes.fromhex(self.record.incarnation)
-        return hashlib.sha256(kept + start).digest()[: len(kept)] if self.ephemeral else kept
-
-    @property
-    def ephemeral(self) -> bool:
-        return self.record.config.durability.kind == "ephemeral"
-
-    @property
-    def compacts(self) -> bool:
-        """Whether records go that later ones of their keys have superseded, or some have gone so already."""
-        return self.record.config.views.compacted is not None or any(
-            shard.compacted_to for shard in self.serving
-        )
-
-    @property
-    def shard_count(self) -> int:
-        """How many shards the stream has, on whichever brokers."""
-        return self.record.config.shards
-
-    def find(self, number: int) -> ShardLog | FelixError:
-        """A shard's log, or the error for its callers: there is no such shard (INVALID), it does not serve (SHARD_STOPPED), or
-        another broker serves it (NOT_LEADER).
-        """
-        if self.is_settling:
-            return self._not_yet(number)
-        found = self.replicas.get(number)
-        if isinstance(found, ShardLog):
-            return found
-        if isinstance(found, FelixError) and found.code is Code.NOT_LEADER and self._leading is not None:
-            # What keeps it from being led may be another thing by now.
-            return self._leading.not_leader(self.record, number)
-        if found is not None:
-            return not_serving(self.name, number, found)
-        if 0 <= number < self.shard_count:
-            return self._not_yet(number)
-        return RequestError(
-            f"{self.name} has no shard {number}: it has {self.shard_count}, from 0 on.",
-            hint="Describe the stream, and send each record to the shard of its key.",
-        )
-
-    def _not_yet(self, number: int) -> FelixError:
-        """What is answered for a shard that is not served here, or not now."""
-        if self._leading is not None:
-            return self._leading.not_leader(self.record, number)
-        return about_to_be_served(self.name)
-
-    @property
-    def is_served(self) -> bool:
-        """Whether this broker serves all of its shards now, also by what it has heard since it began to."""
-        leads = self._leading is None or self._leading.epochs(self.record) == self.epochs
-        return leads and len(self.serving) == self.shard_count
-
-    @property
-    def unproved(self) -> list[int]:
-        """The logs whose disk had failed, and of which nobody has seen since whether they have all that was acknowledged."""
-        return sorted(number for number, left in self.left.items() if left.failed)
-
-    @property
-    def failed(self) -> list[int]:
-        """The shards that an error of the disk has stopped, or kept from being opened."""
-        return [
-            number for number, each in self.replicas.items() if isinstance(_why(each), StorageFailedError)
-        ]
-
-    @property
-    def unopened(self) -> list[int]:
-        """The shards that could not be opened for what passes, and is no error of the disk: they are to be tried again."""
-        return [
-            number for number, each in self.replicas.items() if isinstance(each, FelixError) and _passes(each)
-        ]
-
-    @property
-    def elsewhere(self) -> FelixError | None:
-        """What is answered where another broker serves the stream, or nobody yet; None where this one does."""
-        return None if self.replicas else self._not_yet(0)
-
-    def shard(self, number: int) -> ShardLog:
-        """Raises what `find` gives where it gives an error."""
-        found = self.find(number)
-        if isinstance(found, FelixError):
-            raise found
-        return found
-
-    def alter(self, record: Stream) -> None:
-        """Take over changed settings while the shards serve."""
-        self.record = record
-        for shard in self.serving:
-            shard.alter(shard_settings(record.config, shard.settings.ring_bytes_max))
-        self.settle_views()
-
-    def settle_views(self) -> None:
-        """The views go by the settings that the stream has: after a change, and where one that was prepared did not come."""
-        for view in self.views:
-            view.altered()
-
-    @property
-    def serving(self) -> list[ShardLog]:
-        """The shards that are open here, in order of their number."""
-        return [shard for shard in self.replicas.values() if isinstance(shard, ShardLog)]
-
-    def traffic(self) -> StreamTraffic:
-        """What went through since the start, and what is held."""
-        shards = self.serving
-        counters = [shard.counters for shard in shards]
-        return StreamTraffic(
-            str(self.name),
-            self.shard_count,
-            sum(each.records for each in counters),
-            sum(each.appended_bytes for each in counters),
-            self.delivered_records,
-            self.delivered_bytes,
-            sum(shard.disk_bytes for shard in shards),
-            sum(shard.ring_bytes for shard in shards),
-            sum(shard.pending_bytes for shard in shards),
-            len(self.replicas) - len(shards) + sum(shard.failure is not None for shard in shards),
-        )
-
-    @property
-    def rests_on_commits(self) -> bool:
-        """Whether an acknowledgement needs no lease: copies that count have what it is of, and they follow nobody else."""
-        return rests_on_commits(self.record.config)
-
-    def describe(self, *, detail: bool, fence: FelixError | None = None) -> StreamState:
-        """As clients see it; with `detail`, the state of every shard. `fence`: why this broker may not say how far its logs go."""
-        config = self.record.config
-        return StreamState(
-            str(self.name),
-            self.incarnation,
-            self.shard_count,
-            config.durability,
-            config.retention,
-            config.ring_bytes,
-            self.record.created_ms,
-            [self._state(number, fence) for number in range(self.shard_count)] if detail else [],
-            config.views,
-            config.replicas,
-            min_in_sync(config) if is_replicated(config) else 0,
-            config.acks,
-        )
-
-    def _state(self, number: int, fence: FelixError | None) -> ShardState:
-        state = self._state_alone(number)
-        if fence is not None and state.leader_epoch:
-            state = _shard_state(number, fence)
-        if self._leading is None:
-            return state
-        leader = self._leading.leader_of(self.record, number)
-        replicas, in_sync = self._leading.members(self.record, number)
-        return msgspec.structs.replace(state, leader=leader, replicas=replicas, in_sync=in_sync)
-
-    def _state_alone(self, number: int) -> ShardState:
-        found = self.find(number)
-        if self._leading is not None and isinstance(found, NotLeaderError):
-            return ShardState(number, 0, 0, 0, 0, stopped="" if found.address else str(found))
-        return _shard_state(number, found)
-
-
-def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
-    if isinstance(shard, FelixError):
-        return ShardState(number, 0, 0, 0, 0, stopped=str(shard))
-    return ShardState(
-        number,
-        shard.log_start_offset,
-        shard.high_watermark,
-        shard.log_end_offset,
-        shard.epochs.current,
-        shard.disk_bytes or shard.ring_bytes,
-        shard.segment_count,
-        str(shard.failure or ""),
-    )
-
-
-class _LackingError(UnavailableError):
-    """A log has lost what was acknowledged: it stays stopped until a restart."""
-
-    default_code = Code.SHARD_STOPPED
-
-
-def _passes(why: FelixError) -> bool:
-    """Whether what keeps a shard from being opened passes, and nothing is wrong with its log: no room on the disk, too many open files, a read that the disk did not answer, a key service
-    that does not. An error of the disk is for `StreamTable.reopener`."""
-    return isinstance(why, UnavailableError) and not isinstance(
-        why, (StorageFailedError, _LackingError, NotLeaderError)
-    )
-
-
-def _why(replica: Replica | None) -> FelixError | None:
-    """Why a log does not serve; None where it does, or is not open."""
-    return replica.failure if isinstance(replica, ShardLog) else replica
-
-
-def least_bytes(config: StreamConfig) -> int:
-    """Of the ring budget, for all shards of a stream: reserved as long as it is open."""
-    ephemeral = config.durability.kind == "ephemeral"
-    return (config.ring_bytes if ephemeral else SHARD_BYTES) * config.shards
-
-
-def _text(stream: HostedStream) -> str:
-    return stream.text
-
-
-def _places(name: StreamName) -> tuple[tuple[str, ...], ...]:
-    """What streams are counted by."""
-    return (name.tenant,), (name.tenant, name.namespace)
 
 
 class StreamTable:
@@ -509,20 +96,9 @@ class StreamTable:
         self._runtime = runtime
         self._start = runtime.random.randbytes(16)
         """Of this start of the broker."""
-        self._streams: dict[StreamName, HostedStream] = {}
-        # In order, for listings; and how many a tenant and each of its namespaces has.
-        self._ordered: list[HostedStream] = []
-        self._counts: Counter[tuple[str, ...]] = Counter()
-        # Bytes on the disk, by tenant, as far as streams were measured; and those that are to be measured again.
-        self._stored: Counter[str] = Counter()
-        self._full: dict[ShardLog, None] = {}
-        """those that found no room on the disk when they were written to last"""
-        self._full_told = Told(runtime.clock.monotonic)
-        self._unmeasured: dict[HostedStream, None] = {}
-        # The streams that each round-robin pass processed last.
-        self._swept: list[HostedStream] = []
-        self._offloaded: list[HostedStream] = []
-        self._work: WorkLists[HostedStream] = WorkLists()
+        self.index = StreamIndex()
+        self.upkeep = StreamUpkeep(directory, self.index)
+        self.disks = StreamDisks(self.index, runtime.clock, self._awaited)
         # Locks go with who holds them or waits for them.
         self._busy: WeakValueDictionary[StreamName, asyncio.Lock] = WeakValueDictionary()
         # Incarnations that were removed here of late: a record that was read before must not bring one back.
@@ -537,52 +113,27 @@ class StreamTable:
         self._watchers: list[Callable[[HostedStream], None]] = []
         self.reopener: Reopener[HostedStream] = Reopener(runtime, self._open_again)
         """Of streams with a log that an error of the disk has stopped."""
-        self.offload_refused = 0
-        """Offload runs that the configuration does not allow."""
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self.index)
 
     def __iter__(self) -> Iterator[HostedStream]:
-        return iter(list(self._streams.values()))
+        return iter(self.index)
 
     def get(self, name: StreamName) -> HostedStream | None:
-        return self._streams.get(name)
-
-    def count(self, *place: str) -> int:
-        """How many streams a tenant, or a tenant's namespace, has."""
-        return self._counts[place]
-
-    def listed(self, prefix: str, after: str) -> Iterator[HostedStream]:
-        """The streams whose name begins with `prefix` and comes behind `after`, in order of their names as text."""
-        ordered = self._ordered
-        at = max(bisect_left(ordered, prefix, key=_text), bisect_right(ordered, after, key=_text))
-        for stream in islice(ordered, at, None):
-            if not stream.text.startswith(prefix):
-                return
-            yield stream
+        return self.index.get(name)
 
     def _add(self, stream: HostedStream) -> None:
-        name = stream.name
-        self._streams[name] = stream
-        insort(self._ordered, stream, key=_text)
-        for place in _places(name):
-            self._counts[place] += 1
-        self._work.place(stream, stream.record.config)
-        self._begin_measuring(stream)
+        self.index.add(stream)
+        self.upkeep.place(stream, stream.record.config)
+        self._begin_watching(stream)
         self._changed(stream)
 
     def _drop(self, stream: HostedStream) -> None:
-        name = stream.name
         stream.deleted = True
-        del self._streams[name]
-        self._work.remove(stream)
-        del self._ordered[bisect_left(self._ordered, stream.text, key=_text)]
-        self._store(stream, 0)
-        for place in _places(name):
-            self._counts[place] -= 1
-            if not self._counts[place]:
-                del self._counts[place]
+        self.index.drop(stream)
+        self.upkeep.remove(stream)
+        self.disks.drop(stream)
         self._changed(stream)
 
     def on_change(self, watcher: Callable[[HostedStream], None]) -> None:
@@ -605,12 +156,12 @@ class StreamTable:
         async with self._busy.setdefault(name, asyncio.Lock()):
             if record.incarnation in self._removed:
                 raise RequestError(f"The stream {name} was deleted.", code=Code.NOT_FOUND)
-            held = self._streams.get(name)
+            held = self.index.get(name)
             if held is not None:
                 if held.record.incarnation == record.incarnation:
                     if record.revision >= held.record.revision:
                         held.alter(record)
-                        self._work.place(held, record.config)
+                        self.upkeep.place(held, record.config)
                     if self._leading is None and (held.unopened or not held.replicas):
                         await self._serve_again(held, {})
                     return held
@@ -687,7 +238,7 @@ class StreamTable:
         """Close the logs of a stream that is to be opened as copies. Raises UnavailableError where its disk has failed, and nobody has seen yet whether
         all that was acknowledged is there."""
         await self.reassign(name)
-        held = self._streams.get(name)
+        held = self.index.get(name)
         if held is not None and held.unproved:
             raise UnavailableError(f"the disk of {name} has failed, and its logs are not open again")
 
@@ -697,7 +248,7 @@ class StreamTable:
         if leading is None:
             return
         async with self._busy.setdefault(name, asyncio.Lock()):
-            held = self._streams.get(name)
+            held = self.index.get(name)
             if held is None:
                 return
             if (epochs := leading.epochs(held.record)) == held.epochs:
@@ -710,7 +261,7 @@ class StreamTable:
                 epochs = leading.epochs(held.record)
             if epochs:
                 await self._serve(held, epochs)
-                self._begin_measuring(held)
+                self._begin_watching(held)
             self._changed(held)
 
     async def _serve_again(self, stream: HostedStream, epochs: dict[int, int]) -> None:
@@ -749,7 +300,7 @@ class StreamTable:
         if stream.replicas:
             await self._cease(stream)
         await self._serve(stream, epochs)
-        self._begin_measuring(stream)
+        self._begin_watching(stream)
         self._changed(stream)
 
     # -- after its disk has failed ---------------------------------------------------------------------
@@ -788,13 +339,13 @@ class StreamTable:
         """Serve all of its shards, where those can be opened that had failed; what keeps one from that, and may pass. Raises as `open`."""
         failed = self._failed_logs(stream)
         for number in failed:
-            if (why := _why(stream.replicas.get(number))) is not None:
+            if (why := why_stopped(stream.replicas.get(number))) is not None:
                 # From here on nobody uses it, and the others serve on.
                 stream.replicas[number] = why
         await self._close_logs(stream, failed)
         for number in failed:
             found = await self._try_log(stream, number, epochs)
-            if isinstance(found, UnavailableError) and not isinstance(found, _LackingError):
+            if isinstance(found, UnavailableError) and not isinstance(found, LackingError):
                 if isinstance(found, StorageFailedError) and number in stream.replicas:
                     # What keeps it from being opened now, which may be another reason than what had stopped it.
                     stream.replicas[number] = found
@@ -810,9 +361,13 @@ class StreamTable:
             number
             for number in stream.companions
             if number in stream.left
-            or _why(self._directory.find(stream.name, incarnation, number)) is not None
+            or why_stopped(self._directory.find(stream.name, incarnation, number)) is not None
         ]
         return [*stream.failed, *companions]
+
+    def _awaited(self, stream: HostedStream) -> list[int] | None:
+        """The logs that are to be opened again; None where the stream waits for none."""
+        return self._failed_logs(stream) if self.reopener.is_waiting(stream) else None
 
     def _told_open(self, stream: HostedStream) -> Tried:
         """All that could be opened is; some may have lost what was acknowledged."""
@@ -854,7 +409,7 @@ class StreamTable:
         await self._close_logs(stream, numbers)
         self._ring_budget.give(stream.ring_taken)
         stream.ring_taken = 0
-        self._store(stream, 0)
+        self.disks.drop(stream)
 
     def check_room(self, name: StreamName, config: StreamConfig) -> None:
         """Raises UnavailableError(LIMIT_MEMORY) where a stream with these settings could not be opened now."""
@@ -1016,7 +571,7 @@ class StreamTable:
         if left is not None and (missing := what_is_missing(log.committed_point, left.acknowledged)):
             await self._directory.close_shard(stream.name, bytes.fromhex(stream.record.incarnation), number)
             stream.left[number] = left._replace(failed=True)
-            raise _LackingError(
+            raise LackingError(
                 f"Log {number} of {stream.name} {missing}.",
                 hint="It is not opened again before a restart. Look after the disk, and restore what a backup has.",
             )
@@ -1031,195 +586,20 @@ class StreamTable:
         self._ring_budget.give(SHARD_BYTES)
         await self._close_logs(stream, [number])
 
-    def stored_bytes(self) -> dict[str, int]:
-        """What the shards hold on disk, by tenant: of the streams that were written to as it is now, MEASURED_AT_ONCE of them. Once a
-        second, not per batch.
-        """
-        for stream in list(islice(self._unmeasured, MEASURED_AT_ONCE)):
-            del self._unmeasured[stream]
-            if not stream.deleted:
-                self._measure(stream)
-        return dict(self._stored)
-
-    def _room_changed(self, shard: ShardLog) -> None:
-        """A shard found the disk full, or room on it. Of all shards it is said once, and not with each change of a disk that is nearly full."""
-        if shard.has_copies:
-            return
-        if shard.is_full:
-            self._full[shard] = None
-            if self._full_told.begins():
-                log.error("%s", self._no_room()[0])
-            return
-        self._full.pop(shard, None)
-        if not self._found_full() and self._full_told.ends():
-            log.warning("there is room on the disk again, and what is published is taken")
-
-    def _found_full(self) -> list[ShardLog]:
-        for shard in [each for each in self._full if not each.is_full]:
-            del self._full[shard]
-        return list(self._full)
-
-    def problems(self) -> list[str]:
-        """That the disk has failed, is full, or does not answer, in one line each, where shards wait for it. Those that have copies say so themselves."""
-        return [*self._failed(), *self._no_room(), *self._unopened(), *self._unanswered()]
-
-    def _failed(self) -> list[str]:
-        told: list[str] = []
-        waiting = [
-            (stream, number)
-            for stream in self._ordered
-            if self.reopener.is_waiting(stream)
-            for number in self._failed_logs(stream)
-        ]
-        if waiting:
-            stream, number = waiting[0]
-            shards, more = ("1 log does", "") if len(waiting) == 1 else (f"{len(waiting)} logs do", ", …")
-            told.append(
-                f"The disk has failed: {shards} not serve ({stream.text} shard {shard_of(number)}{more}). What is there is opened again by itself, if it can be."
-            )
-        for stream in self._ordered:
-            unproved = set(stream.unproved).difference(stream.unopened)
-            if unproved and not self.reopener.is_waiting(stream):
-                shards = ", ".join(sorted({str(shard_of(number)) for number in unproved}))
-                told.append(
-                    f"The disk has failed, and what was acknowledged in {stream.text} shard {shards} is not all there any more, or is damaged: it is not opened "
-                    "again before a restart. Restore what a backup has, or restart the broker to go on with what is there."
-                )
-        return told
-
-    def _unanswered(self) -> list[str]:
-        waiting = [
-            (shard.unanswered_s, shard.identity)
-            for stream in self._ordered
-            for shard in stream.serving
-            if not shard.has_copies and shard.unanswered_s > UNANSWERED_S
-        ]
-        if not waiting:
-            return []
-        longest_s, first = max(waiting, key=lambda each: each[0])
-        shards, more = ("1 shard waits", "") if len(waiting) == 1 else (f"{len(waiting)} shards wait", ", …")
-        return [
-            f"The disk has not answered for {longest_s:.0f} s: {shards} for it ({first.stream} shard {first.shard}{more}). What is published there is answered "
-            "once it does."
-        ]
-
-    def _no_room(self) -> list[str]:
-        full = [each.identity for each in self._found_full()]
-        unopened = [(name, number) for name, number, why in self._waiting() if why.code is Code.DISK_FULL]
-        places = [*((each.stream, each.shard) for each in full), *unopened]
-        if not places:
-            return []
-        shards = "1 shard takes" if len(places) == 1 else f"{len(places)} shards take"
-        name, number = places[0]
-        more = ", …" if len(places) > 1 else ""
-        return [
-            f"The disk is full: {shards} nothing that is published ({name} shard {number}{more}). Reading goes on; publishing does once there is room."
-        ]
-
-    def _waiting(self) -> Iterator[tuple[str, int, FelixError]]:
-        """The shards that could not be opened for what passes, and why."""
-        for stream in self._ordered:
-            for number in stream.unopened:
-                if (why := _why(stream.replicas[number])) is not None:
-                    yield stream.text, number, why
-
-    def _unopened(self) -> list[str]:
-        waiting = [each for each in self._waiting() if each[2].code is not Code.DISK_FULL]
-        if not waiting:
-            return []
-        name, number, why = waiting[0]
-        shards, more = ("1 shard", "") if len(waiting) == 1 else (f"{len(waiting)} shards", ", …")
-        return [
-            f"{shards} could not be opened ({name} shard {number}{more}), which is tried again by itself: {why}"
-        ]
-
-    def _begin_measuring(self, stream: HostedStream) -> None:
+    def _begin_watching(self, stream: HostedStream) -> None:
         """Its shards are others than before."""
         if stream.failed:
             self.reopener.failed(stream)
         for shard in stream.serving:
             shard.has_failed = partial(self._look_whether_failed, stream, shard)
             self._look_whether_failed(stream, shard)
-            shard.disk_bytes_changed = partial(self._unmeasured.__setitem__, stream, None)
-            shard.room_changed = partial(self._room_changed, shard)
-        self._measure(stream)
-
-    def _measure(self, stream: HostedStream) -> None:
-        self._store(stream, sum(shard.disk_bytes for shard in stream.serving))
-
-    def _store(self, stream: HostedStream, held: int) -> None:
-        tenant = stream.name.tenant
-        self._stored[tenant] += held - stream.stored_bytes
-        if not self._stored[tenant]:
-            del self._stored[tenant]
-        stream.stored_bytes = held
-
-    def _turn(self, last: list[HostedStream], count: int) -> list[HostedStream]:
-        """The next streams in round-robin order, at most `count`."""
-        ordered = self._ordered
-        at = bisect_right(ordered, last[-1].text, key=_text) if len(last) == count else 0
-        return ordered[at : at + count]
-
-    def retaining(self) -> Iterator[HostedStream]:
-        """The streams whose retention waits for what was acknowledged."""
-        return iter(list(self._work.acked))
-
-    async def sweep(self, now_ms: int) -> None:
-        """Apply every retention; of streams without retention by time or size, process the next ones in round-robin order."""
-        self._swept = self._turn(self._swept, TENDED_AT_ONCE)
-        for stream in {**self._work.expiring, **dict.fromkeys(self._swept)}:
-            for shard in stream.serving:
-                try:
-                    await shard.sweep(now_ms)
-                except FelixError as error:
-                    log.error("retention of %s: %s", stream.name, error)
-
-    async def compact(self, now_ms: int) -> None:
-        """Compact the shards that are due, one after the other."""
-        for stream in list(self._work.compacted):
-            for shard in stream.serving:
-                if stream.deleted or shard.has_copies or not shard.compaction_due(now_ms):
-                    # Of several copies each is compacted by itself, led or not (region.replicas).
-                    continue
-                try:
-                    report = await self._directory.compact(shard, now_ms)
-                except FelixError as error:
-                    if error.code is not Code.SHUTTING_DOWN:
-                        log.error("compaction of %s shard %d: %s", stream.name, shard.identity.shard, error)
-                    continue
-                if report is not None:
-                    log.info("%s shard %d was compacted: %s", stream.name, shard.identity.shard, report)
-
-    async def offload(self, now_ms: int, allowed: tuple[str, ...]) -> None:
-        """Offload the shards that are due, one after the other; `allowed`: what the region's configuration allows."""
-        self._offloaded = self._turn(self._offloaded, TENDED_AT_ONCE)
-        # Of one that is no longer offloaded, objects may be left to delete.
-        for stream in {**self._work.offloaded, **dict.fromkeys(self._offloaded)}:
-            wanted = stream.record.config.views.offload
-            for shard in stream.serving:
-                if stream.deleted or not shard.offload_due(now_ms):
-                    continue
-                url = wanted.url if wanted else ""
-                try:
-                    if wanted is not None:
-                        await asyncio.to_thread(check_offload, url, allowed)
-                except RequestError as error:
-                    # It was allowed once; what is there may still be read, and deleted.
-                    log.error("offload of %s shard %d: %s", stream.name, shard.identity.shard, error)
-                    self.offload_refused += 1
-                    shard.offload_later(now_ms)
-                    url = ""
-                try:
-                    await self._directory.offload(shard, now_ms, url)
-                except FelixError as error:
-                    if error.code is not Code.SHUTTING_DOWN:
-                        log.error("offload of %s shard %d: %s", stream.name, shard.identity.shard, error)
+        self.disks.begin(stream)
 
     async def remove(self, name: StreamName, incarnation: str) -> None:
         """Close this incarnation and delete its records: it is marked as deleted in the catalog."""
         async with self._busy.setdefault(name, asyncio.Lock()):
             self._removed.put(incarnation, True)
-            held = self._streams.get(name)
+            held = self.index.get(name)
             if held is not None and held.record.incarnation == incarnation:
                 held.removed = True
                 with suppress(FelixError):
@@ -1232,7 +612,7 @@ class StreamTable:
     async def is_closed(self, name: StreamName, incarnation: str) -> bool:
         """Whether nothing of this incarnation is open, once what is under way with streams of this name is done."""
         async with self._busy.setdefault(name, asyncio.Lock()):
-            held = self._streams.get(name)
+            held = self.index.get(name)
             return held is None or held.record.incarnation != incarnation
 
     async def remove_marked(self, marked: Container[str]) -> None:
@@ -1265,4 +645,4 @@ class StreamTable:
     async def close(self) -> None:
         """Close every stream, with everything acknowledged on disk."""
         await self.reopener.close()
-        await at_once(CLOSED_AT_ONCE, self._close, list(self._streams.values()))
+        await at_once(CLOSED_AT_ONCE, self._close, list(self.index))

@@ -33,6 +33,7 @@ from felix.queue_messages import LEASE_BYTES_MAX, Job
 from felix.settings import DURATION_MS_MAX, QueueSettings
 from region.broker import Broker
 from region.gather import Done, ignore
+from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.errors import OffsetOutOfRangeError
 from region.log.ring import Entry
@@ -50,7 +51,6 @@ from region.queue.state import (
     Spent,
     Tracked,
 )
-from region.streams import HostedStream
 from region.views.actor import ViewActor
 from region.views.dead_letter import (
     DEAD_SHARD,

@@ -23,47 +23,44 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Protocol
 
 import msgspec
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
-from felix.settings import Compaction
 from felix.storage.port import Files, is_exhausted
 from felix.tasks import TaskSet, end_tasks
 from region.cluster.election import JournalEnd, LogEnd, has_yielded
 from region.cluster.membership import with_yield
 from region.cluster.mirror import ClusterMirror
-from region.cluster.records import ShardDurability, ShardId, YieldReason
+from region.cluster.records import ShardId, YieldReason
 from region.cluster.registration import LEASE_MARGIN_MS
 from region.cluster.transactions import Refusal, change, leave_sets, open_again
-from region.log.compaction import CompactionReport
-from region.log.compactor import Transform
 from region.log.companions import RECORDS
 from region.log.errors import NotLocalError, SegmentDamagedError, StorageFailedError, too_many_files
-from region.log.left import what_is_missing
-from region.log.offload import ListPointer, OffloadList
-from region.log.offloader import drop_local
+from region.log.offload import ListPointer
 from region.log.open_logs import OpenLogs
 from region.log.point import LogPoint
 from region.log.reopener import Reopener, Tried
 from region.log.scrub import Scrub
 from region.log.segment_limits import SegmentLimits
 from region.log.segment_state import SegmentState
-from region.log.shared_offload import SharedLists, waiting
+from region.log.shared_offload import SharedLists
 from region.metadata.lease import Lease
 from region.metadata.transaction import Change, Snapshot
 from region.replication.copier import Copier
 from region.replication.copier import Links as CopierLinks
 from region.replication.copies import HostedCopies
 from region.replication.copy_pace import COPY_RATE_BYTES, CopyPace
+from region.replication.copy_upkeep import CopyUpkeep
 from region.replication.core import ReplicaCore
 from region.replication.disk import Aside, LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
-from region.replication.leader import DETACHED_MS, HUNG_MS, TICK_MS, Phase
+from region.replication.hosted import RETRY_MS, Hosted, ShardPlan, not_leader, what_was_lost
+from region.replication.leader import DETACHED_MS, HUNG_MS, TICK_MS
 from region.replication.log_worker import Collected, DiskFull, LogBegun, LogWorker
 from region.replication.log_worker import Told as WorkerTold
 from region.replication.messages import Follow, Frame, Message, Placed, Probe
@@ -109,8 +106,6 @@ FOLLOWER_WAITING_BYTES_MAX: Final = 32 << 20
 each other quickly."""
 CUT_SHOWN_MS: Final = 24 * 3_600_000
 """That records were cut which publishers may have been told of needs a person, who looks once a day; then the log has it."""
-RETRY_MS: Final = 250
-"""How soon a refused append may be tried again."""
 HUNG_LOOK_MS: Final = 1_000
 """Between two looks at whether disks answer."""
 FULL_AGAIN_MS: Final = 60_000
@@ -121,90 +116,6 @@ class Links(CopierLinks, Protocol):
     """What the host needs of `links.PeerLinks`."""
 
     def know(self, addresses: Mapping[str, str], brokers: Collection[str]) -> None: ...
-
-
-class OffloadNews(NamedTuple):
-    """For a copy that follows: the list in force, and the offset behind the last segment here that is closed, committed and not known to be in
-    it; -1 without one."""
-
-    pointer: ListPointer
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """A shard that this broker has a copy of, with all its logs."""
-
-    shard: ShardId
-    logs: tuple[LogPlan, ...]
-    durability: ShardDurability = "fsync"
-    answers_early: bool = False
-    """`acks: leader`: an append is answered once it is durable on the leader; it is read once it is committed, as ever."""
-
-
-@dataclass(slots=True)
-class Hosted:
-    """A replica of this broker."""
-
-    plan: ShardPlan
-    core: ReplicaCore
-    workers: dict[int, LogWorker]
-    copier: Copier = field(init=False)
-    led: dict[int, HostedCopies] = field(default_factory=dict)
-    """per log: whoever leads it here, until it is released"""
-    is_settling: bool = False
-    """deposed, while logs are not released"""
-    was_led: bool = False
-    """as listeners were told"""
-    min_wanted: int = 0
-    """as the core was told"""
-    put_off: list[object] = field(default_factory=list)
-    """events meanwhile"""
-    to_begin: dict[int, int] = field(default_factory=dict)
-    """per log the epoch that it is about to begin"""
-    full_again_ms: int = 0
-    """from when on a full disk, or one that takes no repair, has another one lead"""
-    hangs: bool = False
-    """its disk has not answered for HUNG_MS"""
-    broken: str = ""
-    """why nothing is done any more: our own mistake"""
-    ends: dict[int, LogPoint] = field(default_factory=dict)
-    """per log that has failed, and is closed: how far it may have been acknowledged"""
-    is_abandoned: bool = False
-    """whether its logs are closed, to be opened again"""
-    unchanged: str = ""
-    """why its record was not changed when that was tried last, as the log has it; empty once it was"""
-
-    @property
-    def shard(self) -> ShardId:
-        """Whose replica it is."""
-        return self.plan.shard
-
-    @property
-    def answers_early(self) -> bool:
-        """As `Replica.answers_early`."""
-        return self.core.replica.answers_early
-
-    @property
-    def is_fsync(self) -> bool:
-        """Whether nothing is acknowledged here that was not synced."""
-        return self.plan.durability == "fsync"
-
-    @property
-    def leads(self) -> bool:
-        """Whether it commits as leader."""
-        return self.core.leader.commits and not self.broken
-
-    @property
-    def serves(self) -> bool:
-        """Whether it leads, and all that it had at its election is committed (N3): before anybody leads its logs here, all that they have. Whoever
-        led them in this epoch and released them, as another shard of the stream was not led, may have left what is not."""
-        return (
-            self.core.leader.phase is Phase.SERVING
-            and not self.is_settling
-            and not self.broken
-            and (bool(self.led) or all(log.is_committed for log in self.core.replica.logs.values()))
-        )
 
 
 def no_lists(shard: ShardId) -> SharedLists:
@@ -292,6 +203,7 @@ class ReplicaHost:
             scrub=scrub,
             alarm=self._alarm_of_damage,
         )
+        self.upkeep = CopyUpkeep(self._hosted, mirror, self.repairs, self._compaction_pool, self._disk_failed)
         mirror.on_change(self._mirrored)
 
     # -- a broker's life -------------------------------------------------------------------------------
@@ -359,7 +271,7 @@ class ReplicaHost:
         hosted.copier = Copier(
             plan.shard, hosted.core, hosted.workers, self._links, self._read_pool, self._pace,
             leads=lambda: hosted.leads,
-            producers=partial(_producers, hosted),
+            producers=hosted.producers,
             failed=partial(self._step, hosted),
             fetch=partial(self._fetch, hosted),
             offloaded=partial(self._offloaded, plan.shard),
@@ -462,7 +374,7 @@ class ReplicaHost:
                 hosted.broken = "its disk has failed"
                 self._ticking.pop(shard, None)
                 # What is in these files, or in the page cache, is all that there is: the logs that failed know no better.
-                hosted.ends = {number: _acknowledged(hosted, number) for number in hosted.workers}
+                hosted.ends = {number: hosted.acknowledged(number) for number in hosted.workers}
                 await self._end(hosted, hosted.broken, in_order=False)
                 hosted.is_abandoned = True
             plans = tuple(hosted.workers[log.number].disk.plan for log in hosted.plan.logs)
@@ -473,7 +385,7 @@ class ReplicaHost:
             except CorruptionError as error:
                 why = error.sentence
                 await self._leave_sets(shard, if_alone=False)
-            lost = _what_was_lost(hosted, disks) if disks else ""
+            lost = what_was_lost(hosted, disks) if disks else ""
             # What is built anew because it was lost is no less than it was.
             if disks and not lost and not hosted.core.replica.lost:
                 lost = self._what_is_lost(plan, disks)
@@ -524,7 +436,7 @@ class ReplicaHost:
             and not (hosted.broken or hosted.is_settling or hosted.core.leader.leads)
             and not (replica.stopped or replica.lost or replica.copying)
             and replica.synced
-            and not any(map(_is_hung, hosted.workers.values()))
+            and not hosted.is_hung
         )
 
     async def _count_again(self, hosted: Hosted) -> None:
@@ -625,7 +537,7 @@ class ReplicaHost:
     def end_of(self, shard: ShardId) -> LogEnd | None:
         """How far a copy here goes, led or not; None where it is not open, or `why_unknown` says why nobody knows."""
         hosted = self._hosted.get(shard)
-        if hosted is None or _has_failed(hosted):
+        if hosted is None or hosted.has_failed:
             return None
         records, *journals = (
             JournalEnd(number, log.history.epoch_before(log.end), (log.end.offset, log.end.note))
@@ -640,7 +552,7 @@ class ReplicaHost:
         if why := self.unopened.get(shard, ""):
             return why
         hosted = self._hosted.get(shard)
-        return self.alarms.get(shard, "it has failed") if hosted is not None and _has_failed(hosted) else ""
+        return self.alarms.get(shard, "it has failed") if hosted is not None and hosted.has_failed else ""
 
     @property
     def shards(self) -> list[ShardId]:
@@ -666,14 +578,14 @@ class ReplicaHost:
         hosted = self._hosted.get(shard)
         if hosted is None or not hosted.serves:
             return 0
-        return max(_lags(hosted, number).values(), default=0)
+        return max(hosted.lags(number).values(), default=0)
 
     def lags(self, number: int) -> Counter[str]:
         """Of each broker with copies of what is led here: how many records of the logs of this number it has not acknowledged, in all."""
         found = Counter[str]()
         for hosted in self._hosted.values():
             if hosted.serves:
-                found.update(_lags(hosted, number))
+                found.update(hosted.lags(number))
         return found
 
     def lead(self, shard: ShardId, number: int) -> HostedCopies:
@@ -738,48 +650,6 @@ class ReplicaHost:
                 f"The record of shard {shard.number} was changed meanwhile: what was offloaded is listed in another turn.",
                 retry_after_ms=RETRY_MS,
             )
-
-    def offload_news(self, shard: ShardId) -> OffloadNews | None:
-        """What of the list in force a copy here may have to do with, where it follows the leader that wrote that; None where there is nothing."""
-        hosted, record = self._hosted.get(shard), self._mirror.view.shards.get(shard)
-        if (
-            hosted is None
-            or record is None
-            or hosted.broken
-            or hosted.core.leader.leads
-            or not hosted.core.follower.placed
-            or hosted.core.replica.stopped
-            or hosted.core.replica.copying
-            or record.offloaded is None
-            or record.offloaded.epoch != hosted.core.follower.epoch
-        ):
-            return None
-        below = hosted.core.replica.logs[RECORDS].commit.offset
-        return OffloadNews(record.offloaded, _end_of(waiting(hosted.workers[RECORDS].disk.log, below)))
-
-    async def follow_offload(self, shard: ShardId, listed: OffloadList, local_bytes: int) -> int:
-        """What of a follower's own segments is in the store, by the list that `offload_news` pointed to, is known to be so, and its local file goes
-        beyond `local_bytes`; `OffloadNews.end` afterwards. Raises OSError, UnavailableError where its disk has failed."""
-        hosted = self._hosted[shard]
-        worker, below = hosted.workers[RECORDS], hosted.core.replica.logs[RECORDS].commit.offset
-        disk = worker.disk
-
-        def work() -> int:
-            # In its turn behind what was written before: the commit point stands on it.
-            with disk.log.writer:
-                disk.log.follow_offloaded(listed.segments, below)
-            drop_local(disk.log, disk.log.writer, local_bytes)
-            return _end_of(waiting(disk.log, below))
-
-        return await self._loop.run_in_executor(worker.executor, work)
-
-    async def drop_offloaded(self, shard: ShardId, local_bytes: int) -> None:
-        """Local files of what a follower knows to be in the store go beyond `local_bytes`. The caller has asked `offload_news` just now. Raises as
-        `follow_offload`."""
-        worker = self._hosted[shard].workers[RECORDS]
-        disk = worker.disk.log
-        if disk.droppable(local_bytes) is not None:
-            await self._loop.run_in_executor(worker.executor, drop_local, disk, disk.writer, local_bytes)
 
     async def _fetch(self, hosted: Hosted, number: int, segment: SegmentState) -> None:
         """Bring a segment of a log that is led here back from its store. Raises UnavailableError, CorruptionError (of the store's copy)."""
@@ -1143,7 +1013,7 @@ class ReplicaHost:
         if ready.swap is not None:
             self._begin_task(hosted, self._swap(hosted, ready.swap))
         for alarm in ready.alarms:
-            self._alarm(hosted, alarm, None if hosted.core.replica.stopped else partial(_is_whole, hosted))
+            self._alarm(hosted, alarm, None if hosted.core.replica.stopped else lambda: hosted.is_whole)
 
     def _note_lost(self, hosted: Hosted, lost: Lost) -> None:
         if lost.log != RECORDS:
@@ -1311,61 +1181,12 @@ class ReplicaHost:
                     )
                     await asyncio.sleep(RETRY_MS / 1_000)
 
-    # -- compaction ------------------------------------------------------------------------------------
+    # -- segments, alarms ------------------------------------------------------------------------------
 
     def limit_segments(self, shard: ShardId, number: int, limits: SegmentLimits) -> None:
         """Close the segments of a log by these limits from now on."""
         if (hosted := self._hosted.get(shard)) is not None:
             hosted.workers[number].disk.limit_segments(limits)
-
-    def compaction_due(self, shard: ShardId, number: int, compaction: Compaction) -> bool:
-        """Whether `compact` would be worth its work."""
-        hosted = self._hosted.get(shard)
-        if hosted is None or hosted.broken or hosted.is_settling or number in hosted.core.replica.copying:
-            return False
-        below = hosted.core.replica.logs[number].commit.offset
-        return hosted.workers[number].disk.compaction_due(below, compaction.lag_ms)
-
-    async def compact(
-        self,
-        shard: ShardId,
-        number: int,
-        compaction: Compaction,
-        seal: Transform,
-        open_batch: Transform,
-        notes_from: Callable[[Mapping[int, bytes]], Awaitable[int | None]] | None = None,
-    ) -> CompactionReport | None:
-        """One pass over what is committed of this broker's copy of a log, whether it is led here or not: each copy is compacted by itself, and
-        holds the newest record of each key. `notes_from`: from which offset on its notes are to stay, by the annotations that are in force at or
-        behind all that the pass looks at. A segment that is damaged is repaired, and compacted later. Raises as `ReplicaDisk.compact` and
-        `notes_from` do."""
-        hosted = self._hosted[shard]
-        worker, below = hosted.workers[number], hosted.core.replica.logs[number].commit.offset
-        led = hosted.led.get(number)
-        snapshot = None if led is None else led.snapshot()
-        disk = worker.disk
-
-        def known() -> tuple[bytes, dict[int, bytes]]:
-            # In its turn: what is written changes both.
-            producers = disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
-            return producers, dict(disk.log.annotations)
-
-        producers, annotations = await self._loop.run_in_executor(worker.executor, known)
-        if notes_from is not None and (first := await notes_from(annotations)) is not None:
-            # The note of a range without records may stand at the end of a segment that ends where the range is.
-            below = min(below, first - 1)
-        try:
-            return await self._loop.run_in_executor(
-                self._compaction_pool, disk.compact, below, compaction, producers, seal, open_batch
-            )
-        except SegmentDamagedError as error:
-            self.repairs.note(shard, number, error)
-            raise
-        except (CorruptionError, StorageFailedError) as error:
-            worker.halt(error.sentence, is_disk_error=isinstance(error, StorageFailedError))
-            why: YieldReason = "corrupt" if isinstance(error, CorruptionError) else "failed"
-            await self._disk_failed(hosted, DiskFailed(number, why))
-            raise
 
     def _look_at_alarm(self, shard: ShardId) -> None:
         is_over = self._over.get(shard)
@@ -1420,7 +1241,7 @@ class ReplicaHost:
         if failed == "failed":
             return "failed"
         # One that was to cut what is committed, and did not, has that: a person is to look.
-        return "corrupt" if _has_failed(hosted) else None
+        return "corrupt" if hosted.has_failed else None
 
     def _know_peers(self) -> None:
         view = self._mirror.view
@@ -1486,7 +1307,7 @@ class ReplicaHost:
 
     def _look_whether_hung(self, hosted: Hosted) -> None:
         """A write, too, may never return, of which the core knows nothing before it does: whoever leads gives way as where a sync does not."""
-        hung, hangs = any(map(_is_hung, hosted.workers.values())), hosted.hangs
+        hung, hangs = hosted.is_hung, hosted.hangs
         hosted.hangs = hung
         if hosted.broken or not hung:
             return
@@ -1494,7 +1315,7 @@ class ReplicaHost:
             self._alarm(
                 hosted,
                 f"its disk has not answered for {HUNG_MS // 1_000} s: what it is to write waits, and goes on if it does",
-                lambda: not any(map(_is_hung, hosted.workers.values())),
+                lambda: not hosted.is_hung,
             )
         if hosted.core.leader.leads:
             self.let_lead(hosted.shard, "hung")
@@ -1512,66 +1333,3 @@ class ReplicaHost:
                 if hosted.answers_early:
                     for copies in hosted.led.values():
                         copies.moved()
-
-
-def _acknowledged(hosted: Hosted, number: int) -> LogPoint:
-    """How far a log that has failed may have been acknowledged."""
-    durable = hosted.core.replica.logs[number].durable
-    return durable if hosted.is_fsync else max(durable, hosted.workers[number].disk.log.end_point)
-
-
-def _what_was_lost(before: Hosted, disks: Mapping[int, ReplicaDisk]) -> str:
-    """What a copy whose logs had failed, and are open again, has not any more; empty where it has all."""
-    for number, end in before.ends.items():
-        if missing := what_is_missing(disks[number].log.end_point, end):
-            return f"log {number} {missing}"
-    return ""
-
-
-def _has_failed(hosted: Hosted) -> bool:
-    """Whether what is known here of its logs may not be what is on the disk."""
-    return bool(hosted.broken) or any(worker.failure for worker in hosted.workers.values())
-
-
-def _is_hung(worker: LogWorker) -> bool:
-    return worker.unanswered_s * 1_000 > HUNG_MS
-
-
-def _end_of(segments: Sequence[SegmentState]) -> int:
-    """The offset behind the last of them; -1 where there is none."""
-    return segments[-1].next_offset if segments else -1
-
-
-def _lags(hosted: Hosted, number: int) -> dict[str, int]:
-    """How many records of a log that is led here each other copy has not acknowledged. One that is away lacks what came since, and of one that is not known yet
-    it is all. From every thread."""
-    log, found = hosted.core.replica.logs[number], {}
-    for peer, follower in list(hosted.core.leader.followers.items()):
-        copy = follower.logs.get(number)
-        durable = follower.acknowledged.get(number, log.start) if copy is None else copy.durable
-        found[peer] = max(0, log.end.offset - max(log.start.offset, durable.offset))
-    return found
-
-
-def _producers(hosted: Hosted, number: int) -> bytes:
-    """Those of a log, as far as whoever leads it here shows them, else of all that it has."""
-    led = hosted.led.get(number)
-    snapshot = None if led is None else led.snapshot()
-    disk = hosted.workers[number].disk
-    return disk.producers.encode(disk.log.end_offset) if snapshot is None else snapshot
-
-
-def _is_whole(hosted: Hosted) -> bool:
-    """Whether a shard is led elsewhere, or every copy of it is in sync."""
-    standing = hosted.core.leader.standing
-    return standing is None or standing.record.isr.keys() >= set(standing.record.replicas)
-
-
-def not_leader(shard: ShardId) -> UnavailableError:
-    """The answer to an append where the shard is not led, or no longer."""
-    return UnavailableError(
-        f"This broker does not lead shard {shard.number}. It was not written.",
-        code=Code.NOT_LEADER,
-        hint="Ask the shard's new leader; a producer's sequence tells it what it has already.",
-        retry_after_ms=RETRY_MS,
-    )

@@ -44,11 +44,11 @@ from region.delivery import resolve_starts
 from region.exchange import Exchange
 from region.gather import Done as Written
 from region.gather import Gather, ignore
+from region.hosted_stream import ELSEWHERE_RETRY_MS, HostedStream
 from region.metadata import records
 from region.metadata.catalog import Catalog
 from region.metadata.mirror import CatalogMirror, MirrorChange
 from region.ports import Exchanging, Role
-from region.streams import ELSEWHERE_RETRY_MS, HostedStream
 from region.subscriptions.consumer import Consumer
 from region.subscriptions.reservations import Reservations
 from region.subscriptions.store import SubscriptionStore
@@ -558,7 +558,7 @@ class SubscriptionService:
 
     def hold_all(self) -> None:
         """Tell every shard that asks for it how far it may let go; called before retention is applied."""
-        for stream in self._broker.streams.retaining():
+        for stream in self._broker.streams.upkeep.retaining():
             for shard in stream.serving:
                 shard.hold_from(self.hold(stream, shard.identity.shard))
 

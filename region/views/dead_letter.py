@@ -48,13 +48,13 @@ from keys.envelope import SEALABLE_BYTES_MAX
 from policy.access import Verb
 from region.broker import Broker
 from region.gather import Done, Gather, awaited
+from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.errors import OffsetOutOfRangeError
 from region.log.producers import BATCHES_REMEMBERED
 from region.log.ring import Entry
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import StreamConfig
-from region.streams import HostedStream
 
 log = logging.getLogger("felix.region.dead_letter")
 

@@ -15,7 +15,8 @@ from felix.settings import Durability
 from region.budget import Budget
 from region.log.ring import Entry, Ring
 from region.metadata.records import StreamConfig
-from region.streams import HOT_BYTES, SHARD_BYTES, StreamTable, least_bytes
+from region.stream_settings import HOT_BYTES, SHARD_BYTES, least_bytes
+from region.streams import StreamTable
 
 Tally = Callable[[str, int], None]
 NAME = StreamName.parse("acme/ops/departures")

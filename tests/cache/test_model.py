@@ -33,7 +33,7 @@ from felix.address import Address
 from felix.cache import Cache, Position, Watch
 from felix.runtime.real import now_ms
 from felix.settings import CACHE_BYTES_MIN, CacheSettings, Compaction, Views
-from region import streams
+from region import stream_settings
 from region.cache.state import ENTRY_BYTES
 from region.log.segment_limits import SegmentLimits
 from region.node import Node
@@ -479,7 +479,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self.step("compact")
 
     async def _compact(self) -> None:
-        await self.world.node.broker.streams.compact(self.world.now_ms() + 10_000)
+        await self.world.node.broker.streams.upkeep.compact(self.world.now_ms() + 10_000)
         hosted = self.world.node.broker.streams.get(felix.StreamName.parse(self.name))
         assert hosted is not None
         for shard in hosted.serving:
@@ -578,7 +578,7 @@ class FullCacheAgainstDict(CacheAgainstDict):
 def test_whatever_is_done_answers_and_watchers_are_the_models(
     machine: type[CacheAgainstDict], segment_bytes: int, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=segment_bytes))
+    monkeypatch.setattr(stream_settings, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=segment_bytes))
     home = Path(tempfile.mkdtemp(prefix="felix-cache-"))
     compare(World(home), home, machine, steps)
 
@@ -588,7 +588,7 @@ def test_whatever_is_done_answers_and_watchers_are_the_models(
 def test_the_same_through_a_broker_that_does_not_lead(
     monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=4_000))
+    monkeypatch.setattr(stream_settings, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=4_000))
     home = Path(tempfile.mkdtemp(prefix="felix-cache-"))
     etcd = EtcdProcess(tmp_path_factory.mktemp("etcd"))
     etcd.start()

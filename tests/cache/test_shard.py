@@ -27,7 +27,7 @@ from region.log.errors import read_failed
 from region.log.point import LogPoint
 from region.log.ring import Entry
 from region.log.shard import ShardHooks, ShardLog, ShardSettings
-from region.streams import delivery_frame
+from region.stream_settings import delivery_frame
 
 NAME = StreamName.parse("acme/web/sessions")
 

@@ -15,7 +15,7 @@ from long_runs import IS_LONG, count, only_long
 
 from audit.leaf import Kind
 from felix.settings import Compaction, Views
-from region import node, streams
+from region import node, stream_settings
 from region.cluster.records import ShardId
 from region.ingest import IngestStream
 from region.log.disk import DiskLog
@@ -159,7 +159,7 @@ async def nobody_reads_before_the_leaf(
 async def test_copies_that_compact_themselves_keep_what_a_leader_to_come_writes_leaves_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SMALL)
+    monkeypatch.setattr(stream_settings, "COMPACTED_SEGMENTS", SMALL)
     monkeypatch.setattr(node, "COMPACT_CHECK_S", 3_600.0)
     async with two_clusters(tmp_path, 3, source=1, lease_ms=LEASE_MS) as mesh:
         await mesh.create()

@@ -17,7 +17,7 @@ from region_peer import until
 import felix
 from felix import settings
 from felix.errors import Code, RequestError
-from region import streams
+from region import stream_settings
 from region.cluster.records import ShardId
 from region.log.companions import RECORDS, JournalKind
 from region.log.directory import folder_name, shard_folder
@@ -177,7 +177,7 @@ async def test_a_journal_that_is_gone_is_copied_anew_and_its_broker_may_lead(
 async def test_a_cache_is_compacted_on_every_copy_and_a_copy_that_is_gone_is_made_of_what_is_left(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=20_000))
+    monkeypatch.setattr(stream_settings, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=20_000))
     monkeypatch.setattr(settings, "CACHE_LAG_MS", 0)
     async with serving(tmp_path, etcd, lease_ms=LEASE_MS) as region:
         async with region.client("b1") as client:

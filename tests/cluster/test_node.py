@@ -331,17 +331,19 @@ async def test_an_ephemeral_stream_begins_anew_with_each_election_and_its_reader
     async with serving(tmp_path, etcd, 2) as region, region.client("b1") as client:
         name = await led_by(region, client, "b2", Durability("ephemeral"))
         gaps: list[felix.Gap] = []
-        subscription = client.stream(name).subscribe(start="earliest", on_gap=gaps.append)
-        async with subscription as records, client.stream(name).publisher() as publisher:
-            assert await publisher.publish(b"before") == 0
+        stream = client.stream(name)
+        subscription = stream.subscribe(start="earliest", on_gap=gaps.append)
+        async with subscription as records, stream.publisher(linger_ms=60_000) as publisher:
+            assert await stream.publish(b"before") == 0
             assert bytes((await anext(records)).payload) == b"before"
             incarnation = (await client.describe_stream(name)).incarnation
-            await region.stop("b2")
+            # Another broker leads the stream by the time that this one has stopped, or a while later.
             waiting = publisher.publish_nowait(b"meant for what is gone")
+            await region.stop("b2")
             await region.start("b2")
             with pytest.raises(RequestError, match="created anew"):
                 await waiting
-            assert await publisher.publish(b"after") == 0
+            assert await stream.publish(b"after") == 0
             assert bytes((await anext(records)).payload) == b"after"
             assert [gap.reason.name for gap in gaps] == ["RECREATED"]
             assert (await client.describe_stream(name)).incarnation != incarnation

@@ -19,7 +19,7 @@ from region_peer import payloads, until
 import felix
 from felix.errors import RequestError
 from felix.settings import Offload, Views
-from region import node, streams
+from region import node, stream_settings
 from region.cluster.records import ShardId, ShardRecord
 from region.config import StorageConfig
 from region.log import fsspec_store, maintenance
@@ -40,7 +40,7 @@ NAMES = ("b1", "b2", "b3")
 async def region(
     tmp_path: Path, etcd: EtcdProcess, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ClusteredRegion]:
-    monkeypatch.setattr(streams, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=1_000))
+    monkeypatch.setattr(stream_settings, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=1_000))
     monkeypatch.setattr(node, "OFFLOAD_CHECK_S", 0.05)
     region = ClusteredRegion(tmp_path, etcd, len(NAMES))
     allowed = StorageConfig(offload_allow=(url_of(tmp_path),))

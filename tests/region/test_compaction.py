@@ -14,7 +14,7 @@ from felix.batch import TOMBSTONE_HEADER
 from felix.errors import Code, RequestError
 from felix.runtime.real import now_ms
 from felix.settings import Compaction, Offload, Views
-from region import streams
+from region import stream_settings
 from region.folder import RegionFolder
 from region.log.segment_limits import SegmentLimits
 from region.node import Node
@@ -38,14 +38,14 @@ async def read_all(
 
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=4_000))
+    monkeypatch.setattr(stream_settings, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=4_000))
     # A pass of the broker's own that is under way would take the place of the test's.
     monkeypatch.setattr("region.node.COMPACT_CHECK_S", 3600)
 
 
 async def compacted(node: Node) -> None:
     """Let the broker compact, as its own loop does every few seconds."""
-    await node.broker.streams.compact(now_ms())
+    await node.broker.streams.upkeep.compact(now_ms())
 
 
 @pytest.mark.usefixtures("small_segments")

@@ -17,13 +17,14 @@ from felix.errors import FelixError
 from felix.names import SpiffeId, StreamName
 from felix.storage.memory import MemoryDisk
 from region.budget import Budgets
+from region.hosted_stream import HostedStream
 from region.ingest import IngestService, IngestStream
 from region.landings import ASKS_S, Landings
 from region.log.directory import LogDirectory
 from region.log.errors import StorageFailedError
 from region.log.shard import Appended, ShardHooks, ShardLog, ShardSettings
 from region.metadata.records import Stream, StreamConfig
-from region.streams import HostedStream, StreamTable
+from region.streams import StreamTable
 
 
 class Feeding:

@@ -18,7 +18,7 @@ from cli.main import app
 from felix.errors import Code, RequestError
 from felix.runtime.real import now_ms
 from felix.settings import Offload, Views
-from region import streams
+from region import stream_settings
 from region.config import StorageConfig
 from region.folder import RegionFolder
 from region.log import fsspec_store as store
@@ -32,7 +32,7 @@ ROLLS = "acme/ops/rolls"
 
 @pytest.fixture(autouse=True)
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=3_000))
+    monkeypatch.setattr(stream_settings, "OFFLOADED_SEGMENTS", SegmentLimits(segment_bytes_max=3_000))
 
 
 async def fill(region: felix.RegionClient, first: int, count: int) -> None:
@@ -113,7 +113,7 @@ async def test_a_place_that_the_region_does_not_allow_is_refused(
         await region.alter_stream(ROLLS, offload=Offload(f"file://{tmp_path}/mine/a", 0))
     async with running(folder, data=data) as node, client(folder) as region:
         await fill(region, 0, 200)
-        await until(lambda: node.broker.streams.offload_refused > 0)
+        await until(lambda: node.broker.streams.upkeep.offload_refused > 0)
         assert not (tmp_path / "mine").exists(), "what is not allowed any more does not leave"
 
 

@@ -23,12 +23,13 @@ from felix.runtime.simulated import SimulatedLoop, simulated
 from felix.settings import Deduplication, Durability, Views
 from felix.storage.memory import MemoryDisk
 from region.budget import Budgets
+from region.hosted_stream import HostedStream
 from region.log.companions import JournalKind
 from region.log.directory import LogDirectory
 from region.log.message_ids import MessageIds
 from region.log.shard import Appended, ShardLog
 from region.metadata.records import Stream, StreamConfig
-from region.streams import HostedStream, StreamTable
+from region.streams import StreamTable
 
 NAME = StreamName.parse("acme/payments/orders")
 DATA = Path("/felix/data")
@@ -36,7 +37,7 @@ JOURNAL = JournalKind.QUEUE.number(0)
 
 
 class Elections:
-    """What a broker of several leads (region.streams.Leading): a stream of one copy, in one epoch or not."""
+    """What a broker of several leads (region.hosted_stream.Leading): a stream of one copy, in one epoch or not."""
 
     epoch = 3
 
@@ -181,10 +182,10 @@ def test_a_shard_whose_disk_fails_once_is_served_again_without_a_restart(
         with pytest.raises(UnavailableError) as refused:
             await made.publish(b"in doubt")
         assert refused.value.code is Code.SHARD_STOPPED and refused.value.retry_after_ms
-        assert "opened again by itself" in "".join(made.streams.problems())
+        assert "opened again by itself" in "".join(made.streams.disks.problems())
         await made.until(lambda: made.streams.reopener.opened)
         assert made.shard() is not failed and told == [True, False]
-        assert not made.streams.problems() and not stream.left
+        assert not made.streams.disks.problems() and not stream.left
         await made.publish(b"last")
         assert made.shard().epochs.current == epoch, "it is the same log"
         assert await made.records() in ([b"first", b"last"], [b"first", b"in doubt", b"last"])
@@ -227,7 +228,7 @@ def test_whatever_call_fails_once_nobody_has_to_restart_the_broker(call: str, se
                 made.disk.on_call = on_call
             await asyncio.gather(publish(0, sequence), publish(1, sequence))
         made.disk.on_call = None
-        await made.until(lambda: len(made.stream.serving) == 2 and not made.streams.problems(), 700)
+        await made.until(lambda: len(made.stream.serving) == 2 and not made.streams.disks.problems(), 700)
         assert [await made.records(0), await made.records(1)] == acknowledged
 
     play(scene, seed)
@@ -277,7 +278,7 @@ def test_a_disk_that_stays_broken_is_tried_seldom_and_disturbs_nobody_else(
             await made.publish(b"refused", shard=0)
         tries = [line for line in caplog.messages if "cannot be opened again" in line]
         assert 3 <= len(tries) <= 7, tries
-        assert "acme/payments/orders shard 0)" in "".join(made.streams.problems())
+        assert "acme/payments/orders shard 0)" in "".join(made.streams.disks.problems())
         assert stream.describe(detail=True).state[0].stopped
         made.disk.on_call = None
         await made.until(lambda: made.streams.reopener.opened, 700)
@@ -312,14 +313,14 @@ def test_a_shard_that_has_not_what_it_acknowledged_stays_stopped_and_says_so(
                 each for each in made.disk.files() if each.parent == folder and each.suffix == ".seg"
             )
             made.disk.flip(segment, 8 * 300)
-        await made.until(lambda: "not all there any more" in "".join(made.streams.problems()))
+        await made.until(lambda: "not all there any more" in "".join(made.streams.disks.problems()))
         await asyncio.sleep(1_000)
         assert not made.streams.reopener.opened and not made.streams.reopener.is_waiting(stream)
         with pytest.raises(FelixError) as refused:
             await made.publish(b"refused")
         assert refused.value.code is Code.SHARD_STOPPED and refused.value.retry_after_ms is None
         await made.publish(b"other", shard=1)
-        assert "not all there any more" in "".join(made.streams.problems())
+        assert "not all there any more" in "".join(made.streams.disks.problems())
         assert sum("not opened again before a restart" in line for line in caplog.messages) >= 1
         raise StoppedScene
 
@@ -353,7 +354,7 @@ def test_a_journal_whose_disk_fails_is_opened_again_with_its_stream() -> None:
         await made.publish(b"b")
         assert not closed
         await made.until(lambda: made.streams.reopener.opened)
-        assert closed and made.streams.problems() == []
+        assert closed and made.streams.disks.problems() == []
         again = await made.streams.open_companion(stream, JOURNAL)
         assert again is not None and again is not journal
         assert (await made.records(log=again))[0] == b"kept"
@@ -516,14 +517,14 @@ def test_a_sibling_that_finds_no_descriptors_or_room_as_its_stream_is_served_aga
         await made.until(lambda: made.streams.reopener.opened)
         made.streams._cease = cease  # type: ignore[method-assign]
         assert stream.unopened == [1] and told[-1] == [1]
-        (problem,) = made.streams.problems()
+        (problem,) = made.streams.disks.problems()
         assert "shard 1" in problem
         refused = stream.find(1)
         assert isinstance(refused, UnavailableError) and refused.retry_after_ms
         assert not any("its logs are open again" in line for line in caplog.messages)
         # What the follower does, which is told of it.
         await made.streams.open(stream.record)
-        assert not stream.unopened and not made.streams.problems() and not stream.left
+        assert not stream.unopened and not made.streams.disks.problems() and not stream.left
         for number in range(2):
             await made.publish(b"last", shard=number)
 
@@ -554,7 +555,7 @@ def test_a_shard_that_cannot_be_read_as_it_is_opened_is_tried_again(error: int) 
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(ShardLog, "_read_ids", fail_first)
             stream = await made.open(**config)
-        assert stream.unopened == [0] and made.streams.problems()
+        assert stream.unopened == [0] and made.streams.disks.problems()
         await made.open(**config)
         assert not stream.unopened
         await made.publish(b"last")
@@ -592,7 +593,7 @@ def test_a_folder_that_is_away_for_a_while_is_not_begun_anew(is_mounted_over: bo
             files.remove_folder(DATA)
         files.rename(away, DATA)
         await made.until(lambda: made.streams.reopener.opened == 2, within_s=1_200)
-        assert not made.streams.problems() and not stream.left
+        assert not made.streams.disks.problems() and not stream.left
         for number in range(2):
             await made.publish(b"last", shard=number)
         assert await made.records(1) == [b"first", b"second", b"last"]

@@ -21,7 +21,7 @@ from region.cluster.records import ShardId
 from region.folder import RegionFolder
 from region.node import Node
 from region.publishing import named
-from region.replication.host import not_leader
+from region.replication.hosted import not_leader
 
 ORDERS = "acme/payments/orders"
 

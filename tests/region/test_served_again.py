@@ -12,10 +12,10 @@ import felix
 from felix import reopening
 from felix.errors import Code
 from felix.names import StreamName
+from region.hosted_stream import HostedStream
 from region.log.errors import StorageFailedError
 from region.log.shard import ShardLog
 from region.node import Node
-from region.streams import HostedStream
 
 
 @pytest.fixture(autouse=True)
@@ -36,9 +36,9 @@ async def fail(node: Node, name: str, companion: int | None = None) -> None:
     shard = node.broker.streams._directory.find(stream.name, stream.incarnation, number)
     assert isinstance(shard, ShardLog)
     shard.stop(StorageFailedError("A sync failed."))
-    assert node.broker.streams.problems()
+    assert node.broker.streams.disks.problems()
     await until(lambda: reopener.opened > before)
-    assert not node.broker.streams.problems()
+    assert not node.broker.streams.disks.problems()
 
 
 async def test_a_publisher_and_a_reader_go_on(node: Node, operator: felix.RegionClient) -> None:
@@ -178,7 +178,7 @@ async def test_what_is_published_while_the_folder_of_streams_is_away_is_there_on
     folder.rmdir()
     away.rename(folder)
     assert await asyncio.gather(*publishing) == [1, 0]
-    await until(lambda: not node.broker.streams.problems())
+    await until(lambda: not node.broker.streams.disks.problems())
 
 
 async def test_a_job_of_a_commit_whose_write_failed_is_given_to_nobody_else(

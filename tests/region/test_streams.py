@@ -19,8 +19,9 @@ from felix.errors import Code, FelixError, UnavailableError
 from felix.names import StreamName
 from felix.storage.memory import MemoryDisk, MemoryFiles
 from felix.tasks import end_tasks
-from region import streams as streams_module
+from region import stream_disks
 from region.budget import Budgets
+from region.hosted_stream import HostedStream
 from region.log.directory import LogDirectory
 from region.log.point import LogPoint
 from region.log.segment_limits import SegmentLimits
@@ -30,7 +31,7 @@ from region.metadata.memory import MemoryStore
 from region.metadata.mirror import CatalogMirror
 from region.metadata.records import Stream, StreamConfig
 from region.stream_follower import StreamFollower
-from region.streams import SHARDS_AT_ONCE, HostedStream, StreamTable
+from region.streams import SHARDS_AT_ONCE, StreamTable
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -125,7 +126,7 @@ async def test_what_streams_hold_on_the_disk_is_known_after_each_change_of_it() 
     shard.alter(replace(shard.settings, segments=SegmentLimits(segment_bytes_max=2_000)))
 
     def held() -> int:
-        known = streams.stored_bytes()[NAME.tenant]
+        known = streams.disks.stored_bytes()[NAME.tenant]
         assert known == sum(each.disk_bytes for each in stream.serving)
         return known
 
@@ -140,7 +141,7 @@ async def test_what_streams_hold_on_the_disk_is_known_after_each_change_of_it() 
     await shard.truncate(LogPoint(7))
     assert held() < trimmed
     await streams.remove(NAME, stream.record.incarnation)
-    assert not streams.stored_bytes()
+    assert not streams.disks.stored_bytes()
     await streams.close()
     await directory.close()
 
@@ -286,7 +287,7 @@ async def test_a_full_disk_is_a_problem_that_is_said_once(caplog: pytest.LogCapt
             for number in range(3):
                 with suppress(UnavailableError):
                     await stream.shard(number).append(batch_of(b"no room" * 99))
-        (problem,) = streams.problems()
+        (problem,) = streams.disks.problems()
         assert "3 shards take nothing" in problem
         disk.room_bytes = whole
         async with asyncio.timeout(WAIT_S):
@@ -298,7 +299,7 @@ async def test_a_full_disk_is_a_problem_that_is_said_once(caplog: pytest.LogCapt
                     except UnavailableError as error:
                         assert error.code is Code.DISK_FULL
                         await asyncio.sleep((error.retry_after_ms or 1) / 1_000)
-    assert not streams.problems()
+    assert not streams.disks.problems()
     said = [each.getMessage() for each in caplog.records]
     assert len(said) == 2, said
     assert said[0].startswith("The disk is full")
@@ -309,12 +310,12 @@ async def test_a_full_disk_is_a_problem_that_is_said_once(caplog: pytest.LogCapt
 async def test_a_disk_that_does_not_answer_is_a_problem_and_holds_up_no_other_shards_readers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(streams_module, "UNANSWERED_S", 0.0)
+    monkeypatch.setattr(stream_disks, "UNANSWERED_S", 0.0)
     disk, goes_on = MemoryDisk(), Event()
     streams, directory = table(mounted(disk))
     stream = await opened(streams, 2)
     await stream.shard(1).append(batch_of(b"before"))
-    assert not streams.problems()
+    assert not streams.disks.problems()
 
     def hang(call: str, path: Path) -> None:
         if call == "sync":
@@ -323,16 +324,16 @@ async def test_a_disk_that_does_not_answer_is_a_problem_and_holds_up_no_other_sh
     disk.on_call = hang
     waiting = asyncio.create_task(stream.shard(0).append(batch_of(b"waits")))
     async with asyncio.timeout(WAIT_S):
-        while not streams.problems():  # noqa: ASYNC110 - it is asked for
+        while not streams.disks.problems():  # noqa: ASYNC110 - it is asked for
             await asyncio.sleep(0.01)
-    (problem,) = streams.problems()
+    (problem,) = streams.disks.problems()
     assert problem.startswith(
         "The disk has not answered for 0 s: 1 shard waits for it (acme/payments/orders shard 0)"
     )
     assert len(await stream.shard(1).read(0, 100)) == 1 and not waiting.done()
     goes_on.set()
     await waiting
-    assert not streams.problems()
+    assert not streams.disks.problems()
     await streams.close()
     await directory.close()
 

@@ -11,11 +11,12 @@ import pytest
 
 from felix.names import StreamName
 from felix.settings import Compaction, Offload, Retention, Views
-from region import streams as module
+from region import stream_disks, stream_upkeep
 from region.budget import Budget
+from region.hosted_stream import HostedStream
 from region.log.shard import ShardLog
 from region.metadata.records import Stream, StreamConfig
-from region.streams import HostedStream, StreamTable
+from region.streams import StreamTable
 
 
 class Shard(ShardLog):
@@ -48,41 +49,47 @@ def table_of(names: list[str], retention: dict[str, Retention]) -> tuple[StreamT
     return table, shards
 
 
+def found(table: StreamTable, name: str) -> HostedStream:
+    stream = table.get(StreamName.parse(name))
+    assert stream is not None
+    return stream
+
+
 async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_each_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "MEASURED_AT_ONCE", 3)
-    monkeypatch.setattr(module, "TENDED_AT_ONCE", 3)
+    monkeypatch.setattr(stream_disks, "MEASURED_AT_ONCE", 3)
+    monkeypatch.setattr(stream_upkeep, "TENDED_AT_ONCE", 3)
     names = [f"{tenant}/ops/s{at}" for tenant in ("acme", "globex") for at in range(4)]
     kept = {"acme/ops/s2": Retention(age_ms=1000), "globex/ops/s0": Retention(acked=True)}
     table, shards = table_of(names, kept)
-    assert table.stored_bytes() == {"acme": 40, "globex": 40}
+    assert table.disks.stored_bytes() == {"acme": 40, "globex": 40}
     for shard in shards.values():
         shard.held = 11
         shard.disk_bytes_changed()
     # Three at once, until all that changed were measured.
-    assert [table.stored_bytes() for _ in range(3)] == [
+    assert [table.disks.stored_bytes() for _ in range(3)] == [
         {"acme": 43, "globex": 40},
         {"acme": 44, "globex": 42},
         {"acme": 44, "globex": 44},
     ]
 
     for _ in range(3):
-        await table.sweep(1)
+        await table.upkeep.sweep(1)
     assert {name: shards[name].swept for name in names} == {name: 3 if name in kept else 1 for name in names}
-    assert [str(stream.name) for stream in table.retaining()] == ["globex/ops/s0"]
+    assert [str(stream.name) for stream in table.upkeep.retaining()] == ["globex/ops/s0"]
 
     for name in names[:4]:
-        table._drop(table._streams[StreamName.parse(name)])
-    assert table.stored_bytes() == {"globex": 44}
-    assert (table.count("acme"), table.count("globex", "ops")) == (0, 4)
+        table._drop(found(table, name))
+    assert table.disks.stored_bytes() == {"globex": 44}
+    assert (table.index.count("acme"), table.index.count("globex", "ops")) == (0, 4)
 
 
 async def test_a_pass_visits_the_streams_whose_settings_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "TENDED_AT_ONCE", 1)
+    monkeypatch.setattr(stream_upkeep, "TENDED_AT_ONCE", 1)
     names = [f"acme/ops/s{at}" for at in range(3)]
     table, _ = table_of(names, {})
-    first, second, third = (table._streams[StreamName.parse(name)] for name in names)
+    first, second, third = (found(table, name) for name in names)
     visited: list[HostedStream] = []
 
     def none_to_visit(stream: HostedStream) -> list[ShardLog]:
@@ -98,7 +105,7 @@ async def test_a_pass_visits_the_streams_whose_settings_ask_for_it(monkeypatch: 
 
     async def passes() -> list[list[HostedStream]]:
         found = []
-        for work in (table.sweep(1), table.compact(1), table.offload(1, ())):
+        for work in (table.upkeep.sweep(1), table.upkeep.compact(1), table.upkeep.offload(1, ())):
             visited.clear()
             await work
             found.append(visited.copy())

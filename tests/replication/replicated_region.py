@@ -52,7 +52,8 @@ from region.metadata.port import MetadataStore
 from region.peer_requests import PeerRequests
 from region.replication.disk import LogPlan, ReplicaDisk
 from region.replication.history import BEGINNING, EpochStart
-from region.replication.host import ReplicaHost, ShardPlan, not_leader
+from region.replication.host import ReplicaHost
+from region.replication.hosted import ShardPlan, not_leader
 from region.replication.links import LINK_LIMITS, PEER_ALPN, LocalBroker, PeerLinks
 from region.replication.messages import Frame
 

@@ -46,7 +46,7 @@ from felix.errors import Code, RequestError
 from felix.messages import PutRights
 from felix.runtime.real import now_ms
 from felix.settings import Compaction, Durability, Views
-from region import streams
+from region import stream_settings
 from region.log.segment_limits import SegmentLimits
 
 SCHEMA = StructType().add("offset", LongType()).add("value", BinaryType())
@@ -266,7 +266,7 @@ def begins_and_ends(region: SparkRegion, name: str) -> tuple[int, int]:
 async def test_holes_of_compaction_are_no_loss_wherever_a_range_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(streams, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=4_000))
+    monkeypatch.setattr(stream_settings, "COMPACTED_SEGMENTS", SegmentLimits(segment_bytes_max=4_000))
     # A pass of the broker's own that is under way would take the place of the test's.
     monkeypatch.setattr("region.node.COMPACT_CHECK_S", 3600)
     folder, name = make_region(tmp_path, "us-east"), "acme/ops/seats"
@@ -278,7 +278,7 @@ async def test_holes_of_compaction_are_no_loss_wherever_a_range_ends(
                 await publisher.send(b"%d" % number, key=b"seat %d" % (number * 7 % 25))
                 if number % 60 == 59:
                     await publisher.flush()  # a segment ends with what is written at once
-        await node.broker.streams.compact(now_ms())
+        await node.broker.streams.upkeep.compact(now_ms())
     # Started anew, so that nothing that was compacted away is sent from memory.
     async with running(folder):
         whole = StreamBatchReader(read_options(options, streaming=False), SCHEMA)
