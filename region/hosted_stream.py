@@ -58,6 +58,20 @@ class Leading(Protocol):
         """What is answered for a shard that is not served here."""
 
 
+class LackingError(UnavailableError):
+    """A log has lost what was acknowledged: it stays stopped until a restart."""
+
+    default_code = Code.SHARD_STOPPED
+
+
+def _passes(why: FelixError) -> bool:
+    """Whether what keeps a shard from being opened passes, and nothing is wrong with its log: no room on the disk, too many open files, a read that the disk did not answer, a key service
+    that does not. An error of the disk is for `StreamTable.reopener`."""
+    return isinstance(why, UnavailableError) and not isinstance(
+        why, (StorageFailedError, LackingError, NotLeaderError)
+    )
+
+
 def not_serving(name: StreamName, number: int, why: FelixError) -> UnavailableError:
     """The refusal of what a shard was asked that does not serve; nothing was done. What passes by itself says so, to whoever asks again: that another broker
     leads it by now, or that this one stops."""
