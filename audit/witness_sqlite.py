@@ -6,6 +6,7 @@ A witness's folder:
     ed25519.pem       its keys; either may be missing, not both
     ml-dsa-44.pem
     state.db          the logs, and the newest checkpoint cosigned of each
+    state.db-journal  SQLite's; empty while nothing is under way
     lock              flock of the process that serves
 
 Keys without their state would cosign a second history. So `witness.json`, which lies with the keys, and `state.db` carry
