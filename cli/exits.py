@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from felix.errors import Code, FelixError, RequestError, UnavailableError
+from felix.errors import Code, FelixError, LaterReleaseError, RequestError, UnavailableError
 
 EXIT_FAILED: Final = 1
 EXIT_USAGE: Final = 2
@@ -45,6 +45,8 @@ def exit_code(error: FelixError) -> int:
     # Of a setting that was given as an option, the broker says CONFIG_INVALID; of a file, this process does.
     if error.code in _WRONG_VALUES or (error.code is Code.CONFIG_INVALID and error.told):
         return EXIT_USAGE
+    if isinstance(error, LaterReleaseError):
+        return EXIT_DAMAGED  # it does not verify here
     if isinstance(error, UnavailableError):
         return EXIT_UNAVAILABLE  # whatever is in the way, as another process that has the folder
     match error.code // 100:

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from audit.receipt import Receipt, differences, open_receipt, read_unverified, sign_receipt
+from cli.exits import EXIT_DAMAGED, exit_code
 from felix.errors import Code, LaterReleaseError, TamperError
 
 
@@ -78,7 +79,7 @@ def test_what_a_later_release_signed_is_told_from_what_was_changed() -> None:
         LaterReleaseError, match=r"unknown field `of_later`.*later release.*upgrade whoever says so"
     ) as later:
         open_receipt(msgspec.msgpack.encode(signed), RECEIPT_KEYS)
-    assert later.value.code is Code.VERSION_UNSUPPORTED
+    assert later.value.code is Code.VERSION_UNSUPPORTED and exit_code(later.value) == EXIT_DAMAGED
     forged = {**signed, "signature": bytes(64)}
     with pytest.raises(TamperError, match="signature does not hold"):
         open_receipt(msgspec.msgpack.encode(forged), RECEIPT_KEYS)
