@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 from audit.accounting import AnnouncedAgain, Skipped
 from audit.agreement import VERSION_1_UNSUPPORTED, Agreements
 from audit.allowance import Allowances, Faster, crosses
-from audit.checkpoint import Checkpoint, SignedCheckpoint, notes_of, origin_of
+from audit.checkpoint import Checkpoint, SignedCheckpoint, notes_of
 from audit.consistency import continues
 from audit.continuity import Continuity
 from audit.cosigned_notes import COSIGNED_PATHS, notes_at
@@ -420,10 +420,11 @@ class _Run:
             if data is None:
                 report.find(1, "The checkpoint is missing.", path=CHECKPOINT_PATH)
                 return None
-            said = origin_of(data)
-            if report.origin and said not in ("", report.origin):
-                raise TamperError(f"The checkpoint is of the log {said[:200]!r}, expected {report.origin!r}.")
-            self._log = self._trust.log(report.origin) if report.origin else self._trust.log_of(data)
+            self._log = self._trust.log_of(data)
+            if report.origin not in ("", self._log.name):
+                raise TamperError(
+                    f"The checkpoint is of the log {self._log.name!r}, expected {report.origin!r}."
+                )
             report.origin = self._log.name
             signed = self._log.open(data)
         except TamperError as error:

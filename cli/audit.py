@@ -447,7 +447,9 @@ def _plain(report: Report) -> dict[str, Any]:
 
 def _print_report(path: Path, report: Report) -> None:
     # Without a checkpoint of a trusted log nothing says what this is, or how long.
-    told = f": {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})" if report.root else ""
+    told = f"  ({path})" if report.origin else ""
+    if report.root:
+        told = f": {report.size:,} leaves, root {report.root.hex()[:16]}…  ({path})"
     out.print(
         styled(
             (report.origin or str(path), "bold"),
@@ -596,13 +598,24 @@ def place_of(path: Path) -> str:
     return ""
 
 
-def _require_place(log: str) -> None:
-    """Raises TamperError where another log than its own lies in the folder of a log of this machine."""
+class MisplacedLogError(TamperError):
+    """Another log than its own lies in the folder of a log of this machine."""
+
+    exit_code: Final = 20
+    """As where a log does not verify: there is no report (audit.spark.report)."""
+
+
+def _require_place(log: str, trust: Trust) -> None:
+    """Raises MisplacedLogError. What is no log of a trusted region is for the report to refuse."""
     expected = place_of(Path(log))
     data = b"" if not expected else Folder(Path(log)).read(CHECKPOINT_PATH) or b""
-    if data and origin_of(data) not in ("", expected):
-        raise TamperError(
-            f"{log} is the folder of {expected}, and the log there is {origin_of(data)}.",
+    try:
+        found = trust.log_of(data).name if data else expected
+    except TamperError:
+        return
+    if found != expected:
+        raise MisplacedLogError(
+            f"No report was made: {log} is the folder of {expected}, and the log there is {found}.",
             hint="Put the right log back (felix audit restore), or give this one from another folder.",
         )
 
@@ -917,7 +930,7 @@ def report(
         logs = [str(path) for path in (to_report(found, trust, notes) if cosignatures else found)]
     told = _require_of(held, logs)
     for name in logs:
-        _require_place(name)
+        _require_place(name, trust)
     notes = [*told, *remembered_here()]
     old = _roots(accept_version_1)
     with progress(counted=False) as bar:

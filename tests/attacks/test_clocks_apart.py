@@ -113,6 +113,6 @@ def test_each_stop_is_held_to_every_other_regions_log() -> None:
         "ap-south.acme/audit": {},
     }
     assert list(rows({REGION_ORIGIN: (stop,), INGRESS_ORIGIN: ()}, logs)) == [
-        ("us-east", "g", "paused", 1, None, "ap-south.acme/audit", None, 0, 0),
-        ("us-east", "g", "paused", 1, None, INGRESS_ORIGIN, 7, 0, 0),
+        ("us-east", "g", "paused", 1, None, "ap-south.acme/audit", None, 0, 0, False),
+        ("us-east", "g", "paused", 1, None, INGRESS_ORIGIN, 7, 0, 0, False),
     ]

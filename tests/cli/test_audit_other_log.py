@@ -13,6 +13,7 @@ from region_home import make_region
 from signed_grants import paper_leaf, signed_grant
 from typer.testing import CliRunner
 
+from audit.spark.report import EXIT_REFUSED
 from cli.exits import EXIT_DAMAGED, EXIT_FAILED, exit_code
 from cli.main import app
 from felix.errors import FelixError
@@ -74,7 +75,7 @@ def test_another_log_in_a_logs_folder_does_not_pass_for_it(folder: Path, tmp_pat
     assert code == EXIT_DAMAGED and EGRESS_ORIGIN in said and REGION_ORIGIN in said
     words = ("report", "--log", str(place), "--cosignatures", "0", "--out", str(tmp_path / "out"))
     code, said = audit(folder, tmp_path, *words)
-    assert code == EXIT_DAMAGED and "is the folder of" in said and not (tmp_path / "out").exists()
+    assert code == EXIT_REFUSED and "is the folder of" in said and not (tmp_path / "out").exists()
 
 
 def test_a_proof_without_its_receipt_does_not_say_that_the_log_has_none(folder: Path, tmp_path: Path) -> None:
