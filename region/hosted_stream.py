@@ -364,20 +364,6 @@ def _shard_state(number: int, shard: ShardLog | FelixError) -> ShardState:
     )
 
 
-class LackingError(UnavailableError):
-    """A log has lost what was acknowledged: it stays stopped until a restart."""
-
-    default_code = Code.SHARD_STOPPED
-
-
-def _passes(why: FelixError) -> bool:
-    """Whether what keeps a shard from being opened passes, and nothing is wrong with its log: no room on the disk, too many open files, a read that the disk did not answer, a key service
-    that does not. An error of the disk is for `StreamTable.reopener`."""
-    return isinstance(why, UnavailableError) and not isinstance(
-        why, (StorageFailedError, LackingError, NotLeaderError)
-    )
-
-
 def why_stopped(replica: Replica | None) -> FelixError | None:
     """Why a log does not serve; None where it does, or is not open."""
     return replica.failure if isinstance(replica, ShardLog) else replica
