@@ -138,8 +138,9 @@ async def test_one_carries_and_the_other_stands_by_until_it_stops(mesh: Mesh, ta
             await mesh.publish(numbered(3, 3))
             await mesh.crossed(6)
             await asyncio.sleep(1.5)
-            held = stands_by(standing)
-            assert held is not None and held.state == "waiting"
+            # Between two questions it is about to ask.
+            held = await until(lambda: stands_by(standing), "that it stands by still")
+            assert held.state == "waiting"
             assert standing.stats(held.grant, STREAM, 0).stands_by
             assert (held.lag_records, held.lag_ms) == (-1, -1), (
                 "what the other one carries is none of its lag"
@@ -230,7 +231,10 @@ async def test_a_bridge_that_hangs_is_relieved_while_records_wait_and_not_before
         async with mesh.agent(name=OTHER) as other:
             await until(lambda: stands_by(other), "that the other one stands by")
             await asyncio.sleep(2.5)
-            assert stands_by(other), "nothing waits, so nobody is relieved"
+            (carried,) = one.links()
+            assert carried.state == "active", "nothing waits, so nobody is relieved"
+            assert one.stats(carried.grant, STREAM, 0).sessions == 1
+            await until(lambda: stands_by(other), "that it stands by still")
             # As one whose quorum of witnesses is gone, or whose disk hangs.
             monkeypatch.setattr(one.context, "held", lambda: "It hangs.")
             await mesh.publish(numbered(1, 3))
