@@ -21,7 +21,7 @@ from audit.origin import Origin, egress_origin, region_origin, witness_name
 from audit.signer_disk import held_keys
 from felix.address import Address
 from felix.certificate import RenewalTerms
-from felix.errors import Code, RequestError
+from felix.errors import Code, RequestError, UnavailableError
 from felix.files import PUBLIC, create_file, replace_file
 from felix.identity import Identity
 from felix.identity_file import load_identity, save_identity
@@ -80,7 +80,7 @@ def found_region(
     health: Address | None,
     now_ms: int,
 ) -> SignedBundle:
-    """Make a new region in its folder. Raises RequestError(ALREADY_EXISTS, NAME_INVALID, CONFIG_INVALID); OSError, with the folder as empty as it was."""
+    """Make a new region in its folder. Raises RequestError(ALREADY_EXISTS, NAME_INVALID, CONFIG_INVALID); OSError, or UnavailableError of a root key, with the folder as empty as it was."""
     parse_region(region)
     parse_region(mesh)
     if not _COUNTRY.fullmatch(country):
@@ -169,7 +169,7 @@ def _all_or_nothing(root: Path) -> Iterator[None]:
     """What finds no room or fails leaves the folder as empty as it was: a part of a region would be taken for one the next time. Nobody knows any of its keys yet."""
     try:
         yield
-    except OSError:
+    except (OSError, UnavailableError):
         for each in root.iterdir() if root.exists() else ():
             if each.is_dir():
                 shutil.rmtree(each, ignore_errors=True)

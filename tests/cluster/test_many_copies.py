@@ -68,10 +68,16 @@ async def test_copies_of_one_stream_and_of_several_are_opened_side_by_side() -> 
     assert set(meeting.came) == set(shards) and not replicas._found
 
 
+async def nothing_left() -> None:
+    pass
+
+
 async def test_what_is_led_here_now_is_served_side_by_side() -> None:
     meeting = Meeting(len(STREAMS))
     mirror: Any = SimpleNamespace(on_change=lambda listener: None, streams={}, deleted_streams={})
-    streams: Any = SimpleNamespace(reassign=meeting.come, get=lambda name: None)
+    streams: Any = SimpleNamespace(
+        reassign=meeting.come, get=lambda name: None, on_change=lambda watcher: None, remove_left=nothing_left
+    )
     follower = StreamFollower(streams, mirror, lambda name: None)
     for stream in STREAMS:
         follower.assigned(str(stream))
