@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 from bridge_mesh import BRIDGE, STREAM, Mesh, flight, two_regions, until
 from rogue_agent import Wild, granted, rogue_agent
+from slow_runs import only_slow
 
 from audit.checkpoint import note_size
 from audit.leaf import GapKind, Kind
@@ -343,7 +344,7 @@ def cut_power(shard: ShardLog) -> None:
     os.truncate(segment.path, synced)
 
 
-@pytest.mark.parametrize("agents_too", [False, True])
+@pytest.mark.parametrize("agents_too", [pytest.param(False, marks=only_slow), True])
 async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothing_cross(
     mesh: Mesh, tmp_path: Path, agents_too: bool, tally: Tally
 ) -> None:
@@ -389,7 +390,7 @@ async def test_a_log_that_is_put_back_with_what_others_remember_of_it_lets_nothi
     tally("logs put back with what the other region remembers of them", 1)
 
 
-@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("grows", [pytest.param(False, marks=only_slow), True])
 async def test_a_link_on_which_nothing_crossed_since_stops_with_the_others_and_the_newest_log_can_be_put_back(
     mesh: Mesh, tmp_path: Path, tally: Tally, grows: bool
 ) -> None:

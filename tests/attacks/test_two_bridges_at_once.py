@@ -441,7 +441,7 @@ async def test_a_bridge_that_only_sends_again_what_landed_keeps_no_other_one_out
 
 
 @pytest.mark.usefixtures("soon")
-@pytest.mark.parametrize("closes", [False, True])
+@pytest.mark.parametrize("closes", [pytest.param(False, marks=only_slow), True])
 async def test_a_bridge_that_opens_its_link_again_and_again_keeps_no_other_one_out(
     mesh: Mesh, tally: Tally, closes: bool
 ) -> None:

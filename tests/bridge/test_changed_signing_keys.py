@@ -274,7 +274,7 @@ def us_words(mesh: Mesh, own: RegionBundle) -> list[Standing]:
     return list(logged_truncations(mesh.nodes["us-east"].services.governance.logged, own).values())
 
 
-@pytest.mark.parametrize("when", ["before the change", "after it"])
+@pytest.mark.parametrize("when", [pytest.param("before the change", marks=only_slow), "after it"])
 async def test_a_truncation_that_a_thief_wrote_into_the_store_stops_no_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
@@ -492,7 +492,7 @@ async def test_a_truncation_that_was_accepted_under_a_grant_that_was_revoked_is_
         await revoked_and_renewed(mesh, monkeypatch)
 
 
-@pytest.mark.parametrize("in_log", [True, False])
+@pytest.mark.parametrize("in_log", [True, pytest.param(False, marks=only_slow)])
 async def test_a_truncation_of_an_ended_grant_that_the_store_has_no_more_is_signed_again_by_the_terms_in_the_log(
     in_log: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -718,7 +718,9 @@ async def test_a_note_that_does_not_open_stops_no_change(mesh: Mesh) -> None:
     assert ended_in(mesh, "eu-west") == set(logs(mesh)) - {EGRESS}
 
 
-@pytest.mark.parametrize("how", ["", "without", "checkpoint"])
+@pytest.mark.parametrize(
+    "how", ["", pytest.param("without", marks=only_slow), pytest.param("checkpoint", marks=only_slow)]
+)
 async def test_two_histories_of_another_region_stop_no_change(mesh: Mesh, how: str) -> None:
     """us-east signed two roots at one size, and two of eu-west's brokers have cosigned one each."""
     await twenty_crossed(mesh)
@@ -833,7 +835,7 @@ async def test_a_folder_of_before_the_change_is_not_taken_up_beside_a_log_that_g
         await mesh.start("us-east")
 
 
-@pytest.mark.parametrize("has_bundle", [True, False])
+@pytest.mark.parametrize("has_bundle", [pytest.param(True, marks=only_slow), False])
 async def test_what_a_thief_signed_behind_an_end_stays_there_where_the_keys_are_changed_again_from_an_older_folder(
     mesh: Mesh, has_bundle: bool
 ) -> None:
@@ -924,7 +926,7 @@ async def test_after_an_own_change_other_regions_are_compared_again_on_whichever
     assert (await trust(second, str(mesh.eu.bundle), "--yes")).exit_code == 0, "it is compared now"
 
 
-@pytest.mark.parametrize("has", ["no file", "a file of before the bridge"])
+@pytest.mark.parametrize("has", [pytest.param("no file", marks=only_slow), "a file of before the bridge"])
 async def test_the_ends_are_those_of_what_the_broker_believed_whatever_the_folder_has(
     mesh: Mesh, has: str
 ) -> None:
@@ -952,7 +954,7 @@ async def test_the_ends_are_those_of_what_the_broker_believed_whatever_the_folde
     assert all("No bundle that is trusted here names that log" in each for each in again.left_out)
 
 
-@pytest.mark.parametrize("roles", [(["policy"], ["receipt"]), (ROLES, ROLES)])
+@pytest.mark.parametrize("roles", [pytest.param((["policy"], ["receipt"]), marks=only_slow), (ROLES, ROLES)])
 async def test_an_end_that_was_left_out_is_added_after_a_second_change_too(
     mesh: Mesh, roles: tuple[list[Role], list[Role]]
 ) -> None:
@@ -972,7 +974,7 @@ async def test_an_end_that_was_left_out_is_added_after_a_second_change_too(
         assert report.ok, report.findings
 
 
-@pytest.mark.parametrize("region", ["us-east", "eu-west"])
+@pytest.mark.parametrize("region", ["us-east", pytest.param("eu-west", marks=only_slow)])
 async def test_no_revision_of_a_thiefs_policy_keeps_those_of_now_out(
     mesh: Mesh, region: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1158,7 +1160,14 @@ async def test_the_keys_are_changed_on_another_machine_beside_a_copy_of_the_log(
         assert report.ok, report.findings
 
 
-@pytest.mark.parametrize("known", ["a checkpoint", "a note that eu-west remembers", "the bundle"])
+@pytest.mark.parametrize(
+    "known",
+    [
+        pytest.param("a checkpoint", marks=only_slow),
+        "a note that eu-west remembers",
+        pytest.param("the bundle", marks=only_slow),
+    ],
+)
 async def test_a_copy_of_the_log_that_is_older_than_what_is_known_of_it_changes_no_keys(
     known: str, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
