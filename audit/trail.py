@@ -37,7 +37,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -63,6 +63,7 @@ from felix.errors import Code, FelixError, RequestError, UnavailableError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import SHARED_FILES
+from felix.storage.disk_waits import DiskWaits
 from felix.storage.port import Files, FolderLock, is_exhausted, lacks_resources
 from felix.told import Told
 
@@ -76,8 +77,6 @@ _RETRY_MS: Final = 50
 _REFUSED_RETRY_MS: Final = 1_000
 FULL_RETRY_MS: Final = 250
 """A full disk is tried again after this."""
-HUNG_S: Final = 10.0
-"""A disk that has not answered for so long is said not to."""
 _REOPENED: Final = "Look at its disk. A broker or an agent that runs tries to open the log again by itself, at first after some seconds; what was acknowledged is kept."
 _LEAVES: Final = "leaves"
 _TREE: Final = "tiles"
@@ -182,8 +181,7 @@ class Trail:
         """of what waits for room on the disk"""
         self._lacking_room: set[str] = set()
         self._full_told = Told(self._clock.monotonic)
-        self._asked_s: dict[str, float] = {}
-        """since when its disk is at work, on what"""
+        self._waits = DiskWaits(self._clock.monotonic)
         # The writer's own: what finds no room.
         self._unwritten: list[_Waiting] = []
         # Of a log that has copies.
@@ -371,12 +369,8 @@ class Trail:
             return self._hung()
 
     def _hung(self) -> str:
-        since_s = min(self._asked_s.values(), default=None)
-        waits_s = 0.0 if since_s is None else self._clock.monotonic() - since_s
-        if waits_s < HUNG_S:
-            return ""
-        # One sentence for ten seconds: it is shown, and compared, more often.
-        return f"The audit log {self.key.name} waits for its disk, which has not answered for {waits_s // HUNG_S * HUNG_S:.0f} s. Nothing crosses until it does; it goes on by itself."
+        told = self._waits.told(f"The audit log {self.key.name}")
+        return f"{told} Nothing crosses until it does; it goes on by itself." if told else ""
 
     @property
     def failure(self) -> AuditUnavailableError | None:
@@ -680,7 +674,7 @@ class Trail:
             taken.clear()
             return True
         try:
-            with self._asking(_LEAVES):
+            with self._waits.asked(_LEAVES):
                 self._wal.append([waiting.leaves for waiting in taken])
         except WalFullError as error:
             if self._closing or not self._waits_for_room:
@@ -748,17 +742,6 @@ class Trail:
             refused = self._failure
         self._publisher.wake()
         _call_done([waiting], refused)
-
-    @contextmanager
-    def _asking(self, what: str) -> Iterator[None]:
-        """The disk is at work on it."""
-        with self._lock:
-            self._asked_s[what] = self._clock.monotonic()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._asked_s.pop(what, None)
 
     def _fail(self, why: str, error: BaseException) -> None:
         failure = AuditUnavailableError(
@@ -858,7 +841,7 @@ class Trail:
         try:
             self._published.write_full()
             for leaf, header in taken:
-                with self._asking(_TREE):
+                with self._waits.asked(_TREE):
                     self._published.take(leaf, header)
         except OSError:
             count = self._published.size - begin
@@ -873,7 +856,7 @@ class Trail:
 
     def _publish(self, copies: Copies | None) -> bool:
         """Sign what is in the tree, and show it; False where the copies did not take the checkpoint, which nobody is shown then."""
-        with self._asking(_TREE):
+        with self._waits.asked(_TREE):
             signed = self._published.sign(self._clock.now_ms() // 1000)
         size = signed.checkpoint.size
         if copies is not None:
@@ -890,7 +873,7 @@ class Trail:
                     "%s: the checkpoint of %d leaves is not committed: %s", self.key.name, size, error
                 )
                 return False
-        with self._asking(_TREE):
+        with self._waits.asked(_TREE):
             self._published.write(signed)
         return True
 

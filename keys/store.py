@@ -24,8 +24,8 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -35,6 +35,8 @@ from felix.context import bind
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, commit_file, create_file, read_file, stage_file, sync_folder
 from felix.runtime.real import REAL
+from felix.storage.disk import is_elsewhere
+from felix.storage.disk_waits import DiskWaits
 
 KEY_FILE: Final = "keys.log"
 LOCK_FILE: Final = "keys.lock"
@@ -44,9 +46,6 @@ ENTRY_BYTES_MAX: Final = 16_384
 """The largest entry is a wrapped key of a few hundred bytes with its names."""
 UNSYNCED_BYTES_MAX: Final = 1 << 20
 """Appended at most before a sync: what is written again at the next opening."""
-
-HUNG_S: Final = 10.0
-"""A disk that has not answered for so long is said to hang."""
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _ENTRY: Final = struct.Struct(">IIQ")
@@ -137,8 +136,7 @@ class KeyStore:
         """Raises RequestError: NOT_FOUND, FORBIDDEN, CONFLICT where a process has it open, WRONG_REGION;
         CorruptionError."""
         self._path = folder / KEY_FILE
-        self._monotonic = monotonic
-        self._asked_s: float | None = None
+        self._waits = DiskWaits(monotonic)
         self._region = region
         self._broken = ""
         self._file = -1
@@ -192,15 +190,6 @@ class KeyStore:
             hint="Nothing was changed. Make room or repair the disk, then try again.",
         )
 
-    @contextmanager
-    def _asking(self) -> Iterator[None]:
-        """The disk is asked for something, and may hang."""
-        self._asked_s = self._monotonic()
-        try:
-            yield
-        finally:
-            self._asked_s = None
-
     @property
     def failure(self) -> str:
         """Why it takes nothing, as a sentence; empty where it does. From any thread."""
@@ -210,20 +199,13 @@ class KeyStore:
         """Why it takes nothing, or that its disk does not answer, with what to do; empty where neither is so. From any thread."""
         if self._broken:
             return self.failure
-        asked_s = self._asked_s
-        waits_s = 0.0 if asked_s is None else self._monotonic() - asked_s
-        if waits_s < HUNG_S:
-            return ""
-        # One sentence for ten seconds: it is shown, and compared, more often.
-        return (
-            f"{self._path} waits for its disk, which has not answered for {waits_s // HUNG_S * HUNG_S:.0f} s. What needs a new key waits; it goes on by "
-            "itself. Look at the disk."
-        )
+        told = self._waits.told(str(self._path))
+        return f"{told} What needs a new key waits; it goes on by itself. Look at the disk." if told else ""
 
     def append(self, bodies: Iterable[bytes]) -> None:
         """Add entries; they are durable when this returns. Raises UnavailableError (DISK_FULL where there is no room)."""
         self._require_sound()
-        with self._asking():
+        with self._waits.asked():
             self._append(b"".join(map(_frame, bodies)))
 
     def _append(self, frames: bytes) -> None:
@@ -261,7 +243,7 @@ class KeyStore:
         Raises UnavailableError where the new file cannot be written: the old one stays, or it is not known which of them is there, and `failure` says so.
         """
         self._require_sound()
-        with self._asking():
+        with self._waits.asked():
             self._replace(bodies)
 
     def _replace(self, bodies: Iterable[bytes]) -> None:
@@ -291,7 +273,7 @@ class KeyStore:
         """Go on after a failure, with a new file of these entries: all that was acknowledged, and nothing else. Raises UnavailableError; then it can be tried
         again."""
         assert self._broken
-        with self._asking():
+        with self._waits.asked():
             try:
                 self._require_there()
             except OSError as error:
@@ -301,7 +283,7 @@ class KeyStore:
 
     def _require_there(self) -> None:
         """Raises OSError where another folder is at the path: moved, unmounted, or with another one mounted over it."""
-        if not os.path.samestat(os.fstat(self._lock), self._path.with_name(LOCK_FILE).stat()):
+        if is_elsewhere(self._path.with_name(LOCK_FILE), self._lock):
             raise OSError(
                 errno.ENODEV, "it is not in the folder that was opened any more", str(self._path.parent)
             )

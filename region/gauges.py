@@ -53,7 +53,7 @@ class BrokerGauges:
             **({} if self._broker.own_files is None else self._broker.own_files.gauges()),
             "offload_cache_bytes": self._directory.fetched_bytes,
             "offload_cache_bytes_limit": self._directory.fetched_bytes_max,
-            "offload_refused": self._broker.streams.upkeep.offload_refused,
+            "offload_refused": self._broker.streams.maintenance.offload_refused,
             "streams_opened_again": self._broker.streams.reopener.opened,
             "audit_leaves": status.durable,
             "audit_checkpoint_leaves": status.checkpoint,

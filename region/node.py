@@ -207,15 +207,15 @@ class Node:
 
         async def retain() -> None:
             self.subscriptions.hold_all()
-            await streams.upkeep.sweep(self.broker.streams_ms())
+            await streams.maintenance.sweep(self.broker.streams_ms())
 
         async def compact() -> None:
-            await streams.upkeep.compact(self.broker.streams_ms())
+            await streams.maintenance.compact(self.broker.streams_ms())
             if parts.peers is not None:
                 await parts.peers.replicas.compact()
 
         async def offload() -> None:
-            await streams.upkeep.offload(self.broker.streams_ms(), storage.offload_allow)
+            await streams.maintenance.offload(self.broker.streams_ms(), storage.offload_allow)
             if parts.peers is not None:
                 await parts.peers.replicas.offload()
             if next(turns) % OFFLOAD_CHECKS_PER_DELETION == 0:

@@ -57,8 +57,8 @@ from region.metadata.records import (
     min_in_sync,
     one_copy_since,
 )
+from region.replication.copy_maintenance import OffloadNews
 from region.replication.copy_pace import COPY_RATE_BYTES
-from region.replication.copy_upkeep import OffloadNews
 from region.replication.disk import LogPlan, damaged_folder, kept_name, parse_kept_name
 from region.replication.host import Links, ReplicaHost
 from region.replication.hosted import ShardPlan
@@ -390,7 +390,7 @@ class Replicas:
             if (
                 compaction is None
                 or now_ms < self._compact_after_ms.get(shard, 0)
-                or not self.host.upkeep.compaction_due(shard, RECORDS, compaction)
+                or not self.host.maintenance.compaction_due(shard, RECORDS, compaction)
             ):
                 continue
             incarnation = bytes.fromhex(shard.incarnation)
@@ -398,7 +398,7 @@ class Replicas:
             identity = ShardIdentity(self._region, record.name, incarnation, shard.number)
             notes_from = None if self.notes_from is None else partial(self.notes_from, identity)
             try:
-                report = await self.host.upkeep.compact(
+                report = await self.host.maintenance.compact(
                     shard, RECORDS, compaction, seal.seal, seal.open_batch, notes_from
                 )
             except WorkEndedError:
@@ -421,18 +421,18 @@ class Replicas:
             now_ms = self._runtime.clock.now_ms()
             if record is None or offload is None or now_ms < self._offload_after_ms.get(shard, 0):
                 continue
-            news = self.host.upkeep.offload_news(shard)
+            news = self.host.maintenance.offload_news(shard)
             if news is None:
                 continue
             try:
                 if news == self._offload_seen.get(shard):
                     # What this list does not have comes with another one; how much stays here may have been altered.
-                    await self.host.upkeep.drop_offloaded(shard, offload.local_bytes)
+                    await self.host.maintenance.drop_offloaded(shard, offload.local_bytes)
                     continue
                 listed = await asyncio.to_thread(self._lists(shard).read, news.pointer)
-                now = self.host.upkeep.offload_news(shard)
+                now = self.host.maintenance.offload_news(shard)
                 if now is not None and now.pointer == news.pointer:
-                    end = await self.host.upkeep.follow_offload(shard, listed, offload.local_bytes)
+                    end = await self.host.maintenance.follow_offload(shard, listed, offload.local_bytes)
                     self._offload_seen[shard] = OffloadNews(news.pointer, end)
             except ReplacedListError:
                 # Its leader has moved on, and the record that says so is on its way here.

@@ -46,6 +46,7 @@ from region.metadata.records import (
 )
 from region.stream_disks import StreamDisks
 from region.stream_index import StreamIndex
+from region.stream_maintenance import StreamMaintenance
 from region.stream_settings import (
     COMPANION_RING_BYTES,
     HOT_BYTES,
@@ -54,7 +55,6 @@ from region.stream_settings import (
     least_bytes,
     shard_settings,
 )
-from region.stream_upkeep import StreamUpkeep
 
 log = logging.getLogger("felix.region.streams")
 
@@ -97,7 +97,7 @@ class StreamTable:
         self._start = runtime.random.randbytes(16)
         """Of this start of the broker."""
         self.index = StreamIndex()
-        self.upkeep = StreamUpkeep(directory, self.index)
+        self.maintenance = StreamMaintenance(directory, self.index)
         self.disks = StreamDisks(self.index, runtime.clock, self._awaited)
         # Locks go with who holds them or waits for them.
         self._busy: WeakValueDictionary[StreamName, asyncio.Lock] = WeakValueDictionary()
@@ -125,14 +125,14 @@ class StreamTable:
 
     def _add(self, stream: HostedStream) -> None:
         self.index.add(stream)
-        self.upkeep.place(stream, stream.record.config)
+        self.maintenance.place(stream, stream.record.config)
         self._begin_watching(stream)
         self._changed(stream)
 
     def _drop(self, stream: HostedStream) -> None:
         stream.deleted = True
         self.index.drop(stream)
-        self.upkeep.remove(stream)
+        self.maintenance.remove(stream)
         self.disks.drop(stream)
         self._changed(stream)
 
@@ -161,7 +161,7 @@ class StreamTable:
                 if held.record.incarnation == record.incarnation:
                     if record.revision >= held.record.revision:
                         held.alter(record)
-                        self.upkeep.place(held, record.config)
+                        self.maintenance.place(held, record.config)
                     if self._leading is None and (held.unopened or not held.replicas):
                         await self._serve_again(held, {})
                     return held

@@ -126,6 +126,15 @@ def lock_file(path: Path) -> int:
     return descriptor
 
 
+def is_elsewhere(path: Path, descriptor: int) -> bool:
+    """Whether another file than the open one is at its path, or none: its folder was moved or unmounted, or another one mounted over it. Raises OSError."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return True
+    return not os.path.samestat(there, os.fstat(descriptor))
+
+
 class FileLock:
     """A folder's lock, held from construction to `release` (or the process's end). Raises UnavailableError where another holds it.
 
@@ -156,13 +165,8 @@ class FileLock:
     def is_elsewhere(self) -> bool:
         """See `FolderLock`."""
         # Another thread may let go of it.
-        if (descriptor := self._descriptor) is None:
-            return False
-        try:
-            there = self._path.stat()
-        except FileNotFoundError:
-            return True
-        return not os.path.samestat(there, os.fstat(descriptor))
+        descriptor = self._descriptor
+        return descriptor is not None and is_elsewhere(self._path, descriptor)
 
     def release(self) -> None:
         """Let go. The file stays: removing it would let two processes hold two files of one name."""

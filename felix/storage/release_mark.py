@@ -26,13 +26,19 @@ _BYTES_MAX: Final = 256
 
 def require_release(files: Files, folder: Path, release: str) -> None:
     """Before `release` writes there. Raises RequestError(UNSUPPORTED) where a later one has, OSError where the mark cannot be read."""
-    marked = _marked(files, folder)
+    _accepted(files, folder, release)
+
+
+def _accepted(files: Files, folder: Path, release: str) -> str:
+    """The mark. Raises as `require_release`."""
+    marked = (read_file(files, folder / MARK, _BYTES_MAX) or b"").decode(errors="replace").strip()
     if _minor(marked) > _minor(release):
         raise RequestError(
             f"{folder} was used by release {marked} of Felix, and this is release {release}: it may not understand what it finds, or lose it.",
             code=Code.UNSUPPORTED,
             hint=f"Start release {marked} again. To go back to an earlier one, put the backup of before the upgrade in the folder's place (docs/operations.md, Going back).",
         )
+    return marked
 
 
 def mark_release(files: Files, folder: Path, release: str) -> None:
@@ -40,8 +46,7 @@ def mark_release(files: Files, folder: Path, release: str) -> None:
 
     A disk that takes no mark, because it is full, say, keeps nobody from starting: then the mark of before stays.
     """
-    require_release(files, folder, release)
-    if _minor(_marked(files, folder)) == _minor(release):
+    if _minor(_accepted(files, folder, release)) == _minor(release):
         return
     try:
         replace_durably(files, folder / MARK, f"{release}\n".encode())
@@ -49,10 +54,6 @@ def mark_release(files: Files, folder: Path, release: str) -> None:
         if not lacks_resources(error) and not has_failed(error):
             raise
         log.warning("%s is not marked as used by release %s: %s", folder, release, error)
-
-
-def _marked(files: Files, folder: Path) -> str:
-    return (read_file(files, folder / MARK, _BYTES_MAX) or b"").decode(errors="replace").strip()
 
 
 def _minor(release: str) -> tuple[int, int]:

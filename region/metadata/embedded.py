@@ -39,7 +39,8 @@ from felix.reopening import Reopening
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage import sqlite_errors
-from felix.storage.disk import HeldError, lock_file
+from felix.storage.disk import HeldError, is_elsewhere, lock_file
+from felix.storage.disk_waits import DiskWaits
 from felix.storage.port import is_full, lacks_resources
 from region.metadata.lease import cancel_and_wait
 from region.metadata.local import (
@@ -84,8 +85,6 @@ DISK_ROOM_BYTES: Final = 4 << 20
 """A disk with less room than this counts as full: the file does not grow on it."""
 LOG_BYTES_MAX: Final = 16 << 20
 """Of the write-ahead log. SQLite brings it into the database at 4 MiB, and says nothing where it cannot: the log would grow without an end."""
-HUNG_S: Final = 10.0
-"""A disk that has not answered for so long is said to hang."""
 SOUND_MS: Final = 60_000
 """A store that was open for so long since it failed last is tried after the shortest pause again: nobody else has it, and a try costs little."""
 OUTCOME_S: Final = 10.0
@@ -115,7 +114,7 @@ def _lock(path: Path) -> int:
     """Take the lock beside the database. Raises RequestError(CONFLICT) that names who has it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        return lock_file(path.with_name(path.name + ".lock"))
+        return lock_file(_lock_of(path))
     except HeldError as error:
         raise RequestError(
             f"The metadata store {path} is in use by another process (pid {error.holder}); "
@@ -124,6 +123,10 @@ def _lock(path: Path) -> int:
             hint="Stop that broker first, or give this one its own state folder. "
             "Several brokers of one region need etcd (docs/metadata.md).",
         ) from None
+
+
+def _lock_of(path: Path) -> Path:
+    return path.with_name(path.name + ".lock")
 
 
 def _log_of(path: Path) -> Path:
@@ -535,8 +538,7 @@ class EmbeddedStore(LocalStore):
         self._is_over = False
         """it is not opened again before a restart"""
         self._doubt: _Doubt | None = None
-        self._asked_s: float | None = None
-        """when the disk was asked what it has not answered yet"""
+        self._waits = DiskWaits(runtime.clock.monotonic)
         self._reopening = Reopening(sound_ms=SOUND_MS)
         self._reopener: asyncio.Task[None] | None = None
         self._opened_again = 0
@@ -608,14 +610,11 @@ class EmbeddedStore(LocalStore):
 
     def hung(self) -> str:
         """See MetadataStore."""
-        asked_s = self._asked_s
-        waits_s = 0.0 if asked_s is None else self.clock.monotonic() - asked_s
-        if self._failure or waits_s < HUNG_S:
-            return ""
-        # One sentence for ten seconds: it is shown, and compared, more often.
+        told = "" if self._failure else self._waits.told(f"The metadata store {self.where}")
         return (
-            f"The metadata store {self.where} waits for its disk, which has not answered for {waits_s // HUNG_S * HUNG_S:.0f} s. What is changed or "
-            "asked of it is answered once the disk does; it goes on by itself. Look at the disk."
+            f"{told} What is changed or asked of it is answered once the disk does; it goes on by itself. Look at the disk."
+            if told
+            else ""
         )
 
     @property
@@ -632,9 +631,9 @@ class EmbeddedStore(LocalStore):
         if self._failure:
             raise self._stopped()
         assert self._database is not None
-        self._asked_s = self.clock.monotonic()
         try:
-            answer = work(self._database)
+            with self._waits.asked():
+                answer = work(self._database)
         except _DoubtError as error:
             assert error.__cause__ is not None
             self._stop(error.__cause__, error.doubt)
@@ -646,8 +645,6 @@ class EmbeddedStore(LocalStore):
                 raise
             self._stop(error)
             raise self._stopped() from error
-        finally:
-            self._asked_s = None
         if self._database.trouble is not None:
             self._stop(self._database.trouble)
         return answer
@@ -789,8 +786,7 @@ class EmbeddedStore(LocalStore):
 
     def _require_there(self) -> None:
         """Raises OSError where another folder is at the path: moved, unmounted, or with another one mounted over it."""
-        lock = self.path.with_name(self.path.name + ".lock")
-        if not os.path.samestat(os.fstat(self._lock_descriptor), lock.stat()):
+        if is_elsewhere(_lock_of(self.path), self._lock_descriptor):
             raise OSError(errno.ENODEV, "it is not the folder that was opened", str(self.path.parent))
         # SQLite would make a new one.
         self.path.stat()

@@ -54,8 +54,8 @@ from region.metadata.transaction import Change, Snapshot
 from region.replication.copier import Copier
 from region.replication.copier import Links as CopierLinks
 from region.replication.copies import HostedCopies
+from region.replication.copy_maintenance import CopyMaintenance
 from region.replication.copy_pace import COPY_RATE_BYTES, CopyPace
-from region.replication.copy_upkeep import CopyUpkeep
 from region.replication.core import ReplicaCore
 from region.replication.disk import Aside, LogPlan, ReplicaDisk, set_aside
 from region.replication.history import BEGINNING
@@ -203,7 +203,9 @@ class ReplicaHost:
             scrub=scrub,
             alarm=self._alarm_of_damage,
         )
-        self.upkeep = CopyUpkeep(self._hosted, mirror, self.repairs, self._compaction_pool, self._disk_failed)
+        self.maintenance = CopyMaintenance(
+            self._hosted, mirror, self.repairs, self._compaction_pool, self._disk_failed
+        )
         mirror.on_change(self._mirrored)
 
     # -- a broker's life -------------------------------------------------------------------------------

@@ -558,7 +558,7 @@ class SubscriptionService:
 
     def hold_all(self) -> None:
         """Tell every shard that asks for it how far it may let go; called before retention is applied."""
-        for stream in self._broker.streams.upkeep.retaining():
+        for stream in self._broker.streams.maintenance.retaining():
             for shard in stream.serving:
                 shard.hold_from(self.hold(stream, shard.identity.shard))
 

@@ -301,7 +301,7 @@ def test_an_orderly_end_waits_until_it_is_open_or_not() -> None:
 
 
 def test_a_disk_that_does_not_answer_is_said_not_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("audit.trail.HUNG_S", 0.05)
+    monkeypatch.setattr("felix.storage.disk_waits.HUNG_S", 0.05)
     disk = MemoryDisk()
     writer = Writer(disk)
     assert writer.append() is None

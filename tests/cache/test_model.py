@@ -479,7 +479,7 @@ class CacheAgainstDict(RuleBasedStateMachine):
         self.step("compact")
 
     async def _compact(self) -> None:
-        await self.world.node.broker.streams.upkeep.compact(self.world.now_ms() + 10_000)
+        await self.world.node.broker.streams.maintenance.compact(self.world.now_ms() + 10_000)
         hosted = self.world.node.broker.streams.get(felix.StreamName.parse(self.name))
         assert hosted is not None
         for shard in hosted.serving:

@@ -159,5 +159,5 @@ async def test_what_a_broker_with_a_wrong_clock_leads_keeps_its_times(
 async def retained(region: ClusteredRegion) -> None:
     """Retention is done at every broker."""
     for node in region.nodes.values():
-        await node.broker.streams.upkeep.sweep(node.broker.streams_ms())
+        await node.broker.streams.maintenance.sweep(node.broker.streams_ms())
     await asyncio.sleep(0)

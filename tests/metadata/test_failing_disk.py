@@ -301,7 +301,7 @@ async def test_another_folder_in_its_place_is_left_alone_until_its_own_is_back(
 async def test_a_disk_that_hangs_is_told_and_refuses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(embedded, "HUNG_S", 0.1)
+    monkeypatch.setattr("felix.storage.disk_waits.HUNG_S", 0.1)
     goes_on = threading.Event()
     async with await EmbeddedStore.open(tmp_path / "metadata.db") as store:
         hanging = asyncio.ensure_future(store._in_worker(lambda _: goes_on.wait()))

@@ -45,7 +45,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def compacted(node: Node) -> None:
     """Let the broker compact, as its own loop does every few seconds."""
-    await node.broker.streams.upkeep.compact(now_ms())
+    await node.broker.streams.maintenance.compact(now_ms())
 
 
 @pytest.mark.usefixtures("small_segments")

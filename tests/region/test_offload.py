@@ -113,7 +113,7 @@ async def test_a_place_that_the_region_does_not_allow_is_refused(
         await region.alter_stream(ROLLS, offload=Offload(f"file://{tmp_path}/mine/a", 0))
     async with running(folder, data=data) as node, client(folder) as region:
         await fill(region, 0, 200)
-        await until(lambda: node.broker.streams.upkeep.offload_refused > 0)
+        await until(lambda: node.broker.streams.maintenance.offload_refused > 0)
         assert not (tmp_path / "mine").exists(), "what is not allowed any more does not leave"
 
 

@@ -20,7 +20,6 @@ import felix.reopening
 import region.node
 from felix.address import Address
 from felix.errors import UnavailableError
-from region.metadata import embedded
 from region.metadata.embedded import EmbeddedStore
 from region.node import Node
 
@@ -102,7 +101,7 @@ async def test_streams_go_on_while_the_metadata_store_is_stopped_and_it_is_told_
 async def test_a_metadata_store_that_waits_for_its_disk_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(embedded, "HUNG_S", 0.2)
+    monkeypatch.setattr("felix.storage.disk_waits.HUNG_S", 0.2)
     folder, goes_on = us_east(tmp_path), threading.Event()
     async with running(folder, health=HEALTH) as node, client(folder) as region:
         hanging = asyncio.ensure_future(store_of(node)._in_worker(lambda _: goes_on.wait()))

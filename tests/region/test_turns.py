@@ -11,7 +11,7 @@ import pytest
 
 from felix.names import StreamName
 from felix.settings import Compaction, Offload, Retention, Views
-from region import stream_disks, stream_upkeep
+from region import stream_disks, stream_maintenance
 from region.budget import Budget
 from region.hosted_stream import HostedStream
 from region.log.shard import ShardLog
@@ -59,7 +59,7 @@ async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(stream_disks, "MEASURED_AT_ONCE", 3)
-    monkeypatch.setattr(stream_upkeep, "TENDED_AT_ONCE", 3)
+    monkeypatch.setattr(stream_maintenance, "TENDED_AT_ONCE", 3)
     names = [f"{tenant}/ops/s{at}" for tenant in ("acme", "globex") for at in range(4)]
     kept = {"acme/ops/s2": Retention(age_ms=1000), "globex/ops/s0": Retention(acked=True)}
     table, shards = table_of(names, kept)
@@ -75,9 +75,9 @@ async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_
     ]
 
     for _ in range(3):
-        await table.upkeep.sweep(1)
+        await table.maintenance.sweep(1)
     assert {name: shards[name].swept for name in names} == {name: 3 if name in kept else 1 for name in names}
-    assert [str(stream.name) for stream in table.upkeep.retaining()] == ["globex/ops/s0"]
+    assert [str(stream.name) for stream in table.maintenance.retaining()] == ["globex/ops/s0"]
 
     for name in names[:4]:
         table._drop(found(table, name))
@@ -86,7 +86,7 @@ async def test_idle_streams_have_turns_and_those_with_a_retention_are_looked_at_
 
 
 async def test_a_pass_visits_the_streams_whose_settings_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_upkeep, "TENDED_AT_ONCE", 1)
+    monkeypatch.setattr(stream_maintenance, "TENDED_AT_ONCE", 1)
     names = [f"acme/ops/s{at}" for at in range(3)]
     table, _ = table_of(names, {})
     first, second, third = (found(table, name) for name in names)
@@ -105,7 +105,11 @@ async def test_a_pass_visits_the_streams_whose_settings_ask_for_it(monkeypatch: 
 
     async def passes() -> list[list[HostedStream]]:
         found = []
-        for work in (table.upkeep.sweep(1), table.upkeep.compact(1), table.upkeep.offload(1, ())):
+        for work in (
+            table.maintenance.sweep(1),
+            table.maintenance.compact(1),
+            table.maintenance.offload(1, ()),
+        ):
             visited.clear()
             await work
             found.append(visited.copy())

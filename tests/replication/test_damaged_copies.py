@@ -338,7 +338,7 @@ def test_no_copy_compacts_what_has_notes_that_may_be_needed() -> None:
             async def notes_from(annotations: Mapping[int, bytes], late: int = late) -> int | None:
                 return late
 
-            await region.running[name].host.upkeep.compact(
+            await region.running[name].host.maintenance.compact(
                 shard, 0, Compaction(lag_ms=0), sealed, sealed, notes_from
             )
             compacted = [one for one in disk_of(region, name).log.segments if one.header.span]
@@ -358,7 +358,9 @@ def test_a_damaged_compacted_segment_has_its_log_copied_from_the_leader(
             await region.running[leader].append(shard, 0, encode_batch([record]))
         await region.well()
         for name in NAMES:
-            await region.running[name].host.upkeep.compact(shard, 0, Compaction(lag_ms=0), sealed, sealed)
+            await region.running[name].host.maintenance.compact(
+                shard, 0, Compaction(lag_ms=0), sealed, sealed
+            )
         victim = victim_of(region)
         segment = disk_of(region, victim).log.segments[0]
         assert segment.header.span is not None
@@ -379,7 +381,7 @@ def test_a_compacted_segment_that_the_disk_does_not_give_for_a_moment_is_not_cop
             record = NewRecord(b"%d" % number + b"." * 200, b"key %d" % (number % 7))
             await region.running[leader].append(shard, 0, encode_batch([record]))
         await region.well()
-        await region.running[leader].host.upkeep.compact(shard, 0, Compaction(lag_ms=0), sealed, sealed)
+        await region.running[leader].host.maintenance.compact(shard, 0, Compaction(lag_ms=0), sealed, sealed)
         segment, repairs = disk_of(region, leader).log.segments[0], region.running[leader].host.repairs
         assert segment.header.span is not None
         disk = region.machines[leader].disk

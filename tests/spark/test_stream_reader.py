@@ -278,7 +278,7 @@ async def test_holes_of_compaction_are_no_loss_wherever_a_range_ends(
                 await publisher.send(b"%d" % number, key=b"seat %d" % (number * 7 % 25))
                 if number % 60 == 59:
                     await publisher.flush()  # a segment ends with what is written at once
-        await node.broker.streams.upkeep.compact(now_ms())
+        await node.broker.streams.maintenance.compact(now_ms())
     # Started anew, so that nothing that was compacted away is sent from memory.
     async with running(folder):
         whole = StreamBatchReader(read_options(options, streaming=False), SCHEMA)

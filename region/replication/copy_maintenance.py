@@ -32,7 +32,7 @@ class OffloadNews(NamedTuple):
     end: int
 
 
-class CopyUpkeep:
+class CopyMaintenance:
     """Of the copies in `hosted`. `disk_failed`: who is told that a log of one of them has failed under its work."""
 
     def __init__(

@@ -22,7 +22,7 @@ TENDED_AT_ONCE: Final = 250
 a segment without a retention that has grown old, producers that were silent for a week, objects of a stream that is no longer offloaded."""
 
 
-class StreamUpkeep:
+class StreamMaintenance:
     """Of the streams in `index`. A pass visits those whose settings ask for it, and the next ones of all the others in turn."""
 
     def __init__(self, directory: LogDirectory, index: StreamIndex) -> None:
