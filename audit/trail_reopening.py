@@ -11,7 +11,7 @@ from typing import Final
 
 from audit.errors import AuditUnavailableError
 from audit.trail import Trail
-from felix.reopening import Reopening
+from felix.reopening import SOUND_ALONE_MS, Reopening
 from felix.runtime.port import Clock
 from felix.told import Told
 
@@ -19,8 +19,6 @@ log = logging.getLogger("felix.audit.reopening")
 
 LOOK_S: Final = 1.0
 """How often is looked whether a log has stopped, and may be tried again."""
-SOUND_MS: Final = 60_000
-"""A log that was open for so long since it failed last begins with the shortest pause again: nobody else has it, and a try costs little."""
 
 
 class TrailReopening:
@@ -28,7 +26,7 @@ class TrailReopening:
 
     def __init__(self, trail: Trail, clock: Clock) -> None:
         self._trail, self._clock = trail, clock
-        self._reopening = Reopening(sound_ms=SOUND_MS)
+        self._reopening = Reopening(sound_ms=SOUND_ALONE_MS)
         self._failed: AuditUnavailableError | None = None
         self._hung_told = Told(clock.monotonic)
         self.opened = 0

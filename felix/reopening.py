@@ -14,6 +14,8 @@ REOPEN_MS_MAX: Final = 600_000
 """Between two tries at most. Each reads the end of the log, and may cost an election where it fails again."""
 SOUND_MS: Final = 3_600_000
 """A log that was open for so long since it failed last begins with the shortest pause again."""
+SOUND_ALONE_MS: Final = 60_000
+"""The same of a file or log that nobody else has: there a try costs little."""
 
 
 @dataclass(slots=True)

@@ -6,17 +6,14 @@ Invariants: tries come at the times of `felix.reopening`; each that fails is a l
 from __future__ import annotations
 
 import logging
-from typing import Final, Protocol
+from typing import Protocol
 
 from felix.errors import FelixError
-from felix.reopening import Reopening
+from felix.reopening import SOUND_ALONE_MS, Reopening
 from felix.runtime.port import Clock
 from felix.told import Told
 
 log = logging.getLogger("felix.keys.reopening")
-
-SOUND_MS: Final = 60_000
-"""A file that was sound for so long since it failed last begins with the shortest pause again: nobody else has it, and a try costs little."""
 
 
 class KeyFile(Protocol):
@@ -41,7 +38,7 @@ class KeyFileReopening:
 
     def __init__(self, file: KeyFile, clock: Clock) -> None:
         self._file, self._clock = file, clock
-        self._reopening = Reopening(sound_ms=SOUND_MS)
+        self._reopening = Reopening(sound_ms=SOUND_ALONE_MS)
         self._has_failed = False
         self._hung_told = Told(clock.monotonic)
         self.opened = 0

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from felix.errors import Code, UnavailableError
-from felix.reopening import Reopening
+from felix.reopening import SOUND_ALONE_MS, Reopening
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage.disk import PRIVATE_FILES
@@ -38,8 +38,6 @@ log = logging.getLogger("felix.region.governance")
 
 NEWEST_MAX: Final = 100_000
 """Documents: of places another region can make 5,000 by its bridge; more come only through the store's administrator."""
-SOUND_MS: Final = 60_000
-"""Copies that could be kept for so long are tried after the shortest pause again, where one fails."""
 _DOCUMENT: Final = ".document"
 _REVOCATION: Final = ".revocation"
 """as version 0.1 named them"""
@@ -269,7 +267,7 @@ class Memory:
         self._unkept: dict[str, bytes] = {}
         """what could not be written, by name"""
         self._why = ""
-        self._reopening = Reopening(sound_ms=SOUND_MS)
+        self._reopening = Reopening(sound_ms=SOUND_ALONE_MS)
 
     def load(self) -> Remembered:
         """What is kept. Blocking. Raises UnavailableError where this is the first start and the disk does not take that it was."""

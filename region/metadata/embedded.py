@@ -35,7 +35,7 @@ from typing import Final, Self, TypeVar
 
 from felix.errors import Code, CorruptionError, FelixError, RequestError, UnavailableError
 from felix.files import sync_folder
-from felix.reopening import Reopening
+from felix.reopening import SOUND_ALONE_MS, Reopening
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from felix.storage import sqlite_errors
@@ -85,8 +85,6 @@ DISK_ROOM_BYTES: Final = 4 << 20
 """A disk with less room than this counts as full: the file does not grow on it."""
 LOG_BYTES_MAX: Final = 16 << 20
 """Of the write-ahead log. SQLite brings it into the database at 4 MiB, and says nothing where it cannot: the log would grow without an end."""
-SOUND_MS: Final = 60_000
-"""A store that was open for so long since it failed last is tried after the shortest pause again: nobody else has it, and a try costs little."""
 OUTCOME_S: Final = 10.0
 """How long whoever made a change waits to hear whether it happened, where its commit failed: the first try to open the store again comes before."""
 _PAGE_BYTES: Final = 4_096
@@ -539,7 +537,7 @@ class EmbeddedStore(LocalStore):
         """it is not opened again before a restart"""
         self._doubt: _Doubt | None = None
         self._waits = DiskWaits(runtime.clock.monotonic)
-        self._reopening = Reopening(sound_ms=SOUND_MS)
+        self._reopening = Reopening(sound_ms=SOUND_ALONE_MS)
         self._reopener: asyncio.Task[None] | None = None
         self._opened_again = 0
 

@@ -30,7 +30,7 @@ async def main(path: Path) -> None:
 
 fail_as_told(Path(os.environ[TOLD_BY]))
 felix.reopening.REOPEN_MS_MIN = AGAIN_MS  # type: ignore[misc]
-audit.trail_reopening.SOUND_MS = 0  # type: ignore[misc]
+audit.trail_reopening.SOUND_ALONE_MS = 0  # type: ignore[misc]
 bridge.agent.LOOK_S = 0.1  # type: ignore[misc,attr-defined]
 logging.basicConfig(level=logging.INFO)
 asyncio.run(main(Path(sys.argv[1])))

@@ -30,7 +30,7 @@ from keys.errors import KeyDestroyedError  # noqa: E402
 from keys.keyring import KeyState, open_keyring  # noqa: E402
 from keys.reopening import KeyFileReopening  # noqa: E402
 
-reopening.SOUND_MS = 500
+reopening.SOUND_ALONE_MS = 500
 
 
 def write(folder: Path, journal: Path, seed: int, number: int) -> None:

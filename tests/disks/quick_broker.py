@@ -9,5 +9,5 @@ from region.metadata import embedded
 
 if __name__ == "__main__":
     felix.reopening.REOPEN_MS_MIN, felix.reopening.REOPEN_MS_MAX = 400, 1_000
-    embedded.SOUND_MS = reopening.SOUND_MS = 1_000
+    embedded.SOUND_ALONE_MS = reopening.SOUND_ALONE_MS = 1_000
     main()

@@ -28,7 +28,7 @@ from region.metadata.port import CompactedError, OutcomeUnknownError  # noqa: E4
 from region.metadata.transaction import Delete, Put, Write  # noqa: E402
 
 embedded.OUTCOME_S = 1.5
-embedded.SOUND_MS = 500
+embedded.SOUND_ALONE_MS = 500
 KEYS = 40
 
 
