@@ -25,7 +25,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +36,7 @@ from audit.note import Algorithm, NoteSigner, VerifierKey, check_key_name
 from felix.errors import Code, CorruptionError, RequestError, UnavailableError
 from felix.files import PRIVATE, create_file, read_file, replace_file
 from felix.runtime.real import REAL
+from felix.storage.disk import is_elsewhere
 from felix.storage.sqlite_errors import is_busy, is_full, may_be_disk, result_code
 from keys.key_file import load_ml_dsa_key, load_signing_key, save_ml_dsa_key, save_signing_key
 from keys.post_quantum import MlDsaKey
@@ -320,9 +320,7 @@ class WitnessState:
 
     def _require_there(self) -> None:
         """Raises OSError where another folder is at the path: moved, unmounted, or with another one mounted over it."""
-        if self._lock is not None and not os.path.samestat(
-            os.fstat(self._lock.fileno()), self.folder.lock.stat()
-        ):
+        if self._lock is not None and is_elsewhere(self.folder.lock, self._lock.fileno()):
             raise OSError(errno.ENODEV, "it is not the folder that was opened", str(self.folder.root))
 
     def _disconnect(self) -> None:

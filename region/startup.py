@@ -562,7 +562,7 @@ async def open_broker(
 
     async def open_stream(record: Stream) -> None:
         try:
-            opened = await streams.open(record)
+            await streams.open(record)
         except FelixError as error:
             # One stream that does not fit must not keep the others from being served.
             log.error("stream %s cannot be opened: %s", record.name, error)
@@ -571,7 +571,6 @@ async def open_broker(
                 landings.unopened(name)  # of several brokers, what may be here alone is waited for already
             follower.retry(name)
         else:
-            follower.opened(opened)
             follower.assigned(record.name)
 
     with collector_paused():
