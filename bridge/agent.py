@@ -513,6 +513,7 @@ class Agent:
                         witnesses,
                         also,
                         earlier,
+                        memory=self.paths.egress_begun,
                         files=self._storage,
                         runtime=self._runtime,
                     )

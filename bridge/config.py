@@ -26,6 +26,7 @@ from felix.address import Address
 from felix.errors import Code, RequestError
 from felix.names import parse_region
 from felix.profile import parse_address
+from felix.storage.begun import SUFFIX
 from felix.telemetry import TracingConfig
 from felix.transport.port import EngineName
 from policy.documents import Parsed, decode_document
@@ -121,6 +122,8 @@ class BridgePaths(NamedTuple):
     egress_ml_dsa_key: Path
     handoff_key: Path
     egress: Path
+    egress_begun: Path
+    """remembers that folder"""
     trusted: dict[str, Path]
 
 
@@ -135,6 +138,7 @@ def paths_of(config: BridgeConfig, base: Path) -> BridgePaths:
         home / (config.egress_ml_dsa_key or f"identities/{name}.audit.mldsa.pem"),
         home / (config.handoff_key or f"identities/{name}.handoff.key"),
         home / (config.egress or f"bridges/{name}/egress"),
+        home / f"bridges/{name}{SUFFIX}",
         {each.region: home / (each.bundle or f"trusted/{each.region}.json") for each in config.destinations},
     )
 

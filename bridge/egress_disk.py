@@ -23,6 +23,7 @@ from felix import __version__
 from felix.errors import CorruptionError, FelixError
 from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
+from felix.storage.begun import BegunFolder
 from felix.storage.disk import SHARED_FILES
 from felix.storage.port import Files
 from felix.storage.release_mark import mark_release, require_release
@@ -33,6 +34,7 @@ log = logging.getLogger("felix.bridge.egress")
 SNAPSHOT_PATH: Final = "ledger"
 SNAPSHOT_LEAVES: Final = 8_192
 """A restart reads at most about so many leaves for the ledger."""
+_LOST: Final = "Where it is lost for good, the bridge needs a new identity, a new log, and grants for it (docs/operations.md, When a region's audit log is gone for good)."
 
 
 def open_egress(
@@ -42,16 +44,23 @@ def open_egress(
     also: Iterable[NoteSigner] = (),
     earlier: Iterable[VerifierKey] = (),
     *,
+    memory: Path | None = None,
     files: Files = SHARED_FILES,
     runtime: Runtime = REAL,
 ) -> tuple[Trail, Ledger]:
-    """Open or begin the log. Raises as `Trail.open` does, and RequestError(UNSUPPORTED) where a later release has written it."""
+    """Open or begin the log. `memory`: the file that remembers its folder (felix.storage.begun). Raises as `Trail.open` does, RequestError(UNSUPPORTED) where a later release has written it, and
+    UnavailableError where its folder is not the one that was begun."""
+    begun = None if memory is None else BegunFolder(files, path, memory, _LOST)
+    if begun is not None:
+        begun.require()
     require_release(files, path, __version__)
     trail = Trail.open(
         path, signer, also=also, earlier=earlier, witnesses=witnesses, files=files, runtime=runtime
     )
     try:
         mark_release(files, path, __version__)
+        if begun is not None:
+            begun.remember(runtime.random)
         ledger = read_ledger(trail)
     except BaseException:
         trail.close()

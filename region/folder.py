@@ -12,6 +12,7 @@
     trusted/           bundles of other regions, and signed pins         region trust
     offers/            offers of other regions                           region trust
     data/              streams, metadata, audit logs                     broker
+    data.begun         which folder `data` is (felix.storage.begun)      broker
     run/               process id and log of a detached broker           region up
 """
 

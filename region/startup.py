@@ -42,6 +42,7 @@ from felix.messages import (
 )
 from felix.names import StreamName
 from felix.runtime.port import Runtime
+from felix.storage.begun import SUFFIX, BegunFolder
 from felix.storage.disk import PRIVATE_FILES, SHARED_FILES, boot_id
 from felix.storage.port import Files
 from felix.storage.release_mark import mark_release
@@ -95,6 +96,7 @@ from region.governance.own_words import OwnWords
 from region.governance.service import Governance
 from region.home_leaves import HomeLeaves, MovingLeaves
 from region.ingest import IngestService
+from region.inventory import STREAMS
 from region.key_service import KeyringRotation, KeyService, Rotation
 from region.landings import Landings
 from region.log.directory import LogDirectory
@@ -218,6 +220,9 @@ async def open_broker(
     if config.cluster is None:
         # Before anything is made: a lock or a store of its own would stand where those of the region stood.
         await asyncio.to_thread(_refuse_folders, data, config.region)
+    begun = _begun_folders(folder, config, machine)
+    for each in begun:
+        await asyncio.to_thread(each.require)
     machine.files.make_folder(data)
     sys.setswitchinterval(SWITCH_S)
     files_max = raise_files_limit()
@@ -236,7 +241,7 @@ async def open_broker(
         runtime if config.cluster is None else msgspec.structs.replace(runtime, clock=streams_clock)
     )
     directory = LogDirectory(
-        data / "streams",
+        data / STREAMS,
         config.region,
         offload_rate_bytes=storage.offload_rate,
         fetched_bytes_max=storage.offload_cache,
@@ -335,6 +340,8 @@ async def open_broker(
         copied=audited is not None,
     )
     stack.push_async_callback(asyncio.to_thread, trail.close)
+    for each in begun:
+        await asyncio.to_thread(each.remember, runtime.random)
     witnesses = config.audit.witnesses if has_audit_log else ()
     submissions = Submissions(trail, [each.target(folder.root) for each in witnesses], runtime)
     # One note is to have the cosignatures of them all, and of the regions that bridges may lead to.
@@ -893,6 +900,23 @@ async def _refuse_cluster(store: MetadataStore, region: str) -> None:
     nodes = await store.range(f"{region_prefix(region)}nodes/", limit=1)
     if nodes.entries:
         raise _several(region)
+
+
+def _begun_folders(folder: RegionFolder, config: RegionConfig, machine: Machine) -> list[BegunFolder]:
+    """What may lie on disks of its own, the outermost first. Of one of several brokers the metadata store knows the data folder, and others have copies of the audit log."""
+    data, memory = folder.root / config.data, folder.root / f"data{SUFFIX}"
+    streams, streams_memory = data / STREAMS, data / f"{STREAMS}{SUFFIX}"
+    if config.cluster is not None:
+        up = f"felix region up {config.region} --broker {config.broker} --replace-folder"
+        lost = f"Where it is lost for good, move {data} aside, and have its copies made anew: {up} (docs/clusters.md, A data folder is lost)."
+        return [BegunFolder(machine.files, streams, streams_memory, lost)]
+    empty = f"Where it is lost for good, and streams are to begin empty: remove {streams_memory}."
+    gone = "Where it is lost for good: docs/operations.md, When a region's audit log is gone for good."
+    return [
+        BegunFolder(machine.files, data, memory, gone),
+        BegunFolder(machine.files, streams, streams_memory, empty),
+        BegunFolder(machine.evidence, data / AUDIT, data / f"{AUDIT}{SUFFIX}", gone),
+    ]
 
 
 def _refuse_folders(data: Path, region: str) -> None:
