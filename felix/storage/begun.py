@@ -69,7 +69,9 @@ class BegunFolder(NamedTuple):
                 self.files.make_folder(self.memory.parent)
                 replace_durably(self.files, self.memory, f"{found}\n".encode())
         except OSError as error:
-            if not (lacks_resources(error) or has_failed(error) or error.errno in (errno.EACCES, errno.EPERM)):
+            if not (
+                lacks_resources(error) or has_failed(error) or error.errno in (errno.EACCES, errno.EPERM)
+            ):
                 raise
             log.warning("it is not remembered that %s was begun: %s", self.path, error)
 

@@ -94,7 +94,9 @@ def test_a_disk_that_takes_no_memory_keeps_nobody_from_starting(
 
 
 @pytest.mark.parametrize("name", ["data", "data/streams", "data/audit"])
-async def test_a_region_does_not_begin_anew_in_a_folder_that_is_not_mounted(tmp_path: Path, name: str) -> None:
+async def test_a_region_does_not_begin_anew_in_a_folder_that_is_not_mounted(
+    tmp_path: Path, name: str
+) -> None:
     folder = us_east(tmp_path)
     async with running(folder), client(folder) as region:
         await region.create_stream("acme/ops/orders")
