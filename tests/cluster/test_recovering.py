@@ -109,6 +109,8 @@ async def test_a_copy_that_was_given_up_and_comes_back_says_at_every_broker_what
         )
         await region.start(leader)
         await region.in_sync(others[0], STREAM)
+        (shown,) = (await client.describe_stream(STREAM)).state
+        assert shown.unclean == shown.leader_epoch
         said = ""
         async with asyncio.timeout(30):
             while not said:
