@@ -15,7 +15,7 @@ from cli.setting import JsonOption, RegionOption, folder_of, read_file
 from felix.errors import Code, RequestError, UnavailableError
 from felix.names import StreamName
 from felix.storage.disk import DiskFiles, FileLock
-from keys.keyring import ROOTS, Keyring, open_keyring
+from keys.keyring import Keyring, open_keyring
 from keys.shared import RegionKeys, SharedKeyring, open_stored
 from region.folder import RegionFolder
 from region.log.companions import JournalKind, kind_of, shard_of
@@ -50,7 +50,7 @@ def _open_keys(streams: Path, folder: RegionFolder, config: RegionConfig) -> Key
     """The keys of the logs in `streams`: of several brokers, each has copies of those that it shares beside them."""
     if config.cluster is None:
         return open_keyring(folder.keys, config.region)
-    return open_stored(streams.parent / "keys", folder.keys / ROOTS, config.region)
+    return open_stored(streams.parent / "keys", folder.keys, config.region)
 
 
 @app.command()

@@ -395,6 +395,8 @@ def format_state(shard: ShardState) -> str:
         parts.insert(0, f"not in sync: {', '.join(missing)}")
     if shard.replicas:
         parts.append(f"copies on {', '.join(shard.replicas)}")
+    if shard.unclean:
+        parts.append(f"may lack what was acknowledged before epoch {shard.unclean:,}")
     return "; ".join(parts)
 
 

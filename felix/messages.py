@@ -218,7 +218,8 @@ class ListStreams(Repeatable["StreamPage"], frozen=True, tag="list_streams"):
 class ShardState(Message, frozen=True, tag="shard"):
     """Offsets in records. `stopped` says why the shard does not serve, empty where it does. Of a region of several brokers, `leader`: the one
     that leads it; `replicas`: those that have copies; `in_sync`: those that have all that was acknowledged. Another broker than the leader
-    does not know the offsets, and answers 0 for them and for `leader_epoch`, which is higher where a shard is led."""
+    does not know the offsets, and answers 0 for them and for `leader_epoch`, which is higher where a shard is led. `unclean`: the last epoch
+    that began from a copy that may have lacked what was acknowledged; 0: none did."""
 
     shard: int
     log_start: int
@@ -231,6 +232,7 @@ class ShardState(Message, frozen=True, tag="shard"):
     leader: Name = ""
     replicas: list[Name] = []
     in_sync: list[Name] = []
+    unclean: int = 0
 
 
 class StreamState(Message, frozen=True, tag="stream"):

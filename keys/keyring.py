@@ -592,6 +592,12 @@ def _destroyed(entry: StreamEntry) -> KeyDestroyedError:
     )
 
 
+def open_provider(folder: Path, region: str, runtime: Runtime = REAL) -> KeyProvider:
+    """Where the root keys are that the key file in `folder` names: files in `folder/roots`. Every command and broker comes by its provider
+    here, whether one broker has the region's keys or several share them. Blocks."""
+    return FileKeyProvider(folder / ROOTS, region, runtime.random)
+
+
 def create_keyring(
     folder: Path,
     region: str,
@@ -599,7 +605,7 @@ def create_keyring(
     provider: KeyProvider | None = None,
     runtime: Runtime = REAL,
 ) -> None:
-    """The first root key and key file of a region, in `folder`; roots go to `folder/roots` unless a provider is given.
+    """The first root key and key file of a region, in `folder`; roots go to `open_provider` unless a provider is given.
 
     Raises RequestError(ALREADY_EXISTS) where there is a key file, KeyProviderError.
     """
@@ -611,7 +617,7 @@ def create_keyring(
             hint="Whatever was sealed under them needs them.",
         )
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    roots = provider or FileKeyProvider(folder / ROOTS, region, runtime.random)
+    roots = provider or open_provider(folder, region, runtime)
     state = next_state(KeyState.PENDING, KeyEvent.ACTIVATE)
     create_store(
         folder, region, [encode_entry(RootEntry(roots.create_root(), state, runtime.clock.now_ms()))]
@@ -657,7 +663,7 @@ def open_keyring(
     parse_region(region)
     store = KeyStore(folder, region, monotonic=runtime.clock.monotonic)
     try:
-        roots = provider or FileKeyProvider(folder / ROOTS, region, runtime.random)
+        roots = provider or open_provider(folder, region, runtime)
         return Keyring(region, roots, store, runtime=runtime)
     except BaseException:
         store.close()

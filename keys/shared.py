@@ -31,7 +31,6 @@ from felix.runtime.port import Runtime
 from felix.runtime.real import REAL
 from keys.envelope import SECRET_BYTES, DataKey
 from keys.errors import KeyProviderError, KeyScopeError, KeyUnknownError
-from keys.file_provider import FileKeyProvider
 from keys.hierarchy import DataEntry, KeyState, StreamEntry
 from keys.key_id import RANDOM_BYTES, KeyKind, kind_of, new_key_id
 from keys.keyring import (
@@ -43,6 +42,7 @@ from keys.keyring import (
     active_root,
     live_streams,
     open_keyring,
+    open_provider,
     unwrap_data_key,
 )
 from keys.link import LinkSecrets, tag
@@ -470,15 +470,15 @@ def open_copies(
     return KeyStore(folder / COPIES, region, monotonic=monotonic)
 
 
-def open_stored(folder: Path, roots: Path, region: str) -> SharedKeyring:
-    """A broker's keys from its disk alone, for who reads its logs while it does not run. `roots`: where the root keys are. Blocks.
+def open_stored(folder: Path, shared: Path, region: str) -> SharedKeyring:
+    """A broker's keys from its disk alone, for who reads its logs while it does not run. `shared`: the region's own keys, with the roots. Blocks.
 
     Raises as `open_copies` and `open_keyring`.
     """
     copies = open_copies(folder, region)
     try:
         own = open_keyring(folder, region) if (folder / KEY_FILE).exists() else None
-        keyring = SharedKeyring(region, FileKeyProvider(roots, region), own)
+        keyring = SharedKeyring(region, open_provider(shared, region), own)
         for body in copies.bodies:
             if not is_roots(body):
                 keyring.take(decode_stream_key(body, region, "A copy of a stream's key"))

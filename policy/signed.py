@@ -228,7 +228,7 @@ def _refusal(document: SignedDocument, keys: tuple[bytes, ...]) -> tuple[str, st
     if not keys:
         return (
             f"The document is signed by {document.region}, whose policy key is not known here.",
-            "Take that region's bundle.json and trust it first: felix region trust FILE --fingerprint …",
+            "Take that region's bundle.json and trust it first: felix region trust FILE --fingerprint …; on a machine without a region, name it with --bundle.",
         )
     found = next((key for key in keys if key_id(key) == document.key), None)
     if found is None:

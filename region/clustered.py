@@ -386,6 +386,10 @@ class Clustered:
         """The brokers that have copies of a shard, and those of them that are in sync."""
         return self.member.assignments.members(record.incarnation, shard)
 
+    def unclean(self, record: Stream, shard: int) -> int:
+        """The last epoch of a shard whose leader may have lacked what was acknowledged; 0: none."""
+        return self.member.assignments.unclean(record.incarnation, shard)
+
     async def states(self, records: Iterable[Stream]) -> list[BrokerState]:
         """Every broker that was ever registered, with how many of these streams it has."""
         lags = await self._lags()

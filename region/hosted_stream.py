@@ -47,6 +47,9 @@ class Leading(Protocol):
     def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
         """The brokers that have copies of a shard, and those of them that are in sync."""
 
+    def unclean(self, record: Stream, shard: int) -> int:
+        """The last epoch of a shard whose leader may have lacked what was acknowledged; 0: none."""
+
     def copies(self, record: Stream, number: int) -> Copies | None:
         """What a shard's log, or the companion of this number, is led by here that has other copies; None for a stream of one. Raises
         UnavailableError where it is not led here."""
@@ -340,7 +343,10 @@ class HostedStream:
             return state
         leader = self._leading.leader_of(self.record, number)
         replicas, in_sync = self._leading.members(self.record, number)
-        return msgspec.structs.replace(state, leader=leader, replicas=replicas, in_sync=in_sync)
+        unclean = self._leading.unclean(self.record, number)
+        return msgspec.structs.replace(
+            state, leader=leader, replicas=replicas, in_sync=in_sync, unclean=unclean
+        )
 
     def _state_alone(self, number: int) -> ShardState:
         found = self.find(number)

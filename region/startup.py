@@ -51,9 +51,8 @@ from felix.transport.port import Engine, TransportLimits, engine_named
 from keys.authority import RegionAuthority, load_authority
 from keys.bundle import RegionBundle
 from keys.certification import load_certification
-from keys.file_provider import FileKeyProvider
 from keys.key_file import load_key_pair, load_signing_key
-from keys.keyring import ROOTS, Keyring, open_keyring
+from keys.keyring import Keyring, open_keyring, open_provider
 from keys.pin import decode_logged
 from keys.reopening import KeyFile
 from keys.shared import RegionKeys, SharedKeyring, find_first_root, open_copies
@@ -632,7 +631,7 @@ async def _share_keys(
             stack.callback(own.close)
         copies = open_copies(own_folder, region, monotonic=runtime.clock.monotonic)
         stack.callback(copies.close)
-        provider = FileKeyProvider(folder.keys / ROOTS, region, runtime.random)
+        provider = open_provider(folder.keys, region, runtime)
         return SharedKeyring(region, provider, own, former=folder.keys, runtime=runtime), copies
 
     keyring, copies = await asyncio.to_thread(open_files)

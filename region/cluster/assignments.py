@@ -62,6 +62,11 @@ class Assignments:
         record = self._view.shards.get(ShardId(incarnation, shard))
         return ([], []) if record is None else (list(record.replicas), sorted(record.isr))
 
+    def unclean(self, incarnation: str, shard: int) -> int:
+        """The last epoch of a shard whose leader may have lacked what was committed; 0: none."""
+        record = self._view.shards.get(ShardId(incarnation, shard))
+        return 0 if record is None else record.unclean
+
     def address(self, broker: str) -> str:
         """Where clients reach a broker; empty where it is not alive."""
         alive = self._view.alive.get(broker)

@@ -285,9 +285,14 @@ def _misplaced(view: ClusterView, file: FolderRecord, start: Start, *, replace: 
     if node is None:
         return _unknown(view, name) if file.registration else None
     if node.folder != file.folder:
+        way_back = (
+            "Put it back"
+            if file.registration
+            else "What is here now was made by this start and holds nothing: put the other one in its place, not into it"
+        )
         return Refusal(
             Reason.OTHER_FOLDER,
-            f"Broker {name} had another data folder. Put it back: with it the broker goes on where it was. If it is lost, `felix region up "
+            f"Broker {name} had another data folder. {way_back}: with it the broker goes on where it was. If it is lost, `felix region up "
             f"{view.keys.region} --broker {name} --replace-folder` gives it up.",
         )
     highest = max(file.registration, file.intended)

@@ -394,7 +394,7 @@ def recover(
     if early and not powered_off:
         return Refusal(
             Reason.TOO_EARLY,
-            f"{', '.join(early)} may still commit what would be lost: a leader that is cut off stops {detached_ms} ms after its lease.",
+            f"{', '.join(early)} may still commit what would be lost: a leader that is cut off stops {detached_ms // 60_000} minutes after its lease.",
             retry=True,
         )
     registration = brokers.registration(winner)

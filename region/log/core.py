@@ -25,7 +25,7 @@ Invariants (asserted after each step in tests/log/test_core.py):
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Final, NamedTuple, Protocol
 
@@ -365,15 +365,8 @@ class LogCore:
         return note
 
     def alter(self, settings: ShardSettings) -> None:
-        """Take over retention, segments, compaction, offload and deduplication."""
-        self.settings = replace(
-            self.settings,
-            retention=settings.retention,
-            segments=settings.segments,
-            compaction=settings.compaction,
-            deduplication=settings.deduplication,
-            offload=settings.offload,
-        )
+        """Take over all of it but what the shard was opened with (`ShardSettings.altered`)."""
+        self.settings = self.settings.altered(settings)
         self.admission.alter(settings.deduplication)
 
     def not_serving(self) -> FelixError:

@@ -955,8 +955,8 @@ class ShardLog:
         self._held_from = offset
 
     def alter(self, settings: ShardSettings) -> None:
-        """Take over retention, segments, compaction and deduplication of `settings`, from now on; all else stays as it was
-        opened. A window of message ids that begins here does not know what was appended before."""
+        """Take over `settings` from now on, but for what the shard was opened with (`ShardSettings.altered`). A window of message
+        ids that begins here does not know what was appended before."""
         self._core.alter(settings)
         if self._disk is not None:
             self._disk.limits = settings.segments

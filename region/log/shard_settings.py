@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from felix.batch import Batch, BatchHeader
@@ -58,6 +58,20 @@ class ShardSettings:
     deduplication: Deduplication | None = None
     first_offset: int = 0
     """Where a log begins that is not there yet; a durable one goes on from its log."""
+
+    def altered(self, wanted: ShardSettings) -> ShardSettings:
+        """What a shard that was opened with these goes by once `wanted` is asked for while it serves: all of it but what it was opened with."""
+        return replace(wanted, **{name: getattr(self, name) for name in OPENED_WITH})
+
+
+OPENED_WITH: Final = (
+    "durability",
+    "ring_bytes_max",
+    "ring_entries_max",
+    "pending_bytes_max",
+    "first_offset",
+)
+"""Settings that a shard keeps for as long as it is open. A new setting can be altered unless it stands here."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Final
 
 from region.cluster.records import ShardRecord
 from region.log.point import LogPoint
-from region.replication.history import BEGINNING
+from region.replication.history import BEGINNING, parting
 from region.replication.messages import (
     Action,
     Append,
@@ -229,7 +229,9 @@ class FollowerCore:
             log = logs[place.log]
             if place.point < log.end:
                 if place.point.offset < log.end.offset:
-                    ready.lost.append(Lost(log.number, place.point.offset, log.end.offset))
+                    ready.lost.append(
+                        Lost(log.number, place.point.offset, log.end.offset, self._is_given_up(log))
+                    )
                 log.cut(place.point)
                 ready.truncate.append(Truncate(log.number, place.point))
                 self._sync(log, now, ready)
@@ -252,12 +254,14 @@ class FollowerCore:
     def must_keep(self, log: Log) -> LogPoint:
         """F3: nothing before this point may go: the commit point, or the beginning where the record says that what was committed here is
         given up."""
-        is_given_up = (
+        return BEGINNING if self._is_given_up(log) else log.commit
+
+    def _is_given_up(self, log: Log) -> bool:
+        return (
             self.record is not None
             and self.record.epoch >= self.epoch
             and self.record.unclean > log.history.last.epoch
         )
-        return BEGINNING if is_given_up else log.commit
 
     def _refuse_cut(self, message: Placed, ready: Ready) -> None:
         if self.record is None or self.record.epoch < message.epoch:
@@ -347,6 +351,11 @@ class FollowerCore:
             self.replica.failed = "corrupt"
             ready.alarms.append("a copy of the leader's log ends below what is committed here")
             return
+        if self._is_given_up(log):
+            parted = parting(log.history.starts, True, log.end, event.history, event.end)
+            begin = parted.offset if isinstance(parted, LogPoint) else log.start.offset
+            if begin < log.end.offset:
+                ready.lost.append(Lost(log.number, begin, log.end.offset, True))
         log.cuts += 1
         log.history, log.start, log.end, log.durable = event.history, event.start, event.end, event.end
         log.commit = max(min(log.commit, event.end), event.start, event.commit)

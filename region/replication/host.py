@@ -1018,21 +1018,28 @@ class ReplicaHost:
             self._alarm(hosted, alarm, None if hosted.core.replica.stopped else lambda: hosted.is_whole)
 
     def _note_lost(self, hosted: Hosted, lost: Lost) -> None:
-        if lost.log != RECORDS:
-            log.info("shard %s: entries %d to %d of its journal were cut, which nobody was told of",
-                     hosted.shard, lost.begin, lost.end - 1)  # fmt: skip
-            return
-        self.cut_records += lost.end - lost.begin
-        said = f"records {lost.begin} to {lost.end - 1} were cut, which the leader that followed did not have"
-        if hosted.answers_early:
-            shown_until = self._now() + CUT_SHOWN_MS
-            self._alarm(
+        in_log = lost.log == RECORDS
+        what = f"{'records' if in_log else 'entries'} {lost.begin} to {lost.end - 1}{'' if in_log else ' of its journal'} were cut"
+        if in_log:
+            self.cut_records += lost.end - lost.begin
+        if lost.given_up:
+            self._alarm_of_cut(
                 hosted,
-                f"{said}: with acks leader, publishers may have been told that they are there",
-                lambda: self._now() >= shown_until,
+                f"{what}, which clients may have been told of: the shard goes on from a copy that lacked them",
+            )
+        elif not in_log:
+            log.info("shard %s: %s, which nobody was told of", hosted.shard, what)
+        elif hosted.answers_early:
+            self._alarm_of_cut(
+                hosted,
+                f"{what}, which the leader that followed did not have: with acks leader, publishers may have been told that they are there",
             )
         else:
-            log.info("shard %s: %s", hosted.shard, said)
+            log.info("shard %s: %s, which the leader that followed did not have", hosted.shard, what)
+
+    def _alarm_of_cut(self, hosted: Hosted, sentence: str) -> None:
+        shown_until = self._now() + CUT_SHOWN_MS
+        self._alarm(hosted, sentence, lambda: self._now() >= shown_until)
 
     def _alarm_of_damage(self, shard: ShardId, sentence: str, is_over: Callable[[], bool]) -> None:
         if (hosted := self._hosted.get(shard)) is not None:

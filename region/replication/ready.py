@@ -26,11 +26,13 @@ class Truncate(NamedTuple):
 
 class Lost(NamedTuple):
     """Records of a leader before, from `begin` to before `end`, that its successor does not have. They are cut: nothing committed is among
-    them; with `acks: leader`, what was acknowledged may be."""
+    them, unless they are `given_up` (the record says that a leader was elected that may have lacked what was committed); with `acks: leader`, what was
+    acknowledged may be."""
 
     log: int
     begin: int
     end: int
+    given_up: bool = False
 
 
 class Begin(NamedTuple):

@@ -87,6 +87,41 @@ async def test_the_command_that_status_gives_keeps_what_the_copies_have_that_are
         assert await payloads(client, STREAM, 20) == [b"%d" % number for number in range(20)]
 
 
+async def test_a_copy_that_was_given_up_and_comes_back_says_at_every_broker_what_it_cut(
+    region: ClusteredRegion,
+) -> None:
+    async with region.client("b1") as client:
+        await client.create_stream(STREAM, replicas=3, min_in_sync=1)
+        await region.in_sync("b1", STREAM)
+    leader = record_of(region, "b1").leader
+    others = [name for name in region.names if name != leader]
+    async with region.client(leader) as client:
+        for number in range(3):
+            await client.stream(STREAM).publish(b"%d" % number)
+        await region.stop(*others)
+        for number in range(3, 5):
+            await client.stream(STREAM).publish(b"%d" % number)
+    await region.stop(leader)
+    await region.start(*others)
+    async with region.client(others[0]) as client:
+        assert "with records to 2" in await client.recover_shard(
+            STREAM, 0, others[1], lost=[leader], powered_off=True
+        )
+        await region.start(leader)
+        await region.in_sync(others[0], STREAM)
+        (shown,) = (await client.describe_stream(STREAM)).state
+        assert shown.unclean == shown.leader_epoch
+        said = ""
+        async with asyncio.timeout(30):
+            while not said:
+                await asyncio.sleep(0.1)
+                problems = (await client.describe()).alarms
+                said = next((each for each in problems if "were cut" in each), "")
+        assert said.startswith(
+            f"The copy of shard 0 of {STREAM} at broker {leader}: records 3 to 4 were cut"
+        ), said
+
+
 async def test_of_copies_with_the_same_records_the_one_with_the_longer_journal_is_the_shard(
     region: ClusteredRegion,
 ) -> None:

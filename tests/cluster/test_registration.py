@@ -97,7 +97,9 @@ def test_another_folder_is_refused_unless_it_replaces_and_then_has_nothing_from_
     stage.pulse("a")
     stage.die("a")
     replaced(stage, "a")
-    assert refused(stage.intend("a"), Reason.OTHER_FOLDER)
+    refusal = stage.intend("a")
+    assert isinstance(refusal, Refusal) and refusal.reason is Reason.OTHER_FOLDER
+    assert "in its place, not into it" in refusal.sentence, "a start made a folder where the lost one was"
     stage.start("a", replace=True)
     node = stage.node("a")
     assert (node.registration, node.whole_since, node.kept_since) == (2, 2, 2)

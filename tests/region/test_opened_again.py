@@ -50,6 +50,9 @@ class Elections:
     def members(self, record: Stream, shard: int) -> tuple[list[str], list[str]]:
         return [], []
 
+    def unclean(self, record: Stream, shard: int) -> int:
+        return 0
+
     def copies(self, record: Stream, number: int) -> None:
         """One alone."""
 

@@ -36,6 +36,9 @@ class Elections:
     def leader_of(self, record: Stream, shard: int) -> str:
         return "b1" if self.epoch else "b2"
 
+    def unclean(self, record: Stream, shard: int) -> int:
+        return 0
+
     def not_leader(self, record: Stream, shard: int) -> NotLeaderError:
         if self.epoch:
             return NotLeaderError(

@@ -18,6 +18,7 @@ from region.replication.ready import (
     DiskFailed,
     FilesSeen,
     Linked,
+    Lost,
     Synced,
     Truncate,
 )  # fmt: skip
@@ -135,7 +136,16 @@ def test_f3_but_where_the_record_says_that_committed_records_were_given_up() -> 
     shard = Shard("b", end=5, starts=((1, 0),), commit=4)
     shard.read(record(epoch=2, unclean=2))
     shard.sync()
-    assert shard.hear("a", placed(2, 3, ask=shard.follower.ask)).truncate
+    ready = shard.hear("a", placed(2, 3, ask=shard.follower.ask))
+    assert ready.truncate
+    assert ready.lost == [Lost(0, 3, 5, given_up=True)], "whoever was told of them is told that they are gone"
+
+
+def test_what_was_not_committed_is_cut_and_not_given_up() -> None:
+    shard = Shard("b", end=5, starts=((1, 0),), commit=3)
+    shard.read(record(epoch=2))
+    shard.sync()
+    assert shard.hear("a", placed(2, 3, ask=shard.follower.ask)).lost == [Lost(0, 3, 5)]
 
 
 def test_the_commit_point_is_the_leaders_as_far_as_its_own_disk_has_it() -> None:
@@ -224,6 +234,7 @@ def test_a_copy_that_lacks_what_was_given_up_is_taken() -> None:
     shard.hear("a", placed(2, 0, ask=shard.follower.ask, action=Action.COPY))
     ready = shard.tell(Copied(0, LogPoint(0), LogPoint(2), History()))
     assert not ready.alarms and sent(ready, Follow)
+    assert ready.lost == [Lost(0, 0, 5, given_up=True)], "no epoch of what it had is the leader's"
     assert (shard.log.end, shard.log.commit) == (LogPoint(2), LogPoint(2))
 
 
