@@ -57,7 +57,7 @@ from felix.batch import (
 from felix.errors import Code, RequestError
 from felix.identity import Identity
 from felix.provenance import HOPS_MAX, PATH_HEADER, PathUnion, encode_path, parse_path
-from keys.envelope import DataKey, open_batch
+from keys.envelope import SEALABLE_BYTES_MAX, DataKey, open_batch
 from keys.link import LinkSecrets, commitment_secret
 from keys.transfer import TransferKey, TransferScope, seal_envelope
 from policy.grant import ExportGrant, RefusalKind, check_path
@@ -357,7 +357,13 @@ def _encode_parts(crossing: list[Record]) -> Parts:
 
 
 def _encode(source: BatchHeader, parts: Parts) -> Batch:
+    """Raises RequestError(BATCH_TOO_LARGE) for a batch that the destination could not seal: it would refuse it for ever."""
     batch = batch_of(parts, shard=source.shard, compress=bool(source.flags & FLAG_ZSTD))
+    if batch.header.body_length > SEALABLE_BYTES_MAX:
+        raise RequestError(
+            f"A batch of {batch.header.total_length} bytes leaves the destination no room for its seal.",
+            code=Code.BATCH_TOO_LARGE,
+        )
     # The destination's leaves name the source's append time, which it learns from here.
     return batch.with_header(replace(batch.header, append_time_ms=source.append_time_ms))
 

@@ -6,13 +6,15 @@ The report is of one world, in which the same agent also writes the largest numb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from attacks.conftest import Tally
-from audit_log import REGION_ORIGIN
+from attacks.test_former_keys import root_of
+from audit_log import POLICY_SEEDS, REGION_ORIGIN, key, region_bundle
 from crossing_logs import (
     CREW,
     DEPARTURES,
@@ -26,6 +28,7 @@ from crossing_logs import (
     write_world,
 )
 from signed_grants import (
+    Signed,
     deny_entry,
     grant_leaves,
     paper_leaf,
@@ -37,14 +40,17 @@ from signed_grants import (
 from slow_runs import only_slow
 
 from audit.agreement import Agreements, Stop
+from audit.keys_in_log import KeysInLog
 from audit.leaf import TIME_MS_MAX, GapKind, Kind, Leaf, Side
 from audit.origin import Origin
 from audit.spark.exceptions import BREACH, BROUGHT_MS
 from audit.spark.report import EXIT_DIFFERENCES, run_report
 from audit.spark.table import COUNT_MAX
 from audit.tile_disk import Folder
+from audit.trust import Trust
 from audit.verify import verify_log
 from felix.batch import OFFSET_MAX
+from keys.bundle import FormerKeys, KeyEnd
 from policy.grant import StandingAction
 from policy.quantity import Instant
 from policy.residency import parse_policy, sign_policy
@@ -64,11 +70,18 @@ def words(*said: tuple[int, StandingAction, int, str]) -> list[Leaf]:
     return leaves
 
 
-def stops_of(leaves: list[Leaf], origin: str = REGION_ORIGIN) -> list[Stop]:
-    agreements = Agreements(trust(), Origin.parse(origin))
+def stops_of(
+    leaves: list[Leaf], origin: str = REGION_ORIGIN, arrived: Sequence[tuple[str, str]] = (), trusting: Trust | None = None
+) -> list[Stop]:
+    """`arrived`: grants and streams of which something arrived."""
+    trusted = trusting or trust()
+    keys = KeysInLog(trusted, origin, lambda ending, index: True)
+    agreements = Agreements(trusted, Origin.parse(origin), keys)
     for index, leaf in enumerate(leaves):
         assert not agreements.take(index, leaf, lambda header: header.document)
-    stops = sorted(agreements.stops(), key=lambda stop: stop.leaf)
+    outlawed, unasked = agreements.outlawed_stops(arrived)
+    assert not unasked
+    stops = sorted((*agreements.stops(), *outlawed), key=lambda stop: stop.leaf)
     assert all(stop.document == leaves[stop.leaf].header.document_sha256 for stop in stops)
     return [stop._replace(document=b"") for stop in stops]
 
@@ -141,11 +154,14 @@ def policies(*said: tuple[int, SignedDocument]) -> list[Leaf]:
     ]
 
 
-def outlawed(leaves: list[Leaf]) -> list[tuple[int, int | None]]:
+def outlawed(
+    leaves: list[Leaf], signed: Signed | None = None, stream: str = DEPARTURES, trusting: Trust | None = None
+) -> list[tuple[int, int | None]]:
     """From when to when, in minutes."""
+    arrived = [((signed or SIGNED[DEPARTURES]).grant, stream)]
     return [
         ((stop.from_ms - START_MS) // MINUTE_MS, stop.until_ms and (stop.until_ms - START_MS) // MINUTE_MS)
-        for stop in stops_of(leaves)
+        for stop in stops_of(leaves, arrived=arrived, trusting=trusting)
         if stop.word == "outlawed"
     ]
 
@@ -174,7 +190,7 @@ def test_a_policy_forbids_while_it_is_in_force_and_does_not_allow_the_terms(tall
     tally("policies that outlaw a grant, and give way", len(logs))
 
 
-def test_a_policy_forbids_no_grant_before_it_was_made_and_no_pattern() -> None:
+def test_a_policy_forbids_no_grant_before_it_was_made_and_of_a_pattern_each_stream_by_its_name() -> None:
     signed = SIGNED[DEPARTURES]
     grant, first = grant_leaves(signed, Side.EGRESS, START_MS), policy(1)
     early = [
@@ -182,8 +198,33 @@ def test_a_policy_forbids_no_grant_before_it_was_made_and_no_pattern() -> None:
     ]
     assert outlawed([paper_leaf(first, signed, time_ms=START_MS - 10), *early, *grant[1:]]) == []
     wild = signed_grant(stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True)
-    leaves = [*grant_leaves(wild, Side.EGRESS, START_MS), paper_leaf(policy(2, allows=False), wild)]
-    assert outlawed(leaves) == []
+    crew = "deny:\n  - {name: crew-stays, streams: [acme/ops/crew], because: it stays}\n"
+    later = paper_leaf(policy(2, more=crew), wild, time_ms=START_MS + 3 * MINUTE_MS)
+    leaves = [*grant_leaves(wild, Side.EGRESS, START_MS), later]
+    found = {
+        name: outlawed(leaves, wild, name)
+        for name in ("acme/ops/crew", "acme/ops/tails", "acme/other/crew", "no name")
+    }
+    assert found == {
+        "acme/ops/crew": [(3, None)],
+        "acme/ops/tails": [],
+        "acme/other/crew": [],
+        "no name": [],
+    }
+
+
+def test_an_earlier_text_that_comes_back_under_a_later_key_says_nothing_of_the_time_between() -> None:
+    """The policy key was stolen. The region gives it up, and goes back to the first policy that it had, which did not allow what the second one did."""
+    former, now = key(POLICY_SEEDS["us-east"]).verify_key.public, key(40)
+    first, second, thief = policy(2, allows=False), policy(3), policy(99)
+    leaves = policies((1, first), (2, second), (7, thief))
+    gone = FormerKeys(policy_keys=(former,), ends=(KeyEnd(REGION_ORIGIN, len(leaves), root_of(leaves)),))
+    bundle = region_bundle("us-east", issued_ms=START_MS + 1, policy_keys=(now.verify_key.public,))
+    trusting = Trust.of([bundle.with_former((gone,)), region_bundle("eu-west")])
+    for back, found in ((first, [(1, 2), (8, None)]), (second, [(1, 2)]), (thief, [(1, 2)])):
+        text = parse_policy(back.body.decode(), "us-east")
+        again = paper_leaf(sign_policy(text, now.private_key), SIGNED[DEPARTURES], time_ms=START_MS + 8 * MINUTE_MS)
+        assert outlawed([*leaves, again], trusting=trusting) == found
 
 
 @only_slow
