@@ -1,18 +1,33 @@
-"""A publisher writes a record of which the transfer is as long as a batch may be: the destination has no room for its seal. No link stops for it."""
+"""A publisher writes a record of which the transfer is as long as a batch may be: the destination has no room for its seal, or makes it longer as it compresses it anew.
+No link stops for it."""
 
 from __future__ import annotations
 
+import random
 import struct
+from bisect import bisect_right
 from pathlib import Path
 
 import pytest
 from attacks.conftest import Tally
 from bridge_mesh import two_regions, until
 
-from felix.batch import BATCH_BYTES_MAX, HEADER_BYTES
+from felix.batch import (
+    BATCH_BYTES_MAX,
+    HEADER_BYTES,
+    Batch,
+    Parts,
+    batch_of,
+    encode_headers,
+    expanded,
+    plain_body,
+)
+from felix.errors import RequestError
 from felix.provenance import PATH_HEADER
-from keys.envelope import SEAL_BYTES
+from keys.envelope import SEAL_BYTES, SEALABLE_BYTES_MAX
 from policy.transform import build_spec
+from region.inspected import _compress
+from region.log.admission import misfit
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -32,7 +47,57 @@ async def test_a_batch_that_leaves_no_room_for_its_seal_stops_no_link(
         await mesh.create()
         await mesh.grant(transform=build_spec(keep=["id"]))
         await mesh.publish([payload, b'{"id":"after"}'], batch=1)
-        async with mesh.agent():
-            await until(mesh.arrived, "something arrived", 20)
-            await until(lambda: mesh.agent_position() == 2, "all was dealt with", 20)
+        async with mesh.agent() as agent:
+            await until(lambda: agent.links() and agent.links()[0].position == 2, "all was dealt with", 30)
+            crossed = await mesh.arrived()
+        assert crossed == (2 if room >= SEAL_BYTES else 1)
+        for region in ("us-east", "eu-west"):
+            await mesh.stop(region)
+        assert mesh.verify_egress().ok and mesh.verify_ingress().ok
+    tally("batches of the largest size", 1)
+
+
+def noise_of_few_symbols() -> bytes:
+    """Of which a frame that is made in steps is 20 kB longer than one that is made in one piece, and one of a higher level 30 kB."""
+    rng, symbols = random.Random(11), bytes(at % 8 for at in range(256))
+
+    def noise(size: int) -> bytes:
+        return rng.randbytes(size).translate(symbols)
+
+    unit, made = noise(480_000), b""
+    while len(made) < 2_600_000:
+        at = rng.randrange(len(unit) // 2)
+        again = rng.random() < 0.3
+        made += unit[at : at + rng.randrange(2_000, 60_000)] if again else noise(rng.randrange(5_000, 80_000))
+    return made
+
+
+@pytest.mark.parametrize("room", [0, 1_000])
+def test_what_a_bridge_compressed_into_a_batch_the_destination_does_too(room: int, tally: Tally) -> None:
+    """Compressed anew in other pieces, or at another level, it may be too long, and nothing would ever cross behind it."""
+    headers = encode_headers({PATH_HEADER: b"us-east"})
+    noise, tail = noise_of_few_symbols(), random.Random(1).randbytes(1 << 17)
+
+    def batch_with(size: int) -> Batch:
+        """With so much at its end that no frame makes shorter."""
+        return batch_of(
+            Parts([noise[: 1 << 20], noise[1 << 20 :], tail[:size]], None, [headers] * 3), compress=1
+        )
+
+    def body_bytes(size: int) -> int:
+        try:
+            return len(batch_with(size).body)
+        except RequestError:
+            return BATCH_BYTES_MAX
+
+    batch = batch_with(bisect_right(range(len(tail)), SEALABLE_BYTES_MAX - room, key=body_bytes) - 1)
+    assert 0 <= SEALABLE_BYTES_MAX - room - len(batch.body) < 1_000
+    stepped = _compress(expanded(batch))
+    while True:
+        try:
+            next(stepped)
+        except StopIteration as ended:
+            made = ended.value
+            break
+    assert plain_body(made) == plain_body(batch) and misfit(made) is None
     tally("batches of the largest size", 1)
