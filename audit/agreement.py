@@ -28,10 +28,12 @@ What the log's own region forbade, and when (`stops`), is held as long as the lo
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
@@ -94,6 +96,8 @@ from policy.truncation import Accepted, Truncation
 
 OUTLAWED: Final = "outlawed"
 """The word of a stop that a policy says."""
+CLOCK_SLACK_MS: Final = 60_000
+"""By how much a leaf's time may be before that of one before it, and nothing follows from it."""
 STANDING_GRACE_MS: Final = 10_000
 """What was on its way when a pause or a deny entry reached the log may still be written down so long after it."""
 GRANTS_MAX: Final = 1 << 16
@@ -203,6 +207,12 @@ class Stop(NamedTuple):
     """whether what crossed before may arrive long after it: a policy is brought to nobody, and an envelope waits at the destination until the grant's rate lets it in"""
     told_to_ms: int | None = None
     """of a policy that still holds at the log's end: until when it is known that no later one took its place; None: it is"""
+    until_leaf: int | None = None
+    """of what ended it; None also where a policy's own dates did"""
+    sure_from_ms: int = NEVER
+    """no earlier than any leaf before it says: it is later than `from_ms` where the log's clock had been set back"""
+    sure_until_ms: int | None = None
+    """no later than any leaf behind its end says: the clock may have been ahead then"""
 
 
 class _Policy(NamedTuple):
@@ -368,6 +378,7 @@ class Agreements:
         self._policies: dict[str, dict[bytes, _Policy]] = {}
         self._read_policies: dict[bytes, dict[str, Any] | str] = {}
         """by the SHA-256 of the document, what its leaf repeats, or why it does not hold"""
+        self._times = _Times()
         self._in_force: list[_Policy] = []
         """the policies of the own region that were in force, one after the other"""
         self._has_forgotten = False
@@ -392,6 +403,7 @@ class Agreements:
             return []
         if leaf.version == 1:
             return []
+        self._times.take(index, header.time_ms)
         what = header.kind.name if not header.grant_id else f"{header.kind.name} of {header.grant_id}"
         try:
             data = load(header)
@@ -1070,7 +1082,7 @@ class Agreements:
         for _, held in sorted(self._grants.items()):
             if held.stops is not None and self._is_own(held):
                 found += held.stops.all()
-        return (*found, *self._own_denies.all())
+        return tuple(self._times.surely(stop) for stop in (*found, *self._own_denies.all()))
 
     def outlawed_stops(self, arrived: Iterable[tuple[str, str]]) -> tuple[tuple[Stop, ...], int]:
         """What the own region's policies forbade to leave it, of these grants and streams, under which something arrived, the most important first; and of how many of them that was not
@@ -1104,7 +1116,8 @@ class Agreements:
         for at, ones in sorted(by_policy.items()):
             for one in ones:
                 one.allowed[at] = _allows(self._in_force[at].policy, one.terms, one.stream)
-        return tuple(stop for one in asked for stop in self._outlawed_stops(one)), left_off
+        stops = (stop for one in asked for stop in self._outlawed_stops(one))
+        return tuple(self._times.surely(stop) for stop in stops), left_off
 
     def policy_ranks(self) -> dict[str, tuple[tuple[tuple[int, int], int], ...]]:
         """By region, the ranks of the policies that are held, and the times of their leaves (ms)."""
@@ -1139,7 +1152,8 @@ class Agreements:
                         each.leaf, OUTLAWED, asked.grant, str(asked.stream), "", max(asked.begun_ms, from_ms), to_ms,
                         each.document, asked.terms.rate_bytes > 0,
                     )  # fmt: skip
-                stop = stop._replace(until_ms=to_ms)
+                ended = self._in_force[at + 1].leaf if to_ms == until != NEVER else None
+                stop = stop._replace(until_ms=to_ms, until_leaf=ended)
         if stop is not None:
             yield stop if stop.until_ms != NEVER else stop._replace(until_ms=None)
 
@@ -1166,6 +1180,40 @@ def _stream_of(name: str) -> StreamName | None:
         return None
 
 
+class _Times:
+    """What the times of a log's leaves, which stand in their order, say of each other. A clock may be wrong, and then be set right: a leaf is no older than those before it, and
+    no younger than those behind it."""
+
+    def __init__(self) -> None:
+        self._latest: list[tuple[int, int]] = []
+        """leaves that are later than all before them, where one behind is earlier by more than CLOCK_SLACK_MS; the newest last, whatever is behind"""
+        self._earliest: list[tuple[int, int]] = []
+        """leaves that are earlier than one before them by as much, and than all of these behind them"""
+
+    def take(self, index: int, time_ms: int) -> None:
+        """Take the next document's leaf."""
+        if not self._latest or time_ms >= self._latest[-1][1]:
+            if self._latest and not (self._earliest and self._earliest[-1][0] > self._latest[-1][0]):
+                # Nothing is earlier than the one before: it says no more than this one.
+                self._latest.pop()
+            self._latest.append((index, time_ms))
+        elif time_ms < self._latest[-1][1] - CLOCK_SLACK_MS:
+            while self._earliest and self._earliest[-1][1] >= time_ms:
+                self._earliest.pop()
+            self._earliest.append((index, time_ms))
+
+    def surely(self, stop: Stop) -> Stop:
+        """With the times from when and until when it surely held."""
+        before = bisect_right(self._latest, stop.leaf, key=itemgetter(0))
+        latest_ms = self._latest[before - 1][1] if before else stop.from_ms
+        since_ms = latest_ms if latest_ms > stop.from_ms + CLOCK_SLACK_MS else stop.from_ms
+        until_ms = stop.until_ms
+        if until_ms is not None and stop.until_leaf is not None:
+            behind = bisect_right(self._earliest, stop.until_leaf, key=itemgetter(0))
+            until_ms = min([until_ms, *(time_ms for _, time_ms in self._earliest[behind : behind + 1])])
+        return stop._replace(sure_from_ms=since_ms, sure_until_ms=until_ms)
+
+
 class _Stops:
     """Intervals from words in order. Only a word that lets go on ends one: a stop that is said again goes on from where it began, or
     saying it every minute would leave no moment at which it had been said long enough to have arrived."""
@@ -1183,7 +1231,7 @@ class _Stops:
             if held[1].word and stop.word:
                 stop = held[1]
             elif held[1].word:
-                self._ended.append(held[1]._replace(until_ms=stop.from_ms))
+                self._ended.append(held[1]._replace(until_ms=stop.from_ms, until_leaf=stop.leaf))
         self._newest[key] = rank, stop
 
     def all(self) -> tuple[Stop, ...]:

@@ -75,7 +75,8 @@ LEGAL_FIELDS: Final = _NAMES[9:]
 _REVOCATION: Final = "log string, grant_id string, leaf_index bigint"
 _STOP: Final = (
     "source_region string, stop_key string, word string, from_ms bigint, until_ms bigint, stop_log string, known_leaf bigint, "
-    "least_ms bigint, most_ms bigint, may_wait boolean, told_to_ms bigint"
+    "least_ms bigint, most_ms bigint, may_wait boolean, told_to_ms bigint, "
+    "sure_from_ms bigint, sure_until_ms bigint"
 )
 
 

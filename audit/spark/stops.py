@@ -142,6 +142,8 @@ def rows(
                     *apart,
                     stop.may_wait,
                     stop.told_to_ms,
+                    stop.sure_from_ms,
+                    stop.sure_until_ms,
                 )
 
 
@@ -167,6 +169,6 @@ def as_of(stop: Stop, origin: str, ranks: Mapping[str, Ranks], newest_ms: Mappin
         if rank > newest and time_ms >= ended_ms
     ]
     if later:
-        return stop._replace(until_ms=min(later))
+        return stop._replace(until_ms=min(later), sure_until_ms=min(later))
     ends = (time_ms for other, time_ms in newest_ms.items() if Origin.parse(other).region == region)
     return stop._replace(told_to_ms=max(ends, default=stop.from_ms))

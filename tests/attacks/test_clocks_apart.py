@@ -106,13 +106,13 @@ def test_one_half_brought_late_does_not_move_what_is_known_of_the_clocks() -> No
 
 
 def test_each_stop_is_held_to_every_other_regions_log() -> None:
-    stop = Stop(4, "paused", "g", "", "", 1, None, b"d" * 32)
+    stop = Stop(4, "paused", "g", "", "", 1, None, b"d" * 32, sure_from_ms=1)
     logs = {
         REGION_ORIGIN: {b"d" * 32: Seen(4, 1, Kind.STANDING, "us-east", "eu-west")},
         INGRESS_ORIGIN: {b"d" * 32: Seen(7, 9, Kind.STANDING, "us-east", "eu-west")},
         "ap-south.acme/audit": {},
     }
     assert list(rows({REGION_ORIGIN: (stop,), INGRESS_ORIGIN: ()}, logs)) == [
-        ("us-east", "g", "paused", 1, None, "ap-south.acme/audit", None, 0, 0, False),
-        ("us-east", "g", "paused", 1, None, INGRESS_ORIGIN, 7, 0, 0, False),
+        ("us-east", "g", "paused", 1, None, "ap-south.acme/audit", None, 0, 0, False, None, 1, None),
+        ("us-east", "g", "paused", 1, None, INGRESS_ORIGIN, 7, 0, 0, False, None, 1, None),
     ]

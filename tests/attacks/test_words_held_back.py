@@ -51,7 +51,7 @@ from audit.trust import Trust
 from audit.verify import verify_log
 from felix.batch import OFFSET_MAX
 from keys.bundle import FormerKeys, KeyEnd
-from policy.grant import StandingAction
+from policy.grant import NEVER, StandingAction
 from policy.quantity import Instant
 from policy.residency import parse_policy, sign_policy
 from policy.signed import SignedDocument
@@ -83,7 +83,9 @@ def stops_of(
     assert not unasked
     stops = sorted((*agreements.stops(), *outlawed), key=lambda stop: stop.leaf)
     assert all(stop.document == leaves[stop.leaf].header.document_sha256 for stop in stops)
-    return [stop._replace(document=b"") for stop in stops]
+    return [
+        stop._replace(document=b"", until_leaf=None, sure_from_ms=NEVER, sure_until_ms=None) for stop in stops
+    ]
 
 
 def test_a_regions_log_says_from_when_to_when_it_forbade_what_may_leave_it() -> None:
@@ -313,3 +315,71 @@ def test_what_arrived_against_the_sources_word_is_a_breach(spark: Any, tmp_path:
     # A leaf of the largest numbers keeps no report from being made.
     assert [row["records"] for row in rows if row["exception"] == "gap-retention"] == [COUNT_MAX]
     tally("leaves with the largest numbers", 7)
+
+
+def test_where_the_clock_was_set_right_a_word_held_surely_no_longer_than_the_leaves_around_it_say() -> None:
+    signed = SIGNED[DEPARTURES]
+
+    def surely(*said: tuple[int, StandingAction]) -> list[tuple[int, int | None]]:
+        leaves = words(
+            *((START_MS + at * MINUTE_MS, action, at_, "us-east") for at_, (at, action) in enumerate(said, 1))
+        )
+        agreements = Agreements(trust(), Origin.parse(REGION_ORIGIN))
+        for index, leaf in enumerate(leaves):
+            agreements.take(index, leaf, lambda header: header.document)
+        return [
+            ((stop.sure_from_ms - START_MS) // MINUTE_MS, stop.sure_until_ms and (stop.sure_until_ms - START_MS) // MINUTE_MS)
+            for stop in agreements.stops()
+            if stop.grant_id == signed.grant and stop.word == "paused"
+        ]  # fmt: skip
+
+    assert surely((1, PAUSE), (5, RESUME)) == [(1, 5)]
+    assert surely((9, RESUME), (2, PAUSE)) == [(9, None)], "it had been ahead, or is behind now"
+    assert surely((1, PAUSE), (60, RESUME), (7, RESUME)) == [(1, 7)], "it was ahead when it was resumed"
+    assert surely((8, RESUME), (1, PAUSE), (5, RESUME), (9, PAUSE)) == [(8, 5), (9, None)]
+
+
+@only_slow
+@pytest.mark.parametrize("case", ["given way since", "logs that end before", "a pattern", "a clock set right"])
+def test_a_policy_forbids_as_far_as_the_logs_go(
+    spark: Any, tmp_path: Path, case: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its region's log was copied before others: then it is not said of what crossed since. Of a pattern each stream is asked for by its name."""
+    if case == "a pattern":
+        wild = signed_grant(
+            stream="acme/ops/*", destination_stream="acme/ops/*", wildcard=True, expires=START_MS + 10**10
+        )
+        monkeypatch.setitem(SIGNED, DEPARTURES, wild)
+        monkeypatch.setitem(TERMS, DEPARTURES, wild.terms)
+    signed = SIGNED[DEPARTURES]
+    world = World()
+    world.grant(DEPARTURES, START_MS - 1_000)
+    world.batch(DEPARTURES, 0, START_MS + 4 * MINUTE_MS, 10, withheld=0.0)
+    if case == "given way since":
+        world.egress.append([paper_leaf(policy(4), signed, time_ms=START_MS + 6 * MINUTE_MS)])
+    kept = len(world.egress)
+    world.batch(DEPARTURES, 0, START_MS + 9 * MINUTE_MS, 20, withheld=0.0)
+    if case == "logs that end before":
+        del world.egress[kept:]
+    own = grant_leaves(signed, Side.EGRESS, START_MS - 1_000)
+    if case == "a clock set right":
+        own += [paper_leaf(policy(2), signed, time_ms=START_MS + 30 * MINUTE_MS)]
+    no = "deny:\n  - {name: stays, streams: [%s], because: it stays}\n" % DEPARTURES
+    outlaws = policy(3 if case == "a clock set right" else 2, more=no)
+    own += [paper_leaf(outlaws, signed, time_ms=START_MS + 2 * MINUTE_MS)]
+    paths = [*write_world(tmp_path, world), tmp_path / "region"]
+    write_log(paths[2], REGION_ORIGIN, [own], cosign=True)
+    result = run_report(paths, tmp_path / "out", trust=trust(), session=spark)
+    found = {
+        (row["severity"], row["exception"]): row["records"]
+        for row in result.report.exceptions.records()
+        if row["exception"].startswith("arrived")
+    }
+    breach, perhaps = (BREACH, "arrived-though-outlawed"), ("notice", "arrived-perhaps-though-outlawed")
+    assert found == {
+        "given way since": {breach: 10},
+        "logs that end before": {breach: 10, perhaps: 20},
+        "a pattern": {breach: 30},
+        "a clock set right": {perhaps: 30},
+    }[case]
+    tally("policies as far as the logs go", 1)
