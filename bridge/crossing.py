@@ -43,6 +43,7 @@ from audit.leaf import (
 )
 from felix.batch import (
     FLAG_ZSTD,
+    HEADERS_MAX,
     Batch,
     BatchHeader,
     NewRecord,
@@ -258,6 +259,13 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             headers = plain_headers
             if result.headers or path is not own_path:
                 headers = {**result.headers, PATH_HEADER: path}
+                if len(headers) > HEADERS_MAX:
+                    stay(
+                        TRANSFORM_FAILED,
+                        f"It would cross with {len(headers)} headers; {HEADERS_MAX} are allowed.",
+                        record,
+                    )
+                    continue
             crossing.append(
                 Record(record.offset, record.timestamp_ms, result.key or None, headers, result.payload)
             )

@@ -360,7 +360,13 @@ def read_signed(
         read_ = Origin.parse(origin)
         said_of = arrived.get(read_.region, ()) if read_.bridge is None else ()
         found[origin] = rows_of(
-            origin, named, open_files(log.path), trust, crossings.get(origin, {}), keys_of(log, trust), said_of
+            origin,
+            named,
+            open_files(log.path),
+            trust,
+            crossings.get(origin, {}),
+            keys_of(log, trust),
+            said_of,
         )
     signed: dict[str, tuple[Any, ...]] = {}
     of_crossings: set[str] = set()
@@ -427,9 +433,13 @@ def _arrived(leaves: DataFrame, sources: Collection[str]) -> tuple[dict[str, lis
 
 def _newest_ms(leaves: DataFrame, found: Mapping[str, LogDocuments]) -> dict[str, int]:
     """The latest time that each log shows; asked only where it matters."""
-    if not any(stop.word == OUTLAWED and stop.until_ms is None for read in found.values() for stop in read.stops):
+    if not any(
+        stop.word == OUTLAWED and stop.until_ms is None for read in found.values() for stop in read.stops
+    ):
         return {}
-    rows = leaves.sparkSession.sql("SELECT log, max(time_ms) AS latest FROM {leaves} GROUP BY log", leaves=leaves)
+    rows = leaves.sparkSession.sql(
+        "SELECT log, max(time_ms) AS latest FROM {leaves} GROUP BY log", leaves=leaves
+    )
     return {row["log"]: row["latest"] for row in rows.collect()}
 
 

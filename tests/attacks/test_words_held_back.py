@@ -71,7 +71,10 @@ def words(*said: tuple[int, StandingAction, int, str]) -> list[Leaf]:
 
 
 def stops_of(
-    leaves: list[Leaf], origin: str = REGION_ORIGIN, arrived: Sequence[tuple[str, str]] = (), trusting: Trust | None = None
+    leaves: list[Leaf],
+    origin: str = REGION_ORIGIN,
+    arrived: Sequence[tuple[str, str]] = (),
+    trusting: Trust | None = None,
 ) -> list[Stop]:
     """`arrived`: grants and streams of which something arrived."""
     trusted = trusting or trust()
@@ -225,7 +228,9 @@ def test_an_earlier_text_that_comes_back_under_a_later_key_says_nothing_of_the_t
     trusting = Trust.of([bundle.with_former((gone,)), region_bundle("eu-west")])
     for back, found in ((first, [(1, 2), (8, None)]), (second, [(1, 2)]), (thief, [(1, 2)])):
         text = parse_policy(back.body.decode(), "us-east")
-        again = paper_leaf(sign_policy(text, now.private_key), SIGNED[DEPARTURES], time_ms=START_MS + 8 * MINUTE_MS)
+        again = paper_leaf(
+            sign_policy(text, now.private_key), SIGNED[DEPARTURES], time_ms=START_MS + 8 * MINUTE_MS
+        )
         assert outlawed([*leaves, again], trusting=trusting) == found
 
 
@@ -340,7 +345,9 @@ def test_where_the_clock_was_set_right_a_word_held_surely_no_longer_than_the_lea
 
 
 @only_slow
-@pytest.mark.parametrize("case", ["given way since", "logs that end before", "a pattern", "a clock set right"])
+@pytest.mark.parametrize(
+    "case", ["given way since", "logs that end before", "a pattern", "a clock set right"]
+)
 def test_a_policy_forbids_as_far_as_the_logs_go(
     spark: Any, tmp_path: Path, case: str, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -364,7 +371,7 @@ def test_a_policy_forbids_as_far_as_the_logs_go(
     own = grant_leaves(signed, Side.EGRESS, START_MS - 1_000)
     if case == "a clock set right":
         own += [paper_leaf(policy(2), signed, time_ms=START_MS + 30 * MINUTE_MS)]
-    no = "deny:\n  - {name: stays, streams: [%s], because: it stays}\n" % DEPARTURES
+    no = f"deny:\n  - {{name: stays, streams: [{DEPARTURES}], because: it stays}}\n"
     outlaws = policy(3 if case == "a clock set right" else 2, more=no)
     own += [paper_leaf(outlaws, signed, time_ms=START_MS + 2 * MINUTE_MS)]
     paths = [*write_world(tmp_path, world), tmp_path / "region"]
@@ -376,10 +383,13 @@ def test_a_policy_forbids_as_far_as_the_logs_go(
         if row["exception"].startswith("arrived")
     }
     breach, perhaps = (BREACH, "arrived-though-outlawed"), ("notice", "arrived-perhaps-though-outlawed")
-    assert found == {
-        "given way since": {breach: 10},
-        "logs that end before": {breach: 10, perhaps: 20},
-        "a pattern": {breach: 30},
-        "a clock set right": {perhaps: 30},
-    }[case]
+    assert (
+        found
+        == {
+            "given way since": {breach: 10},
+            "logs that end before": {breach: 10, perhaps: 20},
+            "a pattern": {breach: 30},
+            "a clock set right": {perhaps: 30},
+        }[case]
+    )
     tally("policies as far as the logs go", 1)

@@ -38,6 +38,7 @@ from bridge.plan import Verdict
 from bridge.wire import SealedBatch
 from felix.batch import (
     BRIDGED_EPOCH,
+    HEADERS_MAX,
     Batch,
     NewRecord,
     body_checksum,
@@ -310,6 +311,18 @@ def test_a_record_that_is_too_large_with_its_path_stays_and_its_leaf_says_so() -
     leaves = leaves_of(only, way)
     assert withheld_for(leaves) == {TRANSFORM_FAILED: [100]}
     assert arrived(way, [only]) == []
+
+
+def test_a_record_that_would_have_more_headers_than_fit_with_its_path_stays() -> None:
+    names = [f"h{number}" for number in range(HEADERS_MAX)]
+    way = route(transform=build_spec(headers=names))
+    records = [
+        NewRecord(departure(number), None, dict.fromkeys(names[:many], b"1"))
+        for number, many in enumerate((HEADERS_MAX, HEADERS_MAX - 1))
+    ]
+    (only,) = cross(way, records)
+    assert withheld_for(leaves_of(only, way)) == {TRANSFORM_FAILED: [100]}
+    assert [offset for offset, _ in arrived(way, [only])] == [101]
 
 
 def test_a_batch_that_grows_beyond_the_wire_is_halved_always_in_the_same_places() -> None:
