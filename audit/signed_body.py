@@ -99,7 +99,9 @@ class SignedForm(Generic[Body]):
         except (msgspec.MsgspecError, UnicodeDecodeError, ValueError) as error:
             hint = of_later_release(error)
             kind = later if hint else TamperError
-            raise kind(f"A {self._what}'s body does not decode: {why_undecoded(error)}.", hint=hint) from error
+            raise kind(
+                f"A {self._what}'s body does not decode: {why_undecoded(error)}.", hint=hint
+            ) from error
         self._require_names_once(signed.body, body)
         return body
 

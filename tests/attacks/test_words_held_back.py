@@ -322,6 +322,27 @@ def test_what_arrived_against_the_sources_word_is_a_breach(spark: Any, tmp_path:
     tally("leaves with the largest numbers", 7)
 
 
+def test_of_too_many_policies_about_too_many_streams_is_said_how_many_were_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signed = SIGNED[DEPARTURES]
+    agreements = Agreements(trust(), Origin.parse(REGION_ORIGIN))
+    for index, leaf in enumerate(policies((3, policy(2, allows=False)), (5, policy(3)))):
+        agreements.take(index, leaf, lambda header: header.document)
+    arrived = [(signed.grant, DEPARTURES)] * 2
+    monkeypatch.setattr("audit.agreement.DECISIONS_ASKED_MAX", 5)
+    stops, unasked = agreements.outlawed_stops([("g-unknown", DEPARTURES), *arrived])
+    assert ([(stop.leaf, stop.until_leaf) for stop in stops], unasked) == (
+        [(len(words()), len(words()) + 1)],
+        1,
+    )
+    monkeypatch.setattr("audit.agreement.POLICIES_MAX", 3)
+    agreements.take(
+        99, paper_leaf(policy(4), signed, time_ms=START_MS + 9 * MINUTE_MS), lambda header: header.document
+    )
+    assert agreements.outlawed_stops(arrived) == ((), 2), "which was in force when is not known any more"
+
+
 def test_where_the_clock_was_set_right_a_word_held_surely_no_longer_than_the_leaves_around_it_say() -> None:
     signed = SIGNED[DEPARTURES]
 
