@@ -20,11 +20,10 @@ import zstandard
 from msgspec import structs
 
 from audit.leaf import Committer, Header, LeafPart, iter_leaf_parts, iter_packed
-from felix.batch import FLAG_ZSTD, Batch, compressed_with, decode_columns, expanded
+from felix.batch import BATCH_BYTES_MAX, FLAG_ZSTD, Batch, compressed_with, decode_columns, expanded
 from felix.errors import RequestError
 from felix.peer import Peer
 from felix.provenance import PathUnion
-from keys.envelope import SEALABLE_BYTES_MAX
 from keys.transfer import TransferEnvelope, TransferKey, open_envelope
 from policy.inspection import Inspection
 
@@ -41,7 +40,7 @@ COMPRESS_BETTER_LEVEL: Final = 9
 """Where that is too long for a batch, since the bridge of another release makes it shorter. It may be longer, too: of noise in few symbols."""
 COMPRESS_BETTER_STEP_BYTES: Final = 16 << 10
 """The same at that level."""
-FRAME_BYTES_MAX: Final = SEALABLE_BYTES_MAX
+FRAME_BYTES_MAX: Final = BATCH_BYTES_MAX - 256
 """Of a batch that a stream takes: there is room for its header and its seal."""
 
 Steps = Generator[None, None, "Inspected"]
