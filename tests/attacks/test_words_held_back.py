@@ -299,7 +299,7 @@ def test_what_arrived_against_the_sources_word_is_a_breach(spark: Any, tmp_path:
         (START_MS + 8 * MINUTE_MS, RESUME, 2, "us-east"),
         (START_MS + 20 * MINUTE_MS, REVOKE, 3, "us-east"),
     )
-    own += grant_leaves(SIGNED[ORDERS], Side.EGRESS, START_MS - 1_000)[1:]
+    own[1:1] = grant_leaves(SIGNED[ORDERS], Side.EGRESS, START_MS - 1_000)[1:]
     denied = deny_entry("acme/payments/*", at=START_MS + 30 * MINUTE_MS)
     own.append(paper_leaf(denied, SIGNED[ORDERS], time_ms=START_MS + 30 * MINUTE_MS))
     paths = [*write_world(tmp_path, world), tmp_path / "region"]
