@@ -44,8 +44,10 @@ from audit.leaf import (
 from felix.batch import (
     FLAG_ZSTD,
     HEADERS_MAX,
+    KEY_BYTES_MAX,
     Batch,
     BatchHeader,
+    Buffer,
     NewRecord,
     Parts,
     Record,
@@ -259,13 +261,9 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             headers = plain_headers
             if result.headers or path is not own_path:
                 headers = {**result.headers, PATH_HEADER: path}
-                if len(headers) > HEADERS_MAX:
-                    stay(
-                        TRANSFORM_FAILED,
-                        f"It would cross with {len(headers)} headers; {HEADERS_MAX} are allowed.",
-                        record,
-                    )
-                    continue
+            if problem := _too_many_or_long(result.key, headers):
+                stay(TRANSFORM_FAILED, problem, record)
+                continue
             crossing.append(
                 Record(record.offset, record.timestamp_ms, result.key or None, headers, result.payload)
             )
@@ -275,6 +273,15 @@ def sort_records(opened: OpenedBatch, route: Route, before: OffsetSet | None = N
             stay(FILTERED, "The grant's filter excludes it.", record)
     ordered = tuple(staying[reason] for reason in REASONS if reason in staying)
     return SortedBatch(opened, crossing, ordered)
+
+
+def _too_many_or_long(key: Buffer | None, headers: Mapping[str, bytes]) -> str:
+    """Why no batch has this record as it would cross, or nothing. A broker reads no body, so a publisher may have put into one what no client encodes."""
+    if len(headers) > HEADERS_MAX:
+        return f"It would cross with {len(headers)} headers; {HEADERS_MAX} are allowed."
+    if key is not None and len(key) > KEY_BYTES_MAX:
+        return f"Its key has {len(key)} bytes; {KEY_BYTES_MAX} are allowed."
+    return ""
 
 
 def _extend_path(record: Record, route: Route) -> bytes | tuple[str, str]:

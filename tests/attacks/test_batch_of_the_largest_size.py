@@ -1,5 +1,5 @@
-"""A publisher writes a record of which the transfer is as long as a batch may be: the destination has no room for its seal, or makes it longer as it compresses it anew.
-No link stops for it."""
+"""A publisher writes a record of which the transfer is as long as a batch may be: the destination has no room for its seal, or makes it longer as it compresses it anew; or one whose key is longer
+than any client encodes. No link stops for it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 from attacks.conftest import Tally
-from bridge_mesh import two_regions, until
+from bridge_mesh import STREAM, two_regions, until
 
 from felix.batch import (
     BATCH_BYTES_MAX,
     HEADER_BYTES,
+    KEY_BYTES_MAX,
     Batch,
     Parts,
     batch_of,
@@ -25,7 +26,7 @@ from felix.batch import (
 from felix.errors import RequestError
 from felix.provenance import PATH_HEADER
 from keys.envelope import SEAL_BYTES, SEALABLE_BYTES_MAX
-from policy.transform import build_spec
+from policy.transform import KeyRule, build_spec
 from region.inspected import _compress
 from region.log.admission import misfit
 
@@ -55,6 +56,26 @@ async def test_a_batch_that_leaves_no_room_for_its_seal_stops_no_link(
             await mesh.stop(region)
         assert mesh.verify_egress().ok and mesh.verify_ingress().ok
     tally("batches of the largest size", 1)
+
+
+async def test_a_key_that_no_client_encodes_stops_no_link(
+    tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker reads no body, so a publisher's own code may write it, where the grant lets keys cross as they are."""
+    async with two_regions(tmp_path) as mesh:
+        await mesh.create()
+        await mesh.grant(transform=build_spec(keep=["id"], key=KeyRule.KEEP))
+        async with mesh.operator("us-east") as client:
+            publisher = client.stream(STREAM)
+            with monkeypatch.context() as patch:
+                for module in ("felix.batch", "felix.payload"):
+                    patch.setattr(f"{module}.KEY_BYTES_MAX", 1 << 20)
+                await publisher.publish(b'{"id":1}', key=b"k" * (KEY_BYTES_MAX + 1))
+            await publisher.publish(b'{"id":2}', key=b"k")
+        async with mesh.agent() as agent:
+            await until(lambda: agent.links() and agent.links()[0].position == 2, "all was dealt with", 30)
+            assert await mesh.arrived() == 1
+    tally("keys that no client encodes", 1)
 
 
 def noise_of_few_symbols() -> bytes:
