@@ -111,6 +111,8 @@ POLICIES_READ_MAX: Final = 4_096
 """Policies whose reading is remembered, with some 500 bytes each, or SENTENCE_MAX: the largest takes 0.6 s, and a leaf that names it again has 250 bytes."""
 SENTENCE_MAX: Final = 2_000
 """Characters, of why a policy does not hold: it may have any number of mistakes."""
+TIMES_MAX: Final = 1 << 16
+"""Leaves whose times run back, or are run back from, that are held of one log. A clock that is wrong so often says nothing."""
 DECISIONS_ASKED_MAX: Final = 200_000
 """Of policies about what arrived, asked of one log for a report: 0.1 ms each, and ten times as long under policies of the largest size."""
 DECISIONS_MAX: Final = 256
@@ -1192,6 +1194,8 @@ class _Times:
 
     def take(self, index: int, time_ms: int) -> None:
         """Take the next document's leaf."""
+        if len(self._latest) + len(self._earliest) >= TIMES_MAX:
+            return
         if not self._latest or time_ms >= self._latest[-1][1]:
             if self._latest and not (self._earliest and self._earliest[-1][0] > self._latest[-1][0]):
                 # Nothing is earlier than the one before: it says no more than this one.
